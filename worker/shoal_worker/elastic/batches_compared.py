@@ -1,15 +1,16 @@
 """Compares what ranks train on in their first steps, where the script has no loader of Shoal's, and
 what they evaluate on outside of `shoal.evaluate`.
 
-Nobody deals a plain DataLoader: with `torch.manual_seed` at the top and `shuffle=True`, every rank
-trains on the same batches, and more ranks only repeat the work. Shoal cannot see how a script draws
-its batches, so it compares digests of the models' inputs. Ranks of one replica (`tensor`,
-`pipeline`) have the same batch by design and count as one.
+Nobody distributes the batches of a plain DataLoader: with `torch.manual_seed` at the top and
+`shuffle=True`, every rank trains on the same batches, and additional ranks only repeat the work.
+Shoal cannot see how a script draws its batches, so it compares digests of the models' inputs. Ranks
+of one replica (`tensor`, `pipeline`) share a batch by design and count as one.
 
-Equal batches may be meant. If they never change, the script trains on all of its data, or overfits
-one batch, and nothing is said. An error needs proof: each batch is another one, and on every rank a
-DataLoader with a sampler of torch's own goes through more data than was compared. Anything less is
-a warning: a tiny or constant dataset, a sampler of the script's, batches drawn in the loop.
+Equal batches may be intended. If they never change, the script trains on all of its data or
+overfits one batch, and nothing is reported. An error requires proof: the batches change, and on
+every rank a DataLoader with one of torch's own samplers iterates over more data than was compared.
+Anything less gives a warning: a tiny or constant dataset, a custom sampler, batches drawn in the
+loop.
 
 Ranks that each go through the whole validation set get the right figures, in as much time as one
 rank: that is a warning, too. Digests of the first passes go with the next step's control word, so
@@ -38,7 +39,7 @@ from shoal_worker.torch_internals import iterates_undealt_dataloader, pytree
 _log = logging.getLogger(__name__)
 
 CHECKED: Final = 3
-"""Steps that are compared. That many equal batches in a row are no accident."""
+"""Number of steps compared. That many equal batches in a row are no coincidence."""
 
 
 def _digests(inputs: Any) -> list[int]:
@@ -55,25 +56,25 @@ def _digests(inputs: Any) -> list[int]:
 
 
 class BatchComparison:
-    """What this rank trained on in the run's first steps."""
+    """Batches of this rank in the run's first steps."""
 
     def __init__(self) -> None:
         self.checked = 0
-        """Steps compared since the run began or resumed. A part of the state, so that all ranks
-        compare the same steps."""
+        """Number of steps compared since the run began or resumed. Part of the state, so that all
+        ranks compare the same steps."""
         self._inputs: list[int] = []
-        """Digests of the inputs of the step in progress."""
+        """Digests of the inputs in the current step."""
         self._batches: list[int | None] = []
-        """Digest of each compared step's inputs; None: there were none, or this process did not
-        take the step."""
+        """Digest of each compared step's inputs; None if there were none, or if this process did
+        not take the step."""
 
     @property
     def due(self) -> bool:
-        """The next step is compared."""
+        """True if the next step is compared."""
         return self.checked < CHECKED
 
     def begin(self, checked: int) -> None:
-        """Continues behind so many compared steps, those of a loaded state or of peers."""
+        """Continues after `checked` compared steps, from a loaded state or from peers."""
         self.checked = checked
         self._inputs, self._batches = [], [None] * checked
 
@@ -82,16 +83,15 @@ class BatchComparison:
         self._inputs += _digests(inputs)
 
     def drop(self) -> None:
-        """The step in progress is void."""
+        """Discards the inputs of an aborted step."""
         self._inputs = []
 
     def compare(self, group: Group, placement: Placement) -> None:
-        """Ends a step that is compared. All ranks call it, behind the same steps, and conclude the
-        same.
+        """Ends a compared step. Called by all ranks after the same steps, with the same result.
 
         Raises:
-            PreconditionError (SAME_BATCHES): all replicas have trained on the same batches of a
-                DataLoader, each of them another one.
+            PreconditionError (SAME_BATCHES): all replicas have trained on the same, changing
+            batches of a DataLoader.
         """
         self.checked += 1
         inputs, self._inputs = self._inputs, []
@@ -133,8 +133,8 @@ class BatchComparison:
 
 
 class EvaluationComparison:
-    """What this rank evaluated the model on by itself, since the last step. Ends with the first
-    evaluation that was compared."""
+    """Batches on which this rank evaluated the model by itself since the last step. Ends with the
+    first evaluation that was compared."""
 
     def __init__(self) -> None:
         self._passes: list[int] = []
@@ -162,8 +162,8 @@ class EvaluationComparison:
 
     @property
     def digest(self) -> int:
-        """That of the first passes; 0: there are too few to tell an evaluation from a look at some
-        samples, or they are all alike."""
+        """Digest of the first passes; 0 if there are too few to distinguish an evaluation from a
+        look at some samples, or they are all alike."""
         if self._over or len(self._passes) < CHECKED or len(set(self._passes)) == 1:
             return 0
         return xxhash.xxh3_64_intdigest(repr(self._passes).encode())

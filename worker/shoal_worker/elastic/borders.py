@@ -1,14 +1,14 @@
-"""The borders between steps: there, and only there, joiners come in, drained members go, and a
-broken group is formed anew.
+"""Step boundaries: only there do joiners enter, drained members leave, and broken groups re-form.
 
-Who is asked to leave goes on for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked within it,
-as when an allocation is taken back, all stop together: their scripts run on, and can save what they
-hold between them. Else it leaves by itself, unless it holds what no rank that stays has
-(`who_leaves`).
+A member that is asked to leave continues for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked
+within that time, as when an allocation is reclaimed, all stop together: their scripts continue, and
+can save their joint state. Otherwise the member leaves by itself, unless it holds state that no
+remaining rank has (`who_leaves`).
 
-Holds the `Formation` until the process leaves its job, and owns where the peers stood when this
-joiner was fed, and since when this process is asked to leave. It takes no steps. All of it runs on
-the training thread, except `failed`, which a collective's callback may call.
+Holds the `Formation` until the process leaves its job, and owns the place of the peers when this
+joiner received the state, and the time since which this process is asked to leave. It takes no
+steps. Everything runs on the training thread, except `failed`, which a collective's callback may
+call.
 """
 
 from __future__ import annotations
@@ -52,34 +52,35 @@ from shoal_worker.elastic.step import ScriptPosition, Step
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """What one rank tells the others at a border, of itself."""
+    """One rank's message about itself at a step boundary."""
 
     asked: bool
-    """This rank was asked to leave."""
+    """True if this rank was asked to leave."""
     excluded: bool
-    """The coordinator has written a generation without it: it goes at this border."""
+    """True if the coordinator has written a generation without it, so that it leaves at this
+    boundary."""
     holds: Sequence[str]
-    """The parts of the state that it holds, by names that are the same on all ranks."""
+    """Parts of the state that it holds, by names that are the same on all ranks."""
     stopping: bool
-    """This rank knows that the job stops. In such a job all ranks leave at one border, and the next
-    step's closing says which."""
+    """True if this rank knows that the job stops. In such a job all ranks leave at one boundary,
+    determined by the next commit all-reduce."""
     joiners: bool
-    """This rank knows of a newer generation, with members that are not in the present one."""
+    """True if this rank knows of a newer generation with additional members."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WhoLeaves:
-    """What follows."""
+    """Decision about who leaves."""
 
     now: frozenset[int]
-    """Ranks that go at this border."""
+    """Ranks that leave at this boundary."""
     stop: bool
-    """All are to stop, since those that were asked could never go alone."""
+    """True if all must stop because the ranks asked to leave could never leave alone."""
 
 
 def who_leaves(told: Sequence[Told]) -> WhoLeaves:
-    """Decides who leaves at a border. `told`: what each rank has told, in rank order; the same list
-    on every rank."""
+    """Decides who leaves at a step boundary. `told`: the messages of all ranks in rank order; the
+    same list on every rank."""
     if any(each.stopping for each in told):
         return WhoLeaves(now=frozenset(), stop=False)
     copies = Counter(part for each in told for part in each.holds)
@@ -99,7 +100,7 @@ _log = logging.getLogger(__name__)
 
 
 class Departure:
-    """Notes that the run is to end, and says goodbye once."""
+    """Records that the run must end, and leaves once."""
 
     def __init__(self, membership: Member | None, held: HeldState) -> None:
         self._membership = membership
@@ -108,22 +109,22 @@ class Departure:
 
     @property
     def stopped(self) -> str | None:
-        """Why no further step begins here; None: steps go on. Operations between steps still
-        work."""
+        """Reason why no further step begins here; None while steps continue. Operations between
+        steps still work."""
         return self._held.phase.stopped
 
     def on_leave(self, callback: Callable[[], None]) -> None:
-        """`callback` is called once, before this process says goodbye."""
+        """Registers a callback, called once before this process leaves."""
         self._callbacks.append(callback)
 
     def obey(self, stop: StopTraining) -> None:
-        """Notes that training stops. If this member alone leaves (`Drained`), and training has not
-        stopped before: ends the process.
+        """Records that training stops. If only this member leaves (`Drained`) and training has not
+        stopped before, ends the process.
 
         Raises:
             SystemExit: status 0, drained.
-            PreconditionError: MEMBER_BEHIND, the run came to its end with steps that this process
-                does not have. It has left by then.
+            PreconditionError: MEMBER_BEHIND, the run finished with steps that this process does not
+                have. It has left by then.
         """
         self._leave_if_behind()
         if self.stopped is None and isinstance(stop, Drained):
@@ -146,13 +147,13 @@ class Departure:
             )
 
     def exit_drained(self, reason: str) -> NoReturn:
-        """Leaves the job and ends the process with status 0: the members that stay go on with the
-        script. They do not wait for what this process still writes."""
+        """Leaves the job and ends the process with status 0: the remaining members continue with
+        the script. They do not wait for data that this process still writes."""
         self._exit(reason, status=0)
 
     def exit_spare(self, why: str) -> NoReturn:
-        """Ends the process, which is a spare and can do nothing where its script stands. Started
-        again, it waits at the loop's beginning."""
+        """Ends the process, which is a spare and can do nothing at its script's current position.
+        After a restart it waits at the loop's beginning."""
         reason = f"{why}: it ends, to be started again"
         _log.warning("%s", reason)
         self._exit(reason, status=PUT_OUT)
@@ -170,13 +171,13 @@ class Departure:
         raise SystemExit(status)
 
     def finish(self) -> None:
-        """Does what is to be done before the goodbye, once."""
+        """Runs the callbacks registered for leaving, once."""
         while self._callbacks:
             self._callbacks.pop()()
 
     def say_goodbye(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> str:
-        """Leaves the job, once everything is done that is to be done before. Where it has left
-        already, does that. `alone`: its peers go on. Returns as `Member.leave`."""
+        """Leaves the job after everything registered with `on_leave`. If it has already left, only
+        does the latter. `alone`: its peers continue. Returns like `Member.leave`."""
         self.finish()
         if self._membership is None:
             return ""
@@ -193,8 +194,8 @@ ALONE = Placement(generation=0, rank=0, world_size=1)
 
 
 class Borders:
-    """Settles membership between two steps, and carries what a step's end means for the next
-    border."""
+    """Settles membership between two steps, and carries the consequences of a step's end to the
+    next boundary."""
 
     def __init__(
         self, held: HeldState, formation: Formation | None, *, drain_grace: timedelta
@@ -205,13 +206,13 @@ class Borders:
         self._drain_grace = drain_grace
         self._asked_at: float | None = None
         self._all_leave_in: int | None = None
-        """The generation of which someone was asked to leave who cannot be spared: all its ranks
-        are as if they had been."""
+        """Generation in which an indispensable rank was asked to leave: all its ranks then act as
+        if they had been."""
         self._peers_at: ScriptPosition | None = None
 
     @property
     def placement(self) -> Placement:
-        """Where this process stands now."""
+        """This process's current placement."""
         generation = self._formation.generation if self._formation is not None else None
         if generation is None:
             return ALONE
@@ -237,29 +238,30 @@ class Borders:
 
     @property
     def group(self) -> Group | None:
-        """The ranks of this generation that take steps, connected; None in a world of one."""
+        """Connected group of the ranks that take steps in this generation; None in a world of
+        one."""
         return self._formation.working if self._formation is not None else None
 
     def peers_elsewhere(self, source: StepSource, epoch: int) -> bool:
-        """The peers were in another loop than `epoch` of `source` when they fed this joiner; False
-        without peers, or if it is there."""
+        """Returns whether the peers were in a loop other than `epoch` of `source` when they sent
+        this joiner the state; False without peers."""
         at = self._peers_at
         return at is not None and (at.loader, at.epoch) != (source.name, epoch)
 
     def settle(self, source: StepSource | None) -> None:
-        """Settles what has come up since the last border: the next step is one of `source`. Waits
-        while this process is a spare.
+        """Settles everything that has come up since the last step boundary, before a step of
+        `source`. Waits while this process is a spare.
 
         Raises:
             StopTraining: the job is stopped, or (`Drained`) this member leaves it.
-            ShoalError: the coordinator put this member out.
+            ShoalError: the coordinator evicted this member.
         """
         formation = self._formation
         if formation is None:
             return
         link = formation.membership.link
         if self._held.engine.asynchronous:
-            # Within a round nobody leaves in good order: what its steps have moved would be lost.
+            # Within a round nobody leaves regularly: the changes of its steps would be lost.
             if link.refused is not None or not self._held.engine.within_round:
                 self._leave_if_asked(formation, stop=link.stopped)
             return
@@ -267,15 +269,15 @@ class Borders:
             self._await_ranks(formation, source)
             return
         if self._held.in_round or formation.must_move:
-            # of a round all ranks come to the end, whatever happens; and a step that is void here
-            # as well has to begin
+            # all ranks finish a round in any case; and a step that is aborted here as well has to
+            # begin
             return
         if not self._held.phase.holds_state:
             link.ready()
             formation.reform()
         elif formation.stop_due:
-            # Not whether this rank was told of a stop by now: others may not have been, and would
-            # go on without it.
+            # A stop that only this rank knows of does not count: others may not know it, and would
+            # continue.
             self._leave_if_asked(
                 formation, stop=link.stopped or link.draining or "the job is stopped"
             )
@@ -288,9 +290,9 @@ class Borders:
         self._await_ranks(formation, source)
 
     def _await_ranks(self, formation: Formation, source: StepSource | None) -> None:
-        """While no whole replica can be made with this rank: for the step that follows, if one
-        does. Where the state that was taken here is that of the run's end none does, and who were
-        let in would come to the end of its script without a step."""
+        """Waits while no complete replica can be formed with this rank, if another step follows. If
+        the received state is that of the run's end, none does, and a rank admitted then would
+        finish its script without a step."""
         engine = self._held.engine
         while engine.idle or (
             engine.lacks_ranks
@@ -305,21 +307,21 @@ class Borders:
 
     def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
         if formation.joiners_wait:
-            # A joiner's script is behind the peers that have fed it, and no step was taken since:
-            # it is with them as far as others see.
+            # A joiner's script is behind the peers that sent it the state, and no step was taken
+            # since: to others it appears to be with them.
             arriving = self._peers_at if self._held.phase.now is Phase.ARRIVING else None
             fed = formation.let_joiners_in(arriving or self._held.place(source))
             if fed is not None:
                 self._peers_at = fed
 
     def settled(self, placement: Placement) -> bool:
-        """Nothing has happened since `placement` was given at this border. An operation in between
-        may have re-formed."""
+        """Returns whether nothing has happened since `placement` was given at this boundary. An
+        operation in between may have re-formed the group."""
         formation = self._formation
         if formation is None:
             return True
         if self._held.engine.asynchronous:
-            # It comes here again and again while it waits for a batch.
+            # Called repeatedly while it waits for a batch.
             link = formation.membership.link
             healthy = link.stopped is None and link.draining is None
         else:
@@ -328,8 +330,8 @@ class Borders:
         return self._held.phase.holds_state and quiet and placement == self.placement
 
     def control_word(self, step: Step) -> list[float]:
-        """What this rank adds to the step's control word: what it was told that the next border is
-        to settle, and where it stands."""
+        """Returns this rank's part of the step vote: what the next boundary has to settle as far as
+        this rank knows, and its position in the script."""
         place, settings = self._held.place(step.source), self._held.registered.settings_digest()
         if step.of:
             place = place._replace(
@@ -355,8 +357,8 @@ class Borders:
 
     @property
     def _leaves_alone(self) -> bool:
-        """This process was asked to leave, long enough ago for its peers to have been asked as
-        well."""
+        """True if this process was asked to leave, long enough ago for its peers to have been asked
+        as well."""
         if self._formation is None or self._formation.membership.link.draining is None:
             return False
         if self._asked_at is None:
@@ -364,8 +366,8 @@ class Borders:
         return time.monotonic() - self._asked_at >= self._drain_grace.total_seconds()
 
     def committed(self, step: Step) -> None:
-        """`step` is committed: its control word says what is due at the next border. A joiner is
-        where its peers are."""
+        """Handles a committed step: its step vote says what is due at the next boundary. A joiner
+        has caught up with its peers."""
         self._peers_at = None
         if self._formation is not None:
             stops = step.stop_told or step.all_leave
@@ -376,47 +378,47 @@ class Borders:
             )
 
     def failed(self, reason: str) -> None:
-        """A collective of the step failed: its group is over, also for the step's end. May be
-        called from a collective's callback."""
+        """Marks the group as failed, including for the step's end. May be called from a
+        collective's callback."""
         if self._formation is not None:
             self._formation.failed_now()
             if self._formation.group is not None:
                 self._formation.group.abort(reason)
 
     def ask(self, reason: str) -> None:
-        """The group of the step in progress failed: forms the next generation, which tells whether
-        the step counts. Returns when this rank knows. Raises StopTraining."""
+        """Forms the next generation after the current step's group failed, in order to learn
+        whether the step counts. Returns when this rank knows. Raises StopTraining."""
         formation = self._formation
         if formation is not None:
             formation.end_group(MembershipChanged(reason), in_operation=False)
             formation.meet()
 
     def step_ended(self, *, updated: bool) -> None:
-        """The script is about to be told of the outcome of a step: re-forms if the step's group
-        failed. `updated`: the step counts. Raises StopTraining."""
+        """Re-forms if the step's group failed, before the script learns the step's outcome.
+        `updated`: the step counts. Raises StopTraining."""
         formation = self._formation
         if formation is not None and not self._held.engine.asynchronous and not self._held.in_round:
             formation.settle(updated=updated and self._held.engine.in_parts)
 
     @property
     def finished_steps(self) -> int:
-        """Committed steps of a peer whose script has come to its end; 0: none has, as far as this
-        rank was told."""
+        """Committed steps of a peer whose script finished; 0 if none has, as far as this rank
+        knows."""
         return self._formation.membership.link.finished_steps if self._formation is not None else 0
 
     def went_back(self) -> None:
-        """All ranks have taken the state of a checkpoint in the place of one that was lost."""
+        """Handles that all ranks have replaced a lost state with that of a checkpoint."""
         if self._formation is not None:
             self._formation.went_back()
 
     def leave_peers(self) -> None:
-        """This process left its job: what comes is a world of one."""
+        """Switches to a world of one after this process left its job."""
         self._formation = None
 
     def _leave_in_turn(self, formation: Formation) -> None:
-        """Leaves, if it was asked to and may. Where the state is in parts, ranks that are asked at
-        once go one after another, so that those that stay hold all of it; see `who_leaves`. Raises
-        Drained, and ShoalError if this member was put out."""
+        """Leaves if it was asked to and may. With a sharded state, ranks asked at once leave one
+        after another, so that the remaining ones hold all of it; see `who_leaves`. Raises Drained,
+        and ShoalError if this member was evicted."""
         engine, link = self._held.engine, formation.membership.link
         if not engine.in_parts or link.refused is not None:
             self._leave_if_asked(formation, stop=None)
@@ -448,8 +450,8 @@ class Borders:
                 "all stop",
                 asked,
             )
-        # Not at this border: a rank that did not hear of it would go on. The next step's closing
-        # tells all, or none.
+        # Not at this boundary: a rank that missed the message would continue. The next commit
+        # all-reduce informs all ranks or none.
         self._all_leave_in = number if plan.stop else None
         if plan.now:
             try:
@@ -476,5 +478,5 @@ class Borders:
 
 
 def _has_others(newest: Generation | None, members: Collection[str]) -> bool:
-    """Whether a generation has members beside these. Raises GROUP_LOST."""
+    """Returns whether a generation has members besides these. Raises GROUP_LOST."""
     return newest is not None and any(peer.member_id not in members for peer in newest.peers)

@@ -1,4 +1,4 @@
-"""What operations between steps exchange bytes over: a generation's group, or a world of one."""
+"""Byte exchange for operations between steps: over a generation's group, or in a world of one."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import Protocol
 
 
 class Channel(Protocol):
-    """What an operation between steps may use: a `Group`, or a `LocalChannel`."""
+    """Interface for operations between steps, implemented by `Group` and `LocalChannel`."""
 
     @property
     def rank(self) -> int: ...
@@ -18,11 +18,11 @@ class Channel(Protocol):
 
 
 class LocalChannel:
-    """A world of one."""
+    """Channel of a world of one."""
 
     rank = 0
     world_size = 1
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Returns what was given."""
+        """Returns the given payload."""
         return [payload]

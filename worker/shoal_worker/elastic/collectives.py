@@ -1,10 +1,9 @@
-"""What the ranks of a run tell each other between steps, for scripts: values of all ranks, sums of
-them, one rank's value.
+"""Collectives between steps for scripts: values of all ranks, their sums, or one rank's value.
 
-Each is an operation of all ranks (`operations.py`): a fault on the way is answered by doing it
-again with those who are there then, and a rank that had the result already tells it to the others.
-Values travel as JSON, with their tensors beside it as safetensors; no pickle. All ranks get the
-same result, to the last bit: each adds up the same values, on the CPU, in the order of the ranks.
+Each is an operation of all ranks (`operations.py`): after a fault it is repeated with the remaining
+ranks, and a rank that already had the result sends it to the others. Values are sent as JSON with
+their tensors as safetensors; no pickle. All ranks get the same result to the last bit: each adds
+the same values on the CPU in rank order.
 """
 
 from __future__ import annotations
@@ -28,12 +27,11 @@ OPERATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "max": lambda values: values.amax(0),
     "min": lambda values: values.amin(0),
 }
-"""What `all_reduce` can do with the ranks' values, which are stacked along a first dimension, by
-the name of it."""
+"""Reductions of `all_reduce` by name; each takes the ranks' values stacked along a first
+dimension."""
 
 _WHOLE: Final[Mapping[str, Callable[[Sequence[int]], int]]] = {"sum": sum, "max": max, "min": min}
-"""What `all_reduce` can do with whole numbers of Python's, which stay exact whatever their size, by
-the name of it."""
+"""Reductions of `all_reduce` for Python integers, which stay exact whatever their size."""
 
 _KINDS: Final = "plain tensors, numbers, strings, None, and lists, tuples and dictionaries of them"
 
@@ -41,7 +39,7 @@ _KINDS: Final = "plain tensors, numbers, strings, None, and lists, tuples and di
 def gather(
     session: Session, value: Any, *, kind: str = "gather", source: int | None = None
 ) -> list[Any]:
-    """Everybody's `value`, in rank order. `source`: only that rank's is sent, the others stand as
+    """Returns everybody's `value` in rank order. `source`: only that rank's is sent, the others are
     None."""
     if session.elastic and session.is_asynchronous:
         raise PreconditionError(
@@ -52,8 +50,8 @@ def gather(
     data = packed(value, kind)
 
     def body(channel: Channel) -> list[str]:
-        # A world of one answers by itself: a process alone, or one that is not where its peers are
-        # (see `Session.operation`).
+        # A world of one answers by itself: a single process, or one that is not at its peers'
+        # position (see `Session.operation`).
         sends = source is None or channel.rank == source or channel.world_size == 1
         return [
             base64.b64encode(each).decode() for each in channel.exchange(data if sends else b"")
@@ -63,14 +61,14 @@ def gather(
 
 
 def all_reduce(session: Session, value: Any, op: str) -> Any:
-    """See `shoal.all_reduce`."""
+    """Implements `shoal.all_reduce`."""
     if op not in OPERATIONS:
         raise ConfigurationError(f"all_reduce(op={op!r}): expected one of {', '.join(OPERATIONS)}")
     return _reduced(gather(session, value, kind=f"all_reduce {op}"), value, op, "value")
 
 
 def broadcast(session: Session, value: Any, from_rank: int) -> Any:
-    """See `shoal.broadcast`."""
+    """Implements `shoal.broadcast`."""
     if from_rank < 0 or (from_rank >= session.world_size and not session.is_joining):
         raise ConfigurationError(
             f"broadcast(from_rank={from_rank}): expected 0 to {session.world_size - 1}"
@@ -88,22 +86,22 @@ def broadcast(session: Session, value: Any, from_rank: int) -> Any:
 
 
 def barrier(session: Session) -> None:
-    """See `shoal.barrier`."""
+    """Implements `shoal.barrier`."""
     gather(session, None, kind="barrier")
 
 
 def packed(value: Any, kind: str) -> bytes:
-    """A value as bytes. `kind`: what is called so in errors.
+    """Returns a value as bytes. `kind`: name of the value in errors.
 
     Raises:
-        ConfigurationError: it is none that `gather` takes.
+        ConfigurationError: a value that `gather` does not support.
     """
     tensors: dict[str, torch.Tensor] = {}
     return dump_tensors(tensors, {"value": _plain(value, tensors, kind)})
 
 
 def unpacked(told: bytes) -> Any:
-    """Inverse of `packed`; None of nothing."""
+    """Restores the value from the result of `packed`; None from empty bytes."""
     if not told:
         return None
     tensors, document = load_tensors(told)
@@ -111,7 +109,7 @@ def unpacked(told: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], kind: str) -> Any:
-    """The value as JSON, each thing in a list that begins with what it is; its tensors go to
+    """Returns the value as JSON, each item in a list that begins with its kind. Adds its tensors to
     `tensors`, by number."""
     if (
         type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -142,7 +140,7 @@ def _rebuilt(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _reduced(everyones: Sequence[Any], own: Any, op: str, where: str) -> Any:
-    """The ranks' values taken together by `op`, of the same kind and on the same device as this
+    """Returns the ranks' values combined by `op`, of the same kind and on the same device as this
     rank's own."""
     if isinstance(own, torch.Tensor):
         _check_alike([_shape(each) for each in everyones], op, where)
@@ -192,8 +190,7 @@ def _structure(value: Any) -> str:
 
 
 def _check_alike(told: Sequence[str], op: str, where: str) -> None:
-    """Raises PreconditionError, on all ranks alike, unless all ranks gave the same kind of
-    value."""
+    """Raises PreconditionError on all ranks unless all gave the same kind of value."""
     if len(set(told)) > 1:
         other = next(number for number, each in enumerate(told) if each != told[0])
         raise PreconditionError(

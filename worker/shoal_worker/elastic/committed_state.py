@@ -1,8 +1,8 @@
-"""The run's state as this process holds it: model and optimizer, registered objects, loaders'
-cursors, and the name of it all.
+"""The run's state in this process: model and optimizer, registered objects, loaders' cursors, and
+the state's name.
 
-What is captured here is what joiners get, what checkpoints keep and what a rank that fell behind
-takes over. It moves no bytes and knows no peers. All of it is touched by the training thread alone.
+The captured state is what joiners receive, checkpoints contain and a rank that fell behind takes
+over. This module transfers no bytes and knows no peers. Only the training thread uses it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shoal_worker.state.tree import flatten, unflatten
 _log = logging.getLogger(__name__)
 
 _MOST_STEPS: Final = 2**62
-"""So many are as good as no end: `epochs(sys.maxsize)`."""
+"""Numbers of steps from here on mean no end, as in `epochs(sys.maxsize)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """What this process goes back to."""
+    """State to which this process can go back."""
 
     name: StateName | None
     captured: dict[str, Any]
@@ -47,36 +47,36 @@ class _Kept:
 
 
 class HeldState:
-    """What this process would go on from."""
+    """State from which this process would continue."""
 
     def __init__(self, *, live: bool) -> None:
         self.phase = ScriptPhase(live=live)
         self.name: StateName | None = None
-        """None: it has no name yet, so it counts for nothing."""
+        """None: the state has no name yet, so it counts for nothing."""
         self.run = ""
-        """The run that the state is of: kept through joins and checkpoints. Empty: training has not
-        begun, or a checkpoint does not say."""
+        """Run to which the state belongs, kept across joins and checkpoints. Empty if training has
+        not begun, or a checkpoint does not say."""
         self.samples = 0
-        """Samples of the run's committed steps, over all ranks; where ranks take steps of their
-        own, this rank's. Part of the state."""
+        """Samples of the run's committed steps over all ranks; only this rank's if ranks take
+        independent steps. Part of the state."""
         self.interrupted: Interrupted | None = None
-        """See `Standing`. Until the next group is formed."""
+        """Interruption of the last group, until the next one is formed; see `Standing`."""
         self.step: Step | None = None
         """The step in progress."""
         self._course = Course()
         self.outcomes = 0
-        """Number of steps whose outcome the script was told. A joiner counts on from its peers'
+        """Number of steps whose outcome the script has received. A joiner continues from its peers'
         count."""
         self.compared = 0
-        """Steps that were committed when the last one was closed: see
+        """Number of committed steps at the last commit all-reduce: see
         `StepLifecycle._compare_replicas`."""
         self.agreed = 0
-        """Steps after which this rank last found that all hold the same; 0: it has not. Not a part
-        of the state: where a comparison fails, some ranks know its result and others do not."""
+        """Step after which this rank last found all ranks in agreement; 0 if never. Not part of the
+        state: when a comparison fails, only some ranks know its result."""
         self.last_state: LastState | None = None
-        """Taken as the script left its last loop, for the comparison at the end of the run."""
+        """Taken when the script left its last loop, for the comparison at the end of the run."""
         self.control: list[float] = []
-        """The control word of the last step that was closed and committed here."""
+        """Step vote of the last step committed here."""
         self.registered = RegisteredState()
         self.operations = Operations()
         self.batches = BatchComparison()
@@ -84,18 +84,18 @@ class HeldState:
         self._engine: TrainingEngine | None = None
         self._sources: weakref.WeakValueDictionary[str, StepSource] = weakref.WeakValueDictionary()
         self._waiting: dict[str, Any] = {}
-        """Cursors of loaders that the script has not made yet."""
+        """Cursors of loaders that the script has not created yet."""
         self._ended: dict[str, Any] = {}
-        """Last cursors of loaders that the script has let go of: a resumed script makes them again
-        and must not train on them again."""
+        """Last cursors of loaders that the script has released: a resumed script creates them again
+        and must not repeat their training."""
         self._warned = set[str]()
-        """Loaders whose given up epochs were warned of."""
+        """Loaders with a warning about an abandoned epoch."""
         self._own_loop_began = False
-        """A step was committed that no loader of Shoal's gave out."""
+        """True if a step without a Shoal loader was committed."""
         self._numbers: dict[str, int] = {}
         self._loops: dict[str, Any] = {}
-        """For each loader whose `epochs()` was entered: its epoch, and from where the others
-        counted when that opened."""
+        """Loader whose `epochs()` was entered -> its epoch, and the others' starting counts when
+        that epoch opened."""
         self._loops_to_enter: dict[str, Any] = {}
         self._kept: _Kept | None = None
 
@@ -112,7 +112,7 @@ class HeldState:
 
     @property
     def has_engine(self) -> bool:
-        """`as_distributed` was called."""
+        """True if `as_distributed` was called."""
         return self._engine is not None
 
     def set_engine(self, engine: TrainingEngine) -> None:
@@ -132,11 +132,11 @@ class HeldState:
 
     @property
     def sources(self) -> list[StepSource]:
-        """The training loaders that the script still holds."""
+        """Training loaders that the script still holds."""
         return list(self._sources.values())
 
     def add_source(self, source: StepSource) -> None:
-        """See `LoaderSession.register_source`."""
+        """Implements `LoaderSession.register_source`."""
         if self._sources.get(source.name, source) is not source:
             raise ConfigurationError(
                 f"two training loaders have the name {source.name!r}; give each a name of its own: "
@@ -161,8 +161,8 @@ class HeldState:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin(self, generation: int, run: str | None) -> StateName:
-        """Training begins from nothing. `run` is like no other run's, and alike on all ranks; None:
-        once more, over what it had saved before. Returns the name of the state."""
+        """Begins training from scratch. `run`: a unique name, the same on all ranks; None: begin
+        again, over the saved state. Returns the name of the state."""
         self.name, self.run = (
             StateName(generation, 0),
             "" if run is None else f"{xxhash.xxh3_64_intdigest(run.encode()):016x}",
@@ -171,8 +171,8 @@ class HeldState:
 
     @property
     def in_round(self) -> bool:
-        """Steps were committed that are this rank's alone: they wait for the end of the round (see
-        `keep`)."""
+        """True if steps were committed that only this rank has taken, until the end of the round
+        (see `keep`)."""
         return self._kept is not None and self._kept.name != self.name
 
     def begin_step(self, placement: Placement, source: StepSource | None) -> Step:
@@ -182,7 +182,7 @@ class HeldState:
         return self.step
 
     def committed(self, step: Step) -> None:
-        """`step` was applied: the state has its name now."""
+        """Names the state after `step` was applied."""
         self.name = StateName(step.placement.generation, self.steps + 1)
         self.step, self.control = None, step.control or self.control
         self.last_state = None
@@ -191,17 +191,19 @@ class HeldState:
         self.outcomes += 1
 
     def lost(self) -> None:
-        """The step in progress is void."""
+        """Handles an aborted step."""
         self.step = None
         self.outcomes += 1
 
     def closing(self) -> bytes:
-        """What the closing of the last step committed told, for a rank that missed it."""
+        """Returns the data of the last committed step's commit all-reduce, for a rank that missed
+        it."""
         structure, tensors = flatten({"control": self.control, "closing": self.engine.closing()})
         return dump_tensors(tensors, {"structure": structure})
 
     def decide(self, closing: bytes) -> None:
-        """A peer saw the closing of the step in progress: what `closing` gave there."""
+        """Commits the current step with the data of `closing` from a peer that saw the commit
+        all-reduce."""
         assert self.step is not None
         tensors, metadata = load_tensors(closing)
         told = unflatten(metadata["structure"], tensors)
@@ -211,7 +213,7 @@ class HeldState:
     # ---------------------------------------------------------------------------------------- place
 
     def place(self, source: StepSource | None) -> ScriptPosition:
-        """Where the script stands when it takes a step of `source`."""
+        """Returns the script's position when it takes a step of `source`."""
         if source is None:
             return ScriptPosition("", 0, 0, 0)
         dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {source.step}".encode())
@@ -220,8 +222,8 @@ class HeldState:
         )
 
     def place_in_epochs(self) -> Place:
-        """Where the script stands in its loops over epochs, as far as a resumed script and a joiner
-        stand there, too."""
+        """Returns the script's position in its loops over epochs, as far as a resumed script and a
+        joiner reach it too."""
         inside = [
             source
             for source in sorted(self.sources, key=lambda each: each.name)
@@ -238,7 +240,7 @@ class HeldState:
         )
 
     def warn_of_given_up(self) -> None:
-        """Warns, once for each loader, that a state saved now gives up the rest of an epoch."""
+        """Warns, once per loader, that a state saved now abandons the rest of an epoch."""
         for source in self.sources:
             if (
                 source.gives_up is not None
@@ -258,12 +260,11 @@ class HeldState:
                 )
 
     def enter_epochs(self, source: StepSource) -> int:
-        """The script is at the head of a loop over epochs of `source`. Returns the epoch that the
-        loop begins with.
+        """Handles the entry of a loop over epochs of `source`. Returns the epoch with which the
+        loop begins.
 
-        If the loop stands elsewhere in a state that was loaded, other loaders count their
-        iterations from where they had them there: the ones before were in epochs that are passed
-        over.
+        If the loop had reached a later epoch in a loaded state, other loaders count their
+        iterations from their positions at that time, since earlier ones belong to skipped epochs.
         """
         loop = self._loops_to_enter.pop(source.name, None)
         if loop is None:
@@ -275,15 +276,14 @@ class HeldState:
         return first
 
     def epoch_opens(self, source: StepSource, epoch: int) -> None:
-        """A loop over epochs of `source` gives out its next one."""
+        """Handles the next epoch of a loop over epochs of `source`."""
         others = {other.name: other.next_epoch for other in self.sources if other is not source}
         self._loops[source.name] = {"epoch": epoch, "others": others}
 
     def steps_in_all(self, source: StepSource, epochs: int, *, known: int) -> int:
-        """How many steps the run will have had after so many epochs of `source`, whose loop opens
-        an epoch; 0: not known, since other loaders take steps as well, or it is a stream. `known`:
-        what was said last. Where each rank takes steps of its own it stays, since it is of all
-        ranks."""
+        """Returns the total number of steps after `epochs` epochs of `source`, whose loop opens an
+        epoch; 0 if unknown, because other loaders take steps too or it is a stream. `known`: the
+        last value, which stays valid if ranks take independent steps, since it covers all ranks."""
         if len(self._sources) != 1:
             return 0
         until = source.steps_until(epochs)
@@ -292,8 +292,8 @@ class HeldState:
         return known or until if self.engine.asynchronous else self.steps + until
 
     def arrived(self, at: StepSource | None) -> None:
-        """A joiner's script has come to its peers' place, a step of `at`: what it passed over of
-        other loaders is counted as theirs."""
+        """Handles a joiner's arrival at its peers' position, a step of `at`: skipped iterations of
+        other loaders are counted as theirs."""
         for source in self.sources:
             if source is not at:
                 source.count_from(None)
@@ -302,13 +302,13 @@ class HeldState:
 
     @property
     def steps(self) -> int:
-        """Committed steps of the run."""
+        """Number of committed steps of the run."""
         return self.name.step if self.name is not None else 0
 
     def capture(self, replica: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The committed state. Shares memory with its parts. `replica`: what stands for model and
-        optimizer; None: what this rank has."""
-        # Else the script is between two epochs, as far as one can tell: in none of its loops.
+        """Returns the committed state, which shares memory with its parts. `replica`: state of
+        model and optimizer; None: this rank's own."""
+        # Otherwise the script appears to be between two epochs, in none of its loops.
         inside = any(source.under_way for source in self.sources)
         return {
             "replica": replica if replica is not None else self.engine.capture(),
@@ -316,8 +316,8 @@ class HeldState:
             "sources": self._ended
             | {source.name: source.state_dict() for source in self.sources}
             | self._waiting,
-            # One that was loaded, and that this script has not entered yet, is as it was loaded:
-            # peers are to enter it as this script will.
+            # A loaded loop that this script has not entered yet is kept as loaded: peers must enter
+            # it as this script will.
             "loops": {
                 name: self._loops_to_enter.get(name, loop | {"inside": inside})
                 for name, loop in self._loops.items()
@@ -329,8 +329,8 @@ class HeldState:
         }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
-        """Takes over a captured state, but for its name. What refuses its part leaves all of the
-        state as it was."""
+        """Adopts a captured state except for its name. If a part is refused, the entire state stays
+        as it was."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.registered.restoring())
             self.registered.restore(captured["registered"])
@@ -338,8 +338,8 @@ class HeldState:
             undo.pop_all()
 
     def _restore_rest(self, captured: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """All but the registered objects. The replica comes last: it alone is too large to be put
-        back."""
+        """Restores everything except the registered objects. The replica comes last, since only it
+        is too large to be put back."""
         waiting = dict(captured["sources"])
         for source in self.sources:
             if source.name in waiting:
@@ -359,9 +359,9 @@ class HeldState:
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 
     def with_own_tables(self, captured: Mapping[str, Any]) -> Mapping[str, Any]:
-        """A checkpoint's state, with this process's buffers that no state dict has
-        (persistent=False) in the place of those in it, where there are any: as in plain torch they
-        are what the script makes of them, and the other ranks are to have the same."""
+        """Returns a checkpoint's state with this process's non-persistent buffers
+        (persistent=False) in place of its own, if any: as in plain torch they come from the script,
+        and all ranks must have the same."""
         if self.engine.asynchronous or not self.engine.has_values():
             return captured
         own, replica = self.engine.capture(), captured["replica"]
@@ -387,8 +387,8 @@ class HeldState:
             )
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state, to go back to when a step is void, until `release`.
-        `replica`: as this rank alone has it."""
+        """Copies the committed state so that it can be restored when a step is aborted, until
+        `release`. `replica`: this rank's model and optimizer."""
         self._kept = _Kept(
             name=self.name,
             captured=copy.deepcopy(self.capture(replica)),
@@ -396,12 +396,12 @@ class HeldState:
         )
 
     def release(self) -> None:
-        """The steps since `keep` are every rank's: they will not be undone."""
+        """Confirms the steps since `keep` on all ranks: they will not be undone."""
         self._kept = None
 
     def go_back(self) -> None:
-        """To the state that was kept, if one is: the step in progress is void. Every rank goes back
-        at the same place of its script."""
+        """Restores the kept state, if there is one, after an aborted step. Every rank does so at
+        the same position in its script."""
         kept, loops = self._kept, self._loops_to_enter
         if kept is None:
             return
@@ -412,9 +412,9 @@ class HeldState:
         self.name = kept.name
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
-        """Why the script cannot go on from a captured state that it has left behind; None: it can.
-        It can take the steps of the loop that it is in again, and no others; there are none to take
-        if the state is that of now."""
+        """Returns why the script cannot continue from an earlier captured state; None if it can. It
+        can only repeat steps of the loop that it is in; if the state is the current one, there are
+        none to repeat."""
         if captured["steps"] == self.steps:
             return None
         if not any(source.under_way for source in self.sources):
@@ -432,8 +432,8 @@ class HeldState:
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
-        """In here a state is restored that the script has left behind. It stays where it is: in its
-        loops, and at the end of a step that it is to take again, if it is in one."""
+        """Restores a state that the script has already passed. The script keeps its position: in
+        its loops, and at the end of a step that it must repeat, if it is in one."""
         loops = self._loops_to_enter
         yield
         self._loops_to_enter = loops
@@ -442,14 +442,14 @@ class HeldState:
         self.phase.go_back()
 
     def unclaimed(self) -> list[str]:
-        """What the loaded state has that the script has made no object for, by its name."""
+        """Returns the names of objects in the loaded state that the script has not created."""
         return [
             *self.registered.unclaimed(),
             *(f"the loader {name!r}" for name in sorted(self._waiting)),
         ]
 
     def standing(self) -> Standing:
-        """What this rank says of itself when a generation forms."""
+        """Returns this rank's status for the formation of a generation."""
         step, name = self.step, self._kept.name if self._kept is not None else self.name
         in_doubt = step is not None and step.in_doubt
         return Standing(
@@ -470,7 +470,7 @@ class HeldState:
 def _note_end(
     held: weakref.ref[HeldState], name: str, read_cursor: Callable[[], dict[str, Any]]
 ) -> None:
-    """The script has let go of the loader `name`."""
+    """Records that the script has released the loader `name`."""
     if (state := held()) is not None and (cursor := read_cursor()).get("global_step"):
         state._ended[name] = cursor
 

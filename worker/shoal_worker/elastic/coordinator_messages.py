@@ -1,7 +1,7 @@
-"""What a member and the coordinator tell each other, between protobuf and Shoal's own values.
-`link.py` alone uses it.
+"""Converts messages between a member and the coordinator from and to Shoal's own values. Used only
+by `link.py`.
 
-The rest of the package knows no protobuf: what comes in is checked here, where it is read.
+The rest of the package knows no protobuf: incoming messages are validated here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ _REASONS = {
 
 
 def run_message(told: str) -> pb.RunId | None:
-    """The run that a launcher named to its worker; None: none, so it is the newest.
+    """Returns the run that a launcher assigned to its worker; None if none was, so that it is the
+    newest.
 
     Raises:
-        ConfigurationError: it is not written as launchers write it.
+        ConfigurationError: not in the format written by launchers.
     """
     if not told:
         return None
@@ -38,18 +39,18 @@ def run_message(told: str) -> pb.RunId | None:
 
 
 Ask = Callable[[int, str, Sequence[int]], list[Peer]]
-"""Gives ranks of the generation with this number and nonce; all for none."""
+"""Returns ranks of the generation with this number and nonce; all if none are named."""
 
 
 def parse_generation(
     directive: pb.MemberDirective, mine: Peer, before: Generation | None, ask: Ask
 ) -> Generation:
-    """Reads a generation, from the point of view of the member `mine`, whose rank it gives.
-    `before`: the newest that it knows.
+    """Parses a generation from the perspective of the member `mine`, whose rank it contains.
+    `before`: the newest known one.
 
     Raises:
-        InternalError: the generation does not hold this member: the coordinator only sends a
-            generation to its members.
+        InternalError: the generation lacks this member: the coordinator sends a generation only to
+            its members.
     """
     message = directive.generation
     return (
@@ -109,7 +110,7 @@ def _parse_large(
 
 
 def _followed(table: Sequence[Peer], change: pb.RankChange, joining: frozenset[int]) -> list[Peer]:
-    """Raises CorruptDataError where the change does not fit the table."""
+    """Raises CorruptDataError if the change does not fit the table."""
     peers = rank_table.follow(
         table, change.removed, [(rank.rank, _parse_rank(rank)) for rank in change.added]
     )
@@ -146,7 +147,7 @@ def _begins_run(message: pb.Generation) -> bool:
 def leave_message(
     reason: LeaveReason, detail: str, *, alone: bool, steps: int, held: LastState | None = None
 ) -> pb.Leave:
-    """Writes a goodbye; of `detail` the first 1024 characters."""
+    """Returns a leave message with the first 1024 characters of `detail`."""
     message = pb.Leave(reason=_REASONS[reason], detail=detail[:1024], alone=alone, steps=steps)
     if held is not None:
         replicas = pb.Replicas(
@@ -157,7 +158,7 @@ def leave_message(
 
 
 def progress_message(progress: Progress) -> pb.Progress:
-    """Writes what a heartbeat carries."""
+    """Returns the contents of a heartbeat."""
     busy = progress.busy_link
     return pb.Progress(
         step=progress.step,

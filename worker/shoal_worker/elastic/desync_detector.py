@@ -1,17 +1,16 @@
-"""Notices that ranks wait for each other because their scripts diverged, long before a
-collective's timeout.
+"""Detects ranks that wait for each other because their scripts diverged, long before a collective's
+timeout.
 
-Of two ranks of which one evaluates and the other takes a step, each waits in a collective that the
-other does not issue. That looks like a slow peer, so nothing is asked while nobody waits. Who has
-waited for a second writes down in the group's store where it stands and what it is in, and reads
-what the first that waited there has written. Where that is something else, no rank will ever come:
-the group ends with RANKS_DIVERGED, which says who is in what. Of ranks that are in the same step,
-what they have issued in it is compared, as far as both have come (`course.py`). It costs nothing in
-a step but the noting of that, and for each wait of more than a second one or two small messages to
-the store.
+If one rank evaluates while another takes a step, each waits in a collective that the other does not
+issue. This looks like a slow peer, so nothing is checked while nobody waits. A rank that has waited
+for a second writes its position and its collective to the group's store, and reads what the first
+rank waiting at that position has written. If the collectives differ, the wait is in vain: the group
+ends with RANKS_DIVERGED, which lists the ranks' collectives. For ranks in the same step, the traces
+of collectives are compared as far as both have come (`course.py`). A step only pays for recording
+the trace, and each wait of more than a second costs one or two small messages to the store.
 
-Runs on a thread of its own, and reads what the training thread is in; that stands still while it
-waits.
+Runs on a separate thread and reads the training thread's position, which does not change during a
+wait.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ if TYPE_CHECKING:
 
 _LOOK_S: Final = 0.25
 _PATIENCE_S: Final = 1.0
-"""Who has waited for so long looks whether it waits in vain."""
+"""Minimum wait before the check."""
 
 
 class DesyncDetector:
-    """Looks after the waits of one session that has peers."""
+    """Checks the waits of one session with peers."""
 
     def __init__(self, session: Session) -> None:
         session.on_waiting(self._where)
@@ -71,11 +70,11 @@ class DesyncDetector:
             return
         self._told = wait
         with contextlib.suppress(ShoalError, RuntimeError):
-            # the store is away, or the group is over: the waiting goes on
+            # the store is away, or the group has ended: the wait continues
             self._compare(group, wait)
 
     def _where(self) -> Where | None:
-        """See `Waiting.where`. On the training thread."""
+        """Implements `Waiting.where`. On the training thread."""
         session = self._session
         operations, step = session.operations, session.step
         at = session.steps, operations.position
@@ -97,22 +96,22 @@ class DesyncDetector:
 
     @staticmethod
     def _tell(group: Group, wait: Wait, mine: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the first rank has told that waits at the same place. Raises
-        PreconditionError: it waits in something else."""
+        """Returns the message of the first rank waiting at the same position. Raises
+        PreconditionError if that rank waits in another collective."""
         first: dict[str, Any] = json.loads(group.waiting.note(wait.where.at, json.dumps(mine)))
         if first["what"] != mine["what"]:
             raise waits_apart(first, mine)
         return first
 
     def _compare_in_step(self, group: Group, wait: Wait, mine: dict[str, Any]) -> None:
-        """Raises PreconditionError: this rank and another have issued different collectives in the
-        step that both are in."""
+        """Raises PreconditionError if this rank and another have issued different collectives in
+        their common step."""
         engine, step = self._session.engine, self._session.step
         course, passes_with = step.course if step is not None else Course(), engine.passes_with
         mine |= {"issued": engine.issued().decode(), "course": course.told(passes=not passes_with)}
         own = {"rank": group.rank, "course": course.told(passes=True)}
         if group.waiting.now is not wait:
-            # it has gone on, perhaps to the next step, whose list is not to stand here
+            # it has continued, perhaps to the next step, whose trace must not be written here
             return
         first = self._tell(group, wait, mine)
         engine.compare_issued([first["issued"].encode(), mine["issued"].encode()])

@@ -1,10 +1,10 @@
-"""What ranks are told that have gone different ways: RANKS_DIVERGED, with who is where, or what
-differs.
+"""Errors for ranks whose scripts diverged: RANKS_DIVERGED, with each rank's position, or the
+difference.
 
-A step's control word says only that they did (`step.py`); then all ranks know it, and tell each
-other the rest here. Used by the training thread.
+A step vote only reveals that they diverged (`step.py`); then all ranks know it and exchange the
+details here. Used by the training thread.
 
-Ranks whose values have drifted apart are found by `replicas_compared.py`.
+Diverging values are detected by `replicas_compared.py`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNTING: Final = (
     "count += 1`, starts from zero in a process that joins: what happens every k steps goes by "
     "loader.global_step, or by every_steps= of save_checkpoint and evaluate"
 )
-"""The usual cause, and its remedy."""
+"""Usual cause and its remedy."""
 
 _REMEDIES: Final = {
     DRAWN: "a sampler draws the same on every rank if its random numbers come from a generator "
@@ -45,8 +45,8 @@ _REMEDIES: Final = {
 def steps_apart(
     place: ScriptPosition, source: StepSource | None, group: Group | None, of: str = ""
 ) -> PreconditionError:
-    """The error for ranks whose control words did not agree. All ranks of `group` call it, each
-    with its own place and source, and with `Step.of`."""
+    """Returns the error for ranks whose step votes did not agree. Called by all ranks of `group`,
+    each with its own place and source, and with `Step.of`."""
     told = {
         "place": place[:-1],
         "dealing": json.loads(source.dealing) if source is not None else {},
@@ -64,8 +64,8 @@ def steps_apart(
 
 
 def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError:
-    """The error for ranks that wait for each other in different things. Each: its `rank`, and
-    `what` it is in."""
+    """Returns the error for ranks that wait for each other in different collectives. Each argument
+    has a `rank`, and `what` it is in."""
     ordered = sorted((one, other), key=lambda each: int(each["rank"]))
     who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
     return PreconditionError(
@@ -79,8 +79,8 @@ def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError
 def courses_apart(
     one: dict[str, Any], other: dict[str, Any], what: tuple[str, str], step: int
 ) -> PreconditionError:
-    """The error for ranks that wait for each other in different collectives of step number `step`.
-    Each: its `rank`. `what`: what either does."""
+    """Returns the error for ranks that wait for each other in different collectives of step number
+    `step`. Each argument has a `rank`. `what`: the action of either."""
     (first, does), (second, does_) = sorted(
         ((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True))
     )
@@ -94,8 +94,8 @@ def courses_apart(
 
 
 def operations_apart(who: str) -> PreconditionError:
-    """The error for ranks that do different things between two steps. `who`: which rank is in
-    what."""
+    """Returns the error for ranks that do different things between two steps. `who`: the ranks and
+    their operations."""
     return PreconditionError(
         f"ranks diverged ({who}); every rank must call evaluate, "
         "save_checkpoint, should_early_stop and the loader's iterations in the same order. "
@@ -105,7 +105,7 @@ def operations_apart(who: str) -> PreconditionError:
 
 
 def borders_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
-    """The error for ranks that joiners would have to meet at different places. `places`: each
+    """Returns the error for ranks at different positions when joiners are admitted. `places`: each
     rank's loader, its number, epoch and step."""
     return PreconditionError(
         "ranks diverged: they stand at (loader, its number, epoch, step) "
@@ -115,8 +115,8 @@ def borders_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
 
 
 def ends_apart(ended_after: int, step: int) -> PreconditionError:
-    """The error for a rank that takes a step which no peer takes. `ended_after`: the step after
-    which a peer's script came to its end."""
+    """Returns the error for a rank that takes a step without its peers. `ended_after`: the step
+    after which a peer's script finished."""
     return PreconditionError(
         "ranks diverged: a peer's came to its end after step "
         f"{ended_after}, and this one takes step {step}; every rank must take the same steps: "
@@ -127,7 +127,8 @@ def ends_apart(ended_after: int, step: int) -> PreconditionError:
 
 
 def settings_apart(settings: object) -> PreconditionError:
-    """The error for ranks whose optimizers have different settings. `settings`: this rank's."""
+    """Returns the error for ranks whose optimizers have different settings. `settings`: this
+    rank's."""
     return PreconditionError(
         f"the ranks' optimizers have different settings; this one's are {settings}. "
         "Hyper-parameters that change in training must change alike on all ranks, also on one "
@@ -140,8 +141,8 @@ def settings_apart(settings: object) -> PreconditionError:
 
 
 def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
-    """The error for ranks that would evaluate different batches. `dealings`: what each rank's
-    follow from, in JSON; not all the same."""
+    """Returns the error for ranks that would evaluate different batches. `dealings`: the JSON from
+    which each rank's batches follow; not all equal."""
     what = _differences([json.loads(dealing) for dealing in dealings])
     return PreconditionError(
         f"ranks diverged: they evaluate different batches {what}",
@@ -170,7 +171,7 @@ def _difference(everyones: Sequence[dict[str, Any]]) -> str:
 
 
 def _differences(dealings: Sequence[dict[str, Any]]) -> str:
-    """What differs, and what to do about it."""
+    """Returns the difference and the remedies."""
     names = [
         name
         for name in dealings[0]
@@ -190,7 +191,7 @@ def _differences(dealings: Sequence[dict[str, Any]]) -> str:
 
 
 def _compare(values: Sequence[str]) -> str:
-    """The first rank's value, and the first one that differs."""
+    """Returns the first rank's value, and the first one that differs."""
     other = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
     return (
         f"rank 0 has {values[0]}, rank {other} has {values[other]}"

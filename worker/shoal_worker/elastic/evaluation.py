@@ -1,14 +1,14 @@
-"""What the ranks do between steps now and then, together: evaluate a model, decide on early
-stopping, and when (every k steps).
+"""Joint operations between steps: evaluation, early stopping, and the decision when they happen
+(every k steps).
 
-Each batch is evaluated once, also when a rank dies on the way: every rank keeps the sums of the
-batches it computed, and when the membership changes, the batches that died with a rank are dealt
-again; the others are not computed twice. The totals are added up in the order of the batches, so
-they do not depend on the number of ranks.
+Each batch is evaluated once, even if a rank dies meanwhile: every rank keeps the sums of its
+batches, and when the membership changes, only the batches lost with a rank are redistributed. The
+totals are added in the order of the batches, so they do not depend on the number of ranks.
 
-Early stopping is kept in the session, so that joiners and checkpoints carry it. What happens every
-k steps (`every_steps=`) goes by the committed steps of the run: a count of the script's own starts
-from zero in a process that joins."""
+Early stopping is kept in the session, so that joiners and checkpoints carry it. Actions every k
+steps (`every_steps=`) use the committed steps of the run, since a counter in the script starts from
+zero in a joining process.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ if TYPE_CHECKING:
 
 
 def is_due(session: Session, every_steps: int, what: str) -> bool:
-    """Whether `what` happens now: the last thing that the script did about steps was one that was
-    committed, and its number in the run is a multiple of `every_steps`. So it is on all ranks
-    alike, on one that joined as well, and not again when the step after it was lost.
+    """Returns whether `what` happens now: the script's last step was committed, and its number in
+    the run is a multiple of `every_steps`. This holds on all ranks, including one that joined, and
+    not again when the following step was lost.
 
     Raises:
-        ConfigurationError: `every_steps` is no whole number of at least 1.
+        ConfigurationError: `every_steps` is not an integer of at least 1.
         PreconditionError: a batch was handed out, and its step is not finished.
     """
     if type(every_steps) is not int or every_steps < 1:
@@ -80,13 +80,13 @@ _NAME = "shoal.early_stop"
 
 
 class Patience:
-    """How often in a row a metric did not improve."""
+    """Number of consecutive calls in which a metric did not improve."""
 
     def __init__(self) -> None:
         self.best: float | None = None
         self.bad_calls = 0
         self.site: object = None
-        """The place in the script that it counts for; None: not known yet."""
+        """Position in the script to which it applies; None if not known yet."""
 
     def observe(self, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
         """Counts one value; True if it is time to stop. NaN never improves."""
@@ -107,7 +107,7 @@ class Patience:
         return {"best": self.best, "bad_calls": self.bad_calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Inverse of `state_dict`."""
+        """Restores the result of `state_dict`."""
         self.best, self.bad_calls = state["best"], state["bad_calls"]
 
 
@@ -122,8 +122,8 @@ def should_early_stop(
     optimizer: int,
     site: object,
 ) -> bool:
-    """See `ShardedOptimizer.should_early_stop`. `optimizer`: its number among the run's; `site`:
-    where the script calls this from."""
+    """Implements `ShardedOptimizer.should_early_stop`. `optimizer`: its number among the run's;
+    `site`: the script's position of the call."""
     if mode not in ("min", "max"):
         raise ConfigurationError(f'should_early_stop(mode={mode!r}): expected "min" or "max"')
     if patience < 1:
@@ -171,50 +171,49 @@ class Batches(Protocol):
 
     @property
     def dealing(self) -> str:
-        """What the batches follow from, as a JSON object: the same on all ranks."""
+        """Determines the batches, as a JSON object: the same on all ranks."""
         ...
 
     def __len__(self) -> int:
-        """How many there are: their numbers begin with 0."""
+        """Returns the number of batches, which are numbered from 0."""
         ...
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """The batches of these numbers, ascending."""
+        """Yields the batches with these numbers, ascending."""
         ...
 
 
 @runtime_checkable
 class StreamedBatches(Protocol):
-    """Batches of a stream, with numbers that have gaps: how many there are is known at the end of
-    what is read."""
+    """Batches of a stream, whose numbers have gaps: their count is known only at the end."""
 
     @property
     def dealing(self) -> str:
-        """See `Batches`."""
+        """Determines the batches, as in `Batches`."""
         ...
 
     @property
     def ended(self) -> str:
-        """What was read to its end on this rank, as a JSON object: by the name of what was read how
-        much it gave, and what must be the same on all ranks that read it."""
+        """Sources read to their end on this rank, as a JSON object: source -> its size, and values
+        that must be the same on all ranks that read it."""
         ...
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
-        """What `rank` is to compute, for `read`. `held`: numbers of batches that some rank has
-        computed. `ended`: each rank's."""
+        """Returns the part to be computed by `rank`, for `read`. `held`: numbers of batches already
+        computed by a rank. `ended`: that of each rank."""
         ...
 
     def read(self, parts: Any) -> Iterator[tuple[int, Any]]:
-        """The batches of what was dealt, with their numbers."""
+        """Yields the batches of the assigned parts, with their numbers."""
         ...
 
 
 def _order_of(loader: Any) -> str | None:
-    """A digest of which samples a DataLoader of torch takes, in their order; None: that of its
-    dataset, or it is another loader.
+    """Returns a digest of the order of a torch DataLoader's samples; None if it is the dataset's,
+    or for another kind of loader.
 
     Raises:
-        ConfigurationError: it takes others each time.
+        ConfigurationError: the order changes each time.
     """
     batches, dataset = getattr(loader, "batch_sampler", None), getattr(loader, "dataset", None)
     samples = getattr(batches if batches is not None else loader, "sampler", None)
@@ -250,8 +249,8 @@ def _drawn_from(sampler: Iterable[Any]) -> str:
 
 
 class IteratedBatches:
-    """The batches of any iterable with a length, such as a torch DataLoader: read past those that
-    are not wanted."""
+    """Batches of any iterable with a length, such as a torch DataLoader; unwanted ones are
+    skipped."""
 
     def __init__(self, loader: Any) -> None:
         if not hasattr(loader, "__len__"):
@@ -270,10 +269,10 @@ class IteratedBatches:
         return len(self._loader)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """See `Batches`.
+        """Reads batches, as in `Batches`.
 
         Raises:
-            ConfigurationError: behind the last batch there is one more.
+            ConfigurationError: there is another batch after the last one.
         """
         wanted = set(numbers)
         for number, batch in enumerate(self._loader):
@@ -296,12 +295,12 @@ def evaluate(
     batches: Batches | StreamedBatches,
     fn: Callable[[nn.Module, Any], Mapping[str, Any]],
 ) -> Sums:
-    """Sums what `fn(model, batch)` gives over all `batches`. The model is in evaluation mode
+    """Sums the results of `fn(model, batch)` over all `batches`. The model is in evaluation mode
     meanwhile, without gradients.
 
-    In a joiner that still replays its script only the first batch is computed: nobody uses the
-    answer. Random numbers that `fn` draws follow from the evaluation and the batch's number, and
-    not from the rank that computes it. The script's own go on as they were.
+    In a joiner that still replays its script only the first batch is computed, since nobody uses
+    the result. Random numbers drawn by `fn` depend on the evaluation and the batch's number, not on
+    the rank that computes it. The script's own random state is unaffected.
     """
     key = (session.steps, session.operations.position)
     results: dict[int, Sums] = {}
@@ -329,7 +328,8 @@ def evaluate(
     def body(channel: Channel) -> Sums:
         nonlocal computed_at
         if computed_at != session.steps:
-            # the ranks went back to a checkpoint meanwhile: what is there is of another model
+            # the ranks went back to a checkpoint meanwhile: existing results belong to another
+            # model
             results.clear()
             computed_at = session.steps
         own = json.dumps([batches.dealing, sorted(results), ended()]).encode()
@@ -339,7 +339,7 @@ def evaluate(
             raise evaluations_apart(dealings)
         held = {n for _, numbers, _ in everyones_own for n in numbers}
         with session.whole_for(channel), evaluating(model):
-            # eval() of a module's own may compute with its parameters
+            # a module's own eval() may compute with its parameters
             compute(
                 dealt(held, [end for _, _, end in everyones_own], channel.rank, channel.world_size)
             )
@@ -363,8 +363,8 @@ def evaluate(
 
 
 def _check_ends(ends: Sequence[Mapping[str, Any]]) -> None:
-    """Raises PreconditionError (RANKS_DIVERGED): ranks that read the same to its end found
-    something else. `ends`: of each rank."""
+    """Raises PreconditionError (RANKS_DIVERGED) if ranks that read the same source to its end found
+    different contents. `ends`: that of each rank."""
     for name in {name: None for each in ends for name in each}:
         first = next(each[name] for each in ends if name in each)
         found = [each.get(name, first) for each in ends]

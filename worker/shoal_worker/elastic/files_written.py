@@ -36,7 +36,7 @@ MOST: Final = 256
 
 
 class WhenWritten(NamedTuple):
-    """Who writes, and when. Two that differ in their rank alone write at once."""
+    """Writer and time of a file. Two that differ only in their rank write at the same time."""
 
     rank: int
     generation: int
@@ -44,7 +44,7 @@ class WhenWritten(NamedTuple):
 
 
 class WrittenFiles:
-    """What this process writes. Used by the script's thread."""
+    """Files written by this process. Used by the script's thread."""
 
     def __init__(self, directory: Path, now: Callable[[], WhenWritten | None]) -> None:
         """`directory`: that of the notes, for all ranks of the machine. `now`: None while what the
@@ -107,7 +107,7 @@ def _is_left_out(where: str) -> bool:
 
 
 _noticing: list[WrittenFiles] = []
-"""That of this process, if any."""
+"""The instance of this process, if any."""
 
 
 def notice_files(files: WrittenFiles) -> None:

@@ -1,10 +1,9 @@
-"""What one process of a machine does first, and the others after it: to download a data set, or to
-fill a cache.
+"""Work that one process of a machine does before the others: for example to download a data set, or
+to fill a cache.
 
-A lock of the kernel's on a file decides, and no message between ranks: it is free as soon as its
-holder ends, however that ends, and nobody waits for it in a collective, where a long wait would
-look like a process that hangs. Each block of a script has a file of its own, and another one each
-time it is come to.
+A kernel file lock decides, without messages between ranks: it is released as soon as its holder
+ends for any reason, and nobody waits for it in a collective, where a long wait would look like a
+hung process. Each block of a script has its own file, and a new one each time it is reached.
 """
 
 from __future__ import annotations
@@ -31,19 +30,19 @@ _LOOK_S: Final = 0.05
 
 
 class _Passed(threading.local):
-    """A rank may be a thread."""
+    """Thread-local, since a rank may be a thread."""
 
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
-        """Place in a script -> how often this rank has come there."""
+        """Position in a script -> number of times this rank has reached it."""
 
 
 _passed: Final = _Passed()
 
 
 def next_block(called: FrameType | None) -> str:
-    """A name for the block that the caller of `called`'s function is about to enter, the same in
-    all processes that run the script."""
+    """Returns a name for the block that the caller of `called`'s function is about to enter, the
+    same in all processes that run the script."""
     place = (
         ""
         if called is None or called.f_back is None
@@ -55,17 +54,17 @@ def next_block(called: FrameType | None) -> str:
 
 @contextlib.contextmanager
 def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterator[bool]:
-    """The first process of this machine and this user to come here, for one `scope`, runs what is
-    within alone, and is given True. The others run it after that, together, and are given False; if
-    the first one did not come to its end, one of them is first.
+    """Lets the first process of this machine and user that arrives for a `scope` run the block
+    alone, yielding True. The others run it afterwards, concurrently, yielding False; if the first
+    one fails, another becomes first.
 
     Args:
-        once: one that comes when all others have left is not first again, if one has come to its
-            end before.
+        once: a process that arrives after all others have left does not become first again, if one
+            has completed before.
 
     Raises:
         DeadlineError: the first one took longer than `timeout`.
-        ConfigurationError: there is no place for a lock that others could not take away.
+        ConfigurationError: there is no place for a lock that others could not remove.
     """
     descriptor = os.open(_lock_file(scope), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _held.add(descriptor)
@@ -78,13 +77,13 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
             os.pwrite(descriptor, _DONE, 0)
     finally:
         _held.discard(descriptor)
-        # closing is not enough: a child that was forked within has the lock too
+        # closing is not enough: a child forked meanwhile holds the lock too
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 _held: Final[set[int]] = set()
-"""Descriptors of locks, of any thread."""
+"""Descriptors of locks held by any thread."""
 
 
 def _let_go_in_child() -> None:
@@ -97,8 +96,8 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _wait_for_turn(descriptor: int, timeout: timedelta, *, once: bool) -> bool:
-    """True: this process is the first one, and holds the lock alone. False: the first one is done,
-    and it is shared."""
+    """Returns True if this process is the first one and holds the lock exclusively; False if the
+    first one has finished and the lock is shared."""
     deadline = time.monotonic() + timeout.total_seconds()
     waited = once
     while True:

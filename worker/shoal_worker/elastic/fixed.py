@@ -1,13 +1,14 @@
-"""The membership of a rank of `shoal.launch` or of `mpiexec`: who the ranks are is known from the
-start, and stays so to the end.
+"""Membership of a rank of `shoal.launch` or `mpiexec`: the ranks are known from the start and never
+change.
 
-Why it exists: without it a launch would need a coordinator and a Redis beside it, only to be told
-what it has decided itself. With it the session, its steps, operations and checkpoints are the very
-code that runs in a job, on the one generation that there is. What a coordinator adds is missing,
-and is missing on purpose: the ranks are threads of one process, or MPI ends them all with the
-first, so none dies alone, and none can come later.
+Without it, such a launch would need a coordinator and a Redis only to learn what it has decided
+itself. With it, the session, its steps, operations and checkpoints are the same code as in a job,
+on a single generation. The coordinator's other functions are missing on purpose: the ranks are
+threads of one process, or MPI ends them all with the first, so none dies alone and none can join
+later.
 
-Used by the rank's thread alone, but for `has_left`; who trains which module is written in turns.
+Used only by the rank's thread, except `has_left`; the registry of trained modules is written in
+turns.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _TRAINED_BY: Final[weakref.WeakKeyDictionary[nn.Module, Seat]] = weakref.WeakKey
 
 
 def check_own(model: nn.Module) -> None:
-    """Nothing where ranks are processes.
+    """Checks that each rank trains its own module. Does nothing if ranks are processes.
 
     Raises:
         ConfigurationError: another rank of this launch trains the very same module.
@@ -56,7 +57,7 @@ def check_own(model: nn.Module) -> None:
 
 
 class FixedLink:
-    """Says always the same: there is one generation, and nothing is to change."""
+    """Link without a coordinator: there is one generation, and nothing ever changes."""
 
     newest = 1
     refused = None
@@ -69,17 +70,17 @@ class FixedLink:
         self.newest_generation = generation
 
     def ready(self) -> None:
-        """The rank is given."""
+        """Does nothing, since the rank is given."""
 
     def stands_by(self) -> None:
-        """Nobody asks."""
+        """Does nothing, since there is nobody to inform."""
 
 
 class FixedMembership:
-    """One rank's place. A `Member`."""
+    """Place of one rank. Implements `Member`."""
 
     def __init__(self, seat: Seat, donor_address: str, host: str = "") -> None:
-        """`host`: where this rank runs; empty, as on all ranks: on one."""
+        """`host`: machine of this rank; empty on all ranks: a single machine."""
         self._seat = seat
         self._backend_class = backend_class(seat.backend)
         self._where = "shoal.launch" if own_world() is not None else "a fixed group of processes"
@@ -91,23 +92,23 @@ class FixedMembership:
 
     @property
     def only_backend(self) -> str:
-        """The one that the ranks were started for."""
+        """Backend for which the ranks were started."""
         return self._seat.backend
 
     @property
     def group(self) -> Group | None:
-        """See `Member`."""
+        """Group, as in `Member`."""
         return self._group
 
     def observe(self, progress: ProgressMeter) -> None:
-        """See `Member`: nobody asks."""
+        """Does nothing, since there is nobody to inform."""
 
     def join(self) -> bool:
-        """See `Member`: nobody has trained before."""
+        """Returns False, since nobody has trained before."""
         return False
 
     def serve(self, engine: TrainingEngine) -> None:
-        """See `Member`."""
+        """Implements `Member.serve`."""
         if engine.asynchronous:
             raise ConfigurationError(
                 f"strategy={engine.strategy!r} in {self._where}: its workers and servers are "
@@ -121,11 +122,11 @@ class FixedMembership:
             )
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
-        """See `Member`."""
+        """Implements `Member.await_generation`."""
         return self.link.newest_generation
 
     def form(self) -> Group:
-        """See `Member`. Waits for the other ranks."""
+        """Implements `Member.form`. Waits for the other ranks."""
         seat, generation = self._seat, self.link.newest_generation
         opening = Opening(
             make_backend=self._backend_class,
@@ -147,32 +148,34 @@ class FixedMembership:
         return self._group
 
     def failed(self, error: BaseException) -> NoReturn:
-        """See `Member`. Raises MembershipChanged: there is no other generation."""
+        """Implements `Member.failed`. Raises MembershipChanged, since there is no other
+        generation."""
         raise MembershipChanged(
             f"the launch is over, its ranks can only go on together: {error}"
         ) from error
 
     def give_up_place(self, why: str) -> NoReturn:
-        """See `Member`. Not called: the ranks take all steps together."""
+        """Implements `Member.give_up_place`. Never called, since the ranks take all steps
+        together."""
         raise PreconditionError(why, reason="MEMBER_BEHIND")
 
     def check_current(self, generation: int) -> None:
-        """See `Member`: nobody is put out."""
+        """Does nothing, since nobody is evicted."""
 
     def has_left(self, member_id: str) -> bool:
-        """See `Member`. All have, once one has failed."""
+        """Implements `Member.has_left`. All ranks have left once one has failed."""
         return self._turns is not None and self._turns.over is not None
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """See `Member`: none dies alone, so none is ever in doubt."""
+        """Returns True: no rank dies alone, so none is ever in doubt."""
         return True
 
     def last_departures(self) -> Sequence[str]:
-        """See `Member`: none leaves alone."""
+        """Returns nothing, since no rank leaves alone."""
         return ()
 
     def leave_group(self, reason: str) -> None:
-        """See `Member`. The others fail when they need this rank, and not before."""
+        """Implements `Member.leave_group`. The others fail only when they need this rank."""
         group, self._group = self._group, None
         if group is not None:
             group.leave()
@@ -186,7 +189,7 @@ class FixedMembership:
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """See `Member`. Ranks of MPI share no store, so they do not compare."""
+        """Implements `Member.leave`. MPI ranks share no store and therefore do not compare."""
         if reason == LeaveReason.FINISHED and self._group is not None:
             self._group.all_leave()
         self.leave_group("this rank has ended")
@@ -214,7 +217,7 @@ class FixedMembership:
         return f"after step {held.step}, the last one, {others}; {since}"
 
     def _generation(self, nonce: str, places: list[tuple[str, str]]) -> Generation:
-        """`places`: of each rank, its host and the address of its donor."""
+        """Returns the only generation. `places`: host and donor address of each rank."""
         peers = tuple(
             Peer(rank=rank, member_id=str(rank), host=host, donor_address=donor, joining=False)
             for rank, (host, donor) in enumerate(places)

@@ -64,16 +64,15 @@ from shoal_worker.state.digest import state_digest
 _log = logging.getLogger(__name__)
 
 GROUP_LOST = (MembershipChanged, UnavailableError)
-"""What a collective or a transfer raises when the group it ran on is over: the cure is a new
-generation."""
+"""Errors of a collective or a transfer whose group has ended: the remedy is a new generation."""
 
 _BRINGING, _TOGETHER = "bringing together", "together"
 _SPARE_LOOK = timedelta(seconds=0.2)
-"""How often a spare looks whether its peers are there."""
+"""Interval at which a spare looks for its peers."""
 
 
 class Formation:
-    """The ranks that work together now, and how they came to."""
+    """The ranks that currently work together, and the process by which they were formed."""
 
     def __init__(
         self,
@@ -91,14 +90,16 @@ class Formation:
             held, exchange, allow_restart=settings.allow_restart_from_scratch
         )
         self.where: Callable[[], Where | None] = lambda: None
-        """See `Waiting.where`."""
+        """Returns the current location; see `Waiting.where`."""
         self.border_due = False
-        """The last step's control word said so, on all ranks alike: at the next border there is a
-        newer generation to take."""
+        """True if there is a newer generation to adopt at the next step boundary, according to the
+        last step vote, the same on all ranks."""
         self.stop_due = False
-        """The last step's control word said so: training ends at the next border, on all ranks."""
+        """True if training ends at the next step boundary on all ranks, according to the last step
+        vote."""
         self.preempted = False
-        """It ends because all ranks were asked to leave: the run is not finished."""
+        """True if it ends because all ranks were asked to leave, so that the run is not
+        finished."""
         self._held = held
         self._exchange = exchange
         self._settings = settings
@@ -106,14 +107,16 @@ class Formation:
         self._progress = progress
         self._spectators: tuple[int, ...] = ()
         self.group: Group | None = None
-        """The group that stood last, or is about to stand; it may be over. None before the first.
-        Strategies know no other: one whose ranks have only met is the membership's still."""
+        """The last established group, or the one about to be; it may have ended. None before the
+        first. Strategies know no other: a group whose ranks have only met belongs to the
+        membership."""
         self._stands = False
-        """What is cut over the ranks is cut for those of the group."""
+        """True if sharded state is distributed over the ranks of the group."""
         self._met = False
-        """The ranks of the membership's group are at one, and it does not stand yet."""
+        """True if the ranks of the membership's group agree on the state but the group is not
+        established yet."""
         self._outcomes_due = 0
-        """The most outcomes of steps that any rank had been told of when the ranks met last."""
+        """Maximum number of outcomes known to any rank at the last rendezvous."""
         self._meeting_began = 0.0
         self._failed_at: float | None = None
 
@@ -121,8 +124,8 @@ class Formation:
 
     @property
     def working(self) -> Group | None:
-        """Those of the group that take steps and do operations together: all but spares, and all
-        while some are to be fed."""
+        """Ranks of the group that take steps and run operations together: all except spares, and
+        all while some still have to receive the state."""
         group, held = self.group, self._held
         return (
             held.engine.working(group)
@@ -132,29 +135,29 @@ class Formation:
 
     @property
     def generation(self) -> Generation | None:
-        """The generation this process works in; None before the first."""
+        """Generation of this process; None before the first."""
         if self.group is not None:
             return self.group.generation
         return self.membership.link.newest_generation if self._held.phase.holds_state else None
 
     @property
     def members(self) -> list[str]:
-        """Who holds the state in the group that stood last, by member id. Raises MembershipChanged,
-        UnavailableError: see `AskedPeers`."""
+        """Ids of the members of the last established group that hold the state. Raises
+        MembershipChanged, UnavailableError: see `AskedPeers`."""
         peers = self.group.generation.peers if self.group is not None else ()
         return [peer.member_id for peer in peers if peer.rank not in self._spectators]
 
     def peers_have(self, step: int) -> bool:
-        """Whether all that hold the state in the group that stood last are known to have committed
-        `step`."""
+        """Returns whether all state holders in the last established group are known to have
+        committed `step`."""
         return self.group is None or self.membership.all_have(
             self.group.generation, self._spectators, step
         )
 
     @property
     def is_first(self) -> bool:
-        """The lowest rank that holds the state does what one rank does for all. Rank 0 may be a
-        joiner that was not fed yet."""
+        """True if this is the lowest rank that holds the state, which acts for all. Rank 0 may be a
+        joiner without the state."""
         generation = self.generation
         members = (
             (r for r in range(generation.world_size) if r not in self._spectators)
@@ -165,17 +168,17 @@ class Formation:
 
     @property
     def healthy(self) -> bool:
-        """There is a group that stands, and no collective has failed on it."""
+        """True if a group is established and no collective has failed on it."""
         return self._stands and self.group is not None and self.group.broken is None
 
     @property
     def must_move(self) -> bool:
-        """No generation can stand before this rank's script was told of more outcomes: the step
-        that it begins next is void."""
+        """True if no generation can be established before this rank's script learns of further
+        outcomes: the step that it begins next is aborted."""
         return self._held.outcomes < self._outcomes_due
 
     def channel(self, kind: str) -> GroupChannel:
-        """The members of the group, for one operation.
+        """Returns the channel to the members of the group, for one operation.
 
         Raises:
             MembershipChanged: there is no group.
@@ -185,11 +188,11 @@ class Formation:
     # ------------------------------------------------------------------------------ new generations
 
     def failed_now(self) -> None:
-        """A failure was noticed: recovery is timed from the first one on."""
+        """Records the time of a failure; recovery is timed from the first one."""
         self._failed_at = self._failed_at or time.monotonic()
 
     def committed(self, *, border_due: bool, stop_due: bool, preempted: bool) -> None:
-        """A step was committed; its control word asked for a border, for the end, or for
+        """Records a committed step, whose step vote asked for a boundary, for the end, or for
         nothing."""
         self.border_due, self.stop_due, self.preempted = border_due, stop_due, preempted
         if self._failed_at is not None:
@@ -197,15 +200,15 @@ class Formation:
             self._failed_at = None
 
     def recover(self, error: BaseException, *, in_operation: bool | None = None) -> None:
-        """A group failed under this rank: ends it, and re-forms. Raises as `reform`.
-        `in_operation`: see `end_group`."""
+        """Ends a failed group and re-forms. Raises like `reform`. `in_operation`: see
+        `end_group`."""
         self.end_group(error, in_operation=in_operation)
         self.reform()
 
     def end_group(self, error: BaseException, *, in_operation: bool | None) -> None:
-        """A group failed under this rank: ends it, so that no peer waits in it meanwhile, and
-        reports it. `in_operation`: in one between steps; False: in a step; None: in neither. Raises
-        MembershipChanged if there will be no other group."""
+        """Ends and reports a failed group, so that no peer waits in it. `in_operation`: True in an
+        operation between steps; False in a step; None in neither. Raises MembershipChanged if there
+        will be no other group."""
         self.failed_now()
         self._stands = self._met = False
         self._held.interrupted = None
@@ -218,9 +221,9 @@ class Formation:
         self.membership.failed(error)
 
     def settle(self, *, updated: bool = False) -> None:
-        """Returns when the group stands, or when this rank's script has to move first. `updated`:
-        the state has changed since the ranks met, and what is cut over them has to be brought
-        together. Raises as `reform`."""
+        """Returns when the group is established, or when this rank's script has to advance first.
+        `updated`: the state has changed since the ranks met, and sharded parts must be
+        consolidated. Raises like `reform`."""
         if self.healthy or (self.must_move and not updated):
             return
         if self._met:
@@ -235,8 +238,8 @@ class Formation:
         )
 
     def went_back(self) -> None:
-        """All ranks of the group have taken the state of a checkpoint in the place of one that was
-        lost: it can stand now."""
+        """Establishes the group after all of its ranks have replaced a lost state with a
+        checkpoint's."""
         group = self.group
         self._met = (
             not self._stands
@@ -248,28 +251,30 @@ class Formation:
             self.border_due = False  # this is the generation that was due
 
     def take_newest(self) -> None:
-        """Forms the generation that the border was due for, unless one was formed here since.
-        Raises as `reform`."""
+        """Forms the generation that was due at the boundary, unless one was formed here since.
+        Raises like `reform`."""
         if self.border_due:
             self.reform()
         else:
             self.settle()
 
     def reform(self) -> None:
-        """Forms newer generations until one stands, or until this rank's script has to move first.
+        """Forms newer generations until one is established, or until this rank's script has to
+        advance first.
 
         Raises:
-            StopTraining: the job is stopped, or this member is to leave.
+            StopTraining: the job is stopped, or this member must leave.
             DeadlineError: none formed within the rendezvous timeout.
-            PreconditionError: the state is lost, or this member was put out.
+            PreconditionError: the state is lost, or this member was evicted.
         """
         while self.meet():
             if self.stand():
                 return
 
     def meet(self) -> bool:
-        """Forms newer generations until the ranks of one are at one: True. False: this rank's
-        script has to move first; its group is given up. Raises as `reform`."""
+        """Forms newer generations until the ranks of one agree on the state and returns True.
+        Returns False if this rank's script has to advance first; its group is then given up. Raises
+        like `reform`."""
         # from the first failure on: waiting for a generation has a deadline of its own
         give_up_at: float | None = None
         self._stands = self._met = False
@@ -278,7 +283,7 @@ class Formation:
             try:
                 group = self.membership.form()
                 if self._exchange is not None:
-                    # ahead of the first exchange: a receiver asks after it
+                    # before the first exchange, in which a receiver asks for it
                     self._exchange.expect(group)
                 plan = self._reconcile(group)
                 if plan.moving:
@@ -306,8 +311,8 @@ class Formation:
                 return False
 
     def stand(self) -> bool:
-        """The ranks have met: what is cut over the ranks is cut for these. A collective. False: the
-        group was lost on the way."""
+        """Establishes a group whose ranks have met: reshards the state for them. A collective.
+        Returns False if the group was lost meanwhile."""
         held, group = self._held, self.membership.group
         self._met = False
         try:
@@ -338,8 +343,8 @@ class Formation:
         return True
 
     def _cut_for(self, group: Group) -> None:
-        """What is cut over the ranks is cut for these, once all hold it: joiners are fed at the
-        next border. A collective."""
+        """Reshards the state for these ranks once all hold it: joiners receive it at the next step
+        boundary. A collective."""
         self.group = group
         held = self._held
         if not self._spectators:
@@ -349,7 +354,7 @@ class Formation:
             lost: StateLostError | None = None
             channel = GroupChannel(group, _BRINGING, self._spectators)
             try:
-                # Where a model is on the meta device, no step was taken, and nothing is cut.
+                # For a model on the meta device, no step was taken and nothing is sharded.
                 if all(
                     channel.exchange(
                         b"values" if held.has_engine and held.engine.has_values() else b""
@@ -366,8 +371,8 @@ class Formation:
             spectate(group, self._spectators, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
-        """Some have to move first. Returns when they have all that they need for it: the group is
-        given up then, and what was on its way would be lost."""
+        """Lets some ranks advance first. Returns when they have everything required; the group is
+        then given up, and data in flight would be lost."""
         if not plan.decided:
             with contextlib.suppress(StateLostError):
                 # the next generation finds the same, when all have moved
@@ -380,9 +385,9 @@ class Formation:
             # It has all, and another has left already.
 
     def _bring_together(self, group: Group) -> None:
-        """The ranks hold one state, and some have to lose a step before this group could stand.
-        Until then their scripts see the state: what an update has left on its owners is brought to
-        all that hold it. A collective."""
+        """Consolidates the state of ranks that hold the same one while some must first lose a step
+        before this group can be established. Until then their scripts see the state, so the owners'
+        updates are sent to all holders. A collective."""
         held = self._held
         step, held.step = held.step, None  # else nothing would be sent, in a step that is lost
         try:
@@ -394,7 +399,7 @@ class Formation:
             held.step = step
 
     def _reconcile(self, group: Group) -> Reconciliation:
-        """Tells the ranks how this one stands, and gives and takes what follows from it."""
+        """Exchanges the ranks' status, and transfers results or state accordingly."""
         failpoint("session.before_reconcile")
         held = self._held
         gathered = group.all_gather_integers(held.standing().encode())
@@ -424,7 +429,7 @@ class Formation:
             results = group.exchange(
                 held.operations.encode() if group.rank == plan.results_from else b""
             )[plan.results_from]
-        # Nothing of what follows communicates: it is done on all ranks, or on none.
+        # The following does not communicate: it is done on all ranks, or on none.
         if group.rank in plan.decided:
             held.decide(closing)
             held.operations.await_results(results)
@@ -434,15 +439,15 @@ class Formation:
             held.operations.extend(results)
         if group.rank not in plan.spectators:
             if group.rank in plan.behind:
-                # its script stands in an operation, after all that the others were told
+                # its script is in an operation, after all outcomes that the others have received
                 held.outcomes = plan.outcomes
             self._outcomes_due = plan.outcomes
         self._spectators = plan.spectators
         return plan
 
     def _replace_overtaken(self, group: Group, plan: Reconciliation) -> NoReturn:
-        """Raises PreconditionError on a rank that its peers took steps without, which has left by
-        then, and MembershipChanged on the others: they go on in the next generation."""
+        """Raises PreconditionError on a rank whose peers took steps without it, which has left by
+        then, and MembershipChanged on the others, which continue in the next generation."""
         if group.rank in plan.overtaken:
             assert plan.newest is not None
             self.membership.give_up_place(
@@ -467,8 +472,8 @@ class Formation:
             group.exchange(b"")
 
     def stand_by(self) -> None:
-        """This rank is a spare. Waits for the next generation, in which it is one that joins.
-        Raises as `reform`."""
+        """Waits as a spare for the next generation, which it enters as a joiner. Raises like
+        `reform`."""
         self._held.phase.set_aside()
         self.membership.link.stands_by()
         self._outcomes_due = 0  # its count of outcomes will come with the peers' state
@@ -479,14 +484,14 @@ class Formation:
         self._await_more(Drained)
 
     def await_ranks(self) -> None:
-        """There are too few ranks for a replica, and each has all of the state. Waits for the next
-        generation. Raises as `reform`."""
+        """Waits for the next generation because there are too few ranks for a replica, while each
+        has the entire state. Raises like `reform`."""
         alone = self.group is None or self.group.world_size == 1
-        # who is alone may be about to save the state
+        # a rank that is alone may be about to save the state
         self._await_more(StopTraining if alone else Drained)
 
     def _await_more(self, drained: type[StopTraining]) -> None:
-        """Waits for the next generation. `drained`: what to raise if this member is asked to
+        """Waits for the next generation. `drained`: exception raised if this member is asked to
         leave."""
         lines = WaitingLines()
         while True:
@@ -498,7 +503,7 @@ class Formation:
                 break
             group = self.group
             if group is not None and group.ended:
-                # a peer is gone, or came to the end of its script: the coordinator says which
+                # a peer is gone, or finished its script: the coordinator says which
                 self.recover(
                     MembershipChanged("a peer of a rank that waits for more has left the group")
                 )
@@ -531,12 +536,12 @@ class Formation:
         if self.group is None:
             self.reform()
         while self._held.name is None:
-            # once it has one, a generation that stands tells the same as the exchange below
+            # once it has one, an established generation provides the same as the exchange below
             group = self._require_group()
             channel = GroupChannel(group, "attach", self._spectators)
             try:
                 self._equal_weights(group, channel)
-                # who comes out of this knows that all have the weights, and may cut its own
+                # a rank that passes this knows that all have the weights, and may shard its own
                 channel.exchange(b"")
             except GROUP_LOST as error:
                 self.recover(error)
@@ -584,13 +589,14 @@ class Formation:
 
     @property
     def joiners_wait(self) -> bool:
-        """There are some, this process or others, to be fed at the next border."""
+        """True if there are joiners, this process or others, that receive the state at the next
+        boundary."""
         return bool(self._spectators)
 
     def let_joiners_in(self, place: ScriptPosition) -> ScriptPosition | None:
-        """At a border: joiners take the state and are members from here on. `place`: where this
-        process's script stands. Returns where the peers stand if this process is a joiner and has
-        any, else None. Raises as `reform`."""
+        """At a step boundary, sends the state to joiners, which are members from then on. `place`:
+        this process's position in the script. Returns the peers' position if this process is a
+        joiner and has peers, otherwise None. Raises like `reform`."""
         peers_at = None
         while self._spectators and not self.must_move:
             group = self._require_group()
@@ -602,8 +608,8 @@ class Formation:
             except StateLostError:
                 if group.rank not in self._spectators:
                     raise
-                # The members go back to a checkpoint, and come to this border again with a state
-                # that is whole.
+                # The members go back to a checkpoint, and reach this boundary again with a complete
+                # state.
             else:
                 self._spectators, self._outcomes_due = (), self._held.outcomes
                 self._metrics.join_seconds.observe(time.monotonic() - started)

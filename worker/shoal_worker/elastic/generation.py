@@ -1,9 +1,9 @@
-"""A generation as a member sees it: one agreed membership with ranks.
+"""A generation from a member's perspective: one agreed membership with ranks.
 
-Small worlds are told whole. Of a large one a member is told what it needs to work in it: its rank,
-how many there are, how they lie on hosts, who holds no state. Who the others are it asks when it
-has to know, of some or of all, and what it knows of all it keeps: the next generation says what has
-changed.
+Small worlds are sent in full. For a large one a member receives only what it needs for its work:
+its rank, the world size, the distribution over hosts, and the ranks without state. It requests
+details of other ranks on demand, and keeps the full table once it has it: the next generation then
+contains only the changes.
 """
 
 from __future__ import annotations
@@ -30,37 +30,37 @@ class Peer:
     member_id: str
     host: str
     donor_address: str
-    """host:port where it gives its state to others."""
+    """host:port at which it sends its state to others."""
     joining: bool
-    """It had no rank in the generation before."""
+    """True if it had no rank in the previous generation."""
     donor_key: str = ""
-    """What opens its donor between generations; empty: nothing does."""
+    """Key for access to its donor between generations; empty: no access."""
 
     @cached_property
     def line(self) -> str:
-        """What the table's digest covers of it."""
+        """Its part of the table digest's input."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """How ranks lie on hosts. Those of one host are adjacent."""
+    """Distribution of ranks over hosts. Those of one host are adjacent."""
 
     world_size: int
     most_local: int
-    """Ranks of the host that has most of them."""
+    """Number of ranks on the host with the most."""
 
 
 def topology_of(hosts: Sequence[str]) -> Topology:
-    """`hosts`: of the ranks, at least one."""
+    """Returns the topology. `hosts`: those of the ranks, at least one."""
     return Topology(world_size=len(hosts), most_local=max(Counter(hosts).values()))
 
 
 class AskedPeers(Sequence[Peer]):
-    """The ranks of a large world, asked for when somebody has to know. May be used by any thread.
+    """Ranks of a large world, requested on demand. Thread-safe.
 
-    Reading raises what asking does: MembershipChanged when there is a newer generation,
-    UnavailableError when the coordinator is away.
+    Reading raises the request's errors: MembershipChanged if there is a newer generation,
+    UnavailableError if the coordinator is away.
     """
 
     def __init__(
@@ -73,9 +73,9 @@ class AskedPeers(Sequence[Peer]):
         ask: Callable[[Sequence[int]], list[Peer]],
         follow: Callable[[], Sequence[Peer]] | None = None,
     ) -> None:
-        """`digest`: of the whole table. `ask` gives the peers of these ranks, or all for none.
-        `follow` makes all of them out of an older table, without asking; CorruptDataError where
-        that does not fit."""
+        """`digest`: of the full table. `ask`: returns the peers of these ranks, or all if none are
+        named. `follow`: derives all of them from an older table without a request; CorruptDataError
+        if the table does not match."""
         self.joining = joining
         self._size, self._digest = size, digest
         self._ask, self._follow = ask, follow
@@ -84,8 +84,7 @@ class AskedPeers(Sequence[Peer]):
         self._whole: tuple[Peer, ...] | None = None
 
     def settle(self) -> tuple[Peer, ...] | None:
-        """All of them, if that is known without asking. The older table is not needed from here
-        on."""
+        """Returns all peers, if they are known without a request. The older table is released."""
         with self._lock:
             follow, self._follow = self._follow, None
             if self._whole is None and follow is not None:
@@ -93,7 +92,7 @@ class AskedPeers(Sequence[Peer]):
             return self._whole
 
     def of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Those of these ranks."""
+        """Returns the peers with these ranks."""
         whole = self.settle()
         if whole is not None:
             return [whole[rank] for rank in ranks]
@@ -105,7 +104,7 @@ class AskedPeers(Sequence[Peer]):
         return [self._known[rank] for rank in ranks]
 
     def all(self) -> tuple[Peer, ...]:
-        """All peers of the generation, by rank."""
+        """Returns all peers of the generation, by rank."""
         whole = self.settle()
         if whole is not None:
             return whole
@@ -121,7 +120,7 @@ class AskedPeers(Sequence[Peer]):
         return table
 
     def part(self, ranks: Sequence[int]) -> SomePeers:
-        """Some of them, in this order."""
+        """Returns some of them, in this order."""
         return SomePeers(self, ranks)
 
     def _followed(self, follow: Callable[[], Sequence[Peer]]) -> tuple[Peer, ...] | None:
@@ -164,24 +163,24 @@ class AskedPeers(Sequence[Peer]):
 
 
 class SomePeers(Sequence[Peer]):
-    """Some ranks of a large world, in an order of their own: those of a part of a group."""
+    """Some ranks of a large world in a given order: those of a part of a group."""
 
     def __init__(self, peers: AskedPeers, ranks: Sequence[int]) -> None:
         self._peers, self._ranks = peers, ranks
 
     @property
     def joining(self) -> frozenset[int]:
-        """Which of them hold no state."""
+        """Positions of the ranks without state."""
         return frozenset(
             position for position, rank in enumerate(self._ranks) if rank in self._peers.joining
         )
 
     def of(self, positions: Sequence[int]) -> list[Peer]:
-        """Those at these positions."""
+        """Returns the peers at these positions."""
         return self._peers.of([self._ranks[position] for position in positions])
 
     def part(self, positions: Sequence[int]) -> SomePeers:
-        """Some of them, in this order."""
+        """Returns some of them, in this order."""
         return SomePeers(self._peers, [self._ranks[position] for position in positions])
 
     def __len__(self) -> int:
@@ -201,23 +200,24 @@ class SomePeers(Sequence[Peer]):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One agreed membership, from the point of view of `rank`."""
+    """One agreed membership from the perspective of `rank`."""
 
     number: int
     nonce: str
     """Makes store prefixes and transfers of this generation unmistakable."""
     peers: tuple[Peer, ...] | AskedPeers | SomePeers
-    """In rank order. How many there are is always known; in a large world reading them may ask the
+    """Peers in rank order. The length is always known; in a large world reading may ask the
     coordinator (`AskedPeers`)."""
     rank: int
-    """This member's own."""
+    """Rank of this member."""
     interrupts_below: int
     """Members that work in a generation below this number leave it at once; others at their next
-    border."""
+    step boundary."""
     told_topology: Topology | None = None
-    """None: it is read off the peers."""
+    """None: derived from the peers."""
     begins_run: bool = False
-    """It is the first of its run. Its number does not say so: those of a job's runs go on."""
+    """True if it is the first of its run. Its number does not show that, since numbers continue
+    across a job's runs."""
 
     @property
     def world_size(self) -> int:
@@ -231,7 +231,7 @@ class Generation:
 
     @property
     def known(self) -> Sequence[Peer] | None:
-        """All peers, where nobody has to be asked for them."""
+        """All peers, if they are known without a request."""
         peers = self.peers
         return (
             peers
@@ -243,12 +243,12 @@ class Generation:
 
     @property
     def topology(self) -> Topology:
-        """How the ranks lie on hosts."""
+        """Distribution of the ranks over hosts."""
         return self.told_topology or topology_of([peer.host for peer in self.peers])
 
     @property
     def joining(self) -> frozenset[int]:
-        """Ranks that had none in the generation before."""
+        """Ranks that had none in the previous generation."""
         peers = self.peers
         return (
             frozenset(peer.rank for peer in peers if peer.joining)
@@ -257,12 +257,13 @@ class Generation:
         )
 
     def peers_of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Those of these ranks, asked for at once where they are not known."""
+        """Returns the peers with these ranks, requesting unknown ones together."""
         peers = self.peers
         return [peers[rank] for rank in ranks] if isinstance(peers, tuple) else peers.of(ranks)
 
     def part(self, ranks: Sequence[int]) -> Generation:
-        """Some of its ranks, in this order, with this member among them."""
+        """Returns the generation restricted to these ranks, in this order, which include this
+        member."""
         peers = self.peers
         some = (
             tuple(peers[rank] for rank in ranks) if isinstance(peers, tuple) else peers.part(ranks)
@@ -272,17 +273,17 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberIdentity:
-    """What a member tells of itself when it joins."""
+    """A member's description of itself when it joins."""
 
     job_id: str
     member_id: str
     host: str
     pid: int
     launcher_id: str = ""
-    """Whoever reports its end; empty: nobody does."""
+    """Launcher that reports its end; empty if there is none."""
     local_index: int = 0
     donor_address: str = ""
-    """host:port where it gives its state to others; empty: it has none to give."""
+    """host:port at which it sends its state to others; empty if it has none to send."""
     donor_key: str = ""
-    """What opens its donor between generations: see `StateDonor.key`."""
+    """Key for access to its donor between generations: see `StateDonor.key`."""
     metrics_address: str = ""

@@ -1,15 +1,14 @@
-"""The process group of one generation, with the few collectives that the session needs.
+"""Process group of one generation, with the few collectives that the session needs.
 
-Every failure of a collective comes out as `MembershipChanged`: for a group that is thrown away at
-the first failure, that is what it means. A world of one has no process group at all; its
-collectives are identities.
+Every failure of a collective becomes `MembershipChanged`, since a group is discarded at the first
+failure. A world of one has no process group; its collectives are identities.
 
-Strategies that cut a model along several axes work in parts of it (`subgroup`): groups like this
-one, which end with it, and it with them, so that nobody waits in one for a rank that has left
-another.
+Strategies that split a model along several axes work in parts of the group (`subgroup`): groups
+like this one, which end with it, and it with them, so that nobody waits in one for a rank that has
+left another.
 
-The training thread issues the collectives. `abort` may be called from any thread, and is what frees
-a training thread that is stuck in one.
+The training thread issues the collectives. `abort` may be called from any thread, and frees a
+training thread that is stuck in one.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
-"""What c10d raises, DistError and DistBackendError among them."""
+"""Errors raised by c10d, including DistError and DistBackendError."""
 _LEAVE_WITHIN = timedelta(seconds=2)
-"""Ranks come to the end of a run within this of each other, unless one has something to write or to
-compute that others have not."""
+"""Ranks finish a run within this time of each other, unless one has something to write or compute
+that others have not."""
 
 
 class Group:
-    """The ranks of one generation, connected; or some of them (`subgroup`)."""
+    """Connected ranks of one generation, or some of them (`subgroup`)."""
 
     def __init__(
         self,
@@ -60,8 +59,8 @@ class Group:
         opening: Opening | None = None,
         parent: Group | None = None,
     ) -> None:
-        """`backend` is initialized already; None in a world of one. Takes over `backend` and
-        `store`. `opening` connects parts of it."""
+        """`backend` is initialized already; None in a world of one. Takes ownership of `backend`
+        and `store`. `opening` connects parts of the group."""
         self.generation = generation
         self._backend = backend
         self._store = store
@@ -72,10 +71,10 @@ class Group:
             if parent is not None
             else Waiting(store if isinstance(store, RedisStore) else None)
         )
-        """What the training thread waits for in here."""
+        """Current wait of the training thread in this group."""
         self._parts: list[Group] = []
         self._connections: Counter[str] = Counter()
-        """How many parts were connected under each name: the store of each is its own."""
+        """Number of parts connected under each name, since each needs a separate store."""
         self._reason: str | None = None
         self._lock = threading.Lock()
         self._guarded: list[socket.socket] = []
@@ -92,7 +91,7 @@ class Group:
 
     @property
     def device(self) -> torch.device:
-        """Where tensors of collectives must live."""
+        """Device for tensors of collectives."""
         kind = self._backend.device_type if self._backend is not None else "cpu"
         return (
             torch.device("cuda", torch.cuda.current_device())
@@ -102,28 +101,28 @@ class Group:
 
     @property
     def broken(self) -> str | None:
-        """Why the group is over; None: it is not."""
+        """Reason why the group has ended; None while it works."""
         return self._reason
 
     @property
     def ended(self) -> bool:
-        """It is over, here or for a peer, as far as this rank has noticed without waiting for
-        one."""
+        """True if it has ended, here or for a peer, as far as this rank knows without waiting."""
         backend = self._backend
         return self._reason is not None or (backend is not None and not backend.is_initialized)
 
     def traffic(self) -> dict[str, Traffic]:
-        """What its connections have sent so far; see `CommunicationBackend.traffic`. Any thread."""
+        """Returns the traffic of its connections so far; see `CommunicationBackend.traffic`.
+        Thread-safe."""
         backend = self._backend
         return backend.traffic() if backend is not None else {}
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """What torch's own parallel code takes; a group of one rank has none. Not to be kept longer
-        than this.
+        """torch's process group, for torch's own parallel code; a group of one rank has none. Do
+        not keep it longer than this object.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         self._check()
         return self._process_group
@@ -131,26 +130,27 @@ class Group:
     def subgroup(
         self, ranks: Sequence[int], name: str, division: Sequence[Sequence[int]] = ()
     ) -> Group | None:
-        """Connects some of the ranks to a group of their own, in the order given; None on a rank
-        that is not among them.
+        """Connects some of the ranks to a group of their own, in the given order. Returns None on a
+        rank that is not among them.
 
-        A collective of those ranks: one that is in several parts connects them in the same order as
-        the others. Who waits here for a rank that failed elsewhere is freed by `abort`, as
+        A collective of those ranks: a rank in several parts connects them in the same order as the
+        others. A rank that waits here for one that failed elsewhere is freed by `abort`, as
         everywhere. The part's ranks count from 0, and `generation.peers` are its own. It ends with
-        this group: an `abort` or `close` of this one ends it, and a failure in it ends this one,
+        this group: an `abort` or `close` of this one ends it, and a failure in it ends this one
         with all its parts, on all ranks.
 
         Args:
-            ranks: of this group, each once. All of them in order: the answer is this group itself.
-            name: of the part; used for no other ranks of this group. These may connect several
-                under one name, in one order.
+            ranks: distinct ranks of this group. If they are all ranks in order, this group itself
+                is returned.
+            name: name of the part, used for no other ranks of this group. These ranks may connect
+                several parts under one name, in one order.
             division: parts of equal size, of which `ranks` are one, that all ranks of this group
-                connect at this place of their scripts; the same on all. Libraries that can split a
-                group do, if no rank of it is left out.
+                connect at this point; the same on all. Libraries that can split a group do so if no
+                rank of it is left out.
 
         Raises:
-            ConfigurationError: ranks that are not this group's, or twice the same.
-            MembershipChanged: a rank did not come, or the group is over.
+            ConfigurationError: ranks outside of this group, or duplicates.
+            MembershipChanged: a rank did not arrive, or the group has ended.
         """
         members = list(ranks)
         if (
@@ -171,8 +171,8 @@ class Group:
         return self._connect_part(members, name, number_of_part(members, division, self.world_size))
 
     def connected_again(self, name: str) -> Group:
-        """Connects all ranks a second time, for collectives whose order among the group's others
-        differs by rank. Raises as `subgroup`."""
+        """Connects all ranks a second time, for collectives whose order relative to the group's
+        others differs between ranks. Raises like `subgroup`."""
         self._check()
         return self._connect_part(list(range(self.world_size)), name)
 
@@ -197,7 +197,7 @@ class Group:
         return part
 
     def _adopt(self, part: Group) -> Group:
-        """Known before it connects, so that an `abort` of this group ends that as well."""
+        """Registers a part before it connects, so that an `abort` of this group ends it as well."""
         with self._lock:
             self._parts.append(part)
             reason = self._reason
@@ -206,10 +206,11 @@ class Group:
         return part
 
     def all_reduce_async(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Starts to sum `tensor` over all ranks in place; None: nothing to wait for.
+        """Starts to sum `tensor` over all ranks in place. Returns None if there is nothing to wait
+        for.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         if self.world_size == 1:
             self._check()
@@ -221,17 +222,17 @@ class Group:
         """Starts to fill the flat `full` with everybody's `shard`, by rank.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         with self._failures("all_gather"):
             return self._process_group.all_gather_single(full, shard, AllgatherOptions())
 
     def reduce_scatter_async(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work:
-        """Starts to sum the flat `full` over all ranks; this rank's part of the sum goes to
+        """Starts to sum the flat `full` over all ranks, storing this rank's part of the sum in
         `shard`.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         with self._failures("reduce_scatter"):
             return self._process_group.reduce_scatter_single(shard, full, ReduceScatterOptions())
@@ -247,7 +248,7 @@ class Group:
         from rank i; sizes in elements.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         with self._failures("all_to_all"):
             return self._process_group.all_to_all_single(
@@ -261,10 +262,10 @@ class Group:
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
     ) -> None:
-        """Starts what `all_to_all_async` does, and waits for it.
+        """Performs `all_to_all_async` and waits for it.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         if self.world_size == 1:
             self._check()
@@ -276,7 +277,7 @@ class Group:
         """Copies the contiguous `tensor` of rank `source` into everybody's.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         if self.world_size == 1:
             self._check()
@@ -287,20 +288,20 @@ class Group:
         """Sums `tensor` over all ranks in place.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         work = self.all_reduce_async(tensor)
         if work is not None:
             self.wait(work)
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Sums a `tensor` of a few hundred bytes over all ranks in place and waits, on the
-        backend's quickest way.
+        """Sums a `tensor` of a few hundred bytes over all ranks in place and waits, using the
+        backend's fastest method.
 
         Raises:
-            MembershipChanged: the group is over.
-            PreconditionError: another rank sums something else: RANKS_DIVERGED. The group is over,
-                with this error on all ranks if they share a store in Redis.
+            MembershipChanged: the group has ended.
+            PreconditionError: another rank sums something else: RANKS_DIVERGED. The group has
+                ended, with this error on all ranks if they share a store in Redis.
         """
         if self.world_size == 1:
             self._check()
@@ -320,8 +321,7 @@ class Group:
                 raise self._over("all_reduce", error) from error
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Sums over all ranks what each gives, number by number: a few dozen. Raises as
-        `all_reduce_short`."""
+        """Sums a few dozen numbers elementwise over all ranks. Raises like `all_reduce_short`."""
         if self.world_size == 1:
             self._check()
             return [*values]
@@ -337,7 +337,7 @@ class Group:
             work.wait()
 
     def order(self, work: dist.Work) -> None:
-        """Has what the calling thread computes next come after a collective that was started; see
+        """Orders the calling thread's later computation after a collective that was started; see
         `CommunicationBackend.order`.
 
         Raises:
@@ -347,15 +347,15 @@ class Group:
             self._live_backend.order(work)
 
     def settle(self) -> None:
-        """Returns when all collectives that were ordered have ended well: in this group, in its
-        parts, and in the one that it is a part of.
+        """Waits until all ordered collectives have succeeded: in this group, in its parts, and in
+        its parent.
 
-        A closing and whatever else hosts sum asks for it by itself, so that no rank can say more
-        than it knows.
+        A commit all-reduce, like every sum on the host, does so by itself, so that no rank can
+        claim more than it knows.
 
         Raises:
-            MembershipChanged: some collective has failed, or a group is over; nothing of it writes
-                into memory then.
+            MembershipChanged: a collective has failed, or a group has ended; none of its operations
+                writes into memory any more.
         """
         whole = self
         while whole._parent is not None:
@@ -372,11 +372,11 @@ class Group:
 
     @contextlib.contextmanager
     def own_collectives(self, what: str) -> Iterator[CommunicationBackend]:
-        """For who issues or awaits collectives of the group's backend himself. Not in a world of
-        one.
+        """Yields the backend to callers that issue or await its collectives directly. Not in a
+        world of one.
 
         Raises:
-            MembershipChanged: the group is over, or a collective in there has failed.
+            MembershipChanged: the group has ended, or a collective within the block has failed.
         """
         with self._failures(what), self.waiting:
             backend = self._live_backend
@@ -386,13 +386,13 @@ class Group:
                 raise self._over(what, error) from error
 
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Everybody's `values` (equally many on all ranks), in rank order."""
+        """Returns everybody's `values` (equally many on all ranks), in rank order."""
         return [t.tolist() for t in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
     def meet(self) -> None:
-        """Returns when all ranks have called it. No step issues such a collective: ranks of which
-        some are in a step and others here wait for each other, and are not given each other's
-        messages, at which Gloo would end the processes if they are of different sizes."""
+        """Waits until all ranks have called it. No step issues such a collective. If some ranks are
+        in a step and others here, they wait for each other without receiving each other's messages,
+        at which Gloo would end the processes if sizes differ."""
         if self.world_size == 1:
             self._check()
             return
@@ -400,9 +400,9 @@ class Group:
             self._live_backend.host_group.barrier(BarrierOptions()).wait()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Sends `payload` to all ranks and returns everybody's, in rank order. Two all-gathers:
-        lengths, then bytes. Where few ranks have more than a megabyte to say, broadcasts: the
-        second would pad all messages to the longest."""
+        """Sends `payload` to all ranks and returns everybody's, in rank order. Uses two
+        all-gathers: lengths, then bytes. If few ranks send more than a megabyte, uses broadcasts,
+        since the second all-gather would pad all messages to the longest."""
         lengths = [row[0] for row in self.all_gather_integers([len(payload)])]
         longest = max(lengths)
         if longest == 0:
@@ -426,8 +426,8 @@ class Group:
         return payload if rank == self.rank else bytes(told.numpy())
 
     def abort(self, reason: str) -> None:
-        """Ends the group: collectives that run or come later fail with `reason`. From any thread;
-        returns at once."""
+        """Ends the group: current and later collectives fail with `reason`. Thread-safe; returns at
+        once."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -446,8 +446,8 @@ class Group:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[Callable[[socket.socket], None]]:
-        """Gives a function that puts a socket under the group's `abort`: it is shut down then, so
-        that nobody waits on it."""
+        """Yields a function that registers a socket with the group, whose `abort` then shuts it
+        down, so that nobody waits on it."""
         own: list[socket.socket] = []
 
         def guard(connection: socket.socket) -> None:
@@ -470,9 +470,9 @@ class Group:
         self.leave()
 
     def all_leave(self, within: timedelta = _LEAVE_WITHIN) -> None:
-        """Comes before `close` or `leave` where the run is over for all ranks: has the library end
-        this group and its parts in order. Does nothing unless it can
-        (`CommunicationBackend.finalize`), and all ranks come within that time of each other."""
+        """Makes the library end this group and its parts in order, before `close` or `leave` at the
+        end of the run. Does nothing unless the library can (`CommunicationBackend.finalize`), and
+        all ranks arrive within that time of each other."""
         backend = self._backend
         if self.ended or backend is None or not backend.finalizes or not backend.all_leave(within):
             return
@@ -482,8 +482,8 @@ class Group:
             wait()
 
     def leave(self) -> None:
-        """Closes the group without telling the other ranks where the backend need not: they fail
-        when they need this rank, and not before."""
+        """Closes the group without informing the other ranks, if the backend permits: they fail
+        only when they need this rank."""
         with self._lock:
             self._reason = self._reason or "this rank has left it"
             parts, self._parts = self._parts, []
@@ -533,7 +533,7 @@ class Group:
         return _Failures(self, what)
 
     def _over(self, what: str, error: Exception) -> ShoalError:
-        """What to raise for `error` of a collective: it ends the group."""
+        """Returns the exception to raise for `error` of a collective, which ends the group."""
         reason = self._reason or f"{what} failed: {cause_of(error)}"
         # closes the sockets, so that peers stuck in the same collective are freed as well
         self.abort(reason)
@@ -542,15 +542,15 @@ class Group:
         )
 
     def _ended(self, error: MembershipChanged) -> ShoalError:
-        """What to raise for `error`, with which the group ended: if a rank found that their scripts
-        went different ways, that."""
+        """Returns the exception to raise for `error`, with which the group ended: the verdict if a
+        rank found that their scripts diverged."""
         verdict = self.waiting.verdict
         return error if verdict is None else PreconditionError(verdict, reason="RANKS_DIVERGED")
 
 
 class _Failures:
-    """Put around a collective: what it fails with ends the group, and is raised as one of Shoal's
-    errors. A class and no generator, which takes three times as long: each step enters several."""
+    """Context manager for a collective: its failure ends the group and is raised as a Shoal error.
+    A class rather than a generator, which takes three times as long: each step enters several."""
 
     __slots__ = ("_group", "_what")
 
@@ -571,7 +571,7 @@ class _Failures:
             return
         group = self._group
         if isinstance(error, MembershipChanged):
-            # the backend has said by itself that its group is over: so is this one
+            # the backend itself has reported the end of its group, so this group ends too
             group.abort(str(error))
             if group.waiting.verdict is not None:
                 raise group._ended(error) from error
@@ -581,5 +581,5 @@ class _Failures:
 
 def _shut_down(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):  # its peer has closed it
-        # SSLSocket's own would have another thread go on in plain text
+        # SSLSocket's own method would let another thread continue in plain text
         socket.socket.shutdown(connection, socket.SHUT_RDWR)

@@ -1,9 +1,9 @@
-"""The parameters of an optimizer's groups, as a strategy has put them there, so that others in
-their places are noticed.
+"""Tracks the parameters of an optimizer's groups as set by a strategy, in order to detect
+replacements.
 
-A strategy knows what an optimizer updates from `as_distributed` on: the model's parameters, or this
-rank's pieces of them. Whatever a script puts there later is updated by this rank alone, with a
-gradient that nobody has summed.
+From `as_distributed` on, a strategy knows what an optimizer updates: the model's parameters, or
+this rank's pieces of them. Parameters that a script adds later would be updated by this rank alone,
+with a gradient that nobody has summed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shoal_common.errors import ConfigurationError
 
 
 class GroupMembers(list[torch.Tensor]):
-    """What a strategy assigns to `group["params"]`. It knows when others have come into it."""
+    """List that a strategy assigns to `group["params"]`. It detects added parameters."""
 
     def __init__(self, members: Iterable[torch.Tensor]) -> None:
         super().__init__(members)
@@ -24,24 +24,24 @@ class GroupMembers(list[torch.Tensor]):
 
 
 class Memberships:
-    """What the groups of a run's optimizers were last given by a strategy."""
+    """Latest parameters of the groups of a run's optimizers as set by a strategy."""
 
     def __init__(self) -> None:
         self._groups: list[GroupMembers] = []
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
-        """These are the groups, as the user made them."""
+        """Adopts the groups as the user created them."""
         for group in groups:
             group["params"] = GroupMembers(group["params"])
         self._groups = [group["params"] for group in groups]
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises ConfigurationError: a script has put other parameters into a group, or has taken
-        some out. Cheap enough for each step."""
+        """Raises ConfigurationError if a script has added parameters to a group or removed some.
+        Cheap enough for each step."""
         for number, (group, members) in enumerate(zip(groups, self._groups, strict=False)):
             now = group["params"]
             if isinstance(now, GroupMembers) and now is not members:
-                # the strategy has laid out anew
+                # the strategy has set a new layout
                 members = self._groups[number] = now
             if len(now) != len(members.given) or any(
                 one is not other for one, other in zip(now, members.given, strict=True)

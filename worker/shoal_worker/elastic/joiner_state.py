@@ -1,8 +1,8 @@
-"""Joiners are fed at a border: who gives the state, who takes it, and what follows where nobody has
-it.
+"""Sends the state to joiners at a step boundary: chooses who sends it and who receives it, and
+handles the case that nobody has it.
 
-Each rank says what it has to give; from what all have said, each concludes the same. All of it runs
-on the training thread.
+Each rank announces what it can send; all ranks draw the same conclusion from all announcements.
+Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -31,53 +31,52 @@ _BORDER = "border"
 
 
 class _Offer(enum.IntEnum):
-    """What a rank gives to joiners."""
+    """Announcement of a rank about the state that it can send."""
 
     NOTHING = 0
     STATE = 1
     NOTHING_DONE = 2
-    """What the script began with, since the state that the job had is lost."""
+    """The script's initial state, since the job's state is lost."""
     UNREADABLE = 3
-    """Nothing: the checkpoint that is to take its place could not be read."""
+    """Nothing: the checkpoint that should replace the state could not be read."""
     FED = 4
-    """A peer's state, which it was fed itself and has taken no step with: its script may be a
-    little behind the others'."""
+    """A peer's state that it received itself and has taken no step with: its script may be slightly
+    behind the others'."""
     LEFT_OVER = 5
-    """Nothing: it is a spare, or was about to be none, and its script is on its way in a state that
-    is lost."""
+    """Nothing: it is or was about to become a spare, and its script runs with a state that is
+    lost."""
 
 
 class JoinerState:
-    """This rank's part in it."""
+    """This rank's part in sending the state to joiners."""
 
     def __init__(
         self, held: HeldState, exchange: StateExchange | None, *, allow_restart: bool
     ) -> None:
-        """`exchange`: None for strategies without a process group, which feed nobody.
+        """`exchange`: None for strategies without a process group, which send no state.
         `allow_restart`: all progress may be lost."""
         self.fallback: Callable[[], bool] | None = None
-        """Loads the newest checkpoint into this process, and says whether there was one; called if
-        every process that held the state is gone."""
+        """Loads the newest checkpoint into this process and returns whether there was one; called
+        if every process that held the state is gone."""
         self._held = held
         self._exchange = exchange
         self._allow_restart = allow_restart
         self._unreadable: ShoalError | None = None
-        """Why the checkpoint could not be read, where this rank was to."""
+        """Reason why the checkpoint could not be read, if this rank had to."""
 
     def feed(
         self, group: Group, spectators: Sequence[int], place: ScriptPosition
     ) -> ScriptPosition | None:
-        """Gives the state to the ranks `spectators`, or takes it. All ranks of `group` call it.
-        `place`: where this process's script stands.
+        """Sends the state to the ranks `spectators`, or receives it. Called by all ranks of
+        `group`. `place`: this process's position in the script.
 
-        Returns where the peers stand if this process is a joiner and has any, else None.
+        Returns the peers' position if this process is a joiner and has peers, otherwise None.
 
         Raises:
-            MembershipChanged: the group is over, or spares leave it.
+            MembershipChanged: the group has ended, or spares leave it.
             StateLostError: no rank holds some part of the state.
-            LeftOver: this process is a spare that nobody can feed.
-            PreconditionError: there is no state, or the ranks diverged; on all ranks
-                alike.
+            LeftOver: this process is a spare to which nobody can send the state.
+            PreconditionError: there is no state, or the scripts diverged; on all ranks.
         """
         held = self._held
         offer = self._meet(group, spectators, place)
@@ -138,7 +137,7 @@ class JoinerState:
         return peers_at
 
     def _meet(self, group: Group, spectators: Sequence[int], place: ScriptPosition) -> _Offer:
-        """Returns when all members stand at the border: what this rank gives there."""
+        """Waits until all members are at the step boundary. Returns this rank's announcement."""
         if group.rank not in spectators:
             places = [
                 json.loads(told)
@@ -154,8 +153,8 @@ class JoinerState:
         if len(spectators) < group.world_size:
             spectate(group, tuple(spectators), _BORDER)
             return _Offer.NOTHING
-        # Nobody who held the state is left: the lowest rank starts again, from the newest
-        # checkpoint if the script resumes from one.
+        # No holder of the state is left: the lowest rank starts again, from the newest checkpoint
+        # if the script resumes from one.
         if self._held.engine.in_parts:
             return _Offer.LEFT_OVER
         if group.rank == spectators[0]:
@@ -168,7 +167,8 @@ class JoinerState:
         return _Offer.NOTHING_DONE
 
     def _check_may_begin_anew(self) -> None:
-        """Raises PreconditionError (PROGRESS_LOST), on all ranks alike, unless that is allowed."""
+        """Raises PreconditionError (PROGRESS_LOST) on all ranks, unless starting over is
+        allowed."""
         what = (
             "every process that held the state of the run is gone, and no checkpoint was taken "
             "up: training begins anew, at step 0"

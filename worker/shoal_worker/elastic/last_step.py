@@ -1,4 +1,4 @@
-"""The end of a run: nobody goes while a peer may be in doubt of the last step."""
+"""End of a run: no rank leaves while a peer may be in doubt about the last step."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ _log = logging.getLogger(__name__)
 
 LAST_STEP_PATIENCE: Final = timedelta(seconds=30)
 _LOOK: Final = timedelta(seconds=0.05)
-"""How often a rank that leaves looks whether its peers have committed the last step. They tell the
-coordinator with each heartbeat."""
+"""Interval at which a leaving rank checks whether its peers have committed the last step, which
+they report in heartbeats."""
 
 
 def await_last_step(formation: Formation, held: HeldState) -> None:

@@ -1,14 +1,14 @@
-"""A member's session with the coordinator: one gRPC stream, held open by a thread of its own.
+"""Session of a member with the coordinator: one gRPC stream, kept open by a separate thread.
 
-Threads. The link's thread reads directives and reconnects; grpc's own thread draws outgoing
-messages, and a heartbeat whenever there was none for an interval. The training thread calls the
-public methods. All shared fields are guarded by `_changed`, a condition that is notified at every
-change. Callbacks run on the link's thread and must not block.
+Threads. The link's thread reads directives and reconnects; grpc's own thread pulls outgoing
+messages, and a heartbeat after each silent interval. The training thread calls the public methods.
+All shared fields are guarded by `_changed`, a condition that is notified at every change. Callbacks
+run on the link's thread and must not block.
 
-While the coordinator is away training goes on: the link reconnects, with backoff, for as long as it
-takes. Who waits for a generation then waits on, and says so every ten seconds: the time that the
-coordinator is away does not count against its deadline, up to a limit of its own. A coordinator
-that has lost the job is given it again.
+While the coordinator is away training continues, and the link keeps reconnecting with backoff. A
+thread that waits for a generation keeps waiting, and logs this every ten seconds: the coordinator's
+absence does not count against its deadline, up to a separate limit. If the coordinator has lost the
+job, the link creates it again.
 """
 
 from __future__ import annotations
@@ -50,15 +50,15 @@ _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
-"""A member that is asked to leave waits so long for a coordinator that is away, if its group has
+"""Time for which a member that is asked to leave waits for an absent coordinator if its group has
 failed. Batch systems kill after 30 s."""
 _EXPLAIN_AFTER_S = 2.0
-"""A coordinator that does not accept this member for longer is probed for the cause."""
+"""Time after which a coordinator that does not accept this member is probed for the cause."""
 _RETRYABLE = (UnavailableError, DeadlineError)
 
 
 class CoordinatorLink:
-    """The membership of this process, as told by the coordinator."""
+    """Membership of this process according to the coordinator."""
 
     def __init__(
         self,
@@ -71,13 +71,13 @@ class CoordinatorLink:
     ) -> None:
         """Does not connect yet.
 
-        Both are called on the link's thread before waiters wake. `on_generation`, for every new
-        generation, interrupts what it ends; `on_stop_now`, when neither a border nor a generation
-        will come any more, what this member is forming. `away_limit`: how long a wait for a
-        generation goes on while the coordinator is away.
+        Both callbacks run on the link's thread before waiters wake. `on_generation`: called for
+        every new generation, interrupts what it ends. `on_stop_now`: called when neither a step
+        boundary nor a generation will follow, interrupts what this member is forming. `away_limit`:
+        how long a wait for a generation continues while the coordinator is away.
         """
         self.client = client
-        """All that it asks is of this member's run."""
+        """Its requests refer to this member's run."""
         self.identity = identity
         self._on_generation = on_generation
         self._on_stop_now = on_stop_now
@@ -88,7 +88,8 @@ class CoordinatorLink:
         self._newest: Generation | None = None
         self._drain: str | None = None
         self._drain_ordered = False
-        """By the coordinator, which forms a generation without this member."""
+        """True if the coordinator ordered the drain, and so forms a generation without this
+        member."""
         self._stop: str | None = None
         self._stop_now = False
         self._finished_steps = 0
@@ -97,8 +98,8 @@ class CoordinatorLink:
         self._apart_from = ""
         self._fatal: ShoalError | None = None
         self._apart = ""
-        """The coordinator's finding that this member left with another state than its peers; empty:
-        none."""
+        """The coordinator's finding that this member left with a state different from its peers';
+        empty if none."""
         self._away_since: float | None = None
         self._away_s = 0.0
         self._ended = True
@@ -107,11 +108,11 @@ class CoordinatorLink:
     # -------------------------------------------------------------------------- the training thread
 
     def connect(self, timeout: timedelta) -> bool:
-        """Opens the session. Returns whether the job has had a generation already: then this member
-        is a joiner.
+        """Opens the session. Returns whether the job has already had a generation, which makes this
+        member a joiner.
 
         Raises:
-            Drained: this process is to leave before any coordinator has answered.
+            Drained: this process must leave before any coordinator has answered.
             DeadlineError: no coordinator answered in time.
             ShoalError: the coordinator refused the member.
         """
@@ -147,8 +148,8 @@ class CoordinatorLink:
         return self._welcome is not None
 
     def _probe(self) -> queue.SimpleQueue[Obstacle | None]:
-        """Returns a queue that receives what prevents a connection. A name lookup may take half a
-        minute, and SIGTERM must not wait for it: the probe runs on a thread of its own."""
+        """Returns a queue that receives the obstacle to a connection. A name lookup may take half a
+        minute, and SIGTERM must not wait for it, so the probe runs on a separate thread."""
         found: queue.SimpleQueue[Obstacle | None] = queue.SimpleQueue()
 
         def look() -> None:
@@ -188,15 +189,15 @@ class CoordinatorLink:
     ) -> Generation:
         """Blocks until a generation above `after` is known, and returns the newest.
 
-        `mid_step`: this member's group failed where its peers may not have ended yet. They end at
-        one border all the same: the coordinator answers the failure with a generation in a job that
-        stops, too, or says that there will be none. A member that drains waits for that answer like
-        the others, who may need its part of the state.
+        `mid_step`: this member's group failed, possibly before those of its peers. They still end
+        at one step boundary: even in a stopping job the coordinator answers the failure with a
+        generation, or says that there will be none. A draining member waits for that answer like
+        the others, which may need its part of the state.
 
         Raises:
-            StopTraining: the job was stopped (`Drained`: this member is to leave).
-            DeadlineError: none came in time, not counting the time that the coordinator was away.
-            ShoalError: this member was put out.
+            StopTraining: the job was stopped (`Drained`: this member must leave).
+            DeadlineError: none arrived in time, not counting the coordinator's absence.
+            ShoalError: this member was evicted.
         """
         started, away_before_s, lines = time.monotonic(), self.away_s, WaitingLines()
         with self._changed:
@@ -239,8 +240,8 @@ class CoordinatorLink:
         self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()
     ) -> None:
         """Reports a failed collective of `generation`, unless a newer generation that ended it is
-        known already: one that is taken at the next border does not help a rank that cannot come to
-        that. `suspects`: ranks out of reach."""
+        already known: one to be adopted at the next boundary does not help a rank that cannot reach
+        it. `suspects`: unreachable ranks."""
         with self._changed:
             if self._newest is None or self._newest.interrupts_below <= generation:
                 self._outbox.failure = failure_message(
@@ -249,53 +250,52 @@ class CoordinatorLink:
                 self._changed.notify_all()
 
     def entered(self, generation: int) -> None:
-        """This member works in `generation` from now on: goes out with the heartbeats."""
+        """Records that this member works in `generation`; reported in heartbeats."""
         with self._changed:
             self._outbox.generation, self._outbox.spare = generation, False
             self._changed.notify_all()
 
     def stands_by(self) -> None:
-        """This member has a rank and no part in the model: the run may end without it. Until it
-        enters another generation."""
+        """Records that this member has a rank but no part in the model, until it enters another
+        generation: the run may end without it."""
         with self._changed:
             self._outbox.spare = True
             self._changed.notify_all()
 
     def reports(self, progress: Callable[[], Progress]) -> None:
-        """`progress` is asked for each heartbeat from now on, on grpc's thread."""
+        """Sets the function that returns the progress for each heartbeat, on grpc's thread."""
         self._outbox.progress = progress
 
     def has_all(self, step: int) -> None:
-        """This member has come to its last step, as its progress tells: goes out at once, for peers
-        wait to hear of it."""
+        """Records this member's last step and reports it at once, since peers wait for it."""
         with self._changed:
             self._outbox.last_step = step
             self._changed.notify_all()
 
     def cannot_reach(self, ranks: Sequence[int]) -> None:
-        """Ranks of the generation that took no connection when this member looked, while its
-        collective stood: goes out with heartbeats."""
+        """Records ranks of the generation that accepted no connection when this member probed them
+        during a stall; reported in heartbeats."""
         self._outbox.out_of_reach = tuple(ranks)
 
     def reaches(self, reached: bool) -> None:
-        """Whether the member that this one is kept apart from takes its connections again. Goes out
-        with heartbeats."""
+        """Records whether this member can again reach the one from which it is separated; reported
+        in heartbeats."""
         self._outbox.in_reach = reached
 
     @property
     def apart_from(self) -> str:
-        """The member that this one is kept apart from; empty: it is not kept out."""
+        """Member from which this one is separated; empty if it is not quarantined."""
         return self._apart_from
 
     @property
     def notice(self) -> str:
-        """What the coordinator last said that this member's generation waits for; empty:
-        nothing."""
+        """Obstacle for which this member's generation waits, according to the coordinator; empty if
+        none."""
         return self._notice
 
     @property
     def away_s(self) -> float:
-        """For how long the coordinator has been away, in all."""
+        """Total time for which the coordinator has been away."""
         return self._away_s + self._away_for_s()
 
     def _away_for_s(self) -> float:
@@ -304,8 +304,8 @@ class CoordinatorLink:
 
     @property
     def store_url(self) -> str:
-        """Where the coordinator says that rendezvous stores live. An embedded one has another
-        address after a restart."""
+        """Address of the rendezvous stores according to the coordinator. An embedded one changes
+        its address on restart."""
         welcome = self._welcome
         return welcome.store_url if welcome is not None else ""
 
@@ -322,51 +322,51 @@ class CoordinatorLink:
 
     @property
     def refused(self) -> ShoalError | None:
-        """Why the coordinator no longer counts this process as a member: it must not train on.
-        None: it does."""
+        """Reason why the coordinator no longer counts this process as a member, so that it must
+        stop training; None if it does."""
         return self._fatal
 
     @property
     def put_out(self) -> ShoalError | None:
-        """Why the coordinator refused this process, if it was a member and the job goes on or has
-        gone on without it."""
+        """Reason why the coordinator evicted this process, if it was a member and the job continues
+        or has continued without it."""
         error = self._fatal
         return error if self._welcome is not None and isinstance(error, PreconditionError) else None
 
     @property
     def draining(self) -> str | None:
-        """Why this member is to leave at the next border; None: it is not."""
+        """Reason why this member must leave at the next step boundary; None if it need not."""
         return self._drain
 
     @property
     def excluded(self) -> bool:
-        """It is to leave because the coordinator writes a generation without it."""
+        """True if it must leave because the coordinator writes a generation without it."""
         return self._drain_ordered
 
     @property
     def stopped(self) -> str | None:
-        """Why the job is to stop; None: it goes on."""
+        """Reason why the job must stop; None while it continues."""
         return self._stop
 
     @property
     def finished_steps(self) -> int:
-        """Committed steps of a member whose script has come to its end, as this one was told when
-        it waited for a generation; else 0."""
+        """Committed steps of a member whose script finished, as received during a wait for a
+        generation; otherwise 0."""
         return self._finished_steps
 
     @property
     def stopped_now(self) -> bool:
-        """Neither a border nor another generation will come for this member."""
+        """True if neither a step boundary nor another generation will follow for this member."""
         return self._stop_now
 
     def drain(self, reason: str) -> None:
-        """Marks this member as leaving at the next border (SIGTERM). Async-signal-safe: sets one
-        field."""
+        """Marks this member as leaving at the next step boundary (SIGTERM). Async-signal-safe: sets
+        one field."""
         self._drain = reason
 
     def fall_behind(self, why: str) -> None:
-        """This member cannot go on in its job: from now on `put_out` says so, and whoever waits
-        here raises it."""
+        """Marks this member as unable to continue in its job: from now on `put_out` and waiting
+        calls report it."""
         self._fail(PreconditionError(why, reason="MEMBER_BEHIND"))
 
     def leave(
@@ -379,9 +379,9 @@ class CoordinatorLink:
         held: LastState | None = None,
         timeout: timedelta = timedelta(seconds=5),
     ) -> str:
-        """Tells the coordinator goodbye and ends the session. Waits at most `timeout` until it has
-        heard it; not while it is away: peers may wait for this process's group to end. Returns as
-        `Member.leave`."""
+        """Leaves and ends the session. Waits at most `timeout` until the coordinator has received
+        it; does not wait while the coordinator is away, since peers may wait for this process's
+        group to end. Returns like `Member.leave`."""
         with self._changed:
             if self._outbox.leaving is not None:
                 return ""
@@ -401,8 +401,8 @@ class CoordinatorLink:
         try:
             self._hold_session()
         except Exception as error:
-            # whatever it is, a member that hears no more of its job must know, or it trains on
-            # after it was put out
+            # whatever the error is, a member without contact to its job must know, or it would
+            # train on after an eviction
             _log.exception("the session with the coordinator broke")
             self._fail(InternalError(f"the session with the coordinator broke: {error!r}"))
         finally:
@@ -449,8 +449,8 @@ class CoordinatorLink:
                 if error.reason == "REPLICAS_DIVERGED":  # the answer to its goodbye
                     self._apart = str(error)
                     return
-                # A member that was put out must not end well, also if it hears of it as it says
-                # goodbye.
+                # An evicted member must not end well, even if it learns of the eviction while
+                # leaving.
                 puts_out = self._welcome is not None and isinstance(error, PreconditionError)
                 if not self._over() or (puts_out and self._fatal is None):
                     self._fail(error)
@@ -459,8 +459,8 @@ class CoordinatorLink:
                 self._changed.wait_for(lambda: self._outbox.leaving is not None, backoff.next_s())
 
     def _give_job_again(self, error: UnknownResourceError) -> bool:
-        """The coordinator has lost all it knew, and this member was in the job: those that train
-        are the job, and it goes on with them."""
+        """Creates the job again after the coordinator has lost everything, if this member was in
+        the job: the training members constitute the job."""
         welcome = self._welcome
         if welcome is None or error.reason != "JOB_UNKNOWN":
             return False
@@ -470,8 +470,8 @@ class CoordinatorLink:
             return True
         except ShoalError as refused:
             if refused.reason == "RUN_UNKNOWN":
-                # others have just created it, in a run of their own: who joins with a generation
-                # brings this one back
+                # others have just created it, as a run of their own: joining with a generation
+                # restores this run
                 return True
             _log.warning(
                 "the coordinator has lost job %r, and does not take it again: %s",
@@ -519,15 +519,15 @@ class CoordinatorLink:
         )
 
     def _drains_now(self, mid_step: bool) -> bool:
-        """At a border, if the coordinator asked for it. A process that was told by a signal takes
-        the generation that its peers wait for: they may have been told as well, and all leave
-        together."""
+        """Returns whether to drain at this step boundary because the coordinator ordered it. A
+        process drained by a signal adopts the generation that its peers wait for: they may have
+        been signalled as well, and all leave together."""
         return not mid_step and self._drain_ordered
 
     def _no_generation_comes(self, mid_step: bool) -> bool:
-        """Whether no generation will come, as far as is known: the coordinator said so, or has put
-        the job on hold, or is away. Beside a failure this member may have the only copy of a part
-        of the state, so it waits a while for a coordinator to come back."""
+        """Returns whether no generation is expected: the coordinator said so, has put the job on
+        hold, or is away. After a failure this member may have the only copy of a part of the state,
+        so it waits a while for an absent coordinator."""
         away = self._away_since is not None and (
             not mid_step or self._away_for_s() > _AWAY_BESIDE_A_FAILURE_S
         )
@@ -581,11 +581,11 @@ class CoordinatorLink:
         with self._changed:
             self._changed.notify_all()
         if generation is not None:
-            # what has changed is worked in now, and the table before is let go
+            # applies the changes now and releases the previous table
             generation.known  # noqa: B018
 
     def _mine(self) -> Peer:
-        """This member's own entry, but for the rank."""
+        """Returns this member's own entry, except for the rank."""
         identity = self.identity
         return Peer(
             rank=0,
@@ -597,10 +597,10 @@ class CoordinatorLink:
         )
 
     def _ask_ranks(self, number: int, nonce: str, ranks: Sequence[int]) -> list[Peer]:
-        """Asks the coordinator who has these ranks of a generation, or all. On any thread.
+        """Asks the coordinator for these ranks of a generation, or all. Thread-safe.
 
         Raises:
-            MembershipChanged: there is a newer generation, of which this member is told.
+            MembershipChanged: there is a newer generation, which will be announced to this member.
             UnavailableError: the coordinator is away, or does not know the job.
         """
         try:

@@ -1,7 +1,7 @@
-"""A rank's place among the others, as the session asks after it.
+"""Interface of a rank's membership, as used by the session.
 
-A protocol, because there are two kinds of place: a member of a job has a coordinator that deals
-ranks anew when members come and go (`membership.py`); a rank of a launch has the same place from
+A protocol, because there are two implementations: a member of a job has a coordinator that
+reassigns ranks when members come and go (`membership.py`); a rank of a launch keeps its place from
 beginning to end (`fixed.py`). The session runs the same code over both.
 """
 
@@ -22,32 +22,32 @@ from shoal_worker.elastic.strategy_interface import TrainingEngine
 
 
 class LeaveReason(enum.Enum):
-    """Why a member gives up its place."""
+    """Reason for which a member leaves."""
 
     DRAINED = enum.auto()
-    """It was asked to, or got SIGTERM; it left at a border."""
+    """It was asked to leave, or got SIGTERM; it left at a step boundary."""
     FINISHED = enum.auto()
-    """Its script came to its end: the run is over for all."""
+    """Its script finished: the run is over for all."""
     FAILED = enum.auto()
     """Its script raised."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LastState:
-    """Digests of the common state of the ranks, taken as the script left its loop over a loader."""
+    """Digests of the ranks' common state, taken when the script left its loop over a loader."""
 
     generation: int
-    """The one that it worked in: it says how the state was cut."""
+    """Generation that it worked in, which determines the sharding."""
     step: int
-    """Committed steps."""
+    """Number of committed steps."""
     agreed: int
-    """Steps after which all were last known to hold the same; 0: none."""
+    """Step after which all ranks were last known to agree; 0 if none."""
     digests: Mapping[str, int]
-    """By the names of groups of tensors."""
+    """Digests by the names of groups of tensors."""
 
 
 class Notices(Protocol):
-    """What this rank is told, and what it tells."""
+    """Messages to and from this rank."""
 
     @property
     def newest(self) -> int:
@@ -61,28 +61,28 @@ class Notices(Protocol):
 
     @property
     def refused(self) -> ShoalError | None:
-        """Why this rank must not train on; None: it may."""
+        """Reason why this rank must not train on; None if it may."""
         ...
 
     @property
     def finished_steps(self) -> int:
-        """Committed steps of a peer whose script has come to its end; 0: none has, as far as this
-        rank was told."""
+        """Committed steps of a peer whose script finished; 0 if none has, as far as this rank
+        knows."""
         ...
 
     @property
     def draining(self) -> str | None:
-        """Why this member is to leave at the next border; None: it is not."""
+        """Reason why this member must leave at the next step boundary; None if it need not."""
         ...
 
     @property
     def excluded(self) -> bool:
-        """It is to leave because the coordinator writes a generation without it."""
+        """True if it must leave because the coordinator writes a generation without it."""
         ...
 
     @property
     def stopped(self) -> str | None:
-        """Why the job is to stop; None: it goes on."""
+        """Reason why the job must stop; None while it continues."""
         ...
 
     def ready(self) -> None:
@@ -90,30 +90,29 @@ class Notices(Protocol):
         ...
 
     def stands_by(self) -> None:
-        """This rank has no part in the model, until it enters another generation: the run may end
-        without it."""
+        """Reports that this rank has no part in the model until it enters another generation: the
+        run may end without it."""
         ...
 
 
 class Member(Protocol):
-    """A rank's place."""
+    """Membership of a rank."""
 
     @property
     def link(self) -> Notices: ...
 
     def observe(self, progress: ProgressMeter) -> None:
-        """`progress` is this rank's: told to whoever asks after it. Before `join`."""
+        """Registers this rank's `progress` for reports. Call before `join`."""
         ...
 
     @property
     def group(self) -> Group | None:
-        """The group formed last; it may be broken. None before the first and after
-        `leave_group`."""
+        """Group formed last, possibly broken. None before the first and after `leave_group`."""
         ...
 
     @property
     def only_backend(self) -> str | None:
-        """The one backend whose groups this place allows; None: any."""
+        """The only backend allowed here; None: any."""
         ...
 
     def join(self) -> bool:
@@ -122,16 +121,16 @@ class Member(Protocol):
         ...
 
     def serve(self, engine: TrainingEngine) -> None:
-        """`engine` is what trains: its backend makes the groups. Before the first `form`.
+        """Sets the training engine, whose backend creates the groups. Call before the first `form`.
 
         Raises:
-            ConfigurationError: it cannot be trained in this place.
+            ConfigurationError: it cannot be trained here.
         """
         ...
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
         """Waits for a generation that this rank has not been in, without connecting it. `timeout`:
-        None: as long as for forming one."""
+        None: the same as for forming one."""
         ...
 
     def form(self) -> Group:
@@ -139,12 +138,12 @@ class Member(Protocol):
         ...
 
     def failed(self, error: BaseException) -> None:
-        """A collective failed here. Raises if there will be no other generation."""
+        """Handles the failure of a collective. Raises if there will be no other generation."""
         ...
 
     def give_up_place(self, why: str) -> NoReturn:
-        """Leaves at once: this rank cannot come to where its peers are, and its process is to end
-        and to be replaced.
+        """Leaves at once because this rank cannot catch up with its peers; its process must end and
+        be replaced.
 
         Raises:
             PreconditionError: MEMBER_BEHIND, always.
@@ -152,26 +151,26 @@ class Member(Protocol):
         ...
 
     def check_current(self, generation: int) -> None:
-        """Raises StaleGenerationError if this rank, which acts for `generation`, was put out since.
-        On any thread."""
+        """Raises StaleGenerationError if this rank, which acts for `generation`, was evicted since.
+        Thread-safe."""
         ...
 
     def has_left(self, member_id: str) -> bool:
-        """Whether a member of a generation has left, or was put out. On any thread."""
+        """Returns whether a member of a generation has left or was evicted. Thread-safe."""
         ...
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """Whether all of `generation`, but for these ranks of it, that belong to the run still are
-        known to have committed `step`, as this rank has: it says so at once."""
+        """Returns whether all members of `generation` that still belong to the run, except these
+        ranks, are known to have committed `step`, as this rank has, which it reports at once."""
         ...
 
     def last_departures(self) -> Sequence[str]:
-        """The members that left or were lost last, each with the reason, the latest first; empty:
-        none did, or nobody can tell now."""
+        """Returns the members that left or were lost last, each with the reason, latest first;
+        empty if none did or it is unknown."""
         ...
 
     def leave_group(self, reason: str) -> None:
-        """Lets go of the group."""
+        """Releases the group."""
         ...
 
     def leave(
@@ -183,6 +182,6 @@ class Member(Protocol):
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """Gives up the place. `held`: what is to be compared with the other ranks'. Returns how it
-        differs from theirs; empty if it does not, or if none has reported the same step yet."""
+        """Leaves. `held`: digests for the comparison with the other ranks. Returns the difference;
+        empty if there is none, or if none has reported the same step yet."""
         ...

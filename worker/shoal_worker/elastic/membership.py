@@ -1,9 +1,9 @@
-"""Which generation a member of a job works in: asks the coordinator for ranks, connects groups, and
-gives up groups that are over.
+"""Generations of a job's member: requests ranks from the coordinator, connects groups, and gives up
+groups that have ended.
 
 The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new
-generation, which frees the training thread from collectives of a generation that is over and from
-forming one that is superseded. `_lock` guards `_group` and `_forming`.
+generation, which frees the training thread from collectives of an ended generation and from forming
+a superseded one. `_lock` guards `_group` and `_forming`.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ _MOST_NAMED: Final = 5
 
 
 class Forming:
-    """A generation being connected: can be given up from another thread."""
+    """A generation being connected; another thread can give it up."""
 
     def __init__(self, generation: Generation, store: RedisStore | None) -> None:
         self.generation = generation
@@ -89,13 +89,12 @@ def connect(
     announce: Callable[[Forming], None],
     waits: Waits,
 ) -> Group:
-    """Connects this member to the others of `generation` over a store prefix that nobody used
-    before.
+    """Connects this member to the others of `generation` over a fresh store prefix.
 
-    Waits first until all have arrived: peers may still be building their models, or finishing a
-    forward pass. Only then does it connect, with a short deadline. `announce` gets the handle by
-    which another thread can give up the attempt, before anything blocks. `waits` notes that this
-    rank waits; every ten seconds a line says for whom.
+    First waits until all have arrived, since peers may still be building their models or finishing
+    a forward pass. Only then connects, with a short deadline. `announce`: receives the handle by
+    which another thread can give up the attempt, before anything blocks. `waits`: records that this
+    rank waits; every ten seconds a line names the missing ranks.
 
     Raises:
         MembershipChanged: given up, a peer went away, not all arrived within `arrival_timeout` or
@@ -129,8 +128,7 @@ def connect(
 
 
 def _arrive(generation: Generation, store: RedisStore, timeout: timedelta) -> None:
-    """Returns when all ranks have come. Raises StoreTimeoutError when some have not in time, naming
-    them."""
+    """Waits until all ranks have arrived. Raises StoreTimeoutError, naming the missing ones."""
     deadline, lines = time.monotonic() + timeout.total_seconds(), WaitingLines()
     store.set(_arrival(generation.rank), b"1")
     if store.add("arrived", 1) == generation.world_size:
@@ -174,7 +172,7 @@ _EVENTS_TIMEOUT = timedelta(seconds=2)
 _DEPARTURES = ("member_lost", "member_left")
 _DEPARTURES_TOLD = 3
 _MOST_BEHIND: Final = 64
-"""shoal.v1.GetJobRequest.below_step"""
+"""Limit of shoal.v1.GetJobRequest.below_step."""
 _NOBODY_COMES = "the run is over, and nobody comes to this generation any more"
 
 
@@ -183,7 +181,7 @@ def _holders(generation: Generation, apart_from: Collection[int]) -> set[str]:
 
 
 class Membership:
-    """This process's place among the members of its job."""
+    """Membership of this process in its job."""
 
     def __init__(
         self,
@@ -201,7 +199,7 @@ class Membership:
         self._forming: Forming | None = None
         self._left = 0
         self._drained = False
-        """It has left by itself while the others went on."""
+        """True if it has left alone while the others continued."""
         self._events_read = ""
         self._departures: deque[str] = deque(maxlen=_DEPARTURES_TOLD)
         self.waits = Waits()
@@ -217,8 +215,8 @@ class Membership:
         """Makes the backend of the next group; set before the first `form`."""
 
     def join(self) -> bool:
-        """Opens the session with the coordinator. Returns and raises what `CoordinatorLink.connect`
-        does."""
+        """Opens the session with the coordinator. Returns and raises like
+        `CoordinatorLink.connect`."""
         self._tell_launcher("joined")
         joining = self.link.connect(self._settings.rendezvous_timeout)
         self._watch = StallWatch(self.link, self.waits, lambda: self._group)
@@ -226,7 +224,7 @@ class Membership:
         return joining
 
     def observe(self, progress: ProgressMeter) -> None:
-        """`progress` is told to the coordinator. Before `join`."""
+        """Registers `progress`, which is reported to the coordinator. Call before `join`."""
         self.waits = progress.waits
         self.link.reports(
             lambda: dataclasses.replace(
@@ -236,22 +234,22 @@ class Membership:
 
     @property
     def only_backend(self) -> str | None:
-        """Any."""
+        """None: any backend is allowed."""
         return None
 
     def serve(self, engine: TrainingEngine) -> None:
-        """`engine` is what trains: its backend makes the groups. Before the first `form`."""
+        """Sets the training engine, whose backend creates the groups. Call before the first
+        `form`."""
         if not engine.asynchronous:
             self.make_backend = backend_class(engine.backend_name)
 
     @property
     def group(self) -> Group | None:
-        """The group formed last; it may be broken. None before the first and after
-        `leave_group`."""
+        """Group formed last, possibly broken. None before the first and after `leave_group`."""
         return self._group
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
-        """See `Member`."""
+        """Implements `Member.await_generation`."""
         return self.link.wait_generation(
             after=self._left, timeout=timeout or self._settings.rendezvous_timeout
         )
@@ -265,7 +263,7 @@ class Membership:
         """
         group = self._group
         if group is not None and group.broken is None:
-            # a stop may come instead; then the group is still needed
+            # a stop may arrive instead; then the group is still needed
             generation = self.await_generation()
             self.leave_group("re-forming")
         else:
@@ -312,11 +310,11 @@ class Membership:
         return backend
 
     def failed(self, error: BaseException) -> None:
-        """A collective of the current generation failed here, or it did not form: tells the
-        coordinator, unless it knows already.
+        """Reports that a collective of the current generation failed here, or that it did not form,
+        unless the coordinator knows already.
 
-        After a time-out, a failed forming or a collective that stood for long, looks first whom
-        this process cannot reach, for a second at most.
+        After a timeout, a failure to form or a long stall, first probes for at most a second which
+        peers this process cannot reach.
         """
         timed_out = isinstance(error.__cause__, TimeoutError) or "timed out" in str(error).lower()
         stood = self.waits.last_s >= LOOK_AFTER_S
@@ -341,7 +339,7 @@ class Membership:
         )
 
     def give_up_place(self, why: str) -> NoReturn:
-        """See `Member`."""
+        """Implements `Member.give_up_place`."""
         _log.warning("leaving: %s", why)
         self.link.fall_behind(why)
         self.leave(LeaveReason.FAILED, why)
@@ -349,14 +347,14 @@ class Membership:
 
     def check_current(self, generation: int) -> None:
         """Asks the coordinator whether this member, which acts for `generation`, still belongs to
-        the job. Called on any thread.
+        the job. Thread-safe.
 
-        While the coordinator cannot be reached, it passes: a coordinator that is down puts nobody
-        out. One that is cut off from this process alone may have: then what is published was
-        committed while this process was in, only it is not the job's newest.
+        Passes while the coordinator cannot be reached: a stopped coordinator evicts nobody. A
+        coordinator cut off only from this process may have evicted it; the published state was then
+        committed while this process was a member, but is not the job's newest.
 
         Raises:
-            StaleGenerationError: it does not.
+            StaleGenerationError: it does not belong to the job.
         """
         identity = self.link.identity
         if self._drained:
@@ -372,10 +370,10 @@ class Membership:
             )
 
     def has_left(self, member_id: str) -> bool:
-        """See `Member`. One that was drained belongs to the job until it says goodbye. While the
-        coordinator is away nobody is known to have left."""
+        """Implements `Member.has_left`. A drained member belongs to the job until it leaves. While
+        the coordinator is away nobody is known to have left."""
         newest, group = self.link.newest_generation, self._group
-        # else one may have left without a generation to follow: a job on hold, or ending
+        # otherwise one may have left without a following generation: a job on hold, or ending
         whole = group is not None and not group.ended
         if (
             self._drained
@@ -390,8 +388,8 @@ class Membership:
         return all(m.member_id != member_id for m in job.members)
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """See `Member`. As far as heartbeats have told; nothing is known while the coordinator is
-        away."""
+        """Implements `Member.all_have`, based on heartbeats; nothing is known while the coordinator
+        is away."""
         self.link.has_all(step)  # who asks has it
         try:
             job = self.link.client.get_job(self.link.identity.job_id, below_step=step)
@@ -405,13 +403,12 @@ class Membership:
         except (UnavailableError, DeadlineError):
             return False
         except MembershipChanged:
-            # who had which rank in that generation is not known any more: nobody that has a rank
-            # may be behind
+            # the ranks of that generation are no longer known, so no ranked member may be behind
             return False
 
     def last_departures(self) -> Sequence[str]:
-        """See `Member`. Asks the coordinator for what it has recorded since this was asked last;
-        not while it is away."""
+        """Implements `Member.last_departures`. Asks the coordinator for new records since the last
+        call, unless it is away."""
         try:
             job_id, after = self.link.identity.job_id, self._events_read
             for event in self.link.client.watch_events(
@@ -430,7 +427,7 @@ class Membership:
         return tuple(self._departures)
 
     def leave_group(self, reason: str) -> None:
-        """Lets go of the group, so that its sockets close and no peer waits for this process."""
+        """Releases the group, so that its sockets close and no peer waits for this process."""
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
@@ -454,8 +451,8 @@ class Membership:
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """Ends the session with the coordinator and lets go of the group. Idempotent.
-        `alone`: the others of the group go on. `steps`: committed here. `held`: see `Member`."""
+        """Ends the session with the coordinator and releases the group. Idempotent. `alone`: the
+        others of the group continue. `steps`: committed here. `held`: see `Member`."""
         self._drained = self._drained or reason == LeaveReason.DRAINED
         if self._watch is not None:
             self._watch.close()
@@ -469,7 +466,7 @@ class Membership:
         return apart
 
     def _tell_launcher(self, what: str) -> None:
-        """Without the coordinator, who may be away."""
+        """Informs the launcher without the coordinator, which may be away."""
         if self._settings.member_file is not None:
             self._settings.member_file.write_text(what)
 

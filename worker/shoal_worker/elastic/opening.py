@@ -1,4 +1,4 @@
-"""What the groups of one generation are connected with (`group.py`)."""
+"""Configuration for connecting the groups of one generation (`group.py`)."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from shoal_worker.elastic.generation import Generation
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Opening:
-    """What the groups of one generation are connected with."""
+    """Configuration for connecting the groups of one generation."""
 
     make_backend: Callable[[], CommunicationBackend]
     store: Callable[[str], Store]
-    """A store that no group has used, by a name; the same for all ranks that say the name."""
+    """Returns a fresh store by name; the same for all ranks that use the name."""
     hostname: str | None
     connect_timeout: timedelta
     collective_timeout: timedelta
@@ -31,7 +31,7 @@ class Opening:
         store: Store,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Connects `backend`; `members`: see `CommunicationBackend.initialize`. Raises what that
+        """Connects `backend`; `members`: see `CommunicationBackend.initialize`, whose errors it
         raises."""
         backend.initialize(
             rank=generation.rank,
@@ -47,8 +47,8 @@ class Opening:
 def number_of_part(
     members: Sequence[int], division: Sequence[Sequence[int]], world_size: int
 ) -> int | None:
-    """Which part of `division`, by its place, has these members; None: the division does not name
-    every rank once.
+    """Returns the index of the part of `division` with these members; None if the division does not
+    name every rank once.
 
     Raises:
         ConfigurationError: it has no such part, or parts of different sizes.

@@ -1,11 +1,12 @@
-"""What all ranks do together between steps: evaluate, decide on early stopping, save, confirm the
-end of an epoch.
+"""Joint operations of all ranks between steps: evaluate, decide on early stopping, save, confirm
+the end of an epoch.
 
-Operations are numbered from the last commit on, the same on every rank. Their results are kept
-until the next commit. So when a fault hits an operation that some ranks had finished, those ranks
-answer the others from what they kept (see `Session`), and nobody runs it again who need not.
+Operations are numbered from the last commit, the same on every rank. Their results are kept until
+the next commit. If a fault hits an operation that some ranks had finished, those ranks send the
+stored results to the others (see `Session`), and no rank repeats an operation unnecessarily.
 
-Results are JSON values: they travel between processes. All of it runs on the training thread.
+Results are JSON values, since they are sent between processes. Everything runs on the training
+thread.
 """
 
 from __future__ import annotations
@@ -20,14 +21,14 @@ from shoal_worker.elastic.divergence import operations_apart
 from shoal_worker.elastic.group import Group
 
 Body = Callable[[Channel], Any]
-"""Runs one operation over a channel; may be run again, on another channel, when the membership
-changed on the way."""
+"""Runs one operation over a channel; may be repeated on another channel when the membership has
+changed meanwhile."""
 
 _SPECTATOR = "spectator"
 
 
 class Operations:
-    """The operations since the last commit, as this rank has gone through them."""
+    """Operations since the last commit, as passed by this rank."""
 
     def __init__(self) -> None:
         self._results: list[Any] = []
@@ -35,21 +36,21 @@ class Operations:
         self._awaited: list[Any] = []
         """Results after the next commit, that peers have already."""
         self.running: str | None = None
-        """The kind of the operation that this rank is in, with its peers."""
+        """Kind of the operation that this rank is in with its peers."""
 
     @property
     def finished(self) -> int:
-        """How many results this rank has."""
+        """Number of results of this rank."""
         return len(self._results)
 
     @property
     def position(self) -> int:
-        """How many operations the script has passed since the last commit."""
+        """Number of operations passed by the script since the last commit."""
         return self._position
 
     @contextlib.contextmanager
     def in_progress(self, kind: str) -> Iterator[None]:
-        """While open, this rank is in an operation with its peers."""
+        """Marks this rank as being in an operation with its peers."""
         self.running = kind
         try:
             yield
@@ -57,25 +58,25 @@ class Operations:
             self.running = None
 
     def take_known(self) -> tuple[bool, Any]:
-        """(True, result) if the next operation's result is known already, and moves past it; else
-        (False, None)."""
+        """Returns (True, result) if the next operation's result is already known, and moves past
+        it; otherwise (False, None)."""
         if self._position < len(self._results):
             self._position += 1
             return True, self._results[self._position - 1]
         return False, None
 
     def keep(self, result: Any) -> None:
-        """The next operation is finished."""
+        """Stores the result of the next operation."""
         self._results.append(result)
         self._position += 1
 
     def committed(self) -> None:
-        """A step was committed: numbering starts anew."""
+        """Restarts the numbering after a committed step."""
         self._results, self._awaited = self._awaited, []
         self._position = 0
 
     def encode(self) -> bytes:
-        """All results, for ranks that lack them."""
+        """Returns all results, for ranks that lack them."""
         return json.dumps(self._results).encode()
 
     def extend(self, encoded: bytes) -> None:
@@ -95,10 +96,10 @@ class Operations:
 
 
 class GroupChannel:
-    """A group's ranks without the spectators, who follow along and contribute nothing.
+    """Ranks of a group without the learners, which follow along and contribute nothing.
 
-    Each message says which operation it belongs to, so that ranks whose scripts diverged
-    get an error instead of each other's data.
+    Each message contains its operation, so that ranks whose scripts diverged get an error instead
+    of each other's data.
     """
 
     def __init__(self, group: Group, kind: str, spectators: tuple[int, ...]) -> None:
@@ -109,7 +110,7 @@ class GroupChannel:
 
     @property
     def rank(self) -> int:
-        """Among the members."""
+        """Rank among the members."""
         return self.members.index(self._group.rank)
 
     @property
@@ -132,10 +133,10 @@ class GroupChannel:
 
 
 def spectate(group: Group, spectators: tuple[int, ...], border: str) -> None:
-    """Follows the members' exchanges until they are all at the border.
+    """Follows the members' exchanges until they are all at the step boundary.
 
     Raises:
-        MembershipChanged: the group is over.
+        MembershipChanged: the group has ended.
     """
     members = [r for r in range(group.world_size) if r not in spectators]
     while True:

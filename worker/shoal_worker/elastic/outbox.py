@@ -1,7 +1,7 @@
-"""What a member has to tell the coordinator, and the messages of each stream that say it.
+"""Outgoing state of a member for the coordinator, and the messages of each stream that carry it.
 
-It is kept as state, not as a queue, and each stream says all of it: a message that was drawn for a
-stream that had just broken is said again on the next one.
+It is kept as state rather than a queue, and each stream sends all of it: a message pulled for a
+stream that had just broken is repeated on the next one.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal_worker.elastic.progress import Progress
 
 @dataclass(kw_only=True)
 class _Said:
-    """What was said on one stream."""
+    """State already sent on one stream."""
 
     stream: int
     generation: int = 0
@@ -29,35 +29,35 @@ class _Said:
 
 
 class Outbox:
-    """Its fields are guarded by the condition that it is made with: notify it after a change.
-    grpc's own thread draws the messages."""
+    """Fields guarded by the given condition: notify it after a change. grpc's own thread pulls the
+    messages."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.progress: Callable[[], Progress] = Progress
-        """Asked for each heartbeat, on grpc's thread."""
+        """Called for each heartbeat, on grpc's thread."""
         self.ready = False
-        """The member can work in a generation."""
+        """True if the member can work in a generation."""
         self.generation = 0
-        """The one that it works in; 0: none yet."""
+        """Generation that it works in; 0 if none yet."""
         self.spare = False
-        """It has a rank and no part in the model."""
+        """True if it has a rank but no part in the model."""
         self.last_step = 0
-        """Its last step, once it has come to that, as its progress tells; 0: it has not."""
+        """Its last step, once reached and included in its progress; 0 before that."""
         self.failure: pb.CollectiveFailure | None = None
         self.leaving: pb.Leave | None = None
-        """What it says last."""
+        """Its final message."""
         self.out_of_reach: tuple[int, ...] = ()
-        """Ranks that took no connection."""
+        """Ranks that accepted no connection."""
         self.in_reach = False
-        """The member that this one is kept apart from takes its connections."""
+        """True if it can reach the member from which it is separated."""
         self._changed = changed
         self._streams = 0
 
     def messages(
         self, join: Callable[[int], pb.Join], heartbeat_interval_s: Callable[[], float]
     ) -> Iterator[pb.MemberMessage]:
-        """Those of one stream, which ends when the next one begins, or with the goodbye. `join`:
-        makes the first, of the generation that the member works in."""
+        """Yields the messages of one stream, which ends when the next one begins or the member
+        leaves. `join`: creates the first message, for the member's current generation."""
         with self._changed:
             self._streams += 1
             said = _Said(stream=self._streams)
@@ -75,8 +75,8 @@ class Outbox:
     def _next(
         self, said: _Said, heartbeat_interval_s: Callable[[], float]
     ) -> pb.MemberMessage | None:
-        """What is to be said now, or after an interval of silence; None: something has changed
-        meanwhile."""
+        """Returns the message to send now, or after an interval of silence; None if something has
+        changed meanwhile."""
         if self.ready and not said.ready:
             said.ready = True
             return pb.MemberMessage(ready=pb.Ready())
@@ -99,8 +99,9 @@ class Outbox:
         return pb.MemberMessage(heartbeat=heartbeat)
 
     def _is_heartbeat_due(self, said: _Said) -> bool:
-        """At once where others wait for what it says: after a generation was entered (the
-        coordinator writes no border for others before all are in), and after the last step."""
+        """Returns whether a heartbeat is due at once because others wait for it: after a generation
+        was entered (the coordinator writes no boundary for others before all are in), and after the
+        last step."""
         return (said.generation, said.spare, said.last_step) != (
             self.generation,
             self.spare,
@@ -120,7 +121,8 @@ class Outbox:
 def failure_message(
     generation: int, *, detail: str, timed_out: bool, suspects: Sequence[int]
 ) -> pb.CollectiveFailure:
-    """A collective of `generation` failed here. `suspects`: ranks out of reach."""
+    """Returns the message about a failed collective of `generation`. `suspects`: unreachable
+    ranks."""
     return pb.CollectiveFailure(
         generation=generation, suspects=suspects, timed_out=timed_out, detail=detail[:1024]
     )

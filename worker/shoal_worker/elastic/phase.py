@@ -1,4 +1,4 @@
-"""What this process's script is to its job: one phase at a time, changed by named transitions.
+"""Phase of this process's script in its job: one phase at a time, changed by named transitions.
 Pure.
 
     REPLAYING --feed--> ARRIVING --arrive--> TRAINING --stop--> STOPPED
@@ -35,28 +35,29 @@ from shoal_common.errors import InternalError
 
 
 class Phase(enum.Enum):
-    """What the script is to the job."""
+    """Phase of the script relative to its job."""
 
     __hash__ = object.__hash__  # Enum's own is written in Python, and each step asks for a dozen
 
     REPLAYING = "replaying"
-    """It holds nothing that counts: a joiner that was not fed yet, or a spare. What it asks for is
+    """It holds nothing that counts: a joiner without the state, or a spare. Its requests are
     answered locally."""
     ARRIVING = "arriving"
-    """It holds the job's state, and its script has not come to its peers' place: what it asks for
-    is still answered locally."""
+    """It holds the job's state, but its script has not reached its peers' position: its requests
+    are still answered locally."""
     TRAINING = "training"
-    """It holds the job's state and takes its steps, or does operations between them."""
+    """It holds the job's state and takes its steps, or runs operations between them."""
     TORN = "torn"
-    """An update is under way, or raised half way through: the state must not be given to anyone."""
+    """An update is in progress, or raised half way through: the state must not be sent to
+    anyone."""
     RETURNED = "returned"
-    """The state is that of an older checkpoint, and the script stands somewhere after the steps
-    that it will redo, its peers' scripts somewhere else: until the next step begins each is
+    """The state is that of an older checkpoint; its script and those of its peers are at various
+    positions after the steps that they will repeat. Until the next step begins, requests are
     answered locally."""
     STOPPED = "stopped"
-    """No further step begins; operations between steps go on."""
+    """No further step begins; operations between steps continue."""
     LEFT = "left"
-    """It has said goodbye while the others go on: it acts for nobody."""
+    """It has left while the others continue: it acts for nobody."""
 
 
 _HOLDING: Final = frozenset(
@@ -65,31 +66,32 @@ _HOLDING: Final = frozenset(
 
 
 class ScriptPhase:
-    """The phase of one process's script."""
+    """Phase of one process's script."""
 
     def __init__(self, *, live: bool) -> None:
-        """`live`: what it has is the job's state from the start."""
+        """`live`: its state is the job's from the start."""
         self.now = Phase.TRAINING if live else Phase.REPLAYING
         self.stopped: str | None = None
-        """Why no further step begins; None: steps go on."""
+        """Reason why no further step begins; None while steps continue."""
 
     @property
     def holds_state(self) -> bool:
-        """What it has is the job's state."""
+        """True if its state is the job's."""
         return self.now in _HOLDING
 
     @property
     def replaying(self) -> bool:
-        """Its script has not come to its peers' place: what it asks for is answered locally."""
+        """True if its script has not reached its peers' position, so that its requests are answered
+        locally."""
         return self.now in (Phase.REPLAYING, Phase.ARRIVING)
 
     def begin(self) -> None:
-        """It was given a rank in a job that has not begun."""
+        """Handles a rank in a job that has not begun."""
         self._move("begin", {Phase.REPLAYING: Phase.TRAINING})
 
     def be_alone(self) -> None:
-        """It has said goodbye at the end of its part, and goes on in a world of one: there is
-        nobody to come to any more. What was torn, stopped or left stays so."""
+        """Continues in a world of one after leaving at the end of its part: there are no peers to
+        catch up with. A torn, stopped or left state stays so."""
         onward = (Phase.REPLAYING, Phase.ARRIVING, Phase.TRAINING, Phase.RETURNED)
         self._move(
             "be_alone",
@@ -98,50 +100,51 @@ class ScriptPhase:
         )
 
     def feed(self) -> None:
-        """At a border it took the job's state. Changes nothing for those that held it, who may be
-        anywhere in their scripts: a joiner comes in where a run was stopped, or has gone back, as
-        well."""
+        """Handles the job's state received at a step boundary. Changes nothing for members that
+        held it, which may be anywhere in their scripts: a joiner may also enter a run that was
+        stopped or has gone back."""
         self._move("feed", {Phase.REPLAYING: Phase.ARRIVING}, unchanged=_HOLDING)
 
     def arrive(self) -> None:
-        """Its script has come to its first live batch, or there is no peer that was ahead of it."""
+        """Handles the arrival at its first live batch, or the absence of peers ahead of it."""
         self._move("arrive", {Phase.ARRIVING: Phase.TRAINING})
 
     def fall_behind(self) -> None:
-        """That batch was only looked at: the script is ahead of its loop still. An error that
-        leaves the loop half way through the batch's update changes nothing: the state is torn."""
+        """Handles that this batch was only looked at, so that the script is still before its loop.
+        An error that leaves the loop in the middle of the batch's update changes nothing: the state
+        is torn."""
         self._move("fall_behind", {Phase.TRAINING: Phase.ARRIVING}, unchanged=(Phase.TORN,))
 
     def set_aside(self) -> None:
-        """It is a spare: no replica could be made with it. It will take its peers' state, whatever
-        its own is like."""
+        """Makes it a spare, since no replica could be formed with it. It will receive its peers'
+        state, whatever its own is."""
         onward = (Phase.ARRIVING, Phase.TRAINING, Phase.TORN, Phase.RETURNED)
         self._move(
             "set_aside", dict.fromkeys(onward, Phase.REPLAYING), unchanged=(Phase.REPLAYING,)
         )
 
     def tear(self) -> None:
-        """The state begins to change."""
+        """Begins a change of the state."""
         self._move("tear", {Phase.TRAINING: Phase.TORN})
 
     def mend(self) -> None:
-        """The change is done: the state is whole."""
+        """Ends the change: the state is complete."""
         self._move("mend", {Phase.TORN: self._whole})
 
     def replace(self) -> None:
-        """Another state, a peer's or a checkpoint's, was taken in the place of the one that it had.
-        At any time: a script may read a checkpoint before its loop, after it, and when it has left.
-        It is no joiner's arrival (`feed`)."""
+        """Replaces its state with a peer's or a checkpoint's. Allowed at any time: a script may
+        load a checkpoint before its loop, after it, and when it has left. Not for the arrival of a
+        joiner (`feed`)."""
         others = frozenset(Phase) - {Phase.TORN, Phase.RETURNED}
         self._move(
             "replace", {Phase.TORN: self._whole, Phase.RETURNED: Phase.TRAINING}, unchanged=others
         )
 
     def go_back(self) -> None:
-        """The ranks have looked for a checkpoint to take in the place of a state that is lost.
-        Where its state was taken (`replace`), the script has left it behind. A torn state was not
-        replaced, so there was none. A script that arrives, or takes no further step, has no steps
-        of its own to redo."""
+        """Handles the ranks' return to a checkpoint that replaces a lost state. If its state was
+        replaced (`replace`), the script is ahead of it. A torn state was not replaced, so there was
+        no checkpoint. A script that is arriving, or takes no further step, has no steps to
+        repeat."""
         self._move(
             "go_back",
             {Phase.TRAINING: Phase.RETURNED},
@@ -149,8 +152,8 @@ class ScriptPhase:
         )
 
     def resume(self) -> None:
-        """The next step begins: in a joiner's script one that may only be looked at, and in a torn
-        one's one that will not be applied."""
+        """Begins the next step: in a joiner's script possibly one that is only looked at, and in a
+        torn one's a step that will not be applied."""
         self._move(
             "resume",
             {Phase.RETURNED: Phase.TRAINING},
@@ -158,7 +161,7 @@ class ScriptPhase:
         )
 
     def stop(self, reason: str) -> None:
-        """No further step begins here. A torn state stays torn."""
+        """Stops: no further step begins here. A torn state stays torn."""
         onward = (Phase.TRAINING, Phase.RETURNED)
         self._move(
             "stop", dict.fromkeys(onward, Phase.STOPPED), unchanged=(Phase.STOPPED, Phase.TORN)
@@ -166,7 +169,7 @@ class ScriptPhase:
         self.stopped = self.stopped or reason
 
     def leave(self, reason: str) -> None:
-        """It says goodbye while the others go on."""
+        """Leaves while the others continue."""
         self._move("leave", dict.fromkeys(Phase, Phase.LEFT))
         self.stopped = self.stopped or reason
 
@@ -177,8 +180,8 @@ class ScriptPhase:
     def _move(
         self, name: str, onward: Mapping[Phase, Phase], *, unchanged: Collection[Phase] = ()
     ) -> None:
-        """From each of `onward` to what stands beside it. From one of `unchanged` nowhere. Raises
-        InternalError from any other."""
+        """Moves from each key of `onward` to its value; stays in those of `unchanged`. Raises
+        InternalError from any other phase."""
         if self.now in unchanged:
             return
         if self.now not in onward:

@@ -1,7 +1,7 @@
-"""How far this worker is, for heartbeats and metrics.
+"""Progress of this worker, for heartbeats and metrics.
 
-Written by the training thread, read by the link's. A lock guards what one commit changes together;
-the other fields are single values.
+Written by the training thread, read by the link's. A lock guards fields that one commit changes
+together; the others are single values.
 """
 
 from __future__ import annotations
@@ -27,12 +27,13 @@ _WINDOW_S = 1.0
 _MEDIAN_OF = 31
 _MOST_METRICS, _LONGEST_NAME = 16, 64
 _CPU_OF_CHILDREN_S = 5.0
-"""How often the processor time of child processes is added up: it takes a look at each."""
+"""Interval at which the processor time of child processes is summed, which requires a look at
+each."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BusyLink:
-    """A connection to a peer that had something to send for most of the last seconds."""
+    """A connection to a peer that had data to send for most of the last seconds."""
 
     rank: int
     bytes_per_s: float
@@ -40,37 +41,37 @@ class BusyLink:
 
 @dataclass(frozen=True, kw_only=True)
 class Progress:
-    """How far a worker is, at one moment."""
+    """Progress of a worker at one moment."""
 
     step: int = 0
-    """Committed optimizer steps."""
+    """Number of committed optimizer steps."""
     epoch: int = 0
     sequence: int = 0
     """Counts borders, steps and operations entered: grows while the worker is not stuck."""
     samples_per_s: float = 0.0
     """Samples per second of this rank, over about the last second."""
     loss: float = math.nan
-    """Told last; NaN: never."""
+    """Last reported loss; NaN if never."""
     step_time_s: float = 0.0
     """Median over the last steps."""
     samples: int = 0
-    """Committed samples of this rank, ever."""
+    """Total number of committed samples of this rank."""
     staleness: float = 0.0
-    """How many versions the last push was behind (async_sgd)."""
+    """Number of versions by which the last push was behind (async_sgd)."""
     waiting_s: float = 0.0
-    """For how long the training thread has waited for its peers without a break; 0: it does not
-    wait."""
+    """Time for which the training thread has been waiting for its peers without interruption; 0 if
+    it is not."""
     waiting_in: str = ""
-    """Where it waits: a collective's name, or a generation that forms."""
+    """Location of the wait: a collective's name, or a forming generation."""
     busy_time_s: float = 0.0
-    """The part of `step_time_s` in which this rank did not wait for its peers."""
+    """Part of `step_time_s` in which this rank did not wait for its peers."""
     cpu_s: float = 0.0
-    """Processor time that the process and its children have used."""
+    """Processor time used by the process and its children."""
     server_wait_s: float = 0.0
-    """Seconds that this worker has waited for a parameter server without a break; 0: it does not
-    wait."""
+    """Time for which this worker has been waiting for a parameter server without interruption, in
+    seconds; 0 if it is not."""
     awaited_server: str = ""
-    """Which one, for people."""
+    """Name of that server, for people."""
     busy_link: BusyLink | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers than the loss that the loop reported last, by name."""
@@ -83,7 +84,7 @@ class ProgressMeter:
     def __init__(
         self, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock`: seconds since anywhere."""
+        """`clock`: seconds since an arbitrary origin."""
         self._metrics = metrics
         self._clock = clock
         self._lock = threading.Lock()
@@ -91,7 +92,7 @@ class ProgressMeter:
         self._steps = 0
         self._samples = 0
         self.loss = ToldLoss()
-        """What the loop, or `train_step`, told of its loss."""
+        """Losses reported by the loop or by `train_step`."""
         self._reported: dict[str, ToldLoss] = {}
         """Other numbers that the loop reports, by name. Replaced when a name is added."""
         metrics.loss.set_function(lambda: self.loss.value)
@@ -101,28 +102,28 @@ class ProgressMeter:
         self._busy_times: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._last_commit: float | None = None
         self._waited_s = 0.0
-        """Seconds that all waits had taken at the last commit."""
+        """Total seconds of all waits at the last commit."""
         self._cpu = ProcessorTime(clock)
         self.waits = Waits(clock)
         """Notes when this rank waits for its peers."""
         self.server_waits: Callable[[], tuple[float, str]] = lambda: (0.0, "")
-        """Returns for how many seconds a parameter server has been waited for, and which. Set by
-        who speaks to servers."""
+        """Returns how many seconds a parameter server has been waited for, and which one. Set by
+        the client of the servers."""
         self.epoch = 0
-        """The epoch of the loader in use; set by the session's owner."""
+        """Epoch of the loader in use; set by the session's owner."""
         self.steps_in_all = 0
-        """How many steps the run will have had at its end, over all ranks; 0: not known. Set by the
-        session's owner."""
+        """Total number of steps of the run over all ranks; 0 if unknown. Set by the session's
+        owner."""
         self.tally_writer: TallyWriter | None = None
-        """Where the launcher reads this worker's commits; None: it has asked for none. Set by the
-        session's owner."""
+        """File in which the launcher reads this worker's commits; None if it requested none. Set by
+        the session's owner."""
         self._before: tuple[int, int] | None = None
         """Steps and samples of the run before this process's first commit."""
         self._losses = (0, 0, 0.0)
-        """Ordinal of the newest loss in the tally, how many finite ones that has, and their sum."""
+        """Index of the newest loss in the tally, the number of finite ones in it, and their sum."""
         self._commits = 0
         self._known = (0, 0)
-        """Steps and samples that are not in the tally: the servers had their batches from another
+        """Steps and samples missing from the tally: the servers had their batches from another
         worker, or they were undone."""
         self._unpushed = (0, 0)
         """Inner steps and their samples that the servers do not have yet."""
@@ -133,40 +134,41 @@ class ProgressMeter:
         """Keys of batches whose push began here and was not committed."""
         self._pushes_again = False
         self.lost_steps = 0
-        """Steps that a fault made void here."""
+        """Number of steps aborted here because of a fault."""
         self._followers: list[tuple[Callable[[], None], Callable[[int], None]]] = []
 
     def follow(self, *, begun: Callable[[], None], committed: Callable[[int], None]) -> None:
-        """From now on the training thread calls `begun` when a step begins, and `committed` with
-        the number of steps when one counts. The mean loss of `train_step` is told after that."""
+        """Registers callbacks: `begun` is called when a step begins, and `committed` with the
+        number of steps when one counts. The mean loss of `train_step` is reported afterwards."""
         self._followers.append((begun, committed))
 
     def begun(self) -> None:
-        """A step begins."""
+        """Records the beginning of a step."""
         for begun, _ in self._followers:
             begun()
 
     def lost(self) -> None:
-        """A step is void."""
+        """Records an aborted step."""
         self.lost_steps += 1
         self._metrics.steps_lost.inc()
 
     def entered(self) -> None:
-        """The training thread came to a border, a step or an operation: it is not stuck."""
+        """Records that the training thread reached a boundary, a step or an operation, so that it
+        is not stuck."""
         self._sequence += 1
 
     @property
     def staleness(self) -> float:
-        """How many versions the last push was behind."""
+        """Number of versions by which the last push was behind."""
         return self._staleness
 
     def pushed(self, staleness: float) -> None:
-        """A push was applied by the servers."""
+        """Records a push applied by the servers."""
         self._staleness = staleness
         self._metrics.staleness.observe(staleness)
 
     def committed(self, *, steps: int, samples: int, loss: float | None) -> None:
-        """A step was committed; `samples` of it were this rank's."""
+        """Records a committed step with `samples` samples of this rank."""
         now = self._clock()
         with self._lock:
             self._sequence += 1
@@ -191,7 +193,7 @@ class ProgressMeter:
             self.loss.tell(loss)
 
     def pushing(self, batch: int) -> None:
-        """A push to parameter servers of the batch with this key begins; 0: it has none."""
+        """Records the beginning of a push of the batch with this key; 0: it has none."""
         self._pushing, self._pushes_again = batch, batch in self._begun_pushes
         if batch:
             self._begun_pushes.add(batch)
@@ -199,13 +201,13 @@ class ProgressMeter:
             self.tally_writer.pushing(batch)
 
     def round_pushed(self) -> None:
-        """The inner steps since the last push were pushed between two steps."""
+        """Records that the inner steps since the last push were pushed between two steps."""
         self._unpushed = (0, 0)
         if self.tally_writer is not None and self._counts is not None:
             self.tally_writer.recount(self._counts._replace(unpushed_steps=0, unpushed_samples=0))
 
     def round_undone(self) -> None:
-        """The inner steps since the last push count for nothing."""
+        """Records that the inner steps since the last push were undone."""
         self._known = self._known[0] + self._unpushed[0], self._known[1] + self._unpushed[1]
         self._unpushed = (0, 0)
 
@@ -220,10 +222,10 @@ class ProgressMeter:
         known: bool = False,
         pushed: bool = True,
     ) -> None:
-        """Writes the step that was committed last where the launcher reads it. `samples` are those
-        of the run, `step_samples` of them this step's; `generation` is the one that the rank works
-        in now. `known`: the servers had the step's batch already, or its round. `pushed`: no inner
-        step of a round that goes on."""
+        """Writes the last committed step to the launcher's file. `samples`: of the run;
+        `step_samples`: of this step. `generation`: current one of the rank. `known`: the servers
+        already had the step's batch, or its round. `pushed`: not an inner step of an unfinished
+        round."""
         writer = self.tally_writer
         if writer is None:
             return
@@ -308,7 +310,7 @@ class ProgressMeter:
             step_s = statistics.median(times) if times else 0.0
             busy_s = statistics.median(busy_times) if times else 0.0
             if times and running_s > 2 * step_s:
-                # the step in progress says more than those that were
+                # the current step says more than earlier ones
                 step_s, busy_s = running_s, max(0.0, running_s - waited_s)
             span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
             return Progress(
@@ -331,8 +333,8 @@ class ProgressMeter:
 
 
 class ProcessorTime:
-    """What this process and its children (a loader's workers) have used of processors: a process
-    that hangs uses none."""
+    """Processor time of this process and its children (a loader's workers); a hung process uses
+    none."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -340,7 +342,8 @@ class ProcessorTime:
         self._looked_at: float | None = None
 
     def seconds(self) -> float:
-        """Never falls: children that end keep what they had used when they were last looked at."""
+        """Returns the seconds. Never decreases: children that end keep their last measured
+        value."""
         if self._looked_at is None or self._clock() > self._looked_at + _CPU_OF_CHILDREN_S:
             self._looked_at = self._clock()
             self._children_s = max(self._children_s, children_cpu_s())

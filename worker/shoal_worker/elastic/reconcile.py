@@ -1,14 +1,13 @@
-"""What the ranks of a new generation do about their standings: a pure decision from what every rank
-says of itself.
+"""Reconciles the ranks of a new generation: a pure decision from the status of every rank.
 
 Each rank of a new generation sends its `Standing` to all others (one all-gather), and every rank
 computes the same `Reconciliation` from the same list. No I/O, no torch.
 
-A generation stands only when all its members are at one: on one state, with equally many outcomes
-of steps behind or before them. Until then some have to move first, each in its own script: a rank
-in doubt, which is told that its step counts, has to apply it; a rank whose peers already lost the
-step that it has not begun has to begin it, and lose it as well. So every survivor's script sees the
-same outcomes in the same order, and whatever it advances by them stays alike.
+A generation is established only when all its members have the same state and their scripts have
+seen equally many outcomes of steps. Until then some must advance first, each in its own script: a
+rank in doubt that learns that its step counts has to apply it; a rank whose peers already lost a
+step that it has not begun has to begin it and lose it too. Every survivor's script therefore sees
+the same outcomes in the same order, and whatever it derives from them stays the same.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from typing import NamedTuple
 
 
 class StateName(NamedTuple):
-    """Names a committed state: the generation that committed it and the step, compared in this
+    """Name of a committed state: the generation that committed it and the step, compared in this
     order.
 
-    Two ranks that hold equal names hold equal states. A step redone in a later generation gets a
-    higher name than the void attempt could have had, so a rank that was cut off with a state nobody
-    else has can never win over the others' newer one.
+    Ranks with equal names hold equal states. A step repeated in a later generation gets a higher
+    name than the aborted attempt could have had, so a rank that was cut off with a state of its own
+    can never override the others' newer one.
     """
 
     generation: int
@@ -32,39 +31,39 @@ class StateName(NamedTuple):
 
 
 class Interrupted(NamedTuple):
-    """What a rank was in when its group failed."""
+    """Activity of a rank when its group failed."""
 
     generation: int
     in_operation: bool
-    """Between steps; else in a step."""
+    """True if it was in an operation between steps rather than in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Standing:
-    """What one rank says of itself when a generation forms."""
+    """Status of one rank when a generation forms."""
 
     state: StateName | None
-    """Newest state it holds that is not its own alone; None: none that counts (a fresh process)."""
+    """Newest state it holds that is not its own alone; None if none counts (a fresh process)."""
     doubt: StateName | None = None
-    """What the state would be called if the step in progress counted, which this rank has sealed
-    and does not know. None: there is none."""
+    """Name of the state if the current step counted, which this rank has prepared without knowing
+    its outcome. None if there is no such step."""
     outcomes: int = 0
-    """Outcomes of steps that its script has been told of, with that of the step in progress."""
+    """Number of step outcomes received by its script, including that of the current step."""
     attached: bool
-    """It has a model, so that it can take a state."""
+    """True if it has a model, so that it can receive a state."""
     spectator: bool
-    """A joiner: it replays its script and takes its state only at the next border, where all ranks'
-    user code stands at the same line."""
+    """True if it is a learner: a joiner that replays its script and receives its state only at the
+    next step boundary, where all ranks' user code is at the same line."""
     poisoned: bool
-    """An update raised half way through: it must not give its state to anyone."""
+    """True if an update raised half way through, so that it must not send its state to anyone."""
     operations: int
-    """Operations between steps that it has finished since its state was committed."""
+    """Number of operations between steps finished since its state was committed."""
     rewinds: bool = False
-    """The step that it is in is lost, and with it the round that the step ends: what was finished
-    in the round will be done again."""
+    """True if the step that it is in is lost together with its round, so that the round's
+    operations will be repeated."""
     interrupted: Interrupted | None = None
-    """None: in nothing, or it has taken a state or results since, and its script stands where
-    theirs did."""
+    """None if it was in nothing, or has since received a state or results, so that its script is at
+    the senders' position."""
 
     def encode(self) -> list[int]:
         """Returns it as integers, for an all-gather of int64."""
@@ -74,7 +73,7 @@ class Standing:
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> Standing:
-        """Inverse of `encode`."""
+        """Restores the result of `encode`."""
         (
             generation,
             step,
@@ -109,46 +108,47 @@ STANDING_LENGTH = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Reconciliation:
-    """What the ranks do about their standings."""
+    """Decision about the ranks' status."""
 
     newest: StateName | None
-    """The state all go on from; None: nobody holds one."""
+    """State from which all continue; None if nobody holds one."""
     donors: tuple[int, ...]
-    """Ranks that hold it and may give it; ascending."""
+    """Ranks that hold it and may send it, ascending."""
     decided: tuple[int, ...]
-    """Ranks whose step in doubt is the one that led to `newest`: it counts."""
+    """Ranks whose step in doubt led to `newest` and therefore counts."""
     behind: tuple[int, ...]
-    """Ranks that must take the state now: they hold an older one, or none, and no step in progress
+    """Ranks that must receive the state now: they hold an older one, or none, and no current step
     leads them to the newest."""
     overtaken: tuple[int, ...]
-    """Ranks whose peers took steps without them: they hold an older state, or none, and were told
-    of fewer outcomes. A state can be sent to them, but their scripts cannot come to where the
-    others' are: their processes end and are replaced. No other rank is `behind` by steps."""
+    """Ranks whose peers took steps without them: they hold an older state, or none, and have
+    received fewer outcomes. A state could be sent to them, but their scripts cannot catch up: their
+    processes end and are replaced. No other rank is `behind` by steps."""
     moving: tuple[int, ...]
-    """Ranks whose scripts have to move before the generation can stand; empty: it stands."""
+    """Ranks whose scripts must advance before the generation can be established; empty if it can be
+    now."""
     outcomes: int
-    """What all members' count of outcomes has to become."""
+    """Count of outcomes that all members must reach."""
     spectators: tuple[int, ...]
-    """Ranks that take the state at the next border."""
+    """Ranks that receive the state at the next step boundary."""
     results_from: int | None
-    """A rank that has the results of all operations that a donor finished since; None: no results
-    need to travel."""
+    """A rank with the results of all operations that a donor has finished since; None if no results
+    need to be sent."""
     results_to: tuple[int, ...]
-    """Ranks of the same state that lack some of them."""
+    """Ranks with the same state that lack some of them."""
     apart: tuple[int, ...]
-    """Ranks that were in an operation, after the same ones and on the same state, while others of
-    their group were in a step: ranks diverged, and would wait for each
-    other in the next generation as well. Empty: none."""
+    """Ranks that were in an operation, after the same ones and with the same state, while others of
+    their group were in a step: the scripts diverged, and would wait for each other in the next
+    generation as well. Empty if none."""
 
     @property
     def state_lost(self) -> bool:
-        """A state existed, but no rank that holds the newest may give it: what is left must start
-        from a checkpoint."""
+        """True if a state existed but no rank with the newest one may send it: the remaining ranks
+        must start from a checkpoint."""
         return self.newest is not None and not self.donors
 
 
 def reconcile(standings: Sequence[Standing]) -> Reconciliation:
-    """Decides, from the standings in rank order. Every rank must pass the same list."""
+    """Decides from the status of all ranks in rank order. Every rank must pass the same list."""
     members = [r for r, s in enumerate(standings) if not s.spectator]
     newest = max(
         (state for r in members if (state := standings[r].state) is not None), default=None
@@ -194,9 +194,9 @@ def reconcile(standings: Sequence[Standing]) -> Reconciliation:
 def _lacking(
     standings: Sequence[Standing], donors: Sequence[int], furthest: int | None
 ) -> tuple[int, ...]:
-    """Among ranks of one state, those that have finished fewer operations than `furthest`. Where
-    that one rewinds, those that have rewound before it lack nothing; only who has to come to the
-    same step yet passes the operations on the way."""
+    """Returns the ranks of one state that have finished fewer operations than `furthest`. If that
+    one rewinds, ranks that have already rewound lack nothing; only ranks that have yet to reach the
+    same step pass the operations on the way."""
     if furthest is None:
         return ()
     most = standings[furthest]
@@ -209,8 +209,8 @@ def _lacking(
 
 
 def _apart(holders: Mapping[int, Standing], operations: int) -> tuple[int, ...]:
-    """Among ranks of one state, those in an operation that no other has finished, while another is
-    in the step that follows."""
+    """Returns the ranks of one state in an operation that no other has finished, while another is
+    in the following step."""
     interrupted = {
         r: s.interrupted
         for r, s in holders.items()

@@ -1,15 +1,15 @@
-"""Compares what several ranks hold in common, and names what differs.
+"""Compares state that several ranks should have in common, and names differences.
 
-Ranks drift apart when a script changes values on some of them alone, or when memory or arithmetic
-fails on one machine. They compare after every `consistency_check_every` steps, and before an update
-if a script has written to parameters or buffers on some ranks alone, as far as torch counts such
-writes or a few elements of each parameter show them. Digests of
-groups of tensors come first. Where those differ, ranks exchange digests of each tensor in the
-group, then of parts of the first tensor that differs, which tell one cause from the other.
+Ranks diverge when a script changes values on only some of them, or when memory or arithmetic fails
+on one machine. They compare after every `consistency_check_every` steps, and before an update if a
+script has written to parameters or buffers on only some ranks, as detected by torch's write
+counters or by samples of each parameter's elements. Digests of groups of tensors are compared
+first. If they differ, ranks exchange digests of each tensor in the group, then of parts of the
+first differing tensor, which distinguish the causes.
 
-After the last step there is no further exchange: a rank may go on alone for minutes, and may change
-its own copy. So each rank takes digests at the moment in which its script leaves the loop over a
-loader, and reports them with its goodbye, where they are compared
+After the last step there is no further exchange: a rank may run alone for minutes, and may change
+its own copy. Each rank therefore takes digests when its script leaves the loop over a loader, and
+reports them when it leaves, at which point they are compared
 (docs/explanation/consistency.md#replicas).
 
 Used by the training thread.
@@ -33,12 +33,13 @@ from shoal_worker.elastic.strategy_interface import BUFFERS
 from shoal_worker.state.digest import digest_in_place, digest_of
 
 _PARTS: Final = 64
-"""A tensor of which only one of so many parts differs has one or a few wrong elements."""
+"""Number of parts of a tensor. A difference in only one of them means that one or a few elements
+are wrong."""
 
 
 def note_last_state(held: HeldState, group: Group | None) -> None:
-    """Takes digests of the state that follows the last committed step, unless ranks have compared
-    that one. The script must have done nothing since its loop's last iteration."""
+    """Takes digests of the state after the last committed step, unless ranks have compared that
+    state. The script must have done nothing since its loop's last iteration."""
     if (
         group is None
         or group.world_size == 1
@@ -55,7 +56,7 @@ def note_last_state(held: HeldState, group: Group | None) -> None:
         return  # ranks of another generation hold other parts of the state
     if step is not None and step.touched:
         return  # its passes have changed the model
-    # In a step that was begun, passes by another way than `model(...)` may have changed buffers.
+    # In a step that was begun, passes that bypass `model(...)` may have changed buffers.
     in_common = {
         name: tensors
         for name, tensors in engine.in_common().items()
@@ -72,8 +73,8 @@ def note_last_state(held: HeldState, group: Group | None) -> None:
 
 
 def apart_at_the_end(what: str) -> str:
-    """The error for a rank whose last state differs. `what`: how, as the coordinator or a peer
-    found."""
+    """Returns the error for a rank whose last state differs. `what`: the difference found by the
+    coordinator or a peer."""
     return (
         f"{what}. One of these models is not what the run should have come to: find out which one "
         f"before you use either. {_MANY}. If no script does, memory or arithmetic has failed on a "
@@ -86,8 +87,8 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 
 
 def compare_after_step(held: HeldState, group: Group | None) -> str | None:
-    """Compares if a comparison is due since the last call. Returns what differs, the same on all
-    ranks; None if nothing is known to."""
+    """Compares if a comparison is due since the last call. Returns the difference, the same on all
+    ranks; None if none is known."""
     every, before = held.engine.consistency_check_every, held.compared
     held.compared = held.steps
     if (
@@ -106,8 +107,8 @@ def compare_after_step(held: HeldState, group: Group | None) -> str | None:
 def compare_before_update(
     held: HeldState, whole: Mapping[str, Mapping[str, torch.Tensor]], group: Group
 ) -> str | None:
-    """Compares what all ranks hold whole, in a step that all are about to apply. Returns as
-    `compare_after_step`."""
+    """Compares state held unsharded by all ranks, in a step that all are about to apply. Returns
+    like `compare_after_step`."""
     try:
         return _compare(held, whole, group.exchange)
     except MembershipChanged:
@@ -136,8 +137,8 @@ def _compare(
     try:
         what = _describe(in_common, groups, apart, exchange)
     except MembershipChanged:
-        # a peer was lost, or has said already what differs: this rank's values may be the wrong
-        # ones
+        # a peer was lost, or has already reported the difference: this rank's values may be the
+        # wrong ones
         holders = {rank: each[apart[0]] for rank, each in enumerate(groups) if apart[0] in each}
         what = disagreement(holders, "a tensor", apart[0])
     return f"after step {held.steps} {what}. {since}. {_OFTEN}"
@@ -149,8 +150,8 @@ def _describe(
     apart: Sequence[str],
     exchange: Exchange,
 ) -> str:
-    """Which tensor differs, on which ranks, and the likely cause. `apart`: the groups that
-    differ."""
+    """Returns the differing tensor, the affected ranks, and the likely cause. `apart`: the groups
+    that differ."""
     own = {
         group: {name: digest_in_place(tensor) for name, tensor in in_common.get(group, {}).items()}
         for group in apart
@@ -173,7 +174,8 @@ def _describe(
 
 
 def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Neighbouring elements of the tensor, in `_PARTS` parts if it has as many elements."""
+    """Returns neighbouring elements of the tensor in `_PARTS` parts, if it has that many
+    elements."""
     return tensor.reshape(-1).tensor_split(max(1, min(_PARTS, tensor.numel())))
 
 
@@ -190,8 +192,8 @@ _OFTEN: Final = "consistency_check_every= sets how often ranks compare"
 
 
 def differing(told: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -> list[str]:
-    """Names whose values differ between ranks, in order. `told`: by rank, values by name.
-    `all_have`: ranks that should have every name."""
+    """Returns the names whose values differ between ranks, in order. `told`: values by name, for
+    each rank. `all_have`: ranks that should have every name."""
     names = dict.fromkeys(name for each in told for name in each)
     return [
         name
@@ -204,8 +206,8 @@ def differing(told: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -
 
 
 def disagreement(values: Mapping[int, int | None], name: str, group: str) -> str:
-    """Says which ranks hold other values of the tensor `name` than the rest. `values`: digests by
-    rank, not all the same."""
+    """Describes which ranks hold different values of the tensor `name` than the rest. `values`:
+    digests by rank, not all equal."""
     most, number = Counter(values.values()).most_common(1)[0]
     others = [rank for rank, digest in values.items() if digest != most]
     what = f"{name} ({group})"

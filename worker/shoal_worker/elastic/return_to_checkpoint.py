@@ -1,7 +1,6 @@
-"""When the ranks that are left hold but a part of the state: they take that of the newest
-checkpoint in its place, and go on from there.
+"""Returns to the newest checkpoint when the remaining ranks hold only part of the state.
 
-All of it runs on the training thread.
+Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ _log = logging.getLogger(__name__)
 
 
 class ReturnToCheckpoint:
-    """One process's part in it."""
+    """This process's part in a return to a checkpoint."""
 
     def __init__(self, held: HeldState, borders: Borders) -> None:
         self.load: Callable[[], str | None] | None = None
-        """Puts the newest checkpoint in the place of a lost state, with all ranks. Returns why it
-        cannot; None: it has. None: there is no checkpoint to go back to."""
+        """Replaces a lost state with the newest checkpoint, together with all ranks. Returns why it
+        cannot; None on success. The attribute is None if there is no checkpoint to return to."""
         self.under_way = False
-        """The ranks are taking a checkpoint's state in the place of a lost one."""
+        """True if the ranks are replacing a lost state with a checkpoint's."""
         self._held = held
         self._borders = borders
 
@@ -52,10 +51,10 @@ class ReturnToCheckpoint:
             )
 
     def _load(self, load: Callable[[], str | None]) -> str | None:
-        """Again, if the ranks change on the way: each change finds the state lost again, and those
-        who have read it are ahead."""
+        """Loads the checkpoint, again if the ranks change meanwhile: each change finds the state
+        lost again, and ranks that have read it are ahead."""
         while True:
-            # It is the first operation for all: what ranks know of others would be taken for its
+            # It is the first operation for all: ranks' earlier results would be taken for its
             # answer.
             self._held.operations.restart(b"", passed=False)
             try:

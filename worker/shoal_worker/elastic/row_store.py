@@ -1,8 +1,9 @@
-"""The rows of a model's sparse tables, as checkpoints see them: on parameter servers, in buckets
-that are read and put in place whole.
+"""Rows of a model's sparse tables from the perspective of checkpoints: on parameter servers, in
+buckets that are read and replaced as a unit.
 
-Two protocols, between what knows servers (`asynchronous/row_store.py`) and what knows files
-(`checkpoint/rows.py`). Who calls what, and on how many ranks, is said in `checkpoint/saving.py`.
+Two protocols between the client of the servers (`asynchronous/row_store.py`) and the code for files
+(`checkpoint/rows.py`). The order of calls, and the ranks that make them, are documented in
+`checkpoint/saving.py`.
 """
 
 from __future__ import annotations
@@ -13,50 +14,50 @@ from typing import Any, BinaryIO, Protocol
 
 
 class StoredBucket(Protocol):
-    """One bucket's file (shoal_common/tables/file.py)."""
+    """File of one bucket (shoal_common/tables/file.py)."""
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Size in bytes."""
 
     @property
     def checksum(self) -> int:
         """xxh3-64 of its bytes."""
 
     def chunks(self) -> Iterator[memoryview]:
-        """Its bytes, in pieces of at most 1 MiB; as often as they are wanted."""
+        """Yields its bytes in pieces of at most 1 MiB; may be called repeatedly."""
 
 
 class StoredRows(Protocol):
-    """The rows of all tables, in a checkpoint."""
+    """Rows of all tables in a checkpoint."""
 
     @property
     def nbytes(self) -> int:
-        """Size of all files."""
+        """Total size of all files."""
 
     def version(self, table: str, bucket: int, buckets: int) -> int:
-        """What the version of a bucket is, of so many that the table has now."""
+        """Returns the version of a bucket, given the table's current number of buckets."""
 
     def bucket(self, table: str, number: int, buckets: int) -> StoredBucket:
-        """A bucket, of so many that the table has now: a file of the checkpoint, or made of
-        several. Raises CorruptDataError."""
+        """Returns a bucket, given the table's current number of buckets: a file of the checkpoint,
+        or one assembled from several. Raises CorruptDataError."""
 
     def verify(self) -> None:
         """Reads all files. Raises CorruptDataError for one that is not as it was written."""
 
 
 class RowStore(Protocol):
-    """The rows of the model's tables, where they are trained. May be used on one thread at a time,
-    of any name."""
+    """Rows of the model's tables at the place of their training. Used by one thread at a time, of
+    any name."""
 
     @property
     def steady(self) -> bool:
-        """The rows change with steps that all ranks take together. So between steps they are those
-        of the step, and all ranks can share in reading them. False: each bucket is of the moment
-        when it is read."""
+        """True if the rows change only with steps that all ranks take together, so that between
+        steps all ranks can share in reading them. False: each bucket is from the moment when it is
+        read."""
 
     def declared(self) -> Mapping[str, Mapping[str, Any]]:
-        """Table -> what it was declared with, JSON-able: num_embeddings, embedding_dim, spec."""
+        """Returns table -> its JSON-able declaration: num_embeddings, embedding_dim, spec."""
 
     def settle(self) -> None:
         """Returns when the servers have all that the last step pushes."""
@@ -70,25 +71,26 @@ class RowStore(Protocol):
         """
 
     def lacks(self, stored: StoredRows) -> bool:
-        """Not steady: whether there are rows that `begin_with` would give. Raises as `fetch`."""
+        """Returns whether `begin_with` would add rows. Only if not steady. Raises like `fetch`."""
 
     def begin_with(self, stored: StoredRows) -> None:
-        """Not steady: gives these rows to servers on which nobody has trained the table. On all
-        ranks: returns when the servers have them.
+        """Sends these rows to servers on which nobody has trained the table. Only if not steady.
+        Called on all ranks; returns when the servers have them.
 
         Raises:
-            CorruptDataError: files are damaged, and nothing was given.
-            DeadlineError: a server was away for too long, or rank 0 gave none.
+            CorruptDataError: files are damaged, and nothing was sent.
+            DeadlineError: a server was away for too long, or rank 0 sent none.
         """
 
     def expected(self, stored: StoredRows, captured: Mapping[str, Any] | None) -> dict[str, Any]:
-        """Steady: what the engine's captured state is to have under "tables" when these rows are
-        put in place. `captured`: what it has."""
+        """Returns the engine's captured state under "tables" after these rows are restored. Only if
+        steady. `captured`: the current one."""
 
     def next_restoration(self) -> int:
-        """A number above that of all restorations before it. Raises as `fetch`."""
+        """Returns a number above that of all earlier restorations. Raises like `fetch`."""
 
     def put(
         self, stored: StoredRows, share: tuple[int, int], restoration: int, given_up: Event
     ) -> None:
-        """Puts rank's share of all buckets in place: rank, and of how many. Raises as `fetch`."""
+        """Restores this rank's share of all buckets. `share`: rank and number of ranks. Raises like
+        `fetch`."""

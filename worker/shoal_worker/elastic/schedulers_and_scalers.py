@@ -1,31 +1,30 @@
-"""State that the user registered: sent to joiners and saved in checkpoints. Schedulers of the run's
-optimizers, gradient scalers and averaged models are registered by themselves.
+"""Registered user state: sent to joiners and saved in checkpoints. Schedulers of the run's
+optimizers, gradient scalers and averaged models are registered automatically.
 
-Schedulers and the like advance by a call that the user's loop makes, mostly after
-`optimizer.step()`. It must do nothing when the step was lost, and when the script calls again for
-an epoch that it passes over, as it does after a resume and in a joiner; one that was made before
-the step was found lost is undone. So their `step` (of a scheduler), `update` (of a scaler) or
-`update_parameters` (of an averaged model) is wrapped at registration, and the wrapper asks
-`RegisteredState`. Any other object that the user registered is put back to what it was when the
-script got the batch of the lost step: when the step is found lost, and again when it begins anew.
-In a loop without a loader of Shoal's it is what it was when the step began, and is put back once:
-the batch does not come again, and what changes later may belong to the next one.
-All of it runs on the training thread.
+Schedulers and similar objects advance by a call in the user's loop, usually after
+`optimizer.step()`. The call must have no effect if the step was lost, or if the script repeats it
+for a skipped epoch after a resume or in a joiner; a call made before the step was found lost is
+undone. Their `step` (scheduler), `update` (scaler) or `update_parameters` (averaged model) is
+therefore wrapped at registration, and the wrapper asks `RegisteredState`. Any other registered
+object is restored to its state at the time the script got the batch of the lost step: when the step
+is found lost, and again when it is repeated. In a loop without a Shoal loader it is restored once
+to its state at the beginning of the step: the batch is not repeated, and later changes may belong
+to the next one. Everything runs on the training thread.
 
-They are found without being registered: a script that forgot `register_state` would train its
-joiners with other learning rates. torch tells nobody of their making; so `__new__` of their classes
-notes each one here, with a number that counts those of its kind as the script makes them, which is
-the same on every rank. The session registers those that belong to its model or optimizer when the
-next step begins: by then they are whole.
+They are found automatically because a script that forgot `register_state` would train its joiners
+with wrong learning rates. torch does not announce new objects, so `__new__` of their classes
+records each one here with a number that counts objects of its kind in creation order, which is the
+same on every rank. The session registers those that belong to its model or optimizer when the next
+step begins, by which time they are complete.
 
-A resumed script and a joiner enter `loader.epochs(n)` at the epoch that the run has reached, so an
-object that is made in such a loop is numbered within its epoch. One made between two batches would
-get its state too late, in the middle of a step: it is refused unless `register_state` gives it a
-name. A state that no object has claimed by the first committed step is dropped, with a warning; a
-later object must not receive it.
+A resumed script and a joiner enter `loader.epochs(n)` at the run's current epoch, so an object
+created in such a loop is numbered within its epoch. One created between two batches would get its
+state too late, in the middle of a step: it is refused unless `register_state` names it. A state
+that no object has claimed by the first committed step is dropped with a warning; a later object
+must not receive it.
 
-Copies (`copy.deepcopy` of the best average so far, say) are the user's own, and are not noted.
-torch's classes are changed once for the process, when this module is imported; what they do stays
+Copies (e.g. `copy.deepcopy` of the best average so far) belong to the user and are not recorded.
+torch's classes are modified once per process, when this module is imported; their behaviour stays
 the same.
 """
 
@@ -59,25 +58,25 @@ NAMES: Final[dict[type[Any], str]] = {
     torch.amp.GradScaler: "scaler",
     AveragedModel: "averaged",
 }
-"""What they are registered as, with a number."""
+"""Registered names by class, completed by a number."""
 _AUTOMATIC: Final = "shoal."
-"""How the names begin that nobody chose."""
+"""Prefix of automatic names."""
 
 
 class Place(NamedTuple):
-    """Where the script stands while it makes an object."""
+    """Position of the script when it creates an object."""
 
     epochs: str = ""
     """Epochs of the enclosing `epochs()` loops, such as "loader@3"; empty outside of them."""
     after_batches: bool = False
-    """The epoch's iteration over the batches has ended."""
+    """True if the epoch's iteration over the batches has ended."""
     within_batches: bool = False
-    """A batch was handed out and its loop has not ended, so a resumed script need not pass this
-    place."""
+    """True if a batch was handed out and its loop has not ended, so that a resumed script may not
+    pass this position."""
 
 
 class Made(NamedTuple):
-    """One that the script has made."""
+    """An object created by the script."""
 
     name: str
     one: Any
@@ -85,7 +84,7 @@ class Made(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Where ranks are threads, each makes its own."""
+    """Thread-local, since ranks may be threads."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -97,7 +96,7 @@ _own: Final = _Thread()
 
 
 def newly_made() -> list[Made]:
-    """What this thread has made and nobody has asked for, oldest first."""
+    """Returns the objects created by this thread since the last call, oldest first."""
     made, _own.made = _own.made, []
     return [
         Made(name, one, place)
@@ -107,7 +106,8 @@ def newly_made() -> list[Made]:
 
 
 def _automatic_name(kind: str, place: Place) -> str:
-    """A name that a resumed script and a joiner give to the object that they make at this place."""
+    """Returns the name that a resumed script and a joiner give to the object created at this
+    position."""
     where = f"{place.epochs}{'+' if place.after_batches else ''}." if place.epochs else ""
     prefix = f"{_AUTOMATIC}{kind}.{where}"
     number = _own.counts[prefix]
@@ -136,18 +136,20 @@ _log = logging.getLogger(__name__)
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 _MOST_KEPT: Final = 64 << 20
-"""Bytes of an object's tensors that are copied in every step, to be put back if it is lost."""
+"""Maximum bytes of an object's tensors for which it is copied in every step, to be restored after a
+loss."""
 _MOST_TEXT: Final = 256 << 10
-"""Characters of JSON of the rest of its state: some 10,000 numbers, which take 10 ms to copy."""
+"""Maximum characters of JSON of the rest of its state: some 10,000 numbers, which take 10 ms to
+copy."""
 _FIXED: Final = frozenset({bool, float, int, str, type(None)})
 """Values of these types do not change in place."""
 _ADVANCES: Final = {"get_scale": "update", "update_parameters": "update_parameters", "": "step"}
-"""The method that advances an object, by what tells its kind."""
+"""Characteristic attribute of a kind -> method that advances the object."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """What can be registered."""
+    """Interface of registered objects."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
@@ -155,7 +157,7 @@ class Stateful(Protocol):
 
 @dataclass(frozen=True)
 class _Before:
-    """What an object was before it advanced in a step whose outcome was not known."""
+    """State of an object before it advanced in a step with unknown outcome."""
 
     value: Any
     state: dict[str, Any]
@@ -170,81 +172,81 @@ class RegisteredState:
         self._objects: dict[str, Stateful] = {}
         self._pending: dict[str, Any] = {}
         self._void = False
-        """The last step was void: ignore every advance until the next step begins."""
+        """True if the last step was aborted: advances are ignored until the next step begins."""
         self._open = False
-        """A step has begun whose outcome is not known."""
+        """True if a step has begun whose outcome is unknown."""
         self._early: dict[str, _Before] = {}
-        """What objects were that advanced in it."""
+        """Earlier states of objects that advanced in it."""
         self._again: dict[str, _Before] = {}
-        """States of objects without a gate before the lost step, until it begins anew."""
+        """States of objects without a gate before the lost step, until it is repeated."""
         self._comes_again = True
-        """The batch of the step in progress comes again if it is lost: a loader of Shoal's gave
-        it."""
+        """True if the batch of the current step is repeated if it is lost, because it came from a
+        Shoal loader."""
         self._copied: set[str] = set()
         """Objects whose state is copied in each step."""
         self._too_large: set[str] = set()
-        """Objects that are not copied in each step, with a warning."""
+        """Objects that are too large to be copied in each step, which was warned about."""
         self._advanced: (
             tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None]
             | None
         ) = None
-        """What they have become, by name, the optimizers' settings then, the advances and the
-        scale: while that is withdrawn."""
+        """States after advancing by name, with the optimizers' settings, the advances and the
+        scale, while the advances are withdrawn."""
         self._advances: dict[str, int] = {}
-        """How often each object has advanced in the run."""
+        """Number of advances of each object in the run."""
         self._passing = False
-        """The script has just passed over an iteration of a loader."""
+        """True if the script has just skipped an iteration of a loader."""
         self._passed: dict[str, int] = {}
-        """Advances that it asked for where it passed over iterations, since a state was loaded:
-        those of the run, once more."""
+        """Advances requested during skipped iterations since a state was loaded, which repeat those
+        of the run."""
         self._loaded: dict[str, int] = {}
-        """How often each had advanced in that state."""
+        """Number of advances of each object in that state."""
         self._loaded_settings: list[dict[str, Any]] | None = None
-        """The optimizers' settings in it, until a step begins: a scheduler that is made for a state
-        that waits for it changes them."""
+        """The optimizers' settings in it, until a step begins: creating a scheduler whose state is
+        waiting changes them."""
         self._optimizers: list[torch.optim.Optimizer] = []
-        """The run's, as the user made them: one for each of its models."""
+        """The run's optimizers as created by the user, one per model."""
         self._found: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        """What registered itself, as long as the script holds it."""
+        """Automatically registered objects, as long as the script holds them."""
         self._undecided: list[Made] = []
-        """Made before an optimizer was known."""
+        """Objects created before an optimizer was known."""
         self._unnamed: list[Made] = []
-        """Made between batches, where a number does not identify them."""
+        """Objects created between batches, where a number does not identify them."""
         self._unchecked = False
-        """A state was loaded, and no step committed since."""
+        """True if a state was loaded and no step committed since."""
         self._loaded_place = ""
-        """The epochs that the script stood in, behind their batches, when the loaded state was
-        captured."""
+        """Epochs whose batches the script had passed when the loaded state was captured."""
         self.applying = False
-        """One of the run's optimizers is at its step: others that step now are parts of it."""
+        """True if one of the run's optimizers is in its step, so that other optimizers' steps are
+        part of it."""
         self._model: dict[int, weakref.ref[torch.Tensor]] = {}
-        """The models' parameters, as the user made them, by id."""
+        """The models' parameters as created by the user, by id."""
         self._groups: list[list[int]] = []
-        """The numbers of the models' parameters in each of the optimizers' groups, as the user made
-        them."""
+        """Numbers of the models' parameters in each of the optimizers' groups, as created by the
+        user."""
         self._memberships = Memberships()
-        """What is in them now."""
+        """Current parameters of the groups."""
         self._parameters = ""
-        """A digest of that, and of which parameters are trained."""
+        """Digest of the groups and of which parameters are trained."""
         self._last_scale: float | None = None
-        """What a GradScaler, known here or not, multiplied the loss of the last step with."""
+        """Factor by which a GradScaler, known here or not, multiplied the loss of the last step."""
         self._scale_before: float | None = None
-        """That of the step before the one in progress."""
+        """The same for the step before the current one."""
         self._digest = 0
         self._digested: list[Any] = []
-        """The values that `_digest` is of, names and numbers one after the other; empty: it is to
-        be made anew."""
+        """Values covered by `_digest`, alternating names and numbers; empty if it must be
+        recomputed."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """`optimizer` is one of the run's, as the user made it: its schedulers are registered by
-        themselves."""
+        """Adds one of the run's optimizers as created by the user: its schedulers are registered
+        automatically."""
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
 
     def made_from(
         self, parameters: Iterable[torch.Tensor], *optimizers: torch.optim.Optimizer | None
     ) -> None:
-        """`optimizers`, as the user made them, are of these parameters of the models."""
+        """Sets the optimizers as created by the user, with these parameters of the models."""
         self._optimizers = []
         known = list(parameters)
         numbers = {id(parameter): number for number, parameter in enumerate(known)}
@@ -262,11 +264,12 @@ class RegisteredState:
         self.note_trained([parameter.requires_grad for parameter in known])
 
     def number_by(self, place: Callable[[], Place]) -> None:
-        """`place` says where the script stands; it numbers what this thread makes from now on."""
+        """Sets the function that returns the script's position, for numbering this thread's objects
+        from now on."""
         _own.place = place
 
     def let_go(self) -> None:
-        """The run is over for this process: what happens to the model from here on is its own."""
+        """Releases the model at the end of the run: later changes to it are the script's own."""
         self._model = {}
         _own.place = Place
         if not _own.made:
@@ -291,8 +294,8 @@ class RegisteredState:
         self._memberships.check(groups)
 
     def check_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigurationError if `optimizer`, which is about to step, is none of the run's
-        and changes a model of it."""
+        """Raises ConfigurationError if `optimizer`, which is about to step, is not one of the run's
+        but changes one of its models."""
         if not self._optimizers or self.applying or self._is_own(optimizer):
             return
         for parameter in (
@@ -308,7 +311,7 @@ class RegisteredState:
                 )
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Which of the model's parameters want gradients, from now on."""
+        """Records which of the model's parameters require gradients from now on."""
         self._parameters = (
             f"{xxhash.xxh3_64_intdigest(repr((self._groups, list(trained))).encode()):016x}"
         )
@@ -318,21 +321,21 @@ class RegisteredState:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Its place among the run's optimizers, in the order of `as_distributed`."""
+        """Returns its index among the run's optimizers, in the order of `as_distributed`."""
         return next(
             (number for number, known in enumerate(self._optimizers) if known is optimizer), 0
         )
 
     def _is_own(self, optimizer: Any) -> bool:
-        """Whether it is one of the run's, or what the user holds of one."""
+        """Returns whether it is one of the run's optimizers, or the user's wrapper of one."""
         own = getattr(optimizer, "optimizer", optimizer)
         return any(known is own for known in self._optimizers)
 
     @property
     def settings(self) -> list[dict[str, Any]]:
-        """Hyper-parameters of the run's optimizers, group by group, the scale of its last loss, and
-        a digest of which parameters are in which group and which are trained: the same on all
-        ranks. Plain values alone: of others nothing says that they look alike on two ranks."""
+        """Hyperparameters of the run's optimizers by group, the last loss scale, and a digest of
+        the groups' parameters and the trained ones: the same on all ranks. Only plain values, since
+        others may look different on two ranks."""
         plain = [
             {
                 name: plain
@@ -344,8 +347,8 @@ class RegisteredState:
         return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
 
     def settings_digest(self) -> int:
-        """Returns a digest of `settings`, the same for equal numbers of any type. It is made anew
-        when a value is another, and each time if one may change in place."""
+        """Returns a digest of `settings`, the same for equal numbers of any type. It is recomputed
+        when a value has changed, and always if one may change in place."""
         now: list[Any] = [self._last_scale, self._parameters]
         kinds = set[type]()
         for group in self._param_groups:
@@ -360,16 +363,16 @@ class RegisteredState:
         return self._digest
 
     def scaled_by(self, scale: float) -> None:
-        """A GradScaler multiplied the loss of the step that is applied with `scale`."""
+        """Records the factor by which a GradScaler multiplied the loss of the applied step."""
         self._last_scale = scale
 
     def register(self, name: str, value: object, *, copied: bool = False) -> None:
-        """Adds `value` under `name`; a state that waited under that name is loaded into it.
-        `copied`: its state is copied in each step, and put back if the step is lost.
+        """Adds `value` under `name` and loads a waiting state of that name into it. `copied`: its
+        state is copied in each step, and restored if the step is lost.
 
         Raises:
-            ConfigurationError: it has no state_dict/load_state_dict, its state cannot be carried,
-                or the name is taken by another object.
+            ConfigurationError: it has no state_dict/load_state_dict, its state cannot be stored, or
+                the name belongs to another object.
         """
         if not isinstance(value, Stateful):
             raise ConfigurationError(
@@ -408,12 +411,12 @@ class RegisteredState:
         return {**self._objects, **self._found}
 
     def find(self, name: str) -> Stateful | None:
-        """The object registered under `name`."""
+        """Returns the object registered under `name`."""
         return self._objects.get(name)
 
     def loss_scale(self, scaler: str | None) -> float:
         """Returns the current loss scale of a registered GradScaler. `scaler`: its name; empty:
-        there is none, and None: all are meant."""
+        there is none; None: all of them."""
         scalers = {
             name: value
             for name, value in self._all.items()
@@ -434,7 +437,7 @@ class RegisteredState:
         )
 
     def capture(self) -> dict[str, Any]:
-        """The state of all objects."""
+        """Returns the state of all objects."""
         self.find_new()
         states = {name: value.state_dict() for name, value in self._all.items()} | self._pending
         states |= {name: before.state for name, before in self._again.items()}
@@ -462,12 +465,12 @@ class RegisteredState:
         self._again = self._copies() if self._void and self._comes_again else {}
 
     def restored(self) -> None:
-        """The optimizers have the state that belongs to what was restored last."""
+        """Records the optimizers' settings that belong to the last restored state."""
         self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
-        """A call that puts back what all objects have now, as far as they take it, after a
-        `restore` that was refused."""
+        """Returns a call that restores the current state of all objects, as far as they accept it,
+        after a refused `restore`."""
         self.find_new()
         objects = self._all
         before = {name: copy.deepcopy(value.state_dict()) for name, value in objects.items()}
@@ -486,18 +489,19 @@ class RegisteredState:
         return put_back
 
     def keep_for_redo(self) -> None:
-        """Steps that the script has taken are to be taken again from the state of now."""
+        """Keeps the current state because steps that the script has taken will be repeated from
+        it."""
         self._again = self._copies()
 
     def put_back_again(self) -> None:
-        """The step that was lost is about to begin anew with the same batch: undoes what the script
-        has done to objects since."""
+        """Undoes the script's changes to objects since the lost step, which is about to be repeated
+        with the same batch."""
         again, self._again = self._again, {}
         for before in again.values():
             before.value.load_state_dict(copy.deepcopy(before.state))
 
     def step_begins(self) -> None:
-        """The next step begins: advances count again."""
+        """Begins a step: advances count again."""
         self._void = False
         self._open, self._early, self._advanced = True, {}, None
         self._scale_before = self._last_scale
@@ -505,11 +509,11 @@ class RegisteredState:
         self._refuse_unnamed()
 
     def step_taken(self, *, may_be_lost: bool = False, comes_again: bool = True) -> None:
-        """The script gets its part of the step that has begun: it has come to where the run is.
-        `may_be_lost`: objects are copied, to be put back then. `comes_again`: the same batch will
-        be given out then."""
-        # a joiner's first step begins at the head of its loop over epochs, before it makes what
-        # belongs to the epoch
+        """Handles that the script gets its part of the step and so has caught up with the run.
+        `may_be_lost`: copy objects, to restore them then. `comes_again`: the same batch is handed
+        out again in that case."""
+        # a joiner's first step begins at the head of its loop over epochs, before it creates the
+        # epoch's objects
         self.find_new()
         self._refuse_unnamed()
         self._passing, self._loaded = False, {}
@@ -547,7 +551,7 @@ class RegisteredState:
         return _Before(value, copy.deepcopy(state), [], self._advances.get(name, 0))
 
     def step_committed(self) -> None:
-        """The step in progress counts, and what has advanced in it already."""
+        """Confirms the current step and the advances made in it."""
         self._open, self._early, self._again = False, {}, {}
         self._loaded_settings = None
         if self._unchecked:
@@ -555,8 +559,8 @@ class RegisteredState:
             self._drop_unclaimed()
 
     def _drop_unclaimed(self) -> None:
-        """Warns of automatic names that no object has claimed. An object made later is another one
-        than theirs."""
+        """Warns about automatic names that no object has claimed. An object created later is a
+        different one."""
         dropped = [
             name
             for name in self._pending
@@ -565,7 +569,7 @@ class RegisteredState:
         for name in dropped:
             del self._pending[name]
         over = f".{self._loaded_place}." if self._loaded_place else None
-        # else its epoch was over when it was saved
+        # otherwise its epoch was over when it was saved
         lost = [name for name in dropped if over is None or over not in name]
         if lost:
             _log.warning(
@@ -577,8 +581,8 @@ class RegisteredState:
             )
 
     def _refuse_unnamed(self) -> None:
-        """Raises ConfigurationError: an object was made between batches, where no number identifies
-        it in a resumed script."""
+        """Raises ConfigurationError if an object was created between batches, where no number
+        identifies it in a resumed script."""
         unnamed, self._unnamed = self._unnamed, []
         named = list(self._objects.values())
         for made in unnamed:
@@ -591,12 +595,12 @@ class RegisteredState:
                 )
 
     def passed_over(self) -> None:
-        """The script has passed over an iteration of a loader, and may go on to what it did after
-        it in the run."""
+        """Handles that the script has skipped an iteration of a loader, and may repeat the run's
+        actions after it."""
         self._passing = True
 
     def find_new(self) -> None:
-        """Registers what the script has made of its own accord and what belongs to the run."""
+        """Registers objects that the script has created and that belong to the run."""
         made = newly_made()
         if not made and (not self._undecided or not self._optimizers):
             return
@@ -622,7 +626,7 @@ class RegisteredState:
         return optimizer is not None and self._is_own(optimizer)
 
     def step_void(self) -> None:
-        """The step was lost: its advances must not count."""
+        """Discards the advances of a lost step."""
         self.find_new()
         self._void = True
         if self._comes_again:
@@ -632,8 +636,7 @@ class RegisteredState:
         self.step_undone()
 
     def step_undone(self) -> None:
-        """What has advanced in the step in progress has not; what the script asks for from here on
-        counts."""
+        """Undoes the advances in the current step; later ones count."""
         self.find_new()
         if self._open:
             self._last_scale = self._scale_before
@@ -641,9 +644,9 @@ class RegisteredState:
         self._open, self._early, self._advanced = False, {}, None
 
     def withdraw(self) -> None:
-        """Puts objects that have advanced in the step in progress back to what they were before it,
-        while nobody knows whether it counts: their state may be given to peers. `reinstate` or
-        `step_void` follows."""
+        """Restores objects that have advanced in the current step to their earlier state while its
+        outcome is unknown, since their state may be sent to peers. `reinstate` or `step_void`
+        follows."""
         if self._advanced is None:
             after = {
                 name: copy.deepcopy(before.value.state_dict())
@@ -654,7 +657,7 @@ class RegisteredState:
             self._last_scale = self._scale_before
 
     def reinstate(self) -> None:
-        """The step counts: what has advanced in it has."""
+        """Reinstates the advances, since the step counts."""
         if self._advanced is not None:
             after, settings, self._advances, self._last_scale = self._advanced
             self._advanced = None
@@ -683,7 +686,7 @@ class RegisteredState:
             group.update(copy.deepcopy(own))
 
     def _counts(self, name: str, value: Any) -> bool:
-        """Whether the advance that the script asks for is one of the run's; notes what it will
+        """Returns whether a requested advance counts as one of the run's; records what it will
         change."""
         if self._void:
             return False
@@ -714,19 +717,19 @@ class RegisteredState:
                 return None
             return advance(own, *args, **kwargs)
 
-        # A class of its own, not an attribute of the instance: schedulers put their instance
-        # attributes into state_dict().
+        # A separate class instead of an attribute of the instance, since schedulers put their
+        # instance attributes into state_dict().
         members = {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         if not hasattr(value, "__dict__"):
-            # its class has __slots__, and takes only a class with the same
+            # its class has __slots__, and accepts only a class with the same
             members["__slots__"] = ()
         value.__class__ = type(kind.__name__, (kind,), members)
 
 
 def _load(value: Stateful, state: dict[str, Any]) -> None:
-    """Loads a state of another process into `value`. An averaged model holds a copy of what it was
-    made from: where a rank has all of the model that is a `ShardedModel`, whose keys have one
-    "module." more than those of the plain module that it is elsewhere."""
+    """Loads another process's state into `value`. An averaged model holds a copy of its source: on
+    a rank with the entire model that is a `ShardedModel`, whose keys have one more "module." than
+    those of the plain module elsewhere."""
     if isinstance(value, AveragedModel):
         own = value.state_dict().keys()
         once, twice = "module.", "module.module."
@@ -745,7 +748,7 @@ def _load(value: Stateful, state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """`value`, if it says the same wherever it is the same; else None."""
+    """Returns `value` if equal values look the same everywhere; otherwise None."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -755,8 +758,8 @@ def _plain(value: Any) -> Any:
 
 
 def _canonical(settings: Any) -> Any:
-    """`settings` with one form for equal numbers: 1, True and 1.0 are the same, as are 0.0 and
-    -0.0."""
+    """Returns `settings` with one form for equal numbers: 1, True and 1.0 are the same, as are 0.0
+    and -0.0."""
     if isinstance(settings, Mapping):
         return {name: _canonical(value) for name, value in settings.items()}
     if isinstance(settings, list | tuple):
@@ -765,9 +768,9 @@ def _canonical(settings: Any) -> Any:
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Returns a call that gives the object as long as the script holds it, or always, if its class
-    has `__slots__` and no weak references. A strong reference would keep it, through its own class,
-    until a garbage collection."""
+    """Returns a call that returns the object as long as the script holds it, or always if its class
+    has `__slots__` without weak references. A strong reference would keep it alive, through its own
+    class, until a garbage collection."""
     try:
         return weakref.ref(value)
     except TypeError:

@@ -1,12 +1,12 @@
-"""How the script of this process ended: well or badly, as far as Python tells. Asked once, while
-the interpreter goes down.
+"""Determines whether this process's script ended well or badly, as far as Python reveals it. Asked
+once, during interpreter shutdown.
 
 An uncaught exception passes through `sys.excepthook`; SystemExit does not, and its status is
-nowhere to be had afterwards. So `sys.exit` is wrapped to note what it was asked for; and whether
-that was the end, rather than caught on its way, is seen by the script's outermost frame: it has
-returned, or an exception left it. A SystemExit that the script raised by itself
-(`raise SystemExit(main())`, `exit(0)`) leaves no trace of its status: it counts as an end like any
-other. The launcher sees the status, and the peers whether it came before theirs.
+unavailable afterwards. `sys.exit` is therefore wrapped to record its argument. The script's
+outermost frame shows whether that call ended the script or was caught: the frame has returned, or
+an exception left it. A SystemExit raised directly by the script (`raise SystemExit(main())`,
+`exit(0)`) leaves no trace of its status and counts as a normal end. The launcher sees the status,
+and the peers see whether it came before theirs.
 """
 
 from __future__ import annotations
@@ -31,17 +31,18 @@ class ScriptEnd:
         ] = lambda error, traceback: None,
         in_backward: Callable[[], bool] = lambda: False,
     ) -> None:
-        """
-        account_for: called with an uncaught exception, after its traceback was printed; the process
-            takes its status from a SystemExit that it raises.
-        in_backward: whether the calling thread runs a backward pass. On CUDA that is a thread of
-            autograd's, whose exceptions are raised in the thread that called `backward`.
+        """Args:
+        account_for: called with an uncaught exception, after its traceback was printed; the
+            process takes its status from a SystemExit that it raises.
+        in_backward: returns whether the calling thread runs a backward pass. On CUDA that is a
+            thread of autograd's, whose exceptions are raised in the thread that called
+            `backward`.
         """
         self._account_for = account_for
         self._in_backward = in_backward
         self._uncaught: str | None = None
         self._exit: str | None = None
-        """What sys.exit was last asked for; empty: to end well; None: it was not called."""
+        """Last argument of sys.exit; empty: a normal end; None: it was not called."""
         self._outermost = _outermost_frame(
             sys._current_frames()[threading.main_thread().ident or 0]
         )
@@ -54,10 +55,10 @@ class ScriptEnd:
         sys.exit = self._note_exit
 
     def failure(self) -> str | None:
-        """Why it failed; None: it did not, or it has not ended."""
+        """Returns why it failed; None if it did not, or has not ended."""
         if self._uncaught is not None:
             return self._uncaught
-        # a program that goes on after the script, such as a test's
+        # a program that continues after the script, such as a test's
         running = _outermost_frame(sys._getframe()) is self._outermost
         if not running and _has_returned(self._outermost):
             return None
@@ -76,7 +77,7 @@ class ScriptEnd:
         self._account_for(value, traceback)
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
-        # Elsewhere it ends the thread alone.
+        # Elsewhere it ends only the thread.
         if threading.current_thread() is threading.main_thread() or self._in_backward():
             self._exit = "" if status is None or status == 0 else f"sys.exit({status!r})"
         self._sys_exit(status)
@@ -89,5 +90,5 @@ def _outermost_frame(frame: FrameType) -> FrameType:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """A frame that has ended stands at its last instruction."""
+    """Returns whether a frame has returned, in which case it is at its last instruction."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 class Session:
-    """One process's training run. The `StrategySession` of its strategy; `lifecycle` is the
+    """Training run of one process. The `StrategySession` of its strategy; `lifecycle` is the
     `LoaderSession` of its loaders."""
 
     def __init__(
@@ -72,8 +72,8 @@ class Session:
         donor: StateDonor | None,
         metrics: WorkerMetrics,
     ) -> None:
-        """`membership` and `donor`: both None in a world of one. `donor` alone: no state travels
-        (async_sgd)."""
+        """`membership` and `donor`: both None in a world of one. If only `donor` is None, no state
+        is sent (async_sgd)."""
         self.settings = settings
         self.metrics = metrics
         self.progress = ProgressMeter(metrics)
@@ -81,9 +81,9 @@ class Session:
         self._held = HeldState(live=membership is None)
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
-        """Gives state to peers; None in a world of one."""
+        """Sends state to peers; None in a world of one."""
         self.missed: str | None = None
-        """Why this process's end, which its script takes for a good one, is a failure."""
+        """Reason why this process's end is a failure although its script considers it good."""
         self.outcome: StepStatus | None = None
         """Outcome of the last step that the script finished."""
         self._left_from: Generation | None = None
@@ -116,50 +116,50 @@ class Session:
 
     @property
     def elastic(self) -> bool:
-        """A member of a job, or a rank of a launch; False: a world of one by itself."""
+        """True if this is a member of a job or a rank of a launch; False in a world of one."""
         return self._membership is not None
 
     @property
     def membership(self) -> Member | None:
-        """Its place among the ranks; None in a world of one."""
+        """Membership among the ranks; None in a world of one."""
         return self._membership
 
     @property
     def registered(self) -> RegisteredState:
-        """What the user registered."""
+        """Objects registered by the user."""
         return self._held.registered
 
     @property
     def engine(self) -> TrainingEngine:
-        """What trains the run's model. Asked where a step is under way."""
+        """Engine of the run's model. Used while a step is in progress."""
         return self._held.engine
 
     @property
     def operations(self) -> Operations:
-        """The operations between steps since the last commit."""
+        """Operations between steps since the last commit."""
         return self._held.operations
 
     @property
     def is_joining(self) -> bool:
-        """This process replays its script and has not come to its first live batch; or it is a
-        spare, and will."""
+        """True if this process replays its script and has not reached its first live batch, or is a
+        spare and will."""
         return self._held.phase.replaying or (self._held.has_engine and self._held.engine.idle)
 
     @property
     def is_redoing(self) -> bool:
-        """Committed steps were undone, and this process's script has not come to the loader's next
-        one: it is ahead of its state."""
+        """True if committed steps were undone, and this process's script, ahead of its state, has
+        not reached the loader's next one."""
         return self._held.phase.now is Phase.RETURNED
 
     @property
     def has_left(self) -> bool:
-        """This process has said goodbye to its job, which goes on without it: what it holds is
-        nobody's."""
+        """True if this process has left its job, which continues without it, so that its state
+        counts for nothing."""
         return self._held.phase.now is Phase.LEFT
 
     @property
     def group(self) -> Group | None:
-        """The ranks of this generation, connected; None in a world of one and before the first."""
+        """Connected ranks of this generation; None in a world of one and before the first."""
         return self._formation.group if self._formation is not None else None
 
     @property
@@ -186,8 +186,8 @@ class Session:
 
     @property
     def when_written(self) -> WhenWritten | None:
-        """Who writes a file now, also after `close`; None: what the script does is not the
-        run's."""
+        """Writer and time of a file written now, also after `close`; None if the script's actions
+        do not belong to the run."""
         generation = self._left_from or self._generation
         if generation is None or self.is_joining or self.is_redoing:
             return None
@@ -203,20 +203,20 @@ class Session:
 
     @property
     def generation(self) -> int:
-        """Number of the generation this process works in; 0 before the first and in a world of
+        """Number of the generation that this process works in; 0 before the first and in a world of
         one."""
         generation = self._generation
         return generation.number if generation is not None else 0
 
     @property
     def ranks_may_come(self) -> bool:
-        """See `StrategySession`."""
+        """True if ranks may join, as in `StrategySession`."""
         return self._membership is not None and self._membership.only_backend is None
 
     @property
     def begins(self) -> bool:
-        """The ranks are those that the run was started with: none has gone yet, and none has come
-        later."""
+        """True if the ranks are those that the run was started with: none has left or joined
+        yet."""
         generation = self._generation
         return generation is None or generation.begins_run
 
@@ -226,7 +226,7 @@ class Session:
         return self._held.steps
 
     def on_waiting(self, where: Callable[[], Where | None]) -> None:
-        """`where` says where the script stands, when it waits for its peers: see
+        """Sets the function that returns the script's position when it waits for its peers: see
         `Waiting.where`."""
         if self._formation is not None:
             self._formation.where = where
@@ -245,7 +245,7 @@ class Session:
 
     @property
     def default_backend(self) -> str:
-        """The backend of groups, where the user names none."""
+        """Backend of groups if the user names none."""
         only = self._membership.only_backend if self._membership is not None else None
         return only or ("nccl" if self.device.type == "cuda" else "gloo")
 
@@ -256,7 +256,7 @@ class Session:
     # ------------------------------------------------------------------------------------ beginning
 
     def join(self) -> None:
-        """Opens the session with the coordinator. In a fresh job, waits for a rank; a joiner of a
+        """Opens the session with the coordinator. In a new job, waits for a rank; a joiner of a
         running one first replays its script."""
         membership = self._membership
         assert membership is not None
@@ -274,8 +274,8 @@ class Session:
             return
         self._await_rank(membership)
         generation = membership.link.newest_generation
-        # One that got no rank in the first generation joins a later one, whose other members have
-        # begun.
+        # A member without a rank in the first generation joins a later one, whose other members
+        # have begun.
         if (
             generation is None
             or len(generation.joining) == generation.world_size
@@ -284,7 +284,7 @@ class Session:
             self._held.phase.begin()
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Takes `engine` into the session and gives all ranks the first one's weights.
+        """Adds `engine` to the session and gives all ranks the first one's weights.
 
         Raises:
             PreconditionError: there is one already.
@@ -311,26 +311,26 @@ class Session:
         try:
             membership.await_generation()
         except StopTraining as stop:
-            # it never had a part in the run, so there is nothing for its script to do
+            # it never took part in the run, so its script has nothing to do
             self._departure.exit_drained(str(stop))
 
     def trains(self, engine: object) -> bool:
-        """Whether `engine` is the run's model; a clone of it is not."""
+        """Returns whether `engine` is the run's model; a clone of it is not."""
         return self._held.has_engine and self._held.engine is engine
 
     # ----------------------------------------------------------------- steps: see `StrategySession`
 
     @property
     def step(self) -> Step | None:
-        """The step in progress."""
+        """Step in progress."""
         return self._held.step
 
     def ensure_step(self) -> Step:
-        """The step in progress; begins one in a user's own loop, where no loader does."""
+        """Returns the current step; begins one in a user's own loop, where no loader does."""
         return self.lifecycle.ensure()
 
     def note_inputs(self, *inputs: Any) -> None:
-        """The model is called with `inputs` to train. See `BatchComparison`."""
+        """Records the inputs of a training call of the model. See `BatchComparison`."""
         self.lifecycle.note_inputs(inputs)
 
     def note_evaluated(self, *inputs: Any) -> None:
@@ -339,69 +339,70 @@ class Session:
 
     @property
     def evaluations(self) -> EvaluationComparison:
-        """What this rank evaluates outside of `shoal.evaluate`."""
+        """Evaluations of this rank outside of `shoal.evaluate`."""
         return self._held.evaluations
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """See `StrategySession`."""
+        """Implements `StrategySession.note_trained`."""
         self._held.registered.note_trained(trained)
 
     def control_word(self) -> list[float]:
-        """What this rank adds to the step's control word."""
+        """Returns this rank's part of the step vote."""
         return self.lifecycle.control_word()
 
     def settle_collectives(self) -> None:
-        """See `StepLifecycle.settle_collectives`."""
+        """Implements `StepLifecycle.settle_collectives`."""
         self.lifecycle.settle_collectives()
 
     def seal_step(self) -> None:
-        """The gradients are summed: this rank has all that it needs to apply the step, or the step
-        is marked lost."""
+        """Marks the step as prepared: the gradients are summed, and this rank has everything needed
+        to apply the step; or the step is marked lost."""
         self.lifecycle.settle_collectives()
         self.lifecycle.require().seal()
 
     def take_control_word(self, summed: Sequence[float]) -> None:
-        """The closing came back: the step counts, whatever fails from here on."""
+        """Takes the result of the commit all-reduce: the step counts, whatever fails afterwards."""
         self.lifecycle.require().decide(summed)
 
     def mark_lost(self, error: BaseException) -> None:
-        """A collective of the step failed. May be called from a collective's callback."""
+        """Marks the step as lost because a collective failed. May be called from a collective's
+        callback."""
         self.lifecycle.mark_lost(error)
 
     def void_step(self, reason: str) -> None:
-        """The step in progress counts nowhere, as every rank concludes by itself."""
+        """Aborts the current step, as every rank concludes by itself."""
         step = self.lifecycle.require()
         step.fail(reason)
         step.void()
 
     def settle_step(self) -> None:
-        """Returns when it is known what becomes of the step in progress. See
-        `StepLifecycle.settle`."""
+        """Waits until the outcome of the current step is known. See `StepLifecycle.settle`."""
         self.lifecycle.settle()
 
     def finish_reduction_if_whole(self) -> None:
-        """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum
-        over the ranks is due."""
+        """Reduces the gradients if, inside one plain batch, the backward pass completed this rank's
+        part."""
         self.lifecycle.finish_reduction_if_whole()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Applies the step if every member's part is in it; else re-forms. See
+        """Applies the step if every member's part is included; otherwise re-forms. See
         `StepLifecycle.finish`."""
         self.outcome = self.lifecycle.finish(apply)
         return self.outcome
 
     def give_up_step(self, stop: StopTraining) -> StepStatus:
-        """The run ended for this member while a step of asynchronous training was in progress."""
+        """Gives up the current step of asynchronous training because the run ended for this
+        member."""
         self.outcome = self.lifecycle.give_up(stop)
         return self.outcome
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """The steps committed from here on are undone when the group fails, until `release`. See
+        """Makes the steps committed from here on undone if the group fails, until `release`. See
         `HeldState.keep`."""
         self._held.keep(replica)
 
     def release(self) -> None:
-        """The steps since `keep` are every rank's."""
+        """Confirms the steps since `keep` on all ranks."""
         self._held.release()
 
     # ----------------------------------------------------------------------------------- operations
@@ -410,11 +411,11 @@ class Session:
         """Runs `body` on all ranks and returns its result, which must be the same JSON value on
         every rank.
 
-        Runs it again when the membership changes on the way. In a joiner it runs over this process
-        alone, and so it does where steps were undone: all ranks hold one state then, but their
-        scripts will come here again, each at its time. That may happen on the way, if the state is
-        found lost. Ends the process (SystemExit) if it has become a spare, which holds nothing to
-        answer with; not with `answers` False: nobody looks at the answer.
+        Repeats it when the membership changes meanwhile. A joiner runs it alone. So does every rank
+        after steps were undone: all ranks then hold one state, but their scripts will reach this
+        point again, each at its own time. This may also happen during the operation if the state is
+        found lost. Ends the process (SystemExit) if it has become a spare, which has nothing to
+        answer with; not with `answers` False, when nobody uses the answer.
         """
         self._check_between_steps(kind)
         formation = self._formation
@@ -432,7 +433,7 @@ class Session:
         while self.lifecycle.returning.under_way or not self.is_redoing:
             if self._held.engine.idle:
                 if answers:
-                    # What it would answer is not the run's.
+                    # Its answer would not be the run's.
                     self._departure.exit_spare(
                         f"no whole replica can be made with this rank, which has come to {kind}"
                     )
@@ -463,8 +464,8 @@ class Session:
         return body(LocalChannel())
 
     def _check_between_steps(self, kind: str) -> None:
-        """Raises PreconditionError in the middle of a step: a fault in the operation would have to
-        redo it, and the step's gradients could not be kept."""
+        """Raises PreconditionError in the middle of a step: a fault in the operation would require
+        repeating it, and the step's gradients could not be kept."""
         step = self._held.step
         # The step of a user's own loop begins with any forward pass.
         own_loop = (
@@ -493,34 +494,34 @@ class Session:
     # ---------------------------------------------------------------------------------- checkpoints
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """The whole committed state: model, optimizer (see `TrainingEngine`), registered objects,
-        cursors. May share memory with them. Part of an operation."""
+        """Returns the complete committed state: model, optimizer (see `TrainingEngine`), registered
+        objects, cursors. May share memory with them. Part of an operation."""
         return self._held.capture(self._held.engine.assemble(channel))
 
     def part(self, channel: Channel) -> StatePart | None:
-        """This rank's part of what `assemble` gives; None: it is not in parts. Part of an
-        operation."""
+        """Returns this rank's part of the result of `assemble`; None if the state is not sharded.
+        Part of an operation."""
         part = self._held.engine.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
 
     def warn_of_given_up(self) -> None:
-        """See `HeldState.warn_of_given_up`."""
+        """Warns like `HeldState.warn_of_given_up`."""
         self._held.warn_of_given_up()
 
     @property
     def row_store(self) -> RowStore | None:
-        """The rows of the model's sparse tables; None: it has none."""
+        """Rows of the model's sparse tables; None if it has none."""
         return self._held.engine.row_store if self._held.has_engine else None
 
     @property
     def run(self) -> str:
-        """What the run is known by in checkpoints: like no other that began from nothing."""
+        """Name of the run in checkpoints, unique for each run that began from scratch."""
         return self._held.run
 
     @property
     def is_asynchronous(self) -> bool:
-        """Whether workers of this session's job begin and end at any time, and take steps of their
-        own (`async_sgd`)."""
+        """True if workers of this session's job begin and end at any time and take independent
+        steps (`async_sgd`)."""
         return self._held.has_engine and self._held.engine.asynchronous
 
     @property
@@ -530,20 +531,22 @@ class Session:
         return generation.me.member_id if generation is not None else ""
 
     def is_gone(self, member_id: str) -> bool:
-        """Whether a member of a former generation belongs to the run no more. On any thread."""
+        """Returns whether a member of an earlier generation no longer belongs to the run.
+        Thread-safe."""
         membership = self._membership
         return membership is not None and membership.has_left(member_id)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """While open, this rank computes with the model without its peers. Opened by all ranks of
-        an operation."""
+        """Lets this rank compute with the model without its peers within the block. Entered by all
+        ranks of an operation."""
         return self._held.engine.whole_for(channel) if self._held.has_engine else nullcontext()
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:
         """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on
         the others). Part of an operation."""
         if captured is not None:
-            # of a checkpoint: the script may draw its batches otherwise than the one that saved it
+            # of a checkpoint: the script may draw its batches differently from the one that saved
+            # it
             captured = {**self._held.with_own_tables(captured), "batches_compared": 0}
         if self._formation is not None and isinstance(channel, GroupChannel):
             self._formation.replace_state(channel, captured)
@@ -552,24 +555,25 @@ class Session:
             self._held.name = StateName(self.generation, int(captured["steps"]))
 
     def on_state_lost(self, fallback: Callable[[], bool]) -> None:
-        """`fallback` loads the newest checkpoint here, and says whether there was one. Called if
-        all that held the state are gone."""
+        """Sets the function that loads the newest checkpoint here and returns whether there was
+        one. Called if all holders of the state are gone."""
         if self._formation is not None:
             self._formation.feeding.fallback = fallback
 
     def go_back_by(self, load: Callable[[], str | None]) -> None:
-        """`load` puts the newest checkpoint in the place of the state, with all ranks; it returns
-        why it cannot, or None. Called in a step, when the ranks that are left hold but a part of
-        the state."""
+        """Sets the function that replaces the state with the newest checkpoint, together with all
+        ranks, and returns why it cannot, or None. Called in a step when the remaining ranks hold
+        only part of the state."""
         self.lifecycle.returning.load = load
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
-        """Why this process's script cannot go on from a checkpoint's state; None: it can."""
+        """Returns why this process's script cannot continue from a checkpoint's state; None if it
+        can."""
         return self._held.cannot_return(captured)
 
     def fence(self) -> Callable[[], None]:
-        """A check that this process may still publish what it holds now: raises
-        StaleGenerationError if it was put out of the job since."""
+        """Returns a check that this process may still publish its current state: it raises
+        StaleGenerationError if the process was evicted since."""
         membership, generation = self._membership, self.generation
         return (
             (lambda: membership.check_current(generation))
@@ -580,23 +584,22 @@ class Session:
     # -------------------------------------------------------------------------------------- the end
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """`callback` is called once, before this process says goodbye to its job."""
+        """Registers a callback, called once before this process leaves its job."""
         self._departure.on_leave(callback)
 
     def close(self, *, failed: str | None = None) -> None:
-        """Leaves the job: finished, or failed with a reason. What is called afterwards finds a
-        world of one."""
+        """Leaves the job: finished, or failed with a reason. Later calls find a world of one."""
         if failed is None:
             self.lifecycle.drop_partly_updated()
         if self._membership is not None:
             if self._held.phase.now is Phase.ARRIVING and failed is None:
-                # It has a rank, and its peers wait for it. Were it told as the script's good end,
-                # the run would be over for all.
+                # It has a rank, and its peers wait for it. If this counted as a normal end of the
+                # script, the run would be over for all.
                 failed = self.missed = (
                     "the script came to its end without a step of the loop in which its peers are"
                 )
             if self.lifecycle.diverged is not None and failed is None:
-                # the script has caught the error that said so
+                # the script has caught the error that reported this
                 failed = self.missed = self.lifecycle.diverged
             if failed is None:
                 self._await_the_others()
@@ -635,8 +638,8 @@ class Session:
         self.lifecycle.leave_peers()
 
     def _await_the_others(self) -> None:
-        """Nobody goes while another may still need it: its part of the state, or its word that the
-        last step counts."""
+        """Waits while another rank may still need this one: its part of the state, or its
+        confirmation that the last step counts."""
         held, formation = self._held, self._formation
         has_part = (
             held.has_engine
@@ -650,10 +653,10 @@ class Session:
             if held.engine.in_parts and (self._departure.stopped is None or formation.healthy):
                 self._confirm("end of the run")
             elif held.operations.finished == 0:
-                # else all have ended the last step, or could not have taken part
+                # otherwise all have ended the last step, or could not have taken part
                 await_last_step(formation, held)
         except (ShoalError, StopTraining) as error:
-            # what was to be kept together is not needed any more
+            # what was to be kept together is no longer needed
             if isinstance(error, ShoalError) and error.reason == "RANKS_DIVERGED":
                 self.missed = str(error)
             _log.info("the ranks did not end together: %s", error)

@@ -1,18 +1,18 @@
-"""Watches the training thread while it waits for its peers: a collective that waits says nothing,
-and ends late.
+"""Watches the training thread while it waits for its peers, since a waiting collective reports
+nothing and fails late.
 
-After ten seconds in one wait it looks whom this process cannot reach, tells the coordinator with
-the heartbeats, and says every ten seconds in the log what is waited for. A peer that is out of
-reach twice running ends the group, as the collective's own deadline would minutes later: the
-coordinator then keeps the two apart, or finds the peer's machine lost. It also measures which
-connections are always busy.
+After ten seconds in one wait it probes which peers this process cannot reach, reports them to the
+coordinator in heartbeats, and logs every ten seconds what is waited for. A peer that is unreachable
+twice in a row ends the group, as the collective's own deadline would minutes later: the coordinator
+then separates the two, or finds the peer's machine lost. It also measures which connections are
+always busy.
 
-Gloo and NCCL seldom say who failed them, and two members between which a link is cut would form
-generations without end; so each finds out for itself whom it reaches, here, and after a collective
-ran into its deadline or a generation did not form. A peer that hangs is reached: its kernel
-answers.
+Gloo and NCCL seldom report which peer failed them, and two members with a broken link between them
+would form generations endlessly. Each therefore probes its peers itself: here, and after a
+collective reached its deadline or a generation did not form. A hung peer is reachable, since its
+kernel answers.
 
-A thread of its own; it never blocks for longer than a look takes.
+Runs on a separate thread that never blocks for longer than a probe takes.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from shoal_worker.elastic.waiting import WaitingLines
 
 _LOOK_S: Final = 0.05
 GENERATION_OVER_OR_AWAY: Final = (MembershipChanged, UnavailableError)
-"""What reading a generation's peers raises: `AskedPeers`."""
+"""Errors of reading a generation's peers: `AskedPeers`."""
 
 
 def unreachable(
     peers: Mapping[int, str], *, timeout: timedelta, given_up: Callable[[], bool]
 ) -> list[int]:
-    """Ranks whose `donor_address` (host:port, by rank) takes no connection within `timeout`; empty
-    once `given_up` says so."""
+    """Returns the ranks whose `donor_address` (host:port, by rank) accepts no connection within
+    `timeout`; empty once `given_up` returns True."""
     if given_up():
         return []
     deadline = time.monotonic() + timeout.total_seconds()
@@ -90,15 +90,15 @@ _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 1.0
 LOOK_AFTER_S: Final = 10.0
-"""A wait of so long is looked into."""
+"""Duration after which a wait is investigated."""
 _LOOK_AGAIN_S: Final = 5.0
 _REACH_TIMEOUT: Final = timedelta(seconds=1)
 _TRAFFIC_EVERY_S: Final = 5.0
 _MOSTLY: Final = 0.5
 _MOST_PEERS: Final = 16
-"""In larger worlds a rank looks only at the peers that collectives of rings and halves connect it
-with. One that takes no connections, since a call holds Python's lock, must be able to let the
-kernel queue all looks at it."""
+"""In larger worlds a rank probes only the peers that ring and halving collectives connect it with.
+If a peer accepts no connections because a call holds Python's lock, its kernel must be able to
+queue all probes."""
 
 
 class StallWatch:
@@ -107,7 +107,7 @@ class StallWatch:
     def __init__(
         self, link: CoordinatorLink, waits: Waits, group: Callable[[], Group | None]
     ) -> None:
-        """`group`: the one formed last."""
+        """`group`: returns the one formed last."""
         self._link = link
         self._waits = waits
         self._group = group
@@ -115,9 +115,9 @@ class StallWatch:
         self._lines: WaitingLines | None = None
         self._looked_at = 0.0
         self._missed: tuple[int, frozenset[int]] = (0, frozenset())
-        """The generation of the last look, and who was out of reach then."""
+        """Generation of the last probe, and the ranks unreachable then."""
         self._reached = False
-        """While this member is kept apart from another: the last look reached that one."""
+        """True if the last probe reached the other member, if this one is separated from it."""
         self._traffic = BusyLinks()
         self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
 
@@ -131,8 +131,8 @@ class StallWatch:
 
     @property
     def busy_link(self) -> BusyLink | None:
-        """The connection of this rank's that had something to send for most of the last seconds;
-        None: none had."""
+        """Connection of this rank that had data to send for most of the last seconds; None if none
+        had."""
         return self._traffic.busiest
 
     def _run(self) -> None:
@@ -151,7 +151,7 @@ class StallWatch:
                     self._lines, self._missed = None, (0, frozenset())
                     self._link.cannot_reach(())
                 continue
-            # The coordinator's word, which says more, comes in a moment, unless it is away.
+            # The coordinator's more informative message arrives in a moment, unless it is away.
             self._lines = self._lines or WaitingLines(waited_s=waited_s, first_in_s=2 * _TICK_S)
             if time.monotonic() >= self._looked_at + _LOOK_AGAIN_S:
                 self._look(group, waited_s, what)
@@ -169,8 +169,8 @@ class StallWatch:
         return named_ranks(self._link.newest_generation, sorted(ranks))
 
     def _look_while_kept_out(self) -> None:
-        """Whether the member that this one is kept apart from can be reached again. Two looks
-        running say so."""
+        """Probes whether the member from which this one is separated can be reached again. Two
+        consecutive probes decide."""
         generation, other = self._link.newest_generation, self._link.apart_from
         try:
             peers = {
@@ -221,7 +221,7 @@ class StallWatch:
 
 
 class BusyLinks:
-    """Which connection of a group was busy, from one look to the next."""
+    """Finds the busy connections of a group between consecutive checks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.busiest: BusyLink | None = None
@@ -230,7 +230,7 @@ class BusyLinks:
         self._before: tuple[int, Mapping[str, Traffic]] = (0, {})
 
     def look(self, generation: Generation, traffic: Mapping[str, Traffic]) -> None:
-        """Called often; compares every few seconds."""
+        """Updates the statistics. Called often; compares every few seconds."""
         now = self._clock()
         passed_s = now - self._looked_at
         number, before = self._before
@@ -252,8 +252,8 @@ class BusyLinks:
 
 
 def _ranks_at(generation: Generation, address: str) -> list[int]:
-    """Ranks of the host at this address. In a world whose ranks are not all known, those among the
-    ones that are looked at."""
+    """Returns the ranks of the host at this address. In a world whose ranks are not all known, only
+    probed ones."""
     try:
         peers = generation.known or generation.peers_of(
             neighbours(generation.rank, generation.world_size)
@@ -268,8 +268,8 @@ def _ranks_at(generation: Generation, address: str) -> list[int]:
 
 
 def looked_at(generation: Generation) -> dict[int, str]:
-    """Donor addresses, by rank, of those that are looked at when a group has failed: of all others,
-    or in a large world of the neighbours. Raises GENERATION_OVER_OR_AWAY."""
+    """Returns the donor addresses by rank to probe after a group has failed: of all others, or in a
+    large world of the neighbours. Raises GENERATION_OVER_OR_AWAY."""
     large = generation.world_size > MOST_TOLD_WHOLE
     peers = (
         generation.peers_of(neighbours(generation.rank, generation.world_size))
@@ -284,8 +284,7 @@ def looked_at(generation: Generation) -> dict[int, str]:
 
 
 def named_ranks(generation: Generation | None, ranks: Sequence[int]) -> str:
-    """These ranks, for people, with their hosts where those are known or the coordinator says
-    so."""
+    """Lists these ranks for people, with their hosts if known or available from the coordinator."""
     hosts: dict[int, str] = {}
     if generation is not None:
         with suppress(*GENERATION_OVER_OR_AWAY):
@@ -299,8 +298,7 @@ def named_ranks(generation: Generation | None, ranks: Sequence[int]) -> str:
 
 
 def named_addresses(generation: Generation | None, ranks: Sequence[int]) -> str:
-    """These ranks, for people, with their hosts and the addresses that were looked at, where those
-    are known."""
+    """Lists these ranks for people, with their hosts and the probed addresses if known."""
     peers: dict[int, Peer] = {}
     if generation is not None:
         with suppress(*GENERATION_OVER_OR_AWAY):
@@ -319,7 +317,7 @@ def named_addresses(generation: Generation | None, ranks: Sequence[int]) -> str:
 
 
 def neighbours(rank: int, world_size: int) -> list[int]:
-    """The peers of `rank` that are looked at."""
+    """Returns the peers of `rank` that are probed."""
     if world_size <= _MOST_PEERS:
         return [other for other in range(world_size) if other != rank]
     steps = [1 << power for power in range(world_size.bit_length())]

@@ -1,10 +1,10 @@
-"""The step in progress, and the control word that rides in its closing.
+"""The step in progress, and the step vote that is part of its commit all-reduce.
 
-A step ends the same way under every strategy. First the gradients are summed: a rank that has all
-it needs to apply the step has *sealed* it. Then comes the closing, one small all-reduce: who has
-its sum knows that every rank has sealed, so the step counts, whatever fails afterwards. A rank that
-sealed and then lost the closing is in doubt, until a peer of the next generation tells whether it
-saw the closing.
+A step ends the same way under every strategy. First the gradients are summed: a rank that has
+everything needed to apply the step has *prepared* it. Then follows the commit all-reduce, a small
+one: a rank that has its sum knows that every rank has prepared, so the step counts, whatever fails
+afterwards. A rank that prepared and then lost the commit all-reduce is in doubt, until a peer of
+the next generation says whether it saw the result.
 
 The training thread owns a step. A collective's callback, on a thread of the process group, may mark
 it lost while the training thread waits for that collective.
@@ -34,29 +34,29 @@ _BASE = 1 << 20
 """Each number and its square are sent, and summed over up to 8192 ranks they are exact in
 float64."""
 _DEALING = 2
-"""Digits of `ScriptPosition.dealing`: of two that differ, one in 2^40 looks the same."""
+"""Digits of `ScriptPosition.dealing`: two different values collide once in 2^40."""
 
 PLACE_WORD_LENGTH = 1 + 2 * (3 + _DEALING)
-"""Numbers that a place takes in a control word."""
+"""Numbers used by a position in a step vote."""
 
 
 class ScriptPosition(NamedTuple):
-    """One step of one loop. Without a loader of Shoal's: no name, and zeros."""
+    """One step of one loop. Without a Shoal loader: no name, and zeros."""
 
     loader: str
-    """Its name; empty: the user's own loop."""
+    """Name of the loader; empty: the user's own loop."""
     number: int
-    """Number of the loader, in the order in which the script made them; from 1."""
+    """Number of the loader, in order of creation by the script; from 1."""
     epoch: int
     step: int
-    """In the epoch."""
+    """Step in the epoch."""
     dealing: int = 0
-    """Digest of what the loader deals by, and of the step: where one does not tell ranks' loaders
-    apart, that of the next step does."""
+    """Digest of the loader's distribution of samples and of the step: if one collides, the next
+    step's reveals the difference."""
 
     def word(self) -> list[float]:
-        """What this rank adds to the control word. From the ranks' sum, `agree` says whether all
-        added the same."""
+        """Returns this rank's part of the step vote. From the ranks' sum, `agree` determines
+        whether all added the same."""
         values = (
             self.number % _BASE,
             self.epoch % _BASE,
@@ -67,8 +67,8 @@ class ScriptPosition(NamedTuple):
 
 
 def agree(summed: Sequence[float]) -> bool:
-    """Whether all ranks added the same numbers to a word, such as `ScriptPosition.word`: the mean
-    of squares is the square of the mean for equal numbers only."""
+    """Returns whether all ranks added the same numbers to a word such as `ScriptPosition.word`: the
+    mean of squares equals the square of the mean only for equal numbers."""
     count, *numbers = map(int, summed)  # their products are exact as integers only
     half = len(numbers) // 2
     return all(
@@ -78,27 +78,27 @@ def agree(summed: Sequence[float]) -> bool:
 
 
 def _digits(value: int, count: int) -> list[int]:
-    """The last `count` digits of `value`, the last one first."""
+    """Returns the last `count` digits of `value`, the last one first."""
     return [value // _BASE**index % _BASE for index in range(count)]
 
 
 # ----------------------------------------------------------------------------- the step in progress
 
 _BORDER, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
-"""Places in a control word; see `Step.control_word`."""
+"""Indices in a step vote; see `Step.control_word`."""
 _OWN: Final = 5
 """Numbers of a control word that are the step's own; the others say whether settings agree, writes
 in passes and between steps, and what was evaluated, and where the script stands."""
 _DIGEST: Final = 4
-"""Numbers that say whether the ranks have the same digest: two digits of it, and their squares."""
+"""Numbers that check whether the ranks have the same digest: two digits of it, and their
+squares."""
 _SETTINGS: Final = _OWN
 _WRITES: Final = _SETTINGS + _DIGEST
 _BETWEEN: Final = _WRITES + _DIGEST
 _EVALUATED: Final = _BETWEEN + _DIGEST
 _PLACE: Final = _EVALUATED + _DIGEST
 CONTROL_LENGTH: Final = _PLACE + PLACE_WORD_LENGTH
-"""Numbers in a control word. Summed over the ranks as float64, so whole numbers up to 2^53 are
-exact."""
+"""Length of a step vote. Summed over the ranks as float64, so integers up to 2^53 are exact."""
 
 
 def _digest_word(digest: int) -> list[float]:
@@ -107,17 +107,17 @@ def _digest_word(digest: int) -> list[float]:
 
 
 class StepPhase(enum.Enum):
-    """How far a step has come on this rank."""
+    """Phase of a step on this rank."""
 
     OPEN = "open"
-    """Its gradients are not summed, or not all: no rank can have seen the closing."""
+    """Its gradients are not, or not all, summed: no rank can have seen the commit all-reduce."""
     SEALED = "sealed"
-    """This rank has all that it needs to apply it. Whether every rank has, only the closing
-    tells."""
+    """This rank has everything needed to apply it. Only the commit all-reduce reveals whether every
+    rank has."""
     DECIDED = "decided"
-    """The closing was seen, here or by a surviving peer: the step counts."""
+    """The commit all-reduce was seen, here or by a surviving peer: the step counts."""
     VOID = "void"
-    """No survivor saw the closing: no rank applies it."""
+    """No survivor saw the commit all-reduce: no rank applies it."""
 
 
 @dataclasses.dataclass
@@ -126,64 +126,63 @@ class Step:
 
     placement: Placement
     source: StepSource | None
-    """Whose samples it takes; None: the user's own loop, without a loader of Shoal's."""
+    """Loader of its samples; None: the user's own loop without a Shoal loader."""
     of: str = ""
-    """Says whose step it is where there are several models, or which of them it has updated: alike
-    on all ranks. Empty: there is one."""
+    """Identifies the model, if there are several, or which of them the step has updated: the same
+    on all ranks. Empty for a single model."""
     course: Course = dataclasses.field(default_factory=Course)
-    """What this rank has issued of the step's collectives, and of those of a step before it that
-    was left."""
+    """Trace of this rank's collectives in the step, and in an earlier, abandoned step."""
     share: Share | None = None
     handed_out: bool = False
     touched: bool = False
-    """The script has called the model in it."""
+    """True if the script has called the model in it."""
     left: bool = False
-    """The loop that it belongs to was left before the step was finished."""
+    """True if its loop was left before the step was finished."""
     first_live: bool = False
-    """Its first batch ended the replay of a joiner's script."""
+    """True if its first batch ended the replay of a joiner's script."""
     micro_batch: float | None = None
-    """Weight of the micro-batch that is being computed."""
+    """Weight of the current micro-batch."""
     micro_batch_index: int | None = None
-    """Its number over the whole global batch, from 0; of plain batches the rank's."""
+    """Its index over the entire global batch, from 0; for plain batches the rank's."""
     weigh: WeighRows | None = None
-    """What parts of it weigh; None: their samples."""
+    """Returns the weights of its parts; None: their number of samples."""
     taken: int = 0
-    """Batches of this rank that the user's loop has got."""
+    """Number of batches of this rank that the user's loop has received."""
     micro_batches_weight: float = 0.0
-    """Weight of the micro-batches of this rank that are done."""
+    """Total weight of this rank's finished micro-batches."""
     phase: StepPhase = StepPhase.OPEN
     lost: str | None = None
-    """Why its group is over, of a step that is not decided: nothing more is sent in it. None: the
-    group works, or the step is decided."""
+    """Reason why its group has ended, for a step that is not committed: nothing more is sent in it.
+    None: the group works, or the step is committed."""
     control: list[float] | None = None
-    """The control word summed over all ranks; None: not reduced yet."""
+    """Step vote summed over all ranks; None if not reduced yet."""
     loss: SupportsFloat | None = None
-    """This rank's mean loss, if told. To make it a number is to wait for the device that computes
-    it."""
+    """This rank's mean loss, if reported. Converting it to a number waits for the device that
+    computes it."""
     known: bool = False
-    """The servers have had its batch from another member, which died before it had said so
-    (async_sgd)."""
+    """True if the servers have its batch from another member, which died before it could report
+    that (async_sgd)."""
     refused: ShoalError | None = None
-    """Why its gradients cannot be used, on all ranks alike: the script is told so instead of the
-    update, until it clears them."""
+    """Reason why its gradients cannot be used, the same on all ranks: the script gets this error
+    instead of the update, until it clears them."""
     writes: int = 0
-    """Digest of what the passes wrote to parameters; 0: nothing."""
+    """Digest of the passes' writes to parameters; 0 if none."""
     written_between: int = 0
     """Digest of what was written to parameters and buffers since the last step, outside of any; 0:
     nothing."""
     evaluated: int = 0
     """Digest of what the model was evaluated on since the last step; see `EvaluationComparison`."""
     pushed: Sequence[int] | None = None
-    """Numbers of the leased batches that count with it: those of its round, or none before that
-    one's last step. None: its own alone."""
+    """Numbers of the leased batches that count with it: those of its round, or none before its last
+    step. None: only its own."""
 
     @property
     def in_micro_batches(self) -> bool:
-        """It is cut into micro-batches, instead of one plain batch per rank."""
+        """True if it is split into micro-batches instead of one plain batch per rank."""
         return self.share is not None and self.share.micro_batches is not None
 
     def issues(self, what: str) -> None:
-        """A collective of the step is about to be issued. `what`: see `Course.add`."""
+        """Records a collective of the step that is about to be issued. `what`: see `Course.add`."""
         if self.lost is None:
             self.course.add(what, self.of)
 
@@ -208,10 +207,10 @@ class Step:
         settings: int,
         place: ScriptPosition,
     ) -> list[float]:
-        """What this rank adds: a border is wanted; its loss times its weight; that weight, if it
-        told a loss; it was told that the job stops; it was asked to leave; digests of its
-        optimizer's settings, of what its passes wrote, of what was written between steps, and of
-        what was evaluated there; where its script stands."""
+        """This rank's summand: whether a step boundary is requested; its loss times its weight;
+        that weight, if it reported a loss; whether it was notified that the job stops; whether it
+        was asked to leave; digests of its optimizer's settings, of writes in its passes, of writes
+        between steps, and of evaluations there; and the position of its script."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
@@ -226,71 +225,72 @@ class Step:
         return [*own, *digits, *place.word()]
 
     def fail(self, reason: str) -> None:
-        """A collective of the step failed. Of a step whose outcome is known, that changes
-        nothing."""
+        """Handles a failed collective of the step. Changes nothing for a step with a known
+        outcome."""
         if self.phase in (StepPhase.OPEN, StepPhase.SEALED) and self.lost is None:
             self.lost = reason
 
     def seal(self) -> None:
-        """The gradients are summed, and this rank has all that it needs to apply the step."""
+        """Marks the step as prepared: the gradients are summed, and this rank has everything needed
+        to apply it."""
         if self.phase is StepPhase.OPEN and self.lost is None:
             self.phase = StepPhase.SEALED
 
     def decide(self, summed: Sequence[float]) -> None:
-        """The closing was seen, by this rank or by a peer that survived: the step counts. `summed`:
-        its control word, the same on all ranks."""
+        """Commits the step: this rank or a surviving peer saw the commit all-reduce. `summed`: its
+        step vote, the same on all ranks."""
         self.control, self.phase, self.lost = list(summed), StepPhase.DECIDED, None
 
     def void(self) -> None:
-        """No survivor saw the closing."""
+        """Aborts the step, since no survivor saw the commit all-reduce."""
         self.phase, self.lost = StepPhase.VOID, self.lost or "void"
 
     @property
     def undecided(self) -> bool:
-        """Its group is over, and what became of the step is not known here."""
+        """True if its group has ended and its outcome is unknown here."""
         return self.lost is not None and self.phase is not StepPhase.VOID
 
     @property
     def in_doubt(self) -> bool:
-        """It may have been applied by a peer."""
+        """True if it may have been applied by a peer."""
         return self.lost is not None and self.phase is StepPhase.SEALED
 
     @property
     def border_wanted(self) -> bool:
-        """Some rank wants the next border to be one at which the membership changes."""
+        """True if some rank wants a membership change at the next step boundary."""
         return self.control is not None and self.control[_BORDER] > 0
 
     @property
     def stop_told(self) -> bool:
-        """Some rank was told that the job stops: all stop at the next border, also those that will
-        be told later."""
+        """True if some rank knows that the job stops: all stop at the next boundary, including
+        those that learn of it later."""
         return self.control is not None and self.control[_STOP] > 0
 
     @property
     def all_leave(self) -> bool:
-        """Every rank was asked to leave, as in an allocation that is taken back: they stop at the
-        next border, together."""
+        """True if every rank was asked to leave, as when an allocation is reclaimed: they stop
+        together at the next boundary."""
         return self.control is not None and self.control[_LEAVING] == self.control[_PLACE]
 
     @property
     def ranks_agree(self) -> bool:
-        """All ranks that took part meant the same step."""
+        """True if all participating ranks meant the same step."""
         return self.control is None or agree(self.control[_PLACE:])
 
     @property
     def settings_agree(self) -> bool:
-        """The optimizers of all ranks that took part have the same settings."""
+        """True if the optimizers of all participating ranks have the same settings."""
         return self._agree(_SETTINGS)
 
     @property
     def writes_agree(self) -> bool:
-        """All ranks that took part wrote the same to the same parameters in their passes, or
-        nothing."""
+        """True if all participating ranks wrote the same values to the same parameters in their
+        passes, or nothing."""
         return self._agree(_WRITES)
 
     @property
     def between_agrees(self) -> bool:
-        """All ranks that took part found the same written between steps, or nothing."""
+        """True if all participating ranks found the same writes between steps, or none."""
         return self._agree(_BETWEEN)
 
     @property
@@ -306,20 +306,21 @@ class Step:
 
     @property
     def mean_loss(self) -> float | None:
-        """Over the whole batch if the ranks told theirs, else this rank's own, if told."""
+        """Mean loss over the entire batch if the ranks reported theirs, otherwise this rank's own,
+        if reported."""
         if self.loss_of_all is not None:
             return self.loss_of_all
         return None if self.loss is None else float(self.loss)
 
     @property
     def weight_of_all(self) -> float | None:
-        """What the batches weigh whose loss the ranks told, over all ranks; None: no rank has told
-        one, or they are not summed yet."""
+        """Total weight of the batches with reported losses over all ranks; None if no rank has
+        reported one, or they are not summed yet."""
         return None if self.control is None or self.control[_WEIGHT] <= 0 else self.control[_WEIGHT]
 
     @property
     def loss_of_all(self) -> float | None:
-        """The mean loss over the whole batch; None: no rank has told its own, or the ranks' are not
+        """Mean loss over the entire batch; None if no rank has reported its own, or they are not
         summed yet."""
         if self.control is None or self.control[_WEIGHT] <= 0:
             return None
@@ -327,8 +328,9 @@ class Step:
 
 
 def not_finished(*, elsewhere: bool) -> PreconditionError:
-    """The error for a script that asks for a batch while the step of the last one is in progress.
-    `elsewhere`: of another loader, when some of several models were updated in that step."""
+    """Returns the error for a script that requests a batch while the step of the last one is in
+    progress. `elsewhere`: the batch belongs to another loader, while some of several models were
+    updated in that step."""
     text = (
         "the next batch was asked for, but optimizer.step() was not called for the last one; call "
         "it once per iteration, which is one step over all ranks. To accumulate gradients over "

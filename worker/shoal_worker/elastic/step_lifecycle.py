@@ -74,8 +74,8 @@ class StepLifecycle:
         metrics: WorkerMetrics,
         drain_grace: timedelta = timedelta(0),
     ) -> None:
-        """`formation`: None in a world of one. `operation(kind)` returns when all ranks have called
-        it. `drain_grace`: see `Borders`."""
+        """`formation`: None in a world of one. `operation(kind)`: returns when all ranks have
+        called it. `drain_grace`: see `Borders`."""
         self._held = held
         self._elastic = formation is not None
         self._state_checked = False
@@ -85,33 +85,34 @@ class StepLifecycle:
         self.before_step: Callable[[], None] = lambda: None
         """Called whenever a step begins."""
         self._stop: StopTraining | None = None
-        """Came while the survivors asked each other about the step in progress."""
+        """Stop received while the survivors reconciled the current step."""
         self.diverged: str | None = None
-        """What ranks hold in common was found to differ: no further step counts, whatever the
-        script does with the error."""
+        """Difference found in state that ranks should have in common: no further step counts, even
+        if the script catches the error."""
         self._operation = operation
         self._progress = progress
         self._metrics = metrics
 
     @property
     def current(self) -> Step | None:
-        """The step in progress."""
+        """Step in progress."""
         return self._held.step
 
     # ------------------------------------------------------------------- LoaderSession: the loaders
 
     def register_source(self, source: StepSource) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.register_source`."""
         self._held.add_source(source)
 
     def begin_step(self, source: StepSource | None) -> Placement:
-        """See `LoaderSession`. None: the user's own loop, without a loader of Shoal's."""
+        """Implements `LoaderSession.begin_step`. `source`: None: the user's own loop without a
+        Shoal loader."""
         if self.diverged is not None:
             raise self._divergence(self.diverged)
         step = self.current
         if step is not None and (step.left or (step.source is None and source is not None)):
             # A batch that was only looked at, or a forward pass before the loop (a dry run, a
-            # summary): nobody means to finish it.
+            # summary): nobody intends to finish it.
             if not step.left and self._held.engine.partly_updated:
                 raise PreconditionError(
                     "an optimizer has stepped that had stepped for the last batch, or before the "
@@ -135,7 +136,7 @@ class StepLifecycle:
         return step.placement
 
     def _begin(self, source: StepSource | None) -> Step:
-        """Settles the border, and begins a step."""
+        """Settles the step boundary, and begins a step."""
         self._held.step = None
         self._held.registered.put_back_again()
         self.before_step()
@@ -147,12 +148,12 @@ class StepLifecycle:
             self._departure.exit_spare(str(alone))
         except StopTraining as stop:
             if self._held.phase.replaying or self._held.engine.idle:
-                # it holds no state that the rest of its script could say anything of
+                # it holds no state, so the rest of its script has nothing to report
                 self._departure.exit_drained(str(stop))
             if not self._peers_have_ended or source is None:
                 self._departure.obey(stop)
                 raise
-            # whoever only looks at the batch, and leaves its loop, does as its peers did
+            # a script that only looks at the batch and leaves its loop behaves as its peers did
             self._stop = stop
         step = self._held.begin_step(self._borders.placement, source)
         if self._stop is not None:
@@ -164,7 +165,7 @@ class StepLifecycle:
         return step
 
     def enter_epochs(self, source: StepSource) -> int:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.enter_epochs`."""
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         if not self._held.phase.holds_state or self._held.engine.asynchronous:
@@ -172,18 +173,18 @@ class StepLifecycle:
         return self._held.enter_epochs(source)
 
     def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.epoch_opens`."""
         self._held.epoch_opens(source, epoch)
         self._progress.steps_in_all = self._held.steps_in_all(
             source, epochs, known=self._progress.steps_in_all
         )
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.is_elsewhere`."""
         return self._held.phase.replaying and self._borders.peers_elsewhere(source, epoch)
 
     def assign(self, share: Share) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.assign`."""
         step = self.require()
         if (
             share.total_weight is None
@@ -206,7 +207,7 @@ class StepLifecycle:
             self._held.arrived(step.source)
 
     def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.sum_numbers`."""
         if self._held.engine.steps_alone and not or_own:
             raise ConfigurationError(
                 "a ShardedStream is dealt by what all ranks tell each other in every step, and "
@@ -227,7 +228,7 @@ class StepLifecycle:
     def begin_micro_batch(
         self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None
     ) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.begin_micro_batch`."""
         step = self.require()
         step.handed_out = True
         step.taken += 1
@@ -239,7 +240,7 @@ class StepLifecycle:
             self._held.engine.batch_begins()
 
     def end_micro_batch(self) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.end_micro_batch`."""
         step = self.current
         if step is None or step.micro_batch is None:
             return
@@ -249,7 +250,7 @@ class StepLifecycle:
             self._held.engine.micro_batch_ends(weight)
 
     def finish_batches(self) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.finish_batches`."""
         if self.current is None:
             raise PreconditionError(
                 "the step ended while its inner loop still ran: call optimizer.step() after the "
@@ -259,7 +260,7 @@ class StepLifecycle:
         self._held.engine.finish_reduction()
 
     def loop_left(self, source: StepSource) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.loop_left`."""
         step = self.current
         if step is not None and step.source is source and step.handed_out:
             if step.first_live and not step.left:
@@ -267,33 +268,32 @@ class StepLifecycle:
             step.left = True
             self.drop_partly_updated()
         elif step is None:
-            # the batch of a lost step does not come again in this loop
+            # the batch of a lost step is not repeated in this loop
             self._held.registered.put_back_again()
 
     def loop_ended(self) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.loop_ended`."""
         note_last_state(self._held, self._borders.group)
 
     def drop_partly_updated(self) -> None:
-        """Nobody will finish the step in progress: what several models have been updated by in it
-        is put back."""
+        """Undoes the updates of several models in the current step, which nobody will finish."""
         if self.current is not None and self._held.engine.partly_updated:
             self._held.registered.step_undone()
             self._held.engine.discard_step()
             self._held.step = None
 
     def batch_passed(self, source: StepSource) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.batch_passed`."""
         step = self.current
         if step is not None and step.source is source and self._held.engine.partly_updated:
             self.finish(lambda: None)
 
     def passed_over(self, source: StepSource) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.passed_over`."""
         self._held.registered.passed_over()
 
     def end_epoch(self, source: StepSource) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.end_epoch`."""
         if (
             self._held.has_engine
             and not self._held.engine.asynchronous
@@ -311,7 +311,7 @@ class StepLifecycle:
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.lease_batches`."""
         try:
             return self._held.engine.lease_batches(
                 loader=loader,
@@ -326,13 +326,13 @@ class StepLifecycle:
             raise
 
     def wait_for_others(self, what: str | None) -> None:
-        """See `LoaderSession`."""
+        """Implements `LoaderSession.wait_for_others`."""
         self._progress.waits.hold(what)
 
     # --------------------------------------------------------------------------------- the strategy
 
     def require(self) -> Step:
-        """The step in progress. Raises PreconditionError when there is none."""
+        """Returns the current step. Raises PreconditionError if there is none."""
         if self.current is None:
             raise PreconditionError(
                 "no step has begun: iterate over the loader, or call the model, before "
@@ -341,10 +341,10 @@ class StepLifecycle:
         return self.current
 
     def ensure(self) -> Step:
-        """The step in progress; begins one in a user's own loop, where no loader does.
+        """Returns the current step; begins one in a user's own loop, where no loader does.
 
-        A joiner whose script has loaders gets a step that counts for nothing: it has not come to
-        its loop, this is a pass ahead of it.
+        A joiner whose script has loaders gets a step that counts for nothing, since this pass
+        precedes its loop.
         """
         if self._rehearsing:
             return Step(
@@ -365,8 +365,8 @@ class StepLifecycle:
         return self.require()
 
     def control_word(self, step: Step | None = None) -> list[float]:
-        """What this rank adds to the step's control word. `step`: one model's own within it, of
-        several. Raises PreconditionError when its part of the step is not whole."""
+        """Returns this rank's part of the step vote. `step`: that of one model within it, if there
+        are several. Raises PreconditionError if its part of the step is incomplete."""
         step = step or self.require()
         step.check_whole()
         step.evaluated = self._held.evaluations.digest
@@ -383,19 +383,20 @@ class StepLifecycle:
                 self.mark_lost(error)
 
     def mark_lost(self, error: BaseException) -> None:
-        """A collective of the step failed. May be called from a collective's callback."""
+        """Marks the step as lost because a collective failed. May be called from a collective's
+        callback."""
         step = self.current
         if step is not None:
             step.fail(str(error))
             self._borders.failed(str(error))
 
     def settle(self) -> None:
-        """Returns when it is known what becomes of the step in progress: see
-        `StrategySession.settle_step`. Raises ShoalError."""
+        """Waits until the outcome of the current step is known: see `StrategySession.settle_step`.
+        Raises ShoalError."""
         step = self.current
         if step is None or not step.undecided or self._stop is not None:
             return
-        # Peers may be given the committed state meanwhile.
+        # Peers may receive the committed state meanwhile.
         self._held.registered.withdraw()
         self._held.engine.withdraw_updates()
         try:
@@ -410,16 +411,16 @@ class StepLifecycle:
             self._held.registered.reinstate()
 
     def finish_reduction_if_whole(self) -> None:
-        """Inside one plain batch: its backward pass was the whole of this rank's part, so the sum
-        over the ranks is due."""
+        """Reduces the gradients if, inside one plain batch, the backward pass completed this rank's
+        part."""
         if not self._rehearsing and not self.require().in_micro_batches:
             self._held.engine.finish_reduction()
 
     def finish(self, apply: Callable[[], None]) -> StepStatus:
-        """Applies the step if every member's part is in it; else re-forms.
+        """Applies the step if every member's part is included; otherwise re-forms.
 
-        `apply` updates the parameters. If it raises, this rank's state is torn: the error goes up,
-        and the rank never gives its state away.
+        `apply` updates the parameters. If it raises, this rank's state is torn: the error
+        propagates, and the rank never sends its state to others.
         """
         if self._rehearsing:
             self._void()
@@ -456,13 +457,13 @@ class StepLifecycle:
         return StepStatus.LOST if self._end(updated=True) else StepStatus.COMMITTED
 
     def apply_within(self, apply: Callable[[], None]) -> None:
-        """`apply` updates one of several models, in a step that is not known to count. If it
-        raises, this rank's state is torn."""
+        """Updates one of several models in a step that is not known to count. If `apply` raises,
+        this rank's state is torn."""
         self._check_sound()
         self._apply(apply)
 
     def _check_sound(self) -> None:
-        """The state is about to change. Raises PreconditionError if it is torn."""
+        """Prepares for a change of the state. Raises PreconditionError if it is torn."""
         if self._held.phase.now is Phase.ARRIVING:
             # its first live batch was not only looked at: the script finishes the step after its
             # loop
@@ -491,9 +492,9 @@ class StepLifecycle:
             held.phase.mend()
 
     def _check_state_travels(self) -> None:
-        """After the first step that this process commits, which makes the optimizer's state. Raises
-        ConfigurationError (STATE_UNSUPPORTED): it could not be sent to a joiner, and this rank
-        would fail in the attempt."""
+        """Checks after this process's first committed step, which creates the optimizer's state,
+        that the state can be sent. Raises ConfigurationError (STATE_UNSUPPORTED) otherwise: this
+        rank would fail when a joiner needs it."""
         if self._state_checked or not self._elastic or self._held.engine.asynchronous:
             return
         self._state_checked = True
@@ -508,13 +509,13 @@ class StepLifecycle:
             ) from error
 
     def steps_apart(self, step: Step) -> PreconditionError:
-        """The error for ranks that did not mean the same step, or one model's own within it. All
-        ranks call it."""
+        """Returns the error for ranks that did not mean the same step, or one model's own within
+        it. Called by all ranks."""
         return steps_apart(self._held.place(step.source), step.source, self._borders.group, step.of)
 
     def note_inputs(self, inputs: Any) -> None:
-        """The model is called with `inputs` in the step in progress, or to begin one. What a loader
-        of Shoal's gave is dealt already."""
+        """Records the inputs of a training call of the model in the current step, or before one
+        begins. Inputs from a Shoal loader are distributed already."""
         held, step = self._held, self.current
         if step is not None:
             step.touched = True
@@ -536,8 +537,8 @@ class StepLifecycle:
         )
 
     def _compare_batches(self, step: Step) -> None:
-        """After the first steps of a loop without loaders. Raises PreconditionError (SAME_BATCHES),
-        on all ranks."""
+        """Compares batches after the first steps of a loop without loaders. Raises
+        PreconditionError (SAME_BATCHES), on all ranks."""
         group = self._borders.group
         if (
             step.source is None
@@ -569,9 +570,9 @@ class StepLifecycle:
         )
 
     def compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Before an update, if ranks differ in what was written between steps: they may hold the
-        same all the same. `whole`: what they hold. Raises PreconditionError (REPLICAS_DIVERGED), on
-        all ranks."""
+        """Compares state before an update if ranks differ in their writes between steps, since the
+        state may still be equal. `whole`: their state. Raises PreconditionError
+        (REPLICAS_DIVERGED), on all ranks."""
         group = self._borders.group
         if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
             return
@@ -580,7 +581,8 @@ class StepLifecycle:
             raise self._divergence(self.diverged)
 
     def _compare_replicas(self) -> None:
-        """After some steps. Raises PreconditionError (REPLICAS_DIVERGED), on all ranks."""
+        """Compares replicas after some steps. Raises PreconditionError (REPLICAS_DIVERGED), on all
+        ranks."""
         self.diverged = compare_after_step(self._held, self._borders.group)
         if self.diverged is not None:
             raise self._divergence(self.diverged)
@@ -590,19 +592,20 @@ class StepLifecycle:
         return PreconditionError(said, reason="REPLICAS_DIVERGED")
 
     def give_up(self, stop: StopTraining) -> StepStatus:
-        """The run ended for this member while a step of asynchronous training was in progress."""
+        """Gives up the current step of asynchronous training because the run ended for this
+        member."""
         self._void()
         self._departure.obey(stop)
         return StepStatus.LOST
 
     @property
     def _rehearsing(self) -> bool:
-        """This is a joiner's script ahead of its loop. One without loaders of Shoal's has its first
-        step where it calls the model."""
+        """True if this is a joiner's script before its loop. Without Shoal loaders its first step
+        begins with a call of the model."""
         return self._held.phase.replaying and self.current is None and bool(self._held.sources)
 
     def leave_peers(self) -> None:
-        """This process left its job: what comes is a world of one."""
+        """Switches to a world of one after this process left its job."""
         self._borders.leave_peers()
         self._held.phase.be_alone()
 
@@ -631,7 +634,7 @@ class StepLifecycle:
         self._borders.committed(step)
 
     def _lose(self, step: Step) -> None:
-        """The step is void, on this rank as on all."""
+        """Aborts the step, on this rank as on all."""
         held = self._held
         _log.warning("step %d is lost: %s", held.steps, step.lost)
         self._progress.lost()
@@ -641,9 +644,9 @@ class StepLifecycle:
         self._end(updated=False)
 
     def _end(self, *, updated: bool) -> bool:
-        """The step has its outcome here. Re-forms, where its group failed, before the script is
-        told. `updated`: it counts. True: the state was found lost, and is that of a checkpoint now,
-        to which the step has yet to be done."""
+        """Ends the step. If its group failed, re-forms before the script learns the outcome.
+        `updated`: it counts. Returns True if the state was found lost and is now that of a
+        checkpoint, so that the step has yet to be repeated."""
         stop, self._stop = self._stop, None
         if not updated and self._peers_have_ended and not self._held.engine.asynchronous:
             raise self._apart_from_the_end()
@@ -660,15 +663,15 @@ class StepLifecycle:
 
     @property
     def _peers_have_ended(self) -> bool:
-        """A peer's script came to its end with no more steps than are committed here."""
+        """True if a peer's script finished with no more steps than are committed here."""
         return 0 < self._borders.finished_steps <= self._held.steps
 
     def _apart_from_the_end(self) -> PreconditionError:
         return ends_apart(self._borders.finished_steps, self._held.steps + 1)
 
     def _settle(self, source: StepSource | None) -> None:
-        """Settles the border as `Borders.settle` does, after a return to a checkpoint if the state
-        is lost. Raises StateLostError as well."""
+        """Settles the boundary like `Borders.settle`, after a return to a checkpoint if the state
+        is lost. Also raises StateLostError."""
         try:
             self._borders.settle(source)
         except StateLostError as lost:

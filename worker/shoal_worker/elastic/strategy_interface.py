@@ -46,29 +46,29 @@ from shoal_worker.elastic.step import Step
 from shoal_worker.state.tree import StatePart
 
 BUFFERS: Final = "the buffers"
-"""The group of a model's buffers in `TrainingEngine.in_common`."""
+"""Name of the group of a model's buffers in `TrainingEngine.in_common`."""
 
 
 class TrainingEngine(Protocol):
-    """A strategy's engine, with its model and optimizer, as the session sees it."""
+    """A strategy's engine, with its model and optimizer, from the session's perspective."""
 
     @property
     def strategy(self) -> str:
-        """The strategy's name."""
+        """Name of the strategy."""
         ...
 
     @property
     def models(self) -> int:
-        """How many models it trains, each with an optimizer."""
+        """Number of models that it trains, each with an optimizer."""
         ...
 
     asynchronous: ClassVar[bool]
-    """No process group: every iteration is a step of its own (async_sgd)."""
+    """True if there is no process group and every iteration is a separate step (async_sgd)."""
     backend_name: str
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica of the model this rank belongs to: the one that samples are dealt to."""
+        """Index of the model replica that this rank belongs to, which determines its samples."""
         ...
 
     @property
@@ -78,41 +78,40 @@ class TrainingEngine(Protocol):
 
     @property
     def least_samples(self) -> int:
-        """See `Placement`. The same on all ranks."""
+        """Minimum samples, as in `Placement`; the same on all ranks."""
         ...
 
     @property
     def leads_replica(self) -> bool:
-        """This rank is the first of those that hold its replica of the model."""
+        """True if this rank is the first of those that hold its replica of the model."""
         ...
 
     @property
     def idle(self) -> bool:
-        """This rank is a spare: it has no part in the model, and takes no steps until a newer
-        generation gives it one."""
+        """True if this rank is a spare: it has no part in the model, and takes no steps until a
+        newer generation gives it one."""
         ...
 
     @property
     def lacks_ranks(self) -> bool:
-        """There are fewer ranks than one replica of the model takes, and this one has all of the
-        state: no step begins before more come."""
+        """True if there are fewer ranks than one replica of the model needs, while this one has the
+        entire state: no step begins before more arrive."""
         ...
 
     @property
     def replica_size(self) -> int:
-        """How many ranks hold one replica of the model together, where others are spares; 1 where
+        """Number of ranks that hold one replica of the model together, if others are spares; 1 if
         there are none."""
         ...
 
     def issued(self) -> bytes:
-        """What this rank has issued of the collectives that belong to passes, in the step in
-        progress; b"": none. Asked on another thread, while the training thread waits for its
-        peers."""
+        """Returns this rank's trace of the collectives in the current step's passes; b"" if none.
+        Called on another thread while the training thread waits for its peers."""
         ...
 
     def compare_issued(self, told: Sequence[bytes]) -> None:
-        """`told`: what ranks say of that. Raises PreconditionError: they will wait for each other
-        for ever."""
+        """Compares the ranks' traces. Raises PreconditionError if they would wait for each other
+        forever."""
         ...
 
     @property
@@ -122,46 +121,45 @@ class TrainingEngine(Protocol):
         ...
 
     def working(self, group: Group) -> Group:
-        """The ranks of `group`, for which the model was regrouped, that are no spares. Asked of
-        those alone."""
+        """Returns the ranks of `group`, for which the model was resharded, that are not spares.
+        Called only on those."""
         ...
 
     @property
     def in_parts(self) -> bool:
-        """No rank has all of the state."""
+        """True if no rank has the entire state."""
         ...
 
     @property
     def holds(self) -> Sequence[str]:
         """Names of the parts of the state that this rank holds, the same on all ranks that hold
-        them; empty where it is not in parts."""
+        them; empty if the state is not sharded."""
         ...
 
     @property
     def steps_alone(self) -> bool:
-        """Steps are this rank's own, and nothing of the other ranks' is to be known in them."""
+        """True if ranks take independent steps that need nothing of other ranks."""
         ...
 
     @property
     def within_round(self) -> bool:
-        """Whether steps were committed here that count with a later one, behind which this worker
-        may leave. Asked of asynchronous engines alone: of the others `StrategySession.keep` says
-        it."""
+        """True if steps were committed here that count only with a later one, after which this
+        worker may leave. Only for asynchronous engines; others use `StrategySession.keep`."""
         ...
 
     @property
     def consistency_check_every(self) -> int:
-        """After how many steps ranks compare what they hold in common; 0: never."""
+        """Number of steps after which ranks compare their common state; 0: never."""
         ...
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """State that this rank and others hold after a step that all have applied:
-        tensors by name, in groups that a rank holds as a whole or not at all. Equal on all ranks
-        that hold them. Shares memory with the state."""
+        """Returns state that this rank and others have in common after a step applied by all:
+        tensors by name, in groups that a rank holds entirely or not at all. Shares memory with the
+        state."""
         ...
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Parameters and buffers, as committed, that every rank holds as a whole until an update:
+        """Returns committed parameters and buffers that every rank holds unsharded until an update:
         tensors by name, in groups. Shares memory with the state."""
         ...
 
@@ -171,24 +169,25 @@ class TrainingEngine(Protocol):
         ...
 
     def capture(self) -> dict[str, Any]:
-        """The committed state of model and optimizer, buffers included. Shares memory with them."""
+        """Returns the committed state of model and optimizer, including buffers. Shares memory with
+        them."""
         ...
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """The whole committed state of model and optimizer, as one process would have it, on the
-        first rank of `channel`; on others perhaps nothing: for checkpoints. Part of an operation.
-        May share memory with the state."""
+        """Returns the complete committed state of model and optimizer, as on a single process, on
+        the first rank of `channel` and possibly nothing on others: for checkpoints. Part of an
+        operation. May share memory with the state."""
         ...
 
     def part(self, channel: Channel) -> StatePart | None:
-        """This rank's part of what `assemble` gives, for a checkpoint that the ranks write
-        together; None, on all ranks alike: `assemble` it. Part of an operation. Shares memory with
+        """Returns this rank's part of the result of `assemble`, for a checkpoint that the ranks
+        write together; None, on all ranks: use `assemble`. Part of an operation. Shares memory with
         the state."""
         ...
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """While open, this rank computes with the model without its peers. Opened by all ranks of
-        an operation."""
+        """Lets this rank compute with the model without its peers within the block. Entered by all
+        ranks of an operation."""
         ...
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -196,35 +195,35 @@ class TrainingEngine(Protocol):
         ...
 
     def regroup(self, group: Group) -> None:
-        """A new group stands and all its ranks hold the same steps: what is cut over the ranks is
-        cut for these. A collective."""
+        """Reshards the state for a newly established group, all of whose ranks hold the same steps.
+        A collective."""
         ...
 
     def bring_together(self, channel: Channel) -> None:
-        """What every rank holds whole between steps is whole and newest again on all of `channel`,
-        whose group holds others as well that nothing is cut for yet. An operation."""
+        """Makes state that every rank holds unsharded between steps complete and current again on
+        all of `channel`, whose group may contain further ranks without shards. An operation."""
         ...
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """Copies each part of the state that one rank of `channel` alone holds to another rank,
-        which keeps it until the state is cut anew: the next death loses nothing. An operation; when
-        it returns, all ranks have their copies.
+        """Copies each part of the state held by only one rank of `channel` to another rank, which
+        keeps it until the state is resharded, so that the next death loses nothing. An operation;
+        when it returns, all ranks have their copies.
 
-        `leaving`: ranks that are about to leave, whose copies do not count.
+        `leaving`: ranks about to leave, whose copies do not count.
         """
         ...
 
     @property
     def row_store(self) -> RowStore | None:
-        """The rows of the model's sparse tables; None: it has none."""
+        """Rows of the model's sparse tables; None if it has none."""
         ...
 
     def has_values(self) -> bool:
-        """False while parameters are on the meta device."""
+        """Returns False while parameters are on the meta device."""
         ...
 
     def step_begins(self) -> None:
-        """The next step begins, with the ranks and the committed state that stand now."""
+        """Begins the next step with the current ranks and committed state."""
         ...
 
     def lease_batches(
@@ -237,84 +236,85 @@ class TrainingEngine(Protocol):
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """See `LoaderSession`. Raises ConfigurationError unless asynchronous."""
+        """Leases batches, as in `LoaderSession`. Raises ConfigurationError unless asynchronous."""
         ...
 
     def batch_begins(self) -> None:
-        """The script gets this rank's batch of a step that is not in micro-batches."""
+        """Handles that the script gets this rank's batch of a step without micro-batches."""
         ...
 
     def micro_batch_begins(self) -> None:
-        """The next micro-batch starts from the committed buffers and from no gradient."""
+        """Starts the next micro-batch from the committed buffers and without gradient."""
         ...
 
     def micro_batch_ends(self, weight: float) -> None:
-        """The backward pass of a micro-batch that weighs `weight` is done."""
+        """Ends the backward pass of a micro-batch of that weight."""
         ...
 
     def finish_reduction(self) -> None:
-        """Blocks until the gradients of all ranks are summed and the step is closed, or until the
-        survivors agree that it is void."""
+        """Blocks until the gradients of all ranks are summed and the commit all-reduce is done, or
+        until the survivors agree that the step is aborted."""
         ...
 
     def closing(self) -> dict[str, Any]:
-        """What the closing of the last step committed told, beside the control word, for a rank
-        that sealed the step and missed it."""
+        """Returns the data of the last committed step's commit all-reduce besides the step vote,
+        for a rank that prepared the step and missed it."""
         ...
 
     def take_closing(self, told: Mapping[str, Any]) -> None:
-        """The step in progress is sealed here, and a peer saw its closing: what `closing` gave
-        there. Its group is over."""
+        """Takes the data of `closing` from a peer that saw the commit all-reduce of the current
+        step, which is prepared here. Its group has ended."""
         ...
 
     @property
     def partly_updated(self) -> bool:
-        """Some of several models were updated in the step in progress, and others were not
+        """True if some of several models were updated in the current step, and others were not
         (`engine/several_models.py`)."""
         ...
 
     def withdraw_updates(self) -> None:
-        """What the step in progress has updated is what it was before, while nobody knows whether
-        the step counts: it may be given to peers, or saved. `reinstate_updates` or `discard_step`
-        follows; or neither, if the step is never finished."""
+        """Undoes the current step's updates while its outcome is unknown, since the state may be
+        sent to peers or saved. `reinstate_updates` or `discard_step` follows; or neither, if the
+        step is never finished."""
         ...
 
     def reinstate_updates(self) -> None:
-        """The step goes on, or counts: what was withdrawn is here again. Does nothing where nothing
-        was."""
+        """Restores withdrawn updates because the step continues or counts. Does nothing if there
+        are none."""
         ...
 
     def writes_apart(self) -> ShoalError:
-        """The error for ranks whose passes have written different values to parameters. All ranks
-        raise it."""
+        """Returns the error for ranks whose passes have written different values to parameters.
+        Raised by all ranks."""
         ...
 
     def discard_step(self) -> None:
-        """Puts back what the step changed: buffers, written parameters, attributes and extra state
+        """Restores what the step changed: buffers, written parameters, attributes and extra state
         of modules, gradients."""
         ...
 
     def commit_step(self) -> None:
-        """The step was applied: what it left in the buffers is now the committed state."""
+        """Makes the buffers after an applied step the committed state."""
         ...
 
 
 class StrategySession(Protocol):
-    """The session, as a strategy sees it."""
+    """The session from a strategy's perspective."""
 
     @property
     def elastic(self) -> bool:
-        """There are, or may be, other ranks. False: a world of one without a coordinator."""
+        """True if there are, or may be, other ranks. False in a world of one without a
+        coordinator."""
         ...
 
     @property
     def group(self) -> Group | None:
-        """The ranks of this generation, connected. Another object after each re-forming."""
+        """Connected ranks of this generation. Another object after each re-forming."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         ...
 
     @property
@@ -323,13 +323,13 @@ class StrategySession(Protocol):
     def world_size(self) -> int: ...
     @property
     def begins(self) -> bool:
-        """The ranks are those that the run was started with: none has gone yet, and none has come
-        later."""
+        """True if the ranks are those that the run was started with: none has left or joined
+        yet."""
         ...
 
     @property
     def ranks_may_come(self) -> bool:
-        """Further processes may join the job."""
+        """True if further processes may join the job."""
         ...
 
     @property
@@ -339,42 +339,42 @@ class StrategySession(Protocol):
 
     @property
     def is_joining(self) -> bool:
-        """This process replays its script: steps are not begun, collectives are answered
+        """True if this process replays its script: steps are not begun, collectives are answered
         locally."""
         ...
 
     @property
     def step(self) -> Step | None:
-        """The step in progress."""
+        """Step in progress."""
         ...
 
     @property
     def registered(self) -> RegisteredState:
-        """What the loop has registered beside model and optimizer."""
+        """Objects registered by the loop besides model and optimizer."""
         ...
 
     def trains(self, engine: object) -> bool:
-        """Whether `engine` is the run's model; a clone of it is not."""
+        """Returns whether `engine` is the run's model; a clone of it is not."""
         ...
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Makes `engine` what the run trains, and gives all ranks the first rank's weights. Once,
-        before any other call."""
+        """Makes `engine` the run's, and gives all ranks the first rank's weights. Call once, before
+        anything else."""
         ...
 
     def ensure_step(self) -> Step:
-        """The step in progress; begins one in a user's own loop, where no loader does. Called by
-        each forward pass in training."""
+        """Returns the current step; begins one in a user's own loop, where no loader does. Called
+        by each forward pass in training."""
         ...
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Which of the model's parameters want gradients, from this step on: the same on all ranks,
-        or the step's end says so."""
+        """Records which of the model's parameters require gradients from this step on, which must
+        agree on all ranks at the step's end."""
         ...
 
     def control_word(self) -> list[float]:
-        """What this rank adds to the step's control word: CONTROL_LENGTH numbers, to be summed over
-        the ranks once per step."""
+        """Returns this rank's part of the step vote: CONTROL_LENGTH numbers, to be summed over the
+        ranks once per step."""
         ...
 
     def settle_collectives(self) -> None:
@@ -383,32 +383,33 @@ class StrategySession(Protocol):
         ...
 
     def seal_step(self) -> None:
-        """The gradients are summed: this rank has all that it needs to apply the step. Waits for
-        all that was ordered in it (`Group.settle`); if not all of that ended well the step is
+        """Marks the step as prepared: the gradients are summed, and this rank has everything needed
+        to apply it. Waits for all ordered collectives (`Group.settle`); if any failed, the step is
         marked lost instead."""
         ...
 
     def take_control_word(self, summed: Sequence[float]) -> None:
-        """The closing came back: the step counts, whatever fails from here on."""
+        """Takes the result of the commit all-reduce: the step counts, whatever fails afterwards."""
         ...
 
     def mark_lost(self, error: BaseException) -> None:
-        """A collective of the step failed: nothing more is sent in it. Changes nothing once the
-        closing was seen. From any thread."""
+        """Marks the step as lost because a collective failed: nothing more is sent in it. Changes
+        nothing once the commit all-reduce was seen. Thread-safe."""
         ...
 
     def void_step(self, reason: str) -> None:
-        """The step in progress counts nowhere, as every rank concludes by itself."""
+        """Aborts the current step, as every rank concludes by itself."""
         ...
 
     def settle_step(self) -> None:
-        """Returns when it is known what becomes of the step in progress. If its group failed before
-        this rank saw the closing, forms the next generation and asks there: the step is decided if
-        a survivor saw the closing, else void. On the training thread, outside of passes."""
+        """Waits until the outcome of the current step is known. If its group failed before this
+        rank saw the commit all-reduce, forms the next generation and asks there: the step is
+        committed if a survivor saw the result, otherwise aborted. On the training thread, outside
+        of passes."""
         ...
 
     def finish_reduction_if_whole(self) -> None:
-        """After a backward pass: reduces now if it was the whole of this rank's part in the
+        """Reduces the gradients after a backward pass if it completed this rank's part of the
         step."""
         ...
 
@@ -418,17 +419,16 @@ class StrategySession(Protocol):
         ...
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state. The steps committed from here on are this rank's alone, and
-        are undone by the next step that is void, until `release`: the loader hands out their
-        samples again. `replica`: model and optimizer as this rank has them, for `restore`. In
-        `step_begins`."""
+        """Copies the committed state. Steps committed from here on are this rank's alone, and are
+        undone by the next aborted step, until `release`: the loader repeats their samples.
+        `replica`: this rank's model and optimizer, for `restore`. Call in `step_begins`."""
         ...
 
     def release(self) -> None:
-        """The steps since `keep` are every rank's. In `commit_step`, of a step that all ranks took
-        part in."""
+        """Confirms the steps since `keep` on all ranks. Call in `commit_step` of a step that all
+        ranks took part in."""
         ...
 
     def operation(self, kind: str, body: Body) -> Any:
-        """Does something on all ranks between steps, again if the membership changes on the way."""
+        """Runs something on all ranks between steps, again if the membership changes meanwhile."""
         ...

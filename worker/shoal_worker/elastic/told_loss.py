@@ -16,7 +16,8 @@ from torch.distributed.tensor import DTensor
 
 
 class ToldLoss:
-    """A number that the loop reports under one name. Told by the training thread, read by any."""
+    """A number that the loop reports under one name, written by the training thread and readable by
+    any."""
 
     def __init__(self, name: str = "loss") -> None:
         self._name = name
@@ -24,7 +25,7 @@ class ToldLoss:
         self._told = 0
         self._newest = (0, math.nan)
         self._on_their_way: deque[tuple[int, torch.Tensor, torch.Event]] = deque()
-        """Copies of those told since, on the host; each is there when its event has happened."""
+        """Copies of later losses on the host; each is complete when its event has occurred."""
 
     def tell(self, loss: float | torch.Tensor) -> None:
         """Raises ConfigurationError: it is not one number that this rank has."""
@@ -43,19 +44,19 @@ class ToldLoss:
 
     @property
     def value(self) -> float:
-        """The newest that is known; NaN: none is."""
+        """Newest known loss; NaN if none."""
         return self.newest[1]
 
     @property
     def told(self) -> int:
-        """How many were told, those included that are on their way."""
+        """Number of reported losses, including pending ones."""
         with self._lock:
             return self._told
 
     @property
     def newest(self) -> tuple[int, float]:
-        """The newest that is known, and which of all that were told it is, counted from 1; 0 and
-        NaN: none is known."""
+        """Newest known loss with its index among all reported, counted from 1; 0 and NaN if none is
+        known."""
         with self._lock:
             self._take()
             return self._newest
@@ -67,7 +68,7 @@ class ToldLoss:
 
 
 class LossOnItsWay:
-    """A loss that a device computes, as a number that can be asked for."""
+    """A loss being computed on a device, as a number available on demand."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         self._copy, self._arrival = _sent_to_host(loss)
@@ -78,14 +79,13 @@ class LossOnItsWay:
 
 
 class MeanLoss:
-    """The mean of losses by their weights, as a number that can be asked for; 0 if all weigh
-    nothing."""
+    """Weighted mean of losses, as a number available on demand; 0 if all weights are 0."""
 
     def __init__(self) -> None:
         self._losses: list[tuple[SupportsFloat, float]] = []
 
     def add(self, loss: SupportsFloat, weight: float) -> None:
-        """One that weighs nothing is left out, whatever it is."""
+        """Adds a loss; ignores it if its weight is 0, whatever its value."""
         if weight != 0:
             self._losses.append((loss, weight))
 
@@ -95,8 +95,8 @@ class MeanLoss:
 
 
 def read_later(loss: torch.Tensor) -> SupportsFloat:
-    """A loss that the step's closing tells, as a number. On a device it is read when it is asked
-    for, so that what comes next is queued meanwhile."""
+    """Returns the loss as a number. A loss on a device is read on demand, so that later work is
+    queued meanwhile."""
     value = loss.detach()
     return (
         float(value)
@@ -106,7 +106,7 @@ def read_later(loss: torch.Tensor) -> SupportsFloat:
 
 
 def _sent_to_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
-    """Where it will be when the event has happened: in pinned memory."""
+    """Starts a copy to pinned host memory. Returns it with the event of its completion."""
     copy = value.to("cpu", non_blocking=True)
     arrival = torch.Event(value.device)
     arrival.record()

@@ -1,20 +1,19 @@
-"""`shoal.process_group()`: a process group of torch's whose calls, between steps, are operations of
-all ranks and survive faults.
+"""`shoal.process_group()`: a torch process group whose calls, between steps, are operations of all
+ranks that survive faults.
 
 Each call of `torch.distributed` with this group is one operation (`operations.py`): all ranks'
-tensors are exchanged, and every rank works out the same results, or the same error, from the same
-bytes. After a fault it is done again by those who are left.
+tensors are exchanged, and every rank computes the same results, or the same error, from the same
+bytes. After a fault it is repeated by the remaining ranks.
 
-A script that asked for its rank, or for how many there are, may have put the answer into what it
-sends: a buffer that one rank fills, a list as long as there are ranks, a value divided by their
-number. torch asks, too, in the middle of gathering objects. So whoever has asked is held to the
-first answer. Where that is not true any more, the next call gives no result, but MembershipChanged
-on all ranks alike, and all begin anew: the script asks again. It is told so even where nobody used
-an answer: an old one is never used unnoticed.
+A script may use its rank or the number of ranks in the data that it sends: a buffer filled by one
+rank, a list with one entry per rank, a value divided by their number. torch itself asks for them
+while gathering objects. The first answer therefore stays in force. When it is no longer true, the
+next call gives no result but MembershipChanged on all ranks, and all start over: the script asks
+again. This happens even if nobody used an answer: an outdated one is never used unnoticed.
 
-All of it runs on the training thread. Inside a step calls are refused: a fault there would take the
-gradients with it. Messages between two ranks are refused as well: there is nobody to do them again
-with.
+Everything runs on the training thread. Inside a step calls are refused, since a fault there would
+destroy the gradients. Messages between two ranks are refused as well, since they could not be
+repeated with anyone after a fault.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.session import Session
 
 REDUCTIONS: Final = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
-"""What the group reduces with, by torch's names."""
+"""Supported reductions, by torch's names."""
 
 
 def process_group(session: Session) -> SurvivingGroup:
-    """See `shoal.process_group`."""
+    """Implements `shoal.process_group`."""
     for group in c10d._world.pg_map:
         if isinstance(group, SurvivingGroup) and group.session is session:
             return group
@@ -74,26 +73,26 @@ def process_group(session: Session) -> SurvivingGroup:
 
 
 class SurvivingGroup(PythonGroup):
-    """All ranks of a session, whoever they are at a time."""
+    """All ranks of a session, whichever they currently are."""
 
     backend_name: ClassVar[str] = "shoal_surviving"
 
     def __init__(self, session: Session) -> None:
-        """`session`: whose ranks."""
+        """`session`: session of the ranks."""
         super().__init__(session.rank, session.world_size, "shoal_surviving")
         self.session = session
         self._asked: tuple[int, int] | None = None
-        """(rank, number of ranks) as this process was told when it first asked; None: it has not,
-        since the last change was told."""
+        """(rank, number of ranks) first returned to this process; None if it has not asked since
+        the last announced change."""
         self._answered: tuple[int, tuple[int, int]] | None = None
-        """(committed steps then, (rank, number of ranks)) of the last operation."""
+        """(committed steps at that time, (rank, number of ranks)) of the last operation."""
 
     # --- who is here
 
     def rank(self) -> int:
-        """This process's rank: that of the last call since the last step, or else the current one.
-        -1 for a script that is not where its peers are: it must not take itself for rank 0. Torch's
-        own code, which asks in its calls, works in a world of one there."""
+        """Returns this process's rank: that of the last call since the last step, or the current
+        one. -1 for a script that is not at its peers' position, which must not consider itself rank
+        0. Torch's own code, which asks within its calls, sees a world of one there."""
         if (
             self.session.elastic
             and not self.session.has_left
@@ -104,7 +103,7 @@ class SurvivingGroup(PythonGroup):
         return self._told()[0]
 
     def size(self) -> int:
-        """How many ranks there are, likewise: behind a call, how many took part in it."""
+        """Returns the number of ranks, likewise: after a call, the number of participants."""
         return self._told()[1]
 
     def _told(self) -> tuple[int, int]:
@@ -115,7 +114,7 @@ class SurvivingGroup(PythonGroup):
 
     @property
     def place(self) -> tuple[int, int]:
-        """What `rank` and `size` would answer; nobody is held to it."""
+        """Answer that `rank` and `size` would give, without committing to it."""
         session = self.session
         if not session.elastic or session.has_left or self._by_itself:
             return 0, 1
@@ -125,7 +124,8 @@ class SurvivingGroup(PythonGroup):
 
     @property
     def _by_itself(self) -> bool:
-        """The script is not where its peers are, and answers itself (see `Session.operation`)."""
+        """True if the script is not at its peers' position and answers itself (see
+        `Session.operation`)."""
         return self.session.is_joining or self.session.is_redoing
 
     # --- what torch's calls come down to
@@ -260,8 +260,8 @@ class SurvivingGroup(PythonGroup):
 
 
 def _is_torch(caller: FrameType | None) -> bool:
-    """Whether code of `torch.distributed` asks for its own ends, and not in the name of a script
-    that called `get_rank`."""
+    """Returns whether code of `torch.distributed` asks for its own purposes, and not on behalf of a
+    script that called `get_rank`."""
     if caller is not None and caller.f_code is dist.get_rank.__code__:
         caller = caller.f_back
     return caller is not None and str(caller.f_globals.get("__name__")).startswith(
@@ -270,40 +270,40 @@ def _is_torch(caller: FrameType | None) -> bool:
 
 
 class CompletedWork(Work):
-    """What is done when it is handed out."""
+    """Work that is done when it is returned."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def is_success(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def exception(self) -> None:
-        """None."""
+        """Returns None."""
 
     def result(self) -> Any:
-        """The tensors as the caller gave them."""
+        """Returns the caller's tensors."""
         return self._result
 
     def get_future(self) -> Any:
-        """A future that has them."""
+        """Returns a completed future with the tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
 
 
 class _SameRanks(Mapping[int, int]):
-    """The ranks of a default process group, which are those of the surviving one, whose number
+    """Ranks of a default process group, which are those of the surviving group, whose number
     changes."""
 
     def __init__(self, group: SurvivingGroup) -> None:
@@ -322,8 +322,8 @@ class _SameRanks(Mapping[int, int]):
 
 
 def _make_known(group: SurvivingGroup, *, default: bool) -> None:
-    """Tells torch's Python of the group: `torch.distributed.get_rank(group)` looks for a default
-    group first, whichever is asked for."""
+    """Registers the group with torch's Python code: `torch.distributed.get_rank(group)` looks for a
+    default group first, whichever is asked for."""
     world: Any = c10d._world
     world.pg_map[group] = (group.backend_name, None)
     world.pg_names[group] = group.group_name
@@ -343,8 +343,8 @@ def _unpacked(told: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]
 
 
 def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) -> bool:
-    """Whether a rank, which is the `number`-th of `size`, made its part of the call for other ranks
-    than these."""
+    """Returns whether a rank, the `number`-th of `size`, made its part of the call for a different
+    set of ranks."""
     actual = [number, size]
     if document["asked"] is not None and document["asked"] != actual:
         return True
@@ -352,8 +352,7 @@ def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) 
 
 
 def _check_alike(name: str, kind: Kind, documents: Sequence[Mapping[str, Any]], size: int) -> None:
-    """Raises UnmatchedCollectiveError, on all ranks alike, unless the ranks' parts belong
-    together."""
+    """Raises UnmatchedCollectiveError on all ranks unless the ranks' parts belong together."""
     like = kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.REDUCE_SCATTER)
     first = documents[0]
     for number, each in enumerate(documents):
@@ -401,13 +400,13 @@ _COUNTS: Final[Mapping[Kind, Any]] = {
     Kind.ALL_TO_ALL: lambda given, taken, size, is_root: given == taken == size,
     Kind.BARRIER: lambda given, taken, size, is_root: True,
 }
-"""Whether a rank's number of inputs and outputs is right, by kind."""
+"""Returns whether a rank's number of inputs and outputs is correct, by kind."""
 
 
 def _rebuilt(
     own: Collective, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Collective:
-    """A rank's call, with what it sent, and with room for its results."""
+    """Returns a rank's call with the data that it sent, and with room for its results."""
     inputs = [
         tensors[str(n)] if document["sends"] else _room(said)
         for n, said in enumerate(document["inputs"])

@@ -1,19 +1,19 @@
-"""Gives a committed state to peers over TCP, and takes one: staged whole, checksummed, and only
-then handed to the caller.
+"""Sends a committed state to peers over TCP, and receives one: fully staged and checksummed before
+it is passed to the caller.
 
-Plain sockets, because the same bytes over gRPC or Gloo take about twice as long on one host, and
-survivors stand still meanwhile.
+Plain sockets, because the same bytes over gRPC or Gloo take about twice as long on one host while
+survivors wait.
 
-A donor's `StateDonor` listens from the start of the session on a thread of its own. It answers only
+A donor's `StateDonor` listens from the start of the session on a separate thread. It answers only
 while an offer is open: the training thread opens one, waits in a barrier until the receivers have
-what they need, and closes it, which ends the connections that are left; so nothing is applied to
-the tensors while they are read, and a receiver that hangs holds nobody up. A receiver asks each
-donor for its part of the bytes, all donors at once. A request names the generation's nonce, so a
-peer of another generation, or a stranger, is turned away. There is no deadline for the whole, which
-may be large, but one for each block: a transfer goes on as long as it gets on.
+what they need, and closes it, which ends the remaining connections; the tensors are therefore not
+modified while they are read, and a hung receiver delays nobody. A receiver requests a part of the
+bytes from each donor, all at once. A request contains the generation's nonce, so peers of another
+generation and strangers are refused. There is no deadline for the entire, possibly large transfer,
+but one for each block: a transfer continues as long as it makes progress.
 
-Where the RPCs have TLS, so has the transfer: the donor's key is made from the secret that the
-coordinator has told its peers (shoal_common.certificates), and the nonce goes within.
+If the RPCs use TLS, so does the transfer: the donor's key is derived from the secret that the
+coordinator has given its peers (shoal_common.certificates), and the nonce is sent encrypted.
 
 Framing, all integers big-endian: request = magic, nonce (32 bytes), part, parts (u32 each). Answer
 = header length (u64), header (JSON: structure, tensors, digest), its xxh3-64, then the part's bytes
@@ -62,17 +62,18 @@ _log = logging.getLogger(__name__)
 _MAGIC = b"SHOALST1"
 _REQUEST = struct.Struct("!32sII")
 PROBE = bytes(len(_MAGIC))
-"""A request for nothing, by one that only wants to know whether a donor can be reached: answered by
-closing the connection."""
+"""An empty request that only tests whether a donor can be reached; answered by closing the
+connection."""
 _U64 = struct.Struct("!Q")
 _BLOCK = 4 << 20
 _LARGEST_HEADER = 256 << 20
 _BLOCK_TIMEOUT_S = 30.0
-"""Longest that one block may take: 4 MiB, so a transfer slower than 0.14 MB/s is given up."""
+"""Maximum time for one block of 4 MiB, so a transfer slower than 0.14 MB/s is given up."""
 _REQUEST_TIMEOUT_S = 5.0
-"""Longest that who connects may take to say what it wants."""
+"""Maximum time for a client to send its request."""
 _MOST_CONNECTIONS = 256
-"""Served at a time; more wait in the listener's queue. Each has a thread."""
+"""Maximum number of connections served at a time, each by a thread; more wait in the listener's
+queue."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -85,18 +86,18 @@ class _Offer:
     nonce: bytes
     header: bytes
     pieces: tuple[torch.Tensor, ...]
-    """The bytes of each tensor, where it lies: some on a device, perhaps."""
+    """Bytes of each tensor in their original memory, possibly on a device."""
 
 
 class StateDonor:
     """Listens for peers that need this member's state."""
 
     def __init__(self, host: str, *, told: str = "", secure: bool = False) -> None:
-        """Binds to `host` on a port that the system chooses. `told`: what peers are told instead,
-        where they reach it elsewhere. `secure`: whoever connects must speak TLS."""
+        """Binds to `host` on a port chosen by the system. `told`: address announced to peers, if
+        different. `secure`: clients must use TLS."""
         self.key = secrets.token_hex(16)
-        """A name for offers that are open whatever generation there is. Members alone are told it,
-        and know this donor by it."""
+        """Name for offers independent of the generation. Known only to members, which identify this
+        donor by it."""
         self._tls = PairContexts.listener(self.key) if secure else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
@@ -117,20 +118,20 @@ class StateDonor:
 
     @property
     def is_secure(self) -> bool:
-        """Whether this member and its peers speak TLS with each other."""
+        """True if this member and its peers use TLS with each other."""
         return self._tls is not None
 
     def expect(self, nonce: str) -> None:
-        """From here on only requests for `nonce` may wait for an offer, until the next call. Before
-        the first, any may."""
+        """Lets only requests for `nonce` wait for an offer, until the next call. Before the first
+        call, any may."""
         with self._changed:
             self._expected = nonce.encode()
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def offering(self, state: object, nonce: str) -> Iterator[None]:
-        """While open, peers that name `nonce` get `state`. The caller must not change the tensors
-        in it meanwhile. Whoever has not got all when it closes gets no more."""
+        """Offers `state` to peers that send `nonce` within the block. The caller must not change
+        its tensors meanwhile. Transfers that are incomplete at the end are cut off."""
         structure, tensors = flatten(state)
         resolved = {
             name: t.resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()
@@ -204,8 +205,8 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _greeted(self, connection: socket.socket) -> Iterator[socket.socket]:
-        """While open, what the peer's bytes are read from. Raises _Refused for one that does not
-        speak TLS where it has to."""
+        """Yields the socket for the peer's bytes. Raises _Refused for a peer that does not use TLS
+        although it must."""
         if self._tls is None:
             with connection:
                 yield connection
@@ -221,8 +222,8 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _entered(self, connection: socket.socket, nonce: bytes) -> Iterator[_Offer]:
-        """While open, `connection` is served the offer of `nonce`. Waits for it: a receiver may be
-        quicker than the donor.
+        """Serves the offer of `nonce` to `connection` within the block. Waits for it, since a
+        receiver may be faster than the donor.
 
         Raises:
             _Refused: there is no such offer, or will be none.
@@ -256,19 +257,19 @@ class StateDonor:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Ends what another thread does with the connection. By SSLSocket's own method that thread
-    would go on in plain text."""
+    """Ends another thread's use of the connection. With SSLSocket's own method that thread would
+    continue in plain text."""
     with contextlib.suppress(OSError):  # its peer has closed it
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class _Refused(Exception):
-    """Who connected gets nothing."""
+    """The client is refused."""
 
 
 def _read_request(connection: socket.socket) -> tuple[bytes, int, int]:
-    """(nonce, part, parts). Raises _Refused as soon as it is no request, or when it does not come
-    in time."""
+    """Returns (nonce, part, parts). Raises _Refused as soon as the request is invalid, or when it
+    does not arrive in time."""
     deadline = time.monotonic() + _REQUEST_TIMEOUT_S
     try:
         if _receive(connection, len(_MAGIC), deadline) != _MAGIC:
@@ -292,13 +293,13 @@ def take_state(
     """Fetches the state that the `donors` (host:port) offer under `nonce`; returns it and its size
     in bytes. Changes nothing here.
 
-    `keys`: each donor's (`StateDonor.key`), to speak TLS with it; empty: in plain text. `guard`
-    gets each connection when it is made: whoever shuts it down ends the transfer. `timeout`: until
-    all donors have begun to answer; after that each block has its own.
+    `keys`: that of each donor (`StateDonor.key`), to use TLS with it; empty: plain text. `guard`:
+    receives each connection when it is made; shutting the connection down ends the transfer.
+    `timeout`: until all donors have begun to answer; after that each block has its own deadline.
 
     Raises:
         UnavailableError: a donor went away, or sends too slowly.
-        CorruptDataError: a checksum is wrong, or what comes is no state.
+        CorruptDataError: a wrong checksum, or invalid data.
     """
     failpoint("transfer.before_taking")
     deadline = time.monotonic() + timeout.total_seconds()
@@ -388,8 +389,8 @@ class _Part:
         return _Header.parse(raw, self._address)
 
     def _connected(self) -> socket.socket:
-        """Raises UnavailableError where nobody takes the connection; OSError; ssl.SSLError, which
-        is one, for a donor that does not know its key."""
+        """Connects to the donor. Raises UnavailableError if nobody accepts the connection; OSError;
+        ssl.SSLError, a subclass, for a donor that does not know its key."""
         host, _, port = self._address.rpartition(":")
         try:
             connection = socket.create_connection(
@@ -434,14 +435,14 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    """What comes ahead of the bytes."""
+    """Header sent before the bytes."""
 
     structure: Any
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-    """Name, dtype and shape of each, in the order of their bytes."""
+    """Name, dtype and shape of each tensor, in the order of their bytes."""
     digest: tuple[str, str]
-    """The state's, and where its tensors lie: a device makes another digest than the host does of
-    equal tensors."""
+    """Digest of the state, and the device of its tensors: a device computes a different digest of
+    equal tensors than the host does."""
 
     @classmethod
     def parse(cls, raw: bytes | bytearray, address: str) -> _Header:
@@ -493,7 +494,8 @@ def _send_part(connection: socket.socket, offer: _Offer, part: int, parts: int) 
 
 
 def _blocks(pieces: Sequence[torch.Tensor], part: int, parts: int) -> Iterator[torch.Tensor]:
-    """Every `parts`-th block of all pieces, from block `part` on: the same cut on both sides."""
+    """Yields every `parts`-th block of all pieces, from block `part` on: the same division on both
+    sides."""
     index = 0
     for piece in pieces:
         for offset in range(0, len(piece), _BLOCK):
@@ -543,8 +545,8 @@ def _receive_into(connection: socket.socket, target: memoryview, deadline: float
 # training thread.
 
 MOST_DONORS: Final = 16
-"""That one receiver asks. More fill no link better, and each costs a thread, a connection and the
-description of the whole state."""
+"""Maximum number of donors used by one receiver. More do not increase the throughput, and each
+costs a thread, a connection and a description of the entire state."""
 
 
 class StateExchange:
@@ -556,7 +558,7 @@ class StateExchange:
         self._metrics = metrics
 
     def expect(self, group: Group) -> None:
-        """Peers of `group` may ask from here on, others no more."""
+        """Lets only peers of `group` request state from here on."""
         self._donor.expect(group.generation.nonce)
 
     def give(self, group: Group, captured: object, *, until: Callable[[], object]) -> None:
@@ -564,18 +566,18 @@ class StateExchange:
         runs.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         with self._donor.offering(captured, group.generation.nonce):
             until()
 
     def take(self, group: Group, donors: Sequence[int]) -> Any:
-        """Fetches the state that the ranks `donors` give. Changes nothing here.
+        """Fetches the state from the ranks `donors`. Changes nothing here.
 
         Raises:
-            UnavailableError: a donor went away, or what arrived was damaged: what the peers hold is
-                whole, so ask again.
-            MembershipChanged: the group is over.
+            UnavailableError: a donor went away, or damaged data arrived: the peers' state is
+                intact, so ask again.
+            MembershipChanged: the group has ended.
         """
         started = time.monotonic()
         asked = share_of(donors, receiver=group.rank)
@@ -584,8 +586,8 @@ class StateExchange:
         keys = [peer.donor_key for peer in peers] if self._settings.calling_tls is not None else []
         try:
             with group.guarding() as guard:
-                # Aside: where ranks take turns, a donor may need its turn to offer what this one
-                # waits for.
+                # On another thread: where ranks take turns, a donor may need its turn to offer what
+                # this one waits for.
                 state, size = run_aside(
                     lambda: take_state(
                         addresses,
@@ -615,7 +617,7 @@ class StateExchange:
 
 
 def share_of(donors: Sequence[int], *, receiver: int) -> Sequence[int]:
-    """The donors that `receiver` asks: at most MOST_DONORS, other ones for other receivers as long
-    as there are others."""
+    """Returns the donors used by `receiver`: at most MOST_DONORS, distinct for different receivers
+    as far as possible."""
     first = receiver * MOST_DONORS % len(donors)
     return (*donors[first:], *donors[:first])[:MOST_DONORS]

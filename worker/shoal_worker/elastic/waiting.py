@@ -1,9 +1,9 @@
-"""What a group's training thread waits for, and what ranks write down of it for each other, beside
+"""Current wait of a group's training thread, and the notes that ranks exchange about it outside of
 their collectives.
 
-At one place of the run, behind a step or an operation, all ranks whose scripts go the same way wait
-in the same thing: in the next step, or in the next operation. Only an operation in the middle of a
-step, behind collectives of that, comes after another thing at its place; so it is not compared.
+At one position of the run, after a step or an operation, all ranks whose scripts agree wait in the
+same thing: the next step, or the next operation. Only an operation in the middle of a step, after
+collectives of that step, differs from other waits at its position; it is therefore not compared.
 """
 
 from __future__ import annotations
@@ -29,43 +29,43 @@ _NONE: Final = "-"
 
 
 class Where(NamedTuple):
-    """Where a script stands that waits for its peers, and in what."""
+    """Position of a script that waits for its peers, with the kind of its wait."""
 
     at: At
     operation: str | None
-    """The kind of the operation that it is in; None: a step."""
+    """Kind of the operation that it is in; None: a step."""
     source: StepSource | None = None
-    """Whose step; None: a loop without a loader of Shoal's."""
+    """Loader of the step; None: a loop without a Shoal loader."""
 
     @property
     def what(self) -> str:
-        """Such as "evaluate", or "a step of loader 'loader'"."""
+        """Description such as "evaluate", or "a step of loader 'loader'"."""
         if self.operation is not None:
             return self.operation
         return f"a step of loader {self.source.name!r}" if self.source is not None else "a step"
 
 
 class Wait(NamedTuple):
-    """One that is under way."""
+    """A wait in progress."""
 
     since: float
-    """time.monotonic()."""
+    """Start, by time.monotonic()."""
     where: Where
 
 
 class Waiting:
-    """Tells what the training thread waits for in one group and its parts. That thread enters and
-    leaves it around each wait; another may look at it."""
+    """Waits of the training thread in one group and its parts. That thread enters and leaves it
+    around each wait; another may read it."""
 
     def __init__(self, store: RedisStore | None) -> None:
-        """`store`: the group's, under whose prefix the notes are; None: this group has none, and
+        """`store`: the group's, whose prefix contains the notes; None: this group has none, and
         nothing is compared."""
         self.now: Wait | None = None
-        """The wait under way, if it can be compared with others'."""
+        """Current wait, if it can be compared with others'."""
         self.where: Callable[[], Where | None] = lambda: None
-        """Where the script stands; None: at a border, where nothing is compared."""
+        """Returns the script's position; None at a step boundary, where nothing is compared."""
         self._stepped_at: At | None = None
-        """The last place at which the script was in a step's collectives."""
+        """Last position at which the script was in a step's collectives."""
         self._notes = store.with_prefix(f"{store.prefix}:notes") if store is not None else None
         self._verdict: str | None = None
 
@@ -81,14 +81,15 @@ class Waiting:
         self.now = None
 
     def note(self, at: At, text: str, among: str = "") -> str:
-        """Writes down `text` for a place, if no rank has yet. `among`: names the ranks that compare
-        it; empty: all. Returns what is written there. Raises StoreError, ShoalError."""
+        """Writes `text` for a position unless a rank has already written one. `among`: names the
+        ranks that compare it; empty: all. Returns the stored text. Raises StoreError,
+        ShoalError."""
         if self._notes is None:
             return text
         return self._notes.compare_set(f"{at[0]}/{at[1]}/{among}", "", text).decode()
 
     def condemn(self, verdict: str) -> None:
-        """The group is to end, on all ranks that hear of it, with this error."""
+        """Ends the group with this error on all ranks that learn of it."""
         self._verdict = verdict
         if self._notes is not None:
             with contextlib.suppress(ShoalError, RuntimeError):
@@ -97,8 +98,8 @@ class Waiting:
 
     @property
     def verdict(self) -> str | None:
-        """What a rank of the group was condemned for; None: the group ended otherwise. Asks the
-        store, once."""
+        """Error with which a rank ended the group; None if it ended otherwise. Asks the store
+        once."""
         if self._verdict is None and self._notes is not None:
             notes, self._notes = self._notes, None
             with contextlib.suppress(ShoalError, RuntimeError):
@@ -118,17 +119,18 @@ EVERY_S: Final = 10.0
 
 
 class WaitingLines:
-    """The lines that one wait writes to the log; belongs to the thread that waits."""
+    """Log lines of one wait; belongs to the waiting thread."""
 
     def __init__(self, *, waited_s: float = 0.0, first_in_s: float | None = None) -> None:
-        """The wait began `waited_s` ago; the first line is due in `first_in_s` (None: as the
+        """The wait began `waited_s` ago; the first line is due in `first_in_s` (None: like the
         others)."""
         now = time.monotonic()
         self._started = now - waited_s
         self._said = now - EVERY_S + (EVERY_S if first_in_s is None else first_in_s)
 
     def say(self, what: str, why: Callable[[], str]) -> None:
-        """Called again and again while it waits. `why` is asked only when a line is due."""
+        """Logs the wait if a line is due. Called repeatedly. `why`: called only when a line is
+        due."""
         now = time.monotonic()
         if now >= self._said + EVERY_S:
             self._said = now

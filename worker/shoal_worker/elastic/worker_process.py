@@ -1,4 +1,4 @@
-"""Opens the session of a process: reads the environment, joins the job, and makes sure that the
+"""Opens the session of a process: reads the environment, joins the job, and ensures that the
 process leaves it when it ends."""
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ _process: list[Session] = []
 
 
 def find_session() -> Session | None:
-    """The session, if there is one."""
+    """Returns the session, if there is one."""
     world = own_world()
     if world is not None:
         found: Session | None = world.session
@@ -114,18 +114,18 @@ _HAPPENED: Final = (
     "MEMBER_STALLED",
     UnavailableError.default_reason,
 )
-"""Reasons with which the coordinator ends the membership of a process that lives, and that of a
-service that cannot be reached."""
+"""Reasons with which the coordinator ends the membership of a live process, and that of an
+unreachable service."""
 
 
 _VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED", "SAME_BATCHES")
-"""Reasons that say what the scripts, or the machines, did. They may come out of a failed
-collective, but the next one would fail alike."""
+"""Reasons that concern the scripts or the machines. They may arise from a failed collective, but
+the next one would fail in the same way."""
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Whether this exception, or one that led to it, says that peers or services went away, or that
-    this process was put out."""
+    """Returns whether this exception, or one that led to it, means that peers or services went away
+    or that this process was evicted."""
     chain = list(_chain(error))
     if any(isinstance(cause, ShoalError) and cause.reason in _VERDICTS for cause in chain):
         return False
@@ -137,8 +137,8 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def account_for(error: BaseException, traceback: TracebackType | None) -> None:
-    """Deals with an uncaught exception. One that only tells what happened to others ends the
-    process with PUT_OUT; of any other, an account is left for the launcher.
+    """Handles an uncaught exception. If it is a consequence of events elsewhere, ends the process
+    with PUT_OUT; otherwise leaves an account for the launcher.
 
     Raises:
         SystemExit: status PUT_OUT.
@@ -149,8 +149,8 @@ def account_for(error: BaseException, traceback: TracebackType | None) -> None:
 
 
 def leave_account(error: BaseException, traceback: TracebackType | None) -> None:
-    """Writes the exception where torchrun's workers do (TORCHELASTIC_ERROR_FILE), in the same form,
-    if a launcher has named a file."""
+    """Writes the exception to the file used by torchrun's workers (TORCHELASTIC_ERROR_FILE), in the
+    same format, if a launcher has named one."""
     path = error_file()
     if path is None:
         return
@@ -172,7 +172,7 @@ def leave_account(error: BaseException, traceback: TracebackType | None) -> None
         },
     }
     with contextlib.suppress(OSError):
-        # a full disk, say: the traceback is on standard error already
+        # e.g. a full disk: the traceback is on standard error already
         path.write_text(json.dumps(content))
 
 
@@ -210,11 +210,11 @@ def current_loader_session() -> LoaderSession:
 
 
 def open_session(settings: WorkerSettings | None = None) -> Session:
-    """Makes the session of this process, from its environment unless `settings` are given, and
+    """Creates the session of this process, from its environment unless `settings` are given, and
     makes it the current one.
 
-    With a coordinator: blocks until this member is accepted, and for a fresh job until it has a
-    rank. Without: a rank of MPI's world under `mpiexec`, else a world of one. In a rank of
+    With a coordinator: blocks until this member is accepted, and in a new job until it has a rank.
+    Without: a rank of MPI's world under `mpiexec`, otherwise a world of one. In a rank of
     `shoal.launch` that rank, whatever the environment says.
 
     Raises:
@@ -228,7 +228,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     settings = settings or WorkerSettings()
     take_secrets()  # what the script starts has no use for them
     if settings.coordinator is not None or mpi_world_size() > 1:
-        # gradients, and an optimizer's intermediate results, come and go in every step
+        # gradients, and an optimizer's temporaries, are allocated and freed in every step
         keep_freed_memory()
     if settings.coordinator is None and mpi_world_size() > 1:
         session = open_fixed(
@@ -251,8 +251,8 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
 
 
 def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetrics) -> Session:
-    """The session of a member of a job. What was opened for it is closed again if it does not
-    become one: the script may try once more."""
+    """Returns the session of a member of a job. Resources opened for it are closed again on
+    failure, since the script may retry."""
     with contextlib.suppress(ConfigurationError, OSError):
         # a script need not have data workers of its own
         keep_socket_paths_short()
@@ -311,8 +311,8 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
 
 
 def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
-    """Serves this worker's metrics if `listen` says where. Training does not fail for want of a
-    port for what people look at."""
+    """Serves this worker's metrics if `listen` is given. Training does not fail for lack of a port
+    for metrics."""
     if listen is None:
         return None
     try:
@@ -327,8 +327,8 @@ def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
 
 
 def _tally(settings: WorkerSettings) -> TallyWriter | None:
-    """Where the launcher has asked for it. Training does not fail for want of room for what people
-    look at."""
+    """Opens the launcher's tally file if requested. Training does not fail for lack of space for
+    it."""
     if settings.tally_file is None:
         return None
     try:
@@ -339,10 +339,10 @@ def _tally(settings: WorkerSettings) -> TallyWriter | None:
 
 
 def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Session:
-    """Makes the session of one of the ranks that stay the same to the end, and makes it the current
-    one. Who calls it closes it.
+    """Creates the session of one of a fixed set of ranks, and makes it the current one. The caller
+    closes it.
 
-    `own`: where this rank's peers reach it; `host`: the machine's name, where ranks run on several.
+    `own`: address of this rank for its peers; `host`: name of the machine, if ranks run on several.
     """
     timeout_s = seat.timeout.total_seconds()
     settings = WorkerSettings(
@@ -360,7 +360,7 @@ def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Se
 
 
 def _end(session: Session, script: ScriptEnd) -> None:
-    """At the end of a process; does nothing where `shoal.shutdown()` was called."""
+    """Ends the session with the process; does nothing if `shoal.shutdown()` was called."""
     if find_session() is session:
         set_session(None)
     session.close(failed=script.failure())
@@ -370,15 +370,14 @@ def _end(session: Session, script: ScriptEnd) -> None:
 
 @functools.cache
 def _script_end() -> ScriptEnd:
-    """One for the process, whose sessions come and go where it is a notebook's or a test's."""
+    """Returns the process's only instance; sessions come and go in a notebook or a test."""
     script = ScriptEnd(in_backward=in_backward)
     script.install()
     return script
 
 
 def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
-    """At the end of a process that is a world of one; does nothing where `shoal.shutdown()` was
-    called."""
+    """Ends a world of one with the process; does nothing if `shoal.shutdown()` was called."""
     session = reference()
     if session is None or find_session() is not session:
         return
@@ -389,7 +388,7 @@ def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
 
 
 class _Exit:
-    """What has to happen when the process ends, however it does."""
+    """Actions at the end of the process, however it ends."""
 
     def __init__(self, session: Session, membership: Membership, http: HttpServer | None) -> None:
         self._session = session
@@ -399,7 +398,7 @@ class _Exit:
         self._excepthook = sys.excepthook
         self._asked_at: float | None = None
         self._handler = self._drain
-        """One object for the life of this one, to know it again."""
+        """A single object for the lifetime of this one, so that it can be recognized."""
         self._before: Callable[[int, FrameType | None], Any] | None = None
         """The script's own handler of SIGTERM."""
         self._hears = False
@@ -412,8 +411,8 @@ class _Exit:
         atexit.register(self._leave)
 
     def _end_without(self, said: str) -> None:
-        """Ends the process, since one of its threads has failed, unless it has left the job: the
-        rest of the script waits for none."""
+        """Ends the process because one of its threads has failed, unless it has left the job: the
+        rest of the script needs no such thread."""
         if find_session() is self._session:
             end_now(
                 PUT_OUT,
@@ -422,9 +421,8 @@ class _Exit:
             )
 
     def hear_sigterm(self) -> bool:
-        """From now on SIGTERM asks the member to leave, and then calls the handler that the script
-        has set before. False: it does not, since the script ignores the signal, or this is not the
-        main thread."""
+        """Makes SIGTERM ask the member to leave, and then call the script's earlier handler.
+        Returns False if the script ignores the signal, or this is not the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
         before = signal.getsignal(signal.SIGTERM)
@@ -442,8 +440,8 @@ class _Exit:
         return True
 
     def check_sigterm(self) -> None:
-        """Warns once that the script has put a handler of its own in the place of this one. Called
-        before each step."""
+        """Warns once if the script has replaced this handler with its own. Called before each
+        step."""
         if self._hears and (now := signal.getsignal(signal.SIGTERM)) is not self._handler:
             self._hears = False
             _log.warning(
@@ -473,21 +471,21 @@ class _Exit:
         self._end_if_put_out()
         missed = self._session.missed
         if missed is not None and self._script.failure() is None:
-            # the launcher says why the run has failed
+            # the launcher reports why the run has failed
             leave_account(PreconditionError(missed), None)
             end_now(1, f"this worker fails: {missed}")
 
     def _note_uncaught(
         self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
-        """That the coordinator has put this member out is no error of the script, so there is no
-        traceback: `_leave` says it."""
+        """Skips the traceback if the coordinator has evicted this member, which is no error of the
+        script; `_leave` reports it."""
         if not (isinstance(value, ShoalError) and self._membership.link.put_out is not None):
             self._excepthook(kind, value, traceback)
 
     def _end_if_put_out(self) -> None:
-        """Ends the process with a status of its own, however its script ended: what it holds is not
-        what the run came to."""
+        """Ends the process with a special status after an eviction, however its script ended, since
+        its state is not the run's result."""
         refused = self._membership.link.put_out
         if refused is None:
             return
@@ -499,9 +497,9 @@ class _Exit:
         )
 
     def _drain(self, number: int, _frame: FrameType | None) -> None:
-        """The first SIGTERM asks the member to leave. Another ends the process at once, but not one
-        that comes right after it: a batch system tells the workers, and their launcher tells them
-        as well."""
+        """Handles SIGTERM: the first one asks the member to leave. Another ends the process at
+        once, unless it arrives right after the first: a batch system signals the workers, and their
+        launcher signals them as well."""
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
@@ -514,8 +512,8 @@ class _Exit:
 
 
 def _address_outwards(settings: WorkerSettings) -> OwnAddress:
-    """Where other machines reach this one, which knows no coordinator; the loopback's where none
-    does."""
+    """Returns the address of this machine for others if it knows no coordinator; loopback if there
+    is no route."""
     towards = next(
         (each for each in ELSEWHERE if route_towards(*each) is not None), ("127.0.0.1", 9)
     )
@@ -523,8 +521,8 @@ def _address_outwards(settings: WorkerSettings) -> OwnAddress:
 
 
 def _endpoint(coordinator: str) -> tuple[str, int]:
-    """Raises ConfigurationError where it is no host:port of a host that this machine can resolve
-    and reach."""
+    """Returns host and port. Raises ConfigurationError unless it is host:port with a host that this
+    machine can resolve and reach."""
     try:
         endpoint = parse_address(coordinator)
     except ConfigurationError as error:
@@ -533,8 +531,8 @@ def _endpoint(coordinator: str) -> tuple[str, int]:
 
 
 def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
-    """What Prometheus is told, given where metrics are served; empty: it could not reach them
-    there."""
+    """Returns the address announced to Prometheus, given where metrics are served; empty if it
+    could not be reached there."""
     host = (listen or "").rpartition(":")[0].strip("[]")
     if is_unspecified(host):
         return str(Address(own.told, port))

@@ -1,4 +1,5 @@
-"""What an engine is, and what all engines share. It knows no strategy and no single engine.
+"""The interface of engines, and code shared by all of them. It knows no strategy and no single
+engine.
 
 `base` is what a model, an optimizer and the session ask of an engine; `partitioned` adds how a step
 ends where no rank need hold all of the model. What is cut: `parameter_groups` (which parameters are

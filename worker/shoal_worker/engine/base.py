@@ -1,14 +1,14 @@
-"""What an engine is: how a strategy's model is trained and kept, below the public `ShardedModel`
-and `ShardedOptimizer`.
+"""Interface and defaults of engines: how a strategy's model is trained and stored, below the public
+`ShardedModel` and `ShardedOptimizer`.
 
-There are four: `replicated/engine.py` (every rank holds the whole), `sharding/engine.py` (tensors
-are cut over the ranks), `mesh/engine.py` (layers and stages lie on different ranks) and
-`asynchronous/engine.py` (values come from parameter servers). A strategy declares which one, and
-with what (`strategies/declaration.py`).
+There are four: `replicated/engine.py` (every rank holds the entire model), `sharding/engine.py`
+(tensors are sharded over the ranks), `mesh/engine.py` (layers and stages are on different ranks)
+and `asynchronous/engine.py` (values come from parameter servers). A strategy declares its engine
+and the engine's options (`strategies/declaration.py`).
 
-An engine stands between three: the model and the optimizer that users hold, which hand their calls
-on to it, and the session, whose `TrainingEngine` it is. All of it runs on the training thread;
-hooks of a backward pass run on torch's thread for it, while the training thread waits.
+An engine serves the user's model and optimizer, which forward their calls to it, and the session,
+for which it is a `TrainingEngine`. Everything runs on the training thread; hooks of a backward pass
+run on torch's thread for it, while the training thread waits.
 """
 
 from __future__ import annotations
@@ -55,48 +55,47 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """What an engine is made from.
+    """Inputs for creating an engine.
 
-    Three things can be called: `module` by itself computes and does no more; `call` is the same, as
-    torch.compile made it, and what `Engine.forward` calls; `model` goes through `Engine.forward`,
-    and is what `Engine.train_step` calls.
+    Three of them can be called: `module` only computes; `call` is the same after torch.compile, and
+    is called by `Engine.forward`; `model` goes through `Engine.forward`, and is called by
+    `Engine.train_step`.
     """
 
     strategy: str
-    """The strategy's name, for errors and metadata."""
+    """Name of the strategy, for errors and metadata."""
     module: nn.Module
-    """The user's own, whole."""
+    """The user's own module, unsharded."""
     call: Callable[..., Any]
-    """The module's forward pass: what torch.compile made of it, where it did."""
+    """Forward pass of the module, compiled if torch.compile was used."""
     model: Callable[..., Any]
-    """The `ShardedModel`, to be called as the user calls it, with the hooks that the user put on
-    it."""
+    """The `ShardedModel`, called as the user calls it, with the user's hooks."""
     show: Callable[[nn.Module], None]
     """Makes another module the one that `ShardedModel.module` is."""
     session: StrategySession
     config: ShardingConfiguration
     backend_name: str
     options: Mapping[str, Any]
-    """The strategy's own keyword arguments of `as_distributed`."""
+    """Keyword arguments of `as_distributed` specific to the strategy."""
     several: bool = False
-    """The model is one of several: passes of others go through it, also while the script has frozen
-    it, and leave gradients here."""
+    """True if the model is one of several: passes of others go through it, even while the script
+    has frozen it, and leave gradients here."""
 
 
 def _normalizes_batches(layer: nn.Module) -> bool:
-    """Returns True if the layer normalizes by the samples of this rank alone, and refuses one."""
+    """Returns whether the layer normalizes over only this rank's samples, and refuses a single
+    one."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
 class Engine(abc.ABC):
-    """One model and its optimizer in training. Where nothing else is said, this rank holds the
-    whole of both."""
+    """One model and its optimizer in training. By default, this rank holds all of both."""
 
     asynchronous: ClassVar[bool] = False
-    """See `TrainingEngine`."""
+    """True if the engine is asynchronous; see `TrainingEngine`."""
     keeps_parameters_whole: ClassVar[bool] = False
-    """The module's own `state_dict()` finds the parameters' newest values between steps, as torch's
-    does."""
+    """True if the module's own `state_dict()` has the parameters' current values between steps, as
+    in torch."""
 
     def __init__(self, setup: Setup) -> None:
         """Lays the module out over the ranks.
@@ -109,16 +108,16 @@ class Engine(abc.ABC):
         self.module = setup.module
         self.config = setup.config
         self.optimizer: torch.optim.Optimizer | None = None
-        """The user's; None: there is none, or `attach` is to come."""
+        """The user's optimizer; None if there is none, or before `attach`."""
         give_memory(setup.module)
         check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
         self.least_samples = 2 if any(map(_normalizes_batches, setup.module.modules())) else 1
-        """See `TrainingEngine`."""
+        """Minimum number of samples; see `TrainingEngine`."""
         self.extremes = find_extremes(setup.module)
         """Buffers that hold minima and maxima."""
         self._setup = setup
         self._entry: Callable[..., Any] | None = None
-        """A method of the module that the next pass goes through; None: `forward`."""
+        """Method of the module used by the next pass; None: `forward`."""
         self._session = setup.session
         self._options = setup.options
 
@@ -130,11 +129,11 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass, which in training begins the step where no loader did."""
+        """Runs the module's forward pass, which in training begins the step if no loader did."""
 
     def entering(self, name: str, *, frozen: bool) -> Callable[..., Any]:
-        """`forward`, or `forward_frozen`, through that method of the module in the place of its own
-        (`register_forward_method`)."""
+        """Returns `forward`, or `forward_frozen`, through the given method of the module instead of
+        its own (`register_forward_method`)."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._entry = self._as_forward(name)
@@ -153,28 +152,28 @@ class Engine(abc.ABC):
         """Raises ConfigurationError: no pass can go through a method beside `forward`."""
 
     def _as_forward(self, name: str) -> Callable[..., Any]:
-        """The module's method, to be called as its forward pass."""
+        """Returns the module's method, to be called as its forward pass."""
         method: Callable[..., Any] = getattr(self.module, name)
         return method
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, or the method of it that this pass goes through. What that calls in
-        turn are passes through `forward`."""
+        """Calls the module, or the method used by this pass. Nested calls are passes through
+        `forward`."""
         call, self._entry = self._entry or self._setup.call, None
         return call(*args, **kwargs)
 
     @abc.abstractmethod
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """See `ShardedModel.train_step`."""
+        """Implements `ShardedModel.train_step`."""
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """See `ShardedModel.predict`."""
+        """Implements `ShardedModel.predict`."""
         with evaluating(self.module):
             return call_module(self.module, inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `ShardedModel.generate`."""
+        """Implements `ShardedModel.generate`."""
         self.check_values_here(
             "generate()", "model.clone().generate(...) generates with a copy of the whole model"
         )
@@ -182,24 +181,24 @@ class Engine(abc.ABC):
         return module.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
-        """See `ShardedModel.loss_parallel`."""
+        """Implements `ShardedModel.loss_parallel`."""
         return nullcontext()
 
     @abc.abstractmethod
     def synchronize_gradients(self) -> None:
-        """See `ShardedModel.synchronize_gradients`."""
+        """Implements `ShardedModel.synchronize_gradients`."""
 
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """Clears the gradients of the step in progress. `clear`: torch's own way, for gradients
-        that are where torch looks for them."""
+        """Clears the gradients of the current step. `clear`: torch's own way, for gradients at
+        torch's usual place."""
         clear()
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel.get_gradients`."""
+        """Implements `ShardedModel.get_gradients`."""
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """See `ShardedModel.set_gradients`."""
+        """Implements `ShardedModel.set_gradients`."""
         parameters = dict(self.module.named_parameters())
         for name, gradient in gradients.items():
             if name not in parameters:
@@ -218,30 +217,30 @@ class Engine(abc.ABC):
             )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """See `ShardedModel.clip_grad_norm_`."""
+        """Implements `ShardedModel.clip_grad_norm_`."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
     # --------------------------------------------------------------------- for ShardedModel: values
 
     def check_values_here(self, call: str, instead: str) -> None:
-        """Raises PreconditionError where this rank has not all values of the module. `call`,
+        """Raises PreconditionError if this rank lacks some of the module's values. `call`,
         `instead`: for the error."""
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Whether torch is to apply `fn` (a conversion: `to`, `half`, `cuda` and the like) to the
-        module's tensors.
+        """Returns whether torch should apply `fn` (a conversion such as `to`, `half`, `cuda`) to
+        the module's tensors.
 
         Raises:
-            PreconditionError: it would put them elsewhere than where the ranks' shards are.
+            PreconditionError: it would move them away from the ranks' shards.
         """
         return True
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel.gather_full_parameters`."""
+        """Implements `ShardedModel.gather_full_parameters`."""
         return {name: p.detach().clone() for name, p in self.module.named_parameters()}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """See `ShardedModel.full_state_dict`."""
+        """Implements `ShardedModel.full_state_dict`."""
         return (
             {}
             if rank0_only and self._session.rank != 0
@@ -249,17 +248,17 @@ class Engine(abc.ABC):
         )
 
     def _whole_state(self) -> Mapping[str, Any]:
-        """Copies of all of the module's state, with the parameters that its own `state_dict()`
-        leaves out."""
+        """Returns copies of the module's complete state, including parameters omitted by its own
+        `state_dict()`."""
         return copy.deepcopy(ModuleState(self.module).captured())
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel.local_shard`."""
+        """Parameters on this rank, as in `ShardedModel.local_shard`."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `ShardedModel.load_full`."""
+        """Implements `ShardedModel.load_full`."""
         self._check_fits(tensors)
         load_captured(self.module, tensors)
 
@@ -268,7 +267,7 @@ class Engine(abc.ABC):
         check_model_fits(tensors, self.module, ModuleState(self.module).shapes())
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """See `ShardedModel.with_parameters`."""
+        """Implements `ShardedModel.with_parameters`."""
         own = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, value in self.agreed(
@@ -277,18 +276,18 @@ class Engine(abc.ABC):
                 own[name].copy_(value)
 
     def agreed(self, kind: str, read: Callable[[], T]) -> T:
-        """What `read` gives, once all ranks that train this model have been given the same
-        (`parameters.agreed`). A clone's is its own."""
+        """Returns the result of `read` once all ranks that train this model have obtained the same
+        (`parameters.agreed`). A clone's result is its own."""
         return agreed(self._session, kind, read) if self.is_trained else read()
 
     @property
     def is_trained(self) -> bool:
-        """Whether this engine's model is the one that the run trains, and not a clone of that."""
+        """True if this engine's model is the one trained by the run, and not a clone."""
         return self._session.trains(self)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """A copy of the whole module as it is now. `remake`: makes a `ShardedModel` of the same
-        strategy from a module."""
+        """Returns a copy of the unsharded module as it is now. `remake`: creates a `ShardedModel`
+        of the same strategy from a module."""
         state = self._whole_state()
         copied = copy.deepcopy(self.module, blank_copies(self.module))
         for key, tensor in ModuleState(copied).tensors.items():
@@ -296,25 +295,25 @@ class Engine(abc.ABC):
         return copied
 
     def layout(self) -> dict[str, Any]:
-        """What there is to tell of how it lies over the ranks, for
-        `ShardedModel.get_model_metadata`; JSON-able."""
+        """Returns JSON-able facts about the distribution over the ranks, for
+        `ShardedModel.get_model_metadata`."""
         return {}
 
     def whole_parameters(self) -> list[tuple[torch.Tensor, torch.Size]]:
-        """The module's parameters, with the shapes that they have when they are whole."""
+        """Returns the module's parameters with their unsharded shapes."""
         return [(p, p.shape) for p in self.module.parameters()]
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
     updates_parts = False
-    """The optimizer of this process updates parts of the parameters, or none: step hooks would not
-    see what they see in one process."""
-    # other objects take their places in the module when the ranks are divided
+    """True if this process's optimizer updates only parts of the parameters, or none: step hooks
+    would not see what they see in one process."""
+    # other objects replace them in the module when the ranks are divided
     replaces_parameters = False
     passes_with = ""  # all ranks go through the passes together
 
     def groups_are_read(self) -> None:
-        """Somebody is about to look at the optimizer's parameter groups: a scheduler, a GradScaler,
+        """Prepares for access to the optimizer's parameter groups by a scheduler, a GradScaler or
         the user."""
 
     def finish_step(
@@ -323,22 +322,22 @@ class Engine(abc.ABC):
         """Ends the step.
 
         Args:
-            update: what is to be done if the step counts, called in `apply`. It is
-                `ShardedOptimizer`'s, and calls this engine in turn: it undoes a GradScaler's scale
-                by `scale_gradients`, and then calls `step_optimizer`.
-            scaled: a GradScaler has left its scale, for gradients that are not unscaled yet.
+            update: update to make if the step counts, called in `apply`. It belongs to
+                `ShardedOptimizer` and calls this engine in turn: it undoes a GradScaler's scale by
+                `scale_gradients`, and then calls `step_optimizer`.
+            scaled: a GradScaler has left its scale for gradients that are not unscaled yet.
             inspected: a GradScaler has looked for infinities.
         """
         return self._session.finish_step(lambda: self.apply(update))
 
     def apply(self, update: Callable[[], None]) -> None:
-        """Every rank's part of the step is in: calls `update`, with this rank's gradients where the
-        optimizer finds them."""
+        """Calls `update` once every rank's part of the step is included, with this rank's gradients
+        available to the optimizer."""
         update()
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """The user's optimizer's own step. Gradients that are not `usable` change nothing, though
-        the step counts."""
+        """Makes the step of the user's optimizer. Gradients that are not `usable` change nothing,
+        though the step counts."""
         assert self.optimizer is not None
         if usable:
             self.optimizer.step()
@@ -346,29 +345,29 @@ class Engine(abc.ABC):
             self.skip()
 
     def note_scaler(self, name: str) -> None:
-        """The registered GradScaler of that name has stepped the optimizer in a step that counts;
-        empty: none has."""
+        """Records that the registered GradScaler of that name has stepped the optimizer in a step
+        that counts; empty: none has."""
 
     def skip(self) -> None:
-        """The step counts, but a GradScaler found its gradients unusable, on all ranks alike."""
+        """Handles a step that counts although a GradScaler found its gradients unusable, the same
+        on all ranks."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Calls `apply`, in a step of several models that is not known to count. Returns what
-        `exchange_update` puts back."""
+        """Calls `apply` in a step of several models that is not known to count. Returns the update
+        for `exchange_update`."""
         assert self.optimizer is not None
         update = TentativeUpdate(self.optimizer)
         apply()
         return update
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Puts back what there was before the last update; or, if that was done, what there was
-        after it."""
+        """Restores the values before the last update or, if that was done, those after it."""
         update.exchange()
 
     def freeze(self) -> Callable[[], None]:
-        """Behind its own update in a step of several models: until the returned call gradients go
-        through the module to others, and come to none of its parameters; its buffers are then what
-        they are now."""
+        """Freezes the model after its own update in a step of several models: until the returned
+        call, gradients pass through the module to others but none reach its parameters; its buffers
+        are then restored to their current values."""
         with inside():
             trained = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad
@@ -383,21 +382,20 @@ class Engine(abc.ABC):
         return thaw
 
     def divide_alike(self, several: Sequence[Engine]) -> None:
-        """It is one of several models, whose engines these are, and all are attached: what is cut
-        over the ranks is cut alike."""
+        """Makes the engines of several attached models shard in the same way."""
 
     def fetch_put_back(self) -> None:
-        """Updates of the step in progress were put back, on all ranks alike: values that every rank
-        holds and only their owner updates are fetched from there again. A collective, whose failure
-        marks the step lost."""
+        """Fetches unsharded values again from the owners that alone update them, after updates of
+        the current step were undone on all ranks. A collective, whose failure marks the step
+        lost."""
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass where none of its parameters is to get a gradient: nothing will
-        be reduced."""
+        """Runs the module's forward pass when none of its parameters gets a gradient, so that
+        nothing is reduced."""
         return self._compute(*args, **kwargs)
 
     def has_gradients(self) -> bool:
-        """A backward pass of the step in progress has left some that are not zero."""
+        """Returns whether a backward pass of the current step has left nonzero gradients."""
         gradients = (
             parameter.grad for parameter in self.module.parameters() if parameter.grad is not None
         )
@@ -408,12 +406,11 @@ class Engine(abc.ABC):
 
     @property
     def changing_buffers(self) -> bool:
-        """The module has buffers that the ranks must agree on. Asked where several models are
-        trained."""
+        """True if the module has buffers that the ranks must agree on. Used with several models."""
         return False
 
     def scale_gradients(self, scale: float) -> None:
-        """Multiplies the gradients of what this rank is to update."""
+        """Multiplies the gradients of the parameters that this rank updates."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         if dense := [gradient for gradient in gradients if gradient.layout is torch.strided]:
@@ -422,22 +419,22 @@ class Engine(abc.ABC):
             gradient.mul_(scale)
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's whole state, as one process would have it."""
+        """Returns the optimizer's complete state, as on a single process."""
         assert self.optimizer is not None
         return self.optimizer.state_dict()
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over an optimizer's whole state, the same on all ranks.
+        """Loads an optimizer's complete state, the same on all ranks.
 
         Raises:
-            CorruptDataError: it is of another optimizer; nothing is changed.
+            CorruptDataError: it belongs to another optimizer; nothing is changed.
         """
         self._check_optimizer_fits(state)
         assert self.optimizer is not None
         load_optimizer(self.optimizer, state, exact=False)
 
     def _check_optimizer_fits(self, state: Mapping[str, Any]) -> None:
-        """Raises CorruptDataError unless this is a state of this optimizer, over whole
+        """Raises CorruptDataError unless this is a state of this optimizer over unsharded
         parameters."""
         assert self.optimizer is not None
         check_fits(
@@ -457,90 +454,90 @@ class Engine(abc.ABC):
 
     @property
     def models(self) -> int:
-        """One."""
+        """Always one."""
         return 1
 
     @property
     def data_parallel_rank(self) -> int:
-        """Each rank is a replica."""
+        """Rank, since each rank is a replica."""
         return self._session.rank
 
     @property
     def data_parallel_size(self) -> int:
-        """Each rank is a replica."""
+        """Number of ranks, since each is a replica."""
         return self._session.world_size
 
     @property
     def leads_replica(self) -> bool:
-        """Each rank is a replica."""
+        """True, since each rank is a replica."""
         return True
 
     @property
     def row_store(self) -> RowStore | None:
-        """See `TrainingEngine`."""
+        """Row store, as in `TrainingEngine`."""
         return None
 
     @property
     def idle(self) -> bool:
-        """There are no spares."""
+        """False, since there are no spares."""
         return False
 
     @property
     def lacks_ranks(self) -> bool:
-        """False: one rank is enough."""
+        """False, since one rank is enough."""
         return False
 
     @property
     def replica_size(self) -> int:
-        """There are no spares."""
+        """One, since there are no spares."""
         return 1
 
     def issued(self) -> bytes:
-        """None are compared."""
+        """Returns nothing, since no traces are compared."""
         return b""
 
     def compare_issued(self, told: Sequence[bytes]) -> None:
-        """See `TrainingEngine`."""
+        """Implements `TrainingEngine.compare_issued`."""
 
     def working(self, group: Group) -> Group:
-        """All ranks work."""
+        """Returns the group, since all ranks work."""
         return group
 
     @property
     def in_parts(self) -> bool:
-        """Each rank has all of the state."""
+        """False, since each rank has the entire state."""
         return False
 
     @property
     def holds(self) -> Sequence[str]:
-        """The state is not in parts."""
+        """Empty, since the state is not sharded."""
         return ()
 
     @property
     def steps_alone(self) -> bool:
-        """The ranks take steps together."""
+        """False, since the ranks take steps together."""
         return False
 
     @property
     def within_round(self) -> bool:
-        """Each step counts by itself."""
+        """False, since each step counts by itself."""
         return False
 
     @property
     def consistency_check_every(self) -> int:
-        """What the configuration says."""
+        """Interval from the configuration."""
         return self.config.consistency_check_every
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Nothing that others hold."""
+        """Returns nothing, since no other rank holds the state."""
         return {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Nothing that a script could write between steps."""
+        """Returns nothing that a script could write between steps."""
         return {}
 
     def check_optimizer_state(self) -> None:
-        """See `TrainingEngine`."""
+        """Implements `TrainingEngine.check_optimizer_state`."""
         state = self.optimizer.state if self.optimizer is not None else {}
         for name, parameter in self._optimized():
             for key, value in state.get(parameter, {}).items():
@@ -554,7 +551,7 @@ class Engine(abc.ABC):
                     ) from error
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Tensors that the optimizer updates here, by parameter name."""
+        """Yields the tensors that the optimizer updates here, by parameter name."""
         return self.module.named_parameters()
 
     def _check_can_travel(self, key: str, value: Any) -> None:
@@ -574,25 +571,25 @@ class Engine(abc.ABC):
         """Raises CorruptDataError if `restore` would refuse this state; nothing is changed."""
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """What is captured is whole."""
+        """Returns the captured state, which is complete."""
         return self.capture()
 
     def part(self, channel: Channel) -> StatePart | None:
-        """There are no parts: `assemble` it."""
+        """Returns None, since there are no parts."""
         return None
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """The module is whole."""
+        """Does nothing, since the module is unsharded."""
         return nullcontext()
 
     def regroup(self, group: Group) -> None:
-        """Nothing is cut over the ranks."""
+        """Does nothing, since nothing is sharded."""
 
     def bring_together(self, channel: Channel) -> None:
-        """An update leaves nothing behind on single ranks that others hold."""
+        """Does nothing, since an update leaves nothing on single ranks that others hold."""
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """Every rank holds all of it, or has no peer that could."""
+        """Does nothing, since every rank holds everything, or has no peer that could."""
 
     def lease_batches(
         self,
@@ -604,7 +601,7 @@ class Engine(abc.ABC):
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """Refused: a step is all ranks'."""
+        """Refuses the call, since a step belongs to all ranks."""
         raise ConfigurationError(
             f"loader {loader!r}: batch_size= leases batches for async_sgd; with "
             f"strategy={self.strategy!r} give global_batch_size="
@@ -614,7 +611,7 @@ class Engine(abc.ABC):
     def step_begins(self) -> None: ...
 
     def batch_begins(self) -> None:
-        """There is nothing to do before the passes."""
+        """Does nothing before the passes."""
 
     @abc.abstractmethod
     def micro_batch_begins(self) -> None: ...
@@ -626,7 +623,8 @@ class Engine(abc.ABC):
     def finish_reduction(self) -> None: ...
 
     def closing(self) -> dict[str, Any]:
-        """Nothing: a rank that has the gradients' sums can apply the step without knowing more."""
+        """Returns nothing: a rank with the gradients' sums can apply the step without further
+        data."""
         return {}
 
     def take_closing(self, told: Mapping[str, Any]) -> None:
@@ -634,17 +632,17 @@ class Engine(abc.ABC):
 
     @property
     def partly_updated(self) -> bool:
-        """There is one model."""
+        """False, since there is one model."""
         return False
 
     def withdraw_updates(self) -> None:
-        """A step of one model updates when it counts."""
+        """Does nothing, since a step of one model updates only when it counts."""
 
     def reinstate_updates(self) -> None:
-        """There is nothing to reinstate."""
+        """Does nothing, since nothing was withdrawn."""
 
     def writes_apart(self) -> ShoalError:
-        """What a pass writes is refused, or stays this rank's own."""
+        """Returns an internal error: writes of a pass are refused, or stay this rank's own."""
         return InternalError("ranks that compare no written parameters found them different")
 
     @abc.abstractmethod

@@ -1,21 +1,20 @@
-"""A module's buffers, and what they were when the last step was committed.
+"""A module's buffers, and their values at the last committed step.
 
-A step changes buffers already in its forward pass. If it is lost they are put back; if it is
-committed all ranks must hold the same. So the ranks add up by how much each floating-point buffer
-changed, weighted, and go on from the committed value: one that no rank changed keeps its bits. What
-a script changes behind that sum, in the same step, stays as this rank's script made it, as what it
-changes between two steps does.
+A step already changes buffers in its forward pass. If it is lost they are restored; if it is
+committed all ranks must hold the same. The ranks therefore sum the weighted change of each
+floating-point buffer and apply it to the committed value; a buffer that no rank changed keeps its
+bits. A script's later changes in the same step stay local, like its changes between two steps.
 
-Counters are int64, and stay exact: their changes are summed in float64, and one that is too large
-for that is refused. On a device that is found out without waiting for it, a step later. A count of
-steps changes alike on all ranks, and once; other changes are summed.
+Counters are int64 and stay exact: their changes are summed in float64, and a change too large for
+that is refused, on a device one step later to avoid a wait. A count of steps changes equally on all
+ranks, and once; other changes are summed.
 
-Minima and maxima are in `extremes.py`. All else that the state has (bool, other integers, complex
-numbers, what is infinite in part) must be changed alike on all ranks: a digest of it rides in the
-control word.
+Minima and maxima are in `extremes.py`. All other state (bool, other integers, complex numbers,
+partially infinite tensors) must be changed equally on all ranks: a digest of it is part of the step
+vote.
 
-Buffers are found by where they hang, each time anew: modules also assign new tensors
-(`self.average = 0.9 * self.average + ...`).
+Buffers are looked up by name each time, since modules also assign new tensors (`self.average = 0.9
+* self.average + ...`).
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ from shoal_worker.state.digest import digest_of
 _log = logging.getLogger(__name__)
 
 _ROWS: Final = 5
-"""Numbers that are sent of a counter's change: itself, its remainder, the square of that, whether
-it is the number of samples; and itself once more, without a weight."""
+"""Numbers sent per change of a counter: the change, its remainder, the square of that, whether it
+is the number of samples, and the change again without a weight."""
 _MODULUS: Final = 4093
 """A prime: numbers that differ by a multiple of it count as equal."""
 _TOLERANCE: Final = 1e-5
@@ -51,11 +50,11 @@ _WATCHED_SUMS: Final = 100
 
 
 class CommittedBuffers:
-    """Owned by the training thread. Flat tensors hold the floating-point buffers first, then the
-    counters."""
+    """Buffers and their committed values. Owned by the training thread. Flat tensors hold the
+    floating-point buffers first, then the counters."""
 
     def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
-        """`kinds`: what `find_extremes` found at `as_distributed`."""
+        """`kinds`: result of `find_extremes` at `as_distributed`."""
         kinds = kinds or {}
         extremes: list[tuple[str, nn.Module, str]] = []
         followed: list[tuple[str, nn.Module, str]] = []
@@ -67,13 +66,13 @@ class CommittedBuffers:
         others: list[tuple[nn.Module, str]] = []
         statistics: list[tuple[str, nn.Module, str]] = []
         self._counted: list[tuple[str, nn.Module, str]] = []
-        """Counters of the state."""
+        """Counters in the state."""
         self._exact: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that have neither a mean nor a sum."""
         self._owners = [
             (prefix, owner, frozenset(owner._buffers)) for prefix, owner in module.named_modules()
         ]
-        """All modules, and the names of the buffers that each had."""
+        """All modules with the names of their original buffers."""
         self._unset: list[tuple[str, nn.Module, str]] = []
         """Buffers of the state that are None."""
         seen = set()
@@ -102,24 +101,23 @@ class CommittedBuffers:
                     )
                 (floats if statistic else counters if counter else others).append((owner, name))
         self.extremes = Extremes(extremes, kinds, followers)
-        """Those that hold minima and maxima."""
+        """Buffers that hold minima and maxima."""
         self._saved = [*statistics, *self._counted, *self._exact, *extremes, *followed]
-        """All that the state has of them."""
+        """All buffers of the state."""
         self._noted: list[tuple[torch.Tensor | None, int]] = []
-        """Those, and torch's count of changes to each, as the last step was committed; empty: none
-        was."""
+        """The buffers with torch's count of changes to each at the last commit; empty if there was
+        none."""
         self._between: dict[str, int] = {}
-        """Digests of those that were written since, as the step began, by name."""
+        """Name -> digest of buffers written between the last commit and the step's beginning."""
         self.between = 0
-        """Digest of what was written since the last step was committed; 0: nothing. A lost step
-        does not change it."""
+        """Digest of all writes since the last commit; 0 if none. A lost step does not change it."""
         self._infinite = [each for each in statistics if _has_infinite(each[1]._buffers[each[2]])]
-        """Floating-point ones that have infinite elements as committed: they began so, and may be
-        finite once and for all."""
+        """Floating-point buffers whose committed value has infinite elements: they started that
+        way, and may become finite once."""
         self._marks: list[tuple[torch.Tensor | None, int]] = []
-        """The exact ones as committed, and torch's count of changes to each."""
+        """Committed exact buffers with torch's count of changes to each."""
         self._within: int | None = None
-        """Digest of what the first passes of the step made of those that must change alike."""
+        """Digest of the first passes' changes to buffers that must change equally."""
         self._places = floats + counters + others
         self._floats = slice(0, len(floats))
         self._counters = slice(len(floats), len(floats) + len(counters))
@@ -129,18 +127,18 @@ class CommittedBuffers:
         self._base: tuple[torch.Tensor, torch.Tensor] | None = None
         """Statistics and counters as committed, flat, once they were asked for."""
         self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Statistics and counters, flat, as they were when their changes were taken; None: as
+        """Statistics and counters, flat, at the time when their changes were taken; None: as
         committed."""
         self._seen: list[tuple[torch.Tensor | None, int]] = []
-        """The tensors that they were then, and torch's count of changes to each in place."""
+        """Tensors at that time, with torch's count of in-place changes to each."""
         self._largest: list[tuple[torch.Tensor, torch.Event]] = []
-        """Largest changes of counters, on their way from a device; each is here when its event has
-        happened."""
+        """Largest changes of counters being copied from a device; each is available when its event
+        has occurred."""
         self.commit()
 
     @property
     def size(self) -> int:
-        """Numbers in what `changes` returns; 0: there are no statistics and no counters."""
+        """Length of the result of `changes`; 0 without statistics and counters."""
         return (
             sum(self._sizes[self._floats]) + _ROWS * sum(self._sizes[self._counters]) + 1
             if self._sizes
@@ -149,7 +147,7 @@ class CommittedBuffers:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What their changes are to be added up in."""
+        """Dtype for summing their changes."""
         wide = any(
             buffer.dtype in (torch.float64, torch.int64)
             for buffer in self._committed[: self._counters.stop]
@@ -157,8 +155,8 @@ class CommittedBuffers:
         return torch.float64 if wide else torch.float32
 
     def step_begins(self) -> None:
-        """Takes their current values as those that the step begins from, also if a script has set
-        them since the last one."""
+        """Makes their current values the step's starting values, even if a script has set them
+        since the last one."""
         if self._noted:
             pairs = zip(self._saved, self._noted, _sight(self._saved), strict=True)
             touched = [
@@ -173,18 +171,18 @@ class CommittedBuffers:
         self.commit()
 
     def step_committed(self) -> None:
-        """The step counts."""
+        """Commits the step's values."""
         self.extremes.write()
         self._noted, self._between, self.between = _sight(self._saved), {}, 0
         self.commit()
 
     def replaced(self) -> None:
-        """They have taken another state's values."""
+        """Handles values loaded from another state."""
         self._noted, self._between, self.between = [], {}, 0
         self.commit()
 
     def statistics(self) -> list[torch.Tensor]:
-        """Returns the floating-point ones of which ranks take the mean."""
+        """Returns the floating-point buffers that are averaged over the ranks."""
         return self._now()[self._floats]
 
     def counters(self) -> dict[str, torch.Tensor]:
@@ -196,12 +194,12 @@ class CommittedBuffers:
         }
 
     def digest_of_alike(self) -> int:
-        """Returns a digest of those that must be alike on all ranks, as they are now."""
+        """Returns a digest of the current values of buffers that must be equal on all ranks."""
         found = [owner._buffers.get(name) for _, owner, name in self._exact]
         return digest_of([buffer for buffer in found if buffer is not None])
 
     def kept(self) -> Callable[[], None]:
-        """Returns a call that makes those of the state again what they are now."""
+        """Returns a call that restores the current values of the state's buffers."""
         places = [(owner, name, owner._buffers.get(name)) for _, owner, name in self._saved]
         values = [None if buffer is None else buffer.clone() for _, _, buffer in places]
 
@@ -214,14 +212,14 @@ class CommittedBuffers:
         return put_back
 
     def begun_from(self) -> dict[str, torch.Tensor]:
-        """Values that the step began from, of those that the state has, by name."""
+        """Returns the step's starting values of the state's buffers, by name."""
         return {
             repr(path): self._committed[self._places.index((owner, name))]
             for path, owner, name in self._saved
         }
 
     def commit(self) -> None:
-        """What they are now is the committed state."""
+        """Makes the current values the committed state."""
         self._base = self._taken = self._within = None
         self.extremes.begin()
         if not self._places:
@@ -240,19 +238,19 @@ class CommittedBuffers:
             ]
 
     def put_back(self) -> None:
-        """What they were when the last step was committed."""
+        """Restores the values of the last committed step."""
         self._taken = None
         if self._places:
             self._write(self._committed)
 
     def changes(self, like: torch.Tensor, weight: float, samples: float) -> torch.Tensor:
-        """By how much the buffers have changed in passes that weigh `weight` and had so many
-        samples of this rank's: flat, of `size` numbers of the dtype and on the device of `like`.
-        The sum over passes and ranks is for `apply`.
+        """Returns the buffers' changes in passes of weight `weight` with `samples` samples of this
+        rank: flat, `size` numbers of the dtype and on the device of `like`. Their sum over passes
+        and ranks is the input of `apply`.
 
         Raises:
-            ConfigurationError: one of them has another shape than before, or a counter has moved by
-                more than can be summed exactly.
+            ConfigurationError: a buffer has a new shape, or a counter has changed by more than can
+                be summed exactly.
         """
         if not self._sizes:
             return like.new_zeros(0)
@@ -278,8 +276,8 @@ class CommittedBuffers:
         return torch.cat([mean[:-1], counted, mean[-1:]])
 
     def _count_samples(self, counted: torch.Tensor, samples: float) -> torch.Tensor:
-        """Whether changes count the samples of the passes: each by itself, or those of a buffer
-        together, as a histogram's do."""
+        """Returns whether changes count the samples of the passes: each element by itself, or a
+        buffer's elements together, as in a histogram."""
         if samples <= 1:
             return torch.zeros_like(counted, dtype=torch.bool)
         found = counted == samples
@@ -293,22 +291,21 @@ class CommittedBuffers:
         return found
 
     def reweighted(self, changes: torch.Tensor, factor: float) -> torch.Tensor:
-        """What `changes` would be if all that the passes weigh were multiplied by `factor`."""
+        """Returns `changes` as if the passes' weights were multiplied by `factor`."""
         scaled, counted = changes * factor, sum(self._sizes[self._counters])
         if counted:
             scaled[-1 - counted : -1] = changes[-1 - counted : -1]
         return scaled
 
     def leave_out(self, like: torch.Tensor) -> None:
-        """What changed since the last commit is not for `changes`: it came of a pass that weighs
-        nothing."""
+        """Excludes the changes since the last commit, which come from a pass of weight 0."""
         if self._sizes:
             self._taken, self._seen = self._shared(like), self._in_sight()
 
     @property
     def touched(self) -> bool:
-        """A script has changed one since the changes were last taken; by way of `.data`, which
-        torch does not count, it may have."""
+        """True if a script has changed a buffer since the changes were last taken. Changes through
+        `.data`, which torch does not count, may be missed."""
         return self._taken is not None and any(
             then is not now or before != after
             for (then, before), (now, after) in zip(self._seen, self._in_sight(), strict=True)
@@ -322,15 +319,15 @@ class CommittedBuffers:
             return [(buffer, 0) for buffer in found]
 
     def apply(self, changes: torch.Tensor) -> None:
-        """They become what was committed plus the ranks' `changes`, summed; and what has changed on
-        this rank since those were taken.
+        """Sets the buffers to the committed values plus the ranks' summed `changes`, plus this
+        rank's changes since those were taken.
 
-        Floating-point ones change by the weighted mean. Integers of which all passes changed each
-        element by the same change by that (a count of steps), unless it is the number of each
-        pass's samples; others change by the sum (a count of samples).
+        Floating-point buffers change by the weighted mean. Integers of which all passes changed
+        each element equally (a count of steps) change by that amount, unless it is each pass's
+        number of samples; others change by the sum (a count of samples).
 
         Raises:
-            ConfigurationError: one of them has another shape than before.
+            ConfigurationError: a buffer has a new shape.
         """
         if not self._sizes:
             return
@@ -345,7 +342,7 @@ class CommittedBuffers:
         means, summed = changes[: floats + 4 * count] / total, changes[floats + 4 * count : -1]
         once, rest, squares, of_samples = means[floats:].split(count) if count else (means[:0],) * 4
         moved = committed[0] + means[:floats] + _moved(now[0], taken[0].to(changes.dtype))
-        # Of what was infinite the ranks made the same: `exact_digest` says so.
+        # For infinite elements the ranks computed the same: `exact_digest` checks that.
         moved = torch.where(committed[0].isfinite(), moved, now[0])
         alike = (squares - rest.square() < _TOLERANCE) & (of_samples < _TOLERANCE)
         each = alike.split(self._sizes[self._counters]) if count else ()
@@ -384,9 +381,9 @@ class CommittedBuffers:
     # ------------------------------------------------------------------ what has no mean and no sum
 
     def exact_names(self) -> list[str]:
-        """Returns the names of the buffers that have changed and must have changed alike on all
-        ranks: bool, integers of other widths than int64, complex ones, and floating-point ones with
-        elements that were infinite as committed, others not."""
+        """Returns the names of changed buffers that must have changed equally on all ranks: bool,
+        integers other than int64, complex ones, and floating-point ones with infinite elements in
+        the committed value."""
         now = _sight(self._exact)
         pairs = zip(self._exact, self._marks, now, strict=True)
         touched = [
@@ -396,17 +393,18 @@ class CommittedBuffers:
         return sorted(changed | {path for path, _, _ in self._infinite})
 
     def alike_names(self) -> list[str]:
-        """Returns the names of all that must be alike on all ranks."""
+        """Returns the names of all buffers that must be equal on all ranks."""
         return [path for path, _, _ in self._exact]
 
     def _is_other(self, owner: nn.Module, name: str) -> bool:
-        """A buffer does not hold what was committed. Ranks may differ in what they write anew."""
+        """Returns whether a buffer differs from its committed value. Ranks may differ in writes
+        without effect."""
         buffer = owner._buffers.get(name)
         committed = self._committed[self._places.index((owner, name))]
         return buffer is None or not same(buffer, committed)
 
     def exact_digest(self) -> int:
-        """Returns a digest of what the passes made of those; 0: nothing has changed."""
+        """Returns a digest of the passes' changes to those buffers; 0 if nothing has changed."""
         self.refuse_new()
         for path, owner, name in self._unset:
             if owner._buffers.get(name) is not None:
@@ -418,7 +416,7 @@ class CommittedBuffers:
         return self._digest_of_exact() if self._within is None else self._within
 
     def refuse_new(self) -> None:
-        """Raises ConfigurationError: a module has a buffer of the state that it had not at
+        """Raises ConfigurationError if a module has a buffer of the state that did not exist at
         `as_distributed`."""
         for prefix, owner, names in self._owners:
             if len(owner._buffers) == len(names):
@@ -438,8 +436,8 @@ class CommittedBuffers:
                     )
 
     def micro_batch_ends(self) -> None:
-        """The passes of a micro-batch that counts are over. Raises ConfigurationError: those that
-        must change alike were changed in another way by the first one."""
+        """Ends the passes of a micro-batch that counts. Raises ConfigurationError if buffers that
+        must change equally changed differently in the first one."""
         self.extremes.micro_batch_ends()
         found = self._digest_of_exact()
         if self._within is not None and found != self._within:
@@ -461,8 +459,8 @@ class CommittedBuffers:
         )
 
     def apart(self, names: Sequence[str] | None = None) -> ConfigurationError:
-        """The error for buffers of which ranks, or micro-batches, made different values. `names`:
-        those that may be."""
+        """Returns the error for buffers with different values on ranks or micro-batches. `names`:
+        the candidates."""
         names = self.exact_names() if names is None else names
         what = f"buffers {names[:3]} were changed" if names else "another rank changed a buffer"
         return ConfigurationError(
@@ -476,8 +474,8 @@ class CommittedBuffers:
         )
 
     def _shared(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Statistics and counters as they are now, flat. Raises ConfigurationError: one has another
-        shape than before."""
+        """Returns current statistics and counters, flat. Raises ConfigurationError if a buffer has
+        a new shape."""
         now = self._now()
         if [buffer.shape for buffer in now[: self._counters.stop]] != self._shapes:
             self._refuse_shapes(now)
@@ -497,7 +495,7 @@ class CommittedBuffers:
                 )
 
     def _before(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Statistics and counters as they were committed, flat. Not to be written to."""
+        """Returns committed statistics and counters, flat. Not to be written to."""
         if self._base is None or (self._base[0].dtype, self._base[0].device) != (
             like.dtype,
             like.device,
@@ -553,8 +551,8 @@ class CommittedBuffers:
                 owner, name = self._places[i]
                 now[i] = torch.empty_like(value)
                 owner._buffers[name] = now[i]
-        # By way of .data: the backward pass of a forward that saw a buffer may be yet to come, as
-        # in a pipeline.
+        # Through .data, since the backward pass of a forward that used a buffer may still follow,
+        # as in a pipeline.
         _copy([buffer.data for buffer in now], values)
 
 
@@ -586,7 +584,7 @@ def give_memory(module: nn.Module) -> None:
 
 
 def kept_buffers(module: nn.Module) -> Callable[[], None]:
-    """Returns a call that makes the module's buffers again what they are now."""
+    """Returns a call that restores the current values of the module's buffers."""
     places = [
         (owner, name, buffer)
         for owner in module.modules()
@@ -604,8 +602,8 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
 
 
 def _moved(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """The difference. Where equal, zero: the difference of two infinities is not, nor that of two
-    values that are no numbers. Zero, too, of what was infinite."""
+    """Returns the difference, zero for equal values: the difference of two infinities or NaNs is
+    not zero. Also zero for elements that were infinite."""
     alike = (now == before) | (now.isnan() & before.isnan()) | before.isinf()
     return torch.where(alike, 0.0, now - before)
 

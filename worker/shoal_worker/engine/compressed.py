@@ -1,12 +1,12 @@
-"""Compressed gradients in step with the session: what compression leaves behind counts when a step
-does, and is saved and restored.
+"""Compressed gradients in a session: residuals of the compression count only if a step does, and
+are saved and restored.
 
-One for each model that has `gradient_compression=`. Engines send their buckets through it
-(`Flight`, sharding's collectives) and tell it how each step ended: what it proposed to leave behind
-counts if the step does (docs/explanation/compression.md#error-feedback).
+One object per model with `gradient_compression=`. Engines send their buckets through it (`Flight`,
+sharding's collectives) and report how each step ended: its proposed residuals count if the step
+does (docs/explanation/compression.md#error-feedback).
 
-Belongs to the training thread, or to the thread that runs the backward pass while the training
-thread waits for that.
+Belongs to the training thread, or to the thread of a backward pass that the training thread waits
+for.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.strategy_interface import StrategySession
 
 _KINDS: Final = ("buckets", "micro-batches", "units")
-"""Ways to cut a model's gradients into what is compressed at once; a script may use several."""
+"""Ways to split a model's gradients into units of compression; a script may use several."""
 _PER_KIND: Final = 1 << 20
 
 
 class GradientCompression:
-    """One model's compressor on one rank, with its memory."""
+    """Compressor of one model on one rank, with its memory."""
 
     def __init__(self, compressor: GradientCompressor, session: StrategySession) -> None:
         self.compressor = compressor
         self._session = session
         self._reduction = CompressedReduction(compressor)
         self._layouts: dict[str, str] = {}
-        """What each kind's residuals are of."""
+        """Layout of each kind's residuals."""
         self._numels: dict[int, int] = {}
-        """Elements of each bucket."""
+        """Number of elements of each bucket."""
         self._units = 1.0
-        """What a gradient of 1 counts in the residuals: a GradScaler's scale, times the weight that
-        sums are divided by afterwards."""
+        """Scale of the residuals relative to gradients: a GradScaler's scale times the weight by
+        which sums are divided afterwards."""
         self._divisor = 1.0
-        """The weight that sums are divided by."""
+        """Weight by which sums are divided."""
         self._scaler: str | None = None
-        """Name of the GradScaler that steps this model's optimizer; empty: none does, and None:
-        that is not known yet."""
+        """Name of the GradScaler that steps this model's optimizer; empty if none does, None if not
+        known yet."""
 
     # -------------------------------------------------------------------------------------- sending
 
     def laid_out(self, kind: str, layout: object, numels: Sequence[int]) -> None:
-        """How gradients are cut from now on: `layout` is JSON-able and says of which parameters
-        each bucket is, `numels` how many elements it has, padding at its end included. What is owed
-        to another layout is owed no longer."""
+        """Sets the current layout of gradients: `layout` is JSON-able and lists each bucket's
+        parameters, `numels` their numbers of elements including padding. Residuals of another
+        layout are dropped."""
         said = json.dumps(layout)
         if self._layouts.setdefault(kind, said) != said:
             self._layouts[kind] = said
@@ -70,8 +70,7 @@ class GradientCompression:
             self._numels[self._index(kind, number)] = numel
 
     def weigh(self, divisor: float) -> None:
-        """Before a step's first bucket: gradients are given in sums that are divided by `divisor`
-        afterwards."""
+        """Sets the divisor of the step's sums, before its first bucket."""
         self._divisor = divisor
         units = self._session.registered.loss_scale(self._scaler) * divisor
         if units != self._units and math.isfinite(units) and units > 0:
@@ -79,8 +78,8 @@ class GradientCompression:
             self._units = units
 
     def note_scaler(self, name: str) -> None:
-        """The GradScaler of that name has stepped this model's optimizer; empty: none has. Until
-        then all that are registered are taken to scale its loss."""
+        """Records the GradScaler that has stepped this model's optimizer; empty: none has. Before
+        that all registered ones are assumed to scale its loss."""
         if name != self._scaler:
             self._scaler = name
             self._units = self._session.registered.loss_scale(name) * self._divisor
@@ -93,11 +92,11 @@ class GradientCompression:
         number: int,
         shapes: Sequence[Sequence[int]],
     ) -> Reduction:
-        """Begins to sum a bucket over the group's ranks, in place. `shapes`: of the tensors in it,
-        in memory order.
+        """Starts to sum a bucket over the group's ranks in place. `shapes`: of its tensors, in
+        memory order.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         index, step = self._index(kind, number), self._session.steps
         if group.world_size == 1:
@@ -106,7 +105,8 @@ class GradientCompression:
             return self._reduction.start(bucket, backend, index=index, step=step, shapes=shapes)
 
     def pay(self, bucket: torch.Tensor, kind: str, number: int) -> None:
-        """Alone nothing is sent, and nothing left out: adds what is owed from before."""
+        """Adds the residuals of earlier steps, without sending or omitting anything, in a world of
+        one."""
         self._reduction.start(
             bucket, None, index=self._index(kind, number), step=self._session.steps
         ).wait()
@@ -114,11 +114,11 @@ class GradientCompression:
     def start_scatter(
         self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int
     ) -> Reduction:
-        """Begins to sum the flat `full` over the group's ranks; this rank's part of the sum goes to
-        `shard`.
+        """Starts to sum the flat `full` over the group's ranks, storing this rank's part of the sum
+        in `shard`.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         index, step = self._index("units", number), self._session.steps
         with group.own_collectives("compressed reduce_scatter") as backend:
@@ -130,25 +130,25 @@ class GradientCompression:
     # ---------------------------------------------------------------------------------------- steps
 
     def step_begins(self) -> None:
-        """The next step begins: what an earlier one proposed and did not commit never was."""
+        """Begins a step: discards residuals that an earlier step proposed but did not commit."""
         self._reduction.rollback()
 
     def commit(self, *, unusable: bool = False) -> None:
-        """The step counts. `unusable`: a GradScaler found infinities, and its gradients were
-        applied nowhere."""
+        """Commits the step. `unusable`: a GradScaler found infinities, and its gradients were not
+        applied anywhere."""
         if unusable:
             self._reduction.rollback()
         else:
             self._reduction.commit()
 
     def void(self) -> None:
-        """The step counts nowhere."""
+        """Discards the aborted step's residuals."""
         self._reduction.rollback()
 
     # ---------------------------------------------------------------------------------------- state
 
     def capture(self) -> dict[str, Any]:
-        """What is the same on all ranks, for peers."""
+        """Returns the part that is the same on all ranks, for peers."""
         return {
             "steps": self._session.steps,
             "shared": _nested(self._reduction.shared_state_dict()),
@@ -156,8 +156,8 @@ class GradientCompression:
         }
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """For checkpoints: with every rank's residuals, on the channel's first rank. Bucket by
-        bucket, so that no rank has all at once but the one that writes them."""
+        """Returns the state with every rank's residuals, on the channel's first rank, for
+        checkpoints. Proceeds by bucket, so that only the writing rank has everything at once."""
         own = _nested(self._reduction.state_dict())
         told = [json.loads(each) for each in channel.exchange(json.dumps(sorted(own)).encode())]
         ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {
@@ -175,8 +175,8 @@ class GradientCompression:
         }
 
     def part(self, whole: StatePart, channel: Channel) -> StatePart:
-        """Returns the state for a checkpoint that each rank writes a part of: a shard more for each
-        rank, with its residuals, if it has any."""
+        """Returns the state for a checkpoint written jointly by the ranks: one more shard for each
+        rank with residuals."""
         units = json.loads(channel.exchange(json.dumps(self._units).encode())[0])
         self._reduction.rescale(units / self._units)
         self._units = units
@@ -207,11 +207,11 @@ class GradientCompression:
         )
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Takes over what a peer captured or a checkpoint assembled; None: the checkpoint is of a
-        run that did not compress.
+        """Restores a peer's or a checkpoint's state; None: the checkpoint's run did not use
+        compression.
 
-        A checkpoint's: rank r takes over what was owed by the saved ranks r, r + n, r + 2n, ... of
-        n ranks now. So all that is owed is kept, and a rank beyond the saved ones owes nothing.
+        From a checkpoint, rank r of n takes the residuals of the saved ranks r, r + n, r + 2n, ...
+        All residuals are therefore kept, and a rank beyond the saved ones has none.
         """
         self._reduction.rollback()
         if state is not None:
@@ -239,7 +239,7 @@ class GradientCompression:
 def compression_of(
     compressor: GradientCompressor | None, session: StrategySession
 ) -> GradientCompression | None:
-    """None where nothing is compressed."""
+    """Returns None without compression."""
     return None if compressor is None else GradientCompression(compressor, session)
 
 
@@ -254,7 +254,7 @@ def check_floating(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
-    """The shape of a dense tensor as its elements lie in memory: largest stride first."""
+    """Returns the shape of a dense tensor in memory order: largest stride first."""
     strides = parameter.stride()
     return tuple(
         parameter.shape[d] for d in sorted(range(parameter.dim()), key=lambda d: -strides[d])

@@ -1,11 +1,10 @@
-"""Buffers that hold minima and maxima, as observers of quantization-aware training keep them.
+"""Buffers with minima and maxima, as kept by observers of quantization-aware training.
 
 A buffer is a minimum if all its elements are infinite at `as_distributed`, and a maximum if all are
-negative infinity; `min_val` and `max_val` of torch's observers are that in any case. The ranks tell
-each other theirs in every step, before it is closed. The least, or the largest, of what the passes
-of all ranks made becomes everyone's. For a running minimum, and for its moving average, that is
-what one process makes of the whole batch. `scale` and `zero_point` of torch's fake quantization
-follow from them.
+negative infinity; `min_val` and `max_val` of torch's observers always are. The ranks exchange
+theirs in every step before its commit all-reduce, and all adopt the minimum or maximum over all
+ranks' passes. For a running minimum, and for its moving average, this equals one process's result
+for the entire batch. `scale` and `zero_point` of torch's fake quantization follow from them.
 """
 
 from __future__ import annotations
@@ -68,7 +67,8 @@ def follows_extremes(owner: nn.Module, name: str) -> bool:
 
 
 class Extremes:
-    """Those of one module, or of this rank's part of it. The training thread owns it."""
+    """Extreme-value buffers of a module, or of this rank's part of it. Owned by the training
+    thread."""
 
     def __init__(
         self,
@@ -76,14 +76,15 @@ class Extremes:
         kinds: Mapping[str, Kind],
         followers: Iterable[nn.Module],
     ) -> None:
-        """`places`: their names, owners, and names there. `followers`: modules of fake
+        """`places`: their names, owners, and local names. `followers`: modules of fake
         quantization."""
         self._places = list(places)
         self._kinds = kinds
         self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
         self._followers = list(dict.fromkeys(followers))
         self._folded: dict[str, torch.Tensor] | None = None
-        """Minima and maxima of this rank's micro-batches in the step; None: none has ended."""
+        """Minima and maxima of this rank's micro-batches in the step; None before the first one
+        ends."""
         self._agreed: dict[str, torch.Tensor] = {}
         """Minima and maxima over all ranks in the step."""
 
@@ -91,8 +92,8 @@ class Extremes:
         return bool(self._places)
 
     def refuse_other_shapes(self, strategy: str) -> None:
-        """Raises ConfigurationError: a pass has given one another shape than it had at
-        `as_distributed`, by which the ranks of `strategy` lay tensors out."""
+        """Raises ConfigurationError if a pass has changed a buffer's shape since `as_distributed`,
+        on which the layout of the ranks of `strategy` depends."""
         for path, owner, name in self._places:
             buffer = owner._buffers[name]
             if buffer is not None and buffer.shape != self._shapes[path]:
@@ -109,14 +110,14 @@ class Extremes:
         self._folded, self._agreed = None, {}
 
     def micro_batch_ends(self) -> None:
-        """The passes of a micro-batch that counts are over."""
+        """Ends the passes of a micro-batch that counts."""
         if self._places:
             now = self._now()
             self._folded = now if self._folded is None else self._merged([self._folded, now])
 
     def made(self, *, counted: bool) -> bytes:
-        """Returns what this rank's passes made, for `agree`. `counted`: the plain batch weighs
-        something."""
+        """Returns the extremes of this rank's passes, for `agree`. `counted`: the plain batch has a
+        nonzero weight."""
         own = self._folded if self._folded is not None else self._now() if counted else {}
         return json.dumps(
             {
@@ -126,8 +127,7 @@ class Extremes:
         ).encode()
 
     def agree(self, told: Sequence[bytes]) -> None:
-        """`told`: what the ranks made. Raises ConfigurationError on all of them: of different
-        shapes."""
+        """Combines the ranks' extremes. Raises ConfigurationError on all ranks if shapes differ."""
         ranks: list[dict[str, Any]] = [json.loads(each) for each in told]
         made = [
             {
@@ -139,7 +139,7 @@ class Extremes:
         self._agreed = self._merged([each for each in made if each])
 
     def write(self) -> None:
-        """The step counts."""
+        """Writes the extremes of a committed step."""
         for path, owner, name in self._places:
             value, buffer = self._agreed.get(path), owner._buffers[name]
             if value is None or buffer is None:
@@ -154,8 +154,8 @@ class Extremes:
 
     @staticmethod
     def _follow(owner: Any) -> None:
-        """Has fake quantization observe the extremes that it knows: what follows from them is made
-        anew, as by a pass, if its observer is enabled."""
+        """Updates fake quantization from its extremes, as a pass would, if its observer is
+        enabled."""
         observer = owner.activation_post_process
         least, largest = observer.min_val, observer.max_val
         if int(owner.observer_enabled[0]) != 1 or not least.numel() or bool(least.isinf().any()):

@@ -1,5 +1,5 @@
-"""Where an engine waits for collectives of a step, and where one that failed makes the step lost.
-(Those that a tensor-parallel layer issues come to `mesh/step_group.py`.)"""
+"""Waits for collectives of a step, whose failure makes the step lost. (Those of tensor-parallel
+layers are handled by `mesh/step_group.py`.)"""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from shoal_worker.elastic.strategy_interface import StrategySession
 
 
 def is_open(session: StrategySession) -> bool:
-    """A step is in progress whose closing is to come: it asks for all that was ordered
-    (`Group.settle`), and nothing that was computed in the step is kept unless that ended well."""
+    """Returns whether a step is in progress before its commit all-reduce, which waits for all
+    ordered collectives (`Group.settle`); its results are kept only if those succeed."""
     step = session.step
     return step is not None and step.control is None
 
 
 def come_after(session: StrategySession, group: Group, work: dist.Work) -> None:
-    """Has what is computed next come after a collective of `group`: in an open step the device
-    waits for it, else this thread.
+    """Orders later computation after a collective of `group`: in an open step the device waits for
+    it, otherwise this thread does.
 
-    Not for results by which the host decides, or that are indices. Raises MembershipChanged: it
-    failed.
+    Not for results that determine control flow on the host, or that are indices. Raises
+    MembershipChanged if it failed.
     """
     if is_open(session):
         group.order(work)
@@ -34,17 +34,17 @@ def come_after(session: StrategySession, group: Group, work: dist.Work) -> None:
 
 
 class LosingStep:
-    """A context for collectives of the step in progress: where one fails (`MembershipChanged`), the
-    step is marked lost, and nothing is raised into the user's passes.
+    """Context for collectives of the current step: a failure (`MembershipChanged`) marks the step
+    lost without raising into the user's passes.
 
-    `failed` tells afterwards whether that happened.
+    `failed` shows afterwards whether that happened.
     """
 
     __slots__ = ("_raises_outside", "_session", "failed")
 
     def __init__(self, session: StrategySession, *, raises_outside: bool = False) -> None:
-        """`raises_outside`: between steps, in an operation that is done again as a whole, the
-        failure is raised."""
+        """`raises_outside`: raise the failure between steps, in an operation that is repeated as a
+        unit."""
         self._session: Final = session
         self._raises_outside: Final = raises_outside
         self.failed = False

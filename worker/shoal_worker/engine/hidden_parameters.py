@@ -1,19 +1,19 @@
-"""What stands for parameters and gradients that are not where torch looks for them, so that torch's
-own calls raise instead of being wrong.
+"""Placeholders for parameters and gradients that are not at torch's usual place, so that torch's
+own calls raise instead of giving wrong results.
 
-A module's parameters stay the same objects, also while their values are freed or cut over ranks,
-and so do those whose gradients are summed into shards. Whoever looks at them then would find
-nothing: an empty state dict, a norm of zero. So their class changes for that time, as torch's own
-lazy parameters change theirs:
+A module's parameters stay the same objects even while their values are freed or sharded, and so do
+those whose gradients are summed into shards. A caller that inspects them then would find nothing:
+an empty state dict, a norm of zero. Their class therefore changes for that time, as for torch's own
+lazy parameters:
 
-- A parameter without values (`hide`) tells what it is (shape, dtype, number of elements), and
+- A parameter without values (`hide`) reports its metadata (shape, dtype, number of elements), and
   raises at every use of its values.
-- A parameter without a gradient of its own (`hide_gradient`) computes as ever; its `.grad` is
-  there, and raises at every use.
+- A parameter without a gradient of its own (`hide_gradient`) computes as usual; its `.grad` exists,
+  and raises at every use.
 
 Inside of passes they are plain parameters (`show`), so a step costs two changes of class for each,
-and nothing in the computation. It knows nothing of how parameters are cut: who cuts them says when
-they are elsewhere.
+and nothing in the computation. This module does not know how parameters are sharded; its callers
+say when they are elsewhere.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from shoal_worker.torch_internals import DisableTorchFunctionSubclass, pytree
 
 _ATTRIBUTE: Final = "_shoal_place"
 _GRADIENT: Final[Any] = torch.Tensor.grad
-"""torch's own accessor, which subclasses below put another before."""
+"""torch's own accessor, which subclasses below override."""
 
 inside = DisableTorchFunctionSubclass
-"""A context for whoever knows what it finds: hidden parameters do not raise."""
+"""Context in which hidden parameters do not raise, for code that handles them."""
 
 
 def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
@@ -47,20 +47,21 @@ def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
 
 
 class Whereabouts:
-    """What the hidden parameters of one model have in common."""
+    """State shared by the hidden parameters of one model."""
 
     def __init__(self, strategy: str = "") -> None:
         self.strategy = strategy
         self.pending = False
-        """Gradients of the step in progress are in the ranks' sum, and no update has taken them."""
+        """True if gradients of the current step are in the ranks' sum and no update has used
+        them."""
         self.gradient: Any = torch.empty(0).as_subclass(_Gradient)
-        """What `.grad` is where there is a gradient, but elsewhere."""
+        """Value of `.grad` for a gradient that exists elsewhere."""
         self.gradient.whereabouts = self
         self._pieces: list[weakref.ref[torch.Tensor]] = []
 
     def look_at(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Code of the user's may look at the gradients of these pieces, which this rank updates: a
-        GradScaler, say."""
+        """Sets the pieces updated by this rank whose gradients user code, such as a GradScaler, may
+        inspect."""
         own = list(pieces)
         guard_parts(own, guarded=True)
         self._pieces = [weakref.ref(piece) for piece in own]
@@ -74,27 +75,27 @@ class Whereabouts:
 
 
 class HiddenParameter:
-    """What is to be known of one parameter while it is hidden."""
+    """Facts about one parameter while it is hidden."""
 
     __slots__ = ("gradient", "name", "shape", "whereabouts")
 
     def __init__(
         self, name: str, whereabouts: Whereabouts, shape: torch.Size | None = None
     ) -> None:
-        """`shape`: of the whole; None: the tensor knows."""
+        """`shape`: unsharded shape; None: the tensor's own."""
         self.name = name
         self.whereabouts = whereabouts
         self.shape = shape
         self.gradient = False
-        """There is a gradient, elsewhere."""
+        """True if there is a gradient elsewhere."""
 
 
 class _Hidden:
-    """A parameter of which something is elsewhere."""
+    """A parameter with values or gradient elsewhere."""
 
     __slots__ = ()
     shown: ClassVar[type[torch.Tensor]]
-    """The class that it has when nothing is."""
+    """Class of the parameter when nothing is hidden."""
 
     @property
     def grad(self) -> Any:
@@ -201,8 +202,8 @@ class _Gradient(torch.Tensor):
 
 
 def _unscale(given: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """A GradScaler unscales gradients, some of which may stand for those that this rank updates
-    with: does so with each of those once."""
+    """Unscales gradients for a GradScaler. Some may stand for the gradients that this rank updates
+    with; each of those is unscaled once."""
     gradients = {id(each): each for each in given if not isinstance(each, _Gradient)}
     for each in given:
         if isinstance(each, _Gradient):
@@ -226,11 +227,11 @@ _OF_A_SCALER: Final[dict[Any, Callable[[Any], Any]]] = {
     _T.dtype.__get__: lambda gradients: gradients[0].dtype if gradients else torch.float32,
     _T.device.__get__: lambda gradients: gradients[0].device if gradients else torch.device("cpu"),
 }
-"""What a GradScaler asks of gradients."""
+"""Properties of gradients used by a GradScaler."""
 
 
 class _Part(torch.Tensor):
-    """What this rank updates with, while code of the user's may look at it."""
+    """A piece that this rank updates, while user code may inspect it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -275,7 +276,7 @@ def _same(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _told(tell: Callable[..., Any]) -> Callable[..., Any]:
-    """`tell` for a shape that the tensor does not have by itself."""
+    """Returns `tell` for a shape other than the tensor's own."""
 
     @functools.wraps(tell)
     def told(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
@@ -334,7 +335,7 @@ _TELLS: Final[dict[Any, Callable[..., Any]]] = {
         getattr(_T, name): _same for name in ("register_hook", "register_post_accumulate_grad_hook")
     },
 }
-"""What a parameter without values answers: what it is, and not what is in it."""
+"""Metadata functions that work on a parameter without values."""
 
 
 # --------------------------------------------------------------------------------- users' own hooks
@@ -343,7 +344,7 @@ _REGISTER: Final = ("register_hook", "register_post_accumulate_grad_hook")
 
 
 def hooks_of(tensor: torch.Tensor) -> list[Any]:
-    """The hooks that a user has put on a tensor's gradient."""
+    """Returns the user's hooks on a tensor's gradient."""
     with inside():
         tables = (tensor._backward_hooks, getattr(tensor, "_post_accumulate_grad_hooks", None))
     return [hook for table in tables for hook in (table or {}).values() if not _is_own(hook)]
@@ -355,8 +356,8 @@ def _is_own(hook: Any) -> bool:
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) -> None:
-    """No hook of a user's on the gradients of these parameters, by name, is to be lost: other
-    tensors compute in their places.
+    """Refuses user hooks on the gradients of these parameters, by name: they would be lost, since
+    other tensors replace them in the computation.
 
     From here on their `register_hook` and `register_post_accumulate_grad_hook` raise
     ConfigurationError.
@@ -374,8 +375,8 @@ def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) 
 def _registering(
     parameter: torch.Tensor, method: str, refusal: ConfigurationError
 ) -> Callable[..., Any]:
-    """What `parameter.method` is from here on. It holds no reference to the parameter, which holds
-    it."""
+    """Returns the replacement of `parameter.method`. It holds no reference to the parameter, which
+    holds it."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:
@@ -399,8 +400,7 @@ def _no_hooks(name: str, strategy: str) -> ConfigurationError:
 
 
 def guard_parts(pieces: Iterable[torch.Tensor], *, guarded: bool) -> None:
-    """Code of the user's may look at the gradients of these pieces from here on, or the optimizer
-    alone."""
+    """Sets whether user code, or only the optimizer, may inspect the gradients of these pieces."""
     for piece in pieces:
         gradient: Any = gradient_of(piece)
         if gradient is not None and isinstance(gradient, _Part) is not guarded:
@@ -417,8 +417,8 @@ def _class(kind: Any, mixed: Any) -> Any:
 
 
 def hide(tensor: Any, place: HiddenParameter) -> None:
-    """The values of a parameter are elsewhere from here on, its gradient as `place` says. Of one
-    that was hidden already the latter."""
+    """Hides the values of a parameter, and its gradient as `place` says. For an already hidden one,
+    only updates `place`."""
     if isinstance(tensor, _Absent):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
     else:
@@ -426,7 +426,7 @@ def hide(tensor: Any, place: HiddenParameter) -> None:
 
 
 def hide_gradient(tensor: Any, place: HiddenParameter) -> None:
-    """The gradient of a parameter is elsewhere from here on, as `place` says."""
+    """Hides the gradient of a parameter as `place` says."""
     if isinstance(tensor, _Hidden):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
     else:
@@ -440,14 +440,14 @@ def _become(tensor: Any, place: HiddenParameter, mixed: Any) -> None:
 
 
 def show(tensor: Any, place: HiddenParameter) -> None:
-    """Nothing of a parameter is hidden any more, if it was by this `place`."""
+    """Shows a parameter if it was hidden with this `place`."""
     if isinstance(tensor, _Hidden) and tensor.__dict__.get(_ATTRIBUTE) is place:
         del tensor.__dict__[_ATTRIBUTE]
         tensor.__class__ = tensor.shown  # type: ignore[assignment]  # one of the same layout
 
 
 def show_gradient(tensor: Any, place: HiddenParameter) -> None:
-    """The gradient of a parameter that has its values is its own again."""
+    """Shows the gradient of a parameter that has its values."""
     if not isinstance(tensor, _Absent):
         show(tensor, place)
 
@@ -458,33 +458,32 @@ class Leaves:
     def __init__(self, leaves: Sequence[torch.Tensor], places: Sequence[HiddenParameter]) -> None:
         self._leaves = list(zip(leaves, places, strict=True))
         self._without_gradients = False
-        """The gradients of some are hidden."""
+        """True if the gradients of some are hidden."""
 
     def hide(self) -> None:
-        """The values of all are elsewhere."""
+        """Hides the values of all."""
         for leaf, place in self._leaves:
             hide(leaf, place)
 
     def show(self) -> None:
-        """Nothing of them is hidden."""
+        """Shows all of them."""
         for leaf, place in self._leaves:
             show(leaf, place)
 
     def gradient_taken(self, index: int) -> None:
-        """One has left its gradient elsewhere."""
+        """Records that a parameter's gradient was moved elsewhere."""
         self._leaves[index][1].gradient = True
 
     def hide_gradients(self) -> None:
-        """A backward pass is over: who looks for the gradients that were taken is told where they
-        are."""
+        """Hides the gradients that were taken, after a backward pass."""
         self._without_gradients = True
         for leaf, place in self._leaves:
             if place.gradient:
                 hide_gradient(leaf, place)
 
     def gradients_handed_out(self, present: Sequence[bool]) -> None:
-        """This rank has its parts of the ranks' gradients now, also of parameters that only other
-        ranks have used. `present`: of which."""
+        """Handles this rank's parts of the summed gradients, including those of parameters that
+        only other ranks have used. `present`: flags by parameter."""
         others = [
             place
             for (_, place), here in zip(self._leaves, present, strict=True)
@@ -497,37 +496,37 @@ class Leaves:
 
     @property
     def have_gradients(self) -> bool:
-        """Some have a gradient elsewhere."""
+        """True if some have a gradient elsewhere."""
         return any(place.gradient for _, place in self._leaves)
 
     def show_gradients(self) -> None:
-        """A pass begins: autograd is to find plain parameters."""
+        """Shows plain parameters to autograd at the beginning of a pass."""
         if self._without_gradients:
             self._without_gradients = False
             for leaf, place in self._leaves:
                 show_gradient(leaf, place)
 
     def forget_gradients(self) -> None:
-        """Autograd has left none, or none that was not taken."""
+        """Drops gradients left by autograd that were not taken."""
         for leaf, _ in self._leaves:
             if not isinstance(leaf, _Hidden):
                 leaf.grad = None
 
     def drop_gradients(self) -> None:
-        """There are no gradients elsewhere either."""
+        """Drops the gradients elsewhere."""
         for leaf, place in self._leaves:
             if place.gradient or isinstance(leaf, _Hidden):
                 drop_gradient(leaf, place)
 
 
 def is_hidden(tensor: Any) -> bool:
-    """The values of a parameter are elsewhere."""
+    """Returns whether the values of a parameter are elsewhere."""
     return isinstance(tensor, _Absent)
 
 
 def refuse_loading(module: nn.Module) -> None:
-    """`load_state_dict` of it, or of a part of it, raises before it changes anything, if it is
-    given values of hidden parameters."""
+    """Makes `load_state_dict` of the module, or of a part of it, raise before it changes anything
+    if it is given values of hidden parameters."""
     for part in module.modules():
         part.register_load_state_dict_pre_hook(_check_loading)
 
@@ -540,8 +539,7 @@ def _check_loading(module: nn.Module, state_dict: Mapping[str, Any], prefix: str
 
 
 def blank_copies(module: nn.Module) -> dict[int, Any]:
-    """For `copy.deepcopy`: parameters without values in the places of those that are hidden, to be
-    given some."""
+    """Returns parameters without values in place of the hidden ones, for `copy.deepcopy`."""
     with inside():
         return {
             id(p): nn.Parameter(
@@ -553,7 +551,7 @@ def blank_copies(module: nn.Module) -> dict[int, Any]:
 
 
 def gradient_of(tensor: Any) -> torch.Tensor | None:
-    """The gradient that autograd has left in a parameter, hidden or not."""
+    """Returns the gradient left by autograd in a parameter, hidden or not."""
     if not isinstance(tensor, _Hidden):
         return tensor.grad  # type: ignore[no-any-return]  # any tensor's
     with inside():
@@ -561,7 +559,7 @@ def gradient_of(tensor: Any) -> torch.Tensor | None:
 
 
 def drop_gradient(tensor: Any, place: HiddenParameter | None = None) -> None:
-    """Autograd has left none in a parameter. With `place` there is none elsewhere either."""
+    """Removes a parameter's gradient; with `place`, also the one elsewhere."""
     if place is not None:
         place.gradient = False
         show_gradient(tensor, place)

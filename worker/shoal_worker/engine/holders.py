@@ -1,9 +1,9 @@
-"""Which ranks hold which shards of a state that is cut, and what follows from it: which cut is
-still complete, who sends each shard, and which shards another rank is to keep a copy of.
+"""Maps the shards of a state to the ranks that hold them, and decides which sharding is still
+complete, who sends each shard, and which shards need a copy on another rank.
 
-Pure: out of what the ranks have told one another each computes the same. A shard has a *place*, by
-which ranks name it: its position, for `sharding`; stage, part and position, for `mesh`. How shards
-travel is the business of these two.
+Pure: all ranks compute the same from the exchanged claims. A shard has a *place* by which ranks
+name it: its position, for `sharding`; stage, part and position, for `mesh`. These two implement the
+transfer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Place = TypeVar("Place", int, tuple[int, int, int])
 
 
 class ShardsLostError(StateLostError):
-    """Some shard of the model is held by no rank any more."""
+    """Some shard of the model is no longer held by any rank."""
 
     def __init__(self, *, lost: int, shards: int) -> None:
-        """`lost`: how many of the model's `shards`."""
+        """`lost`: number of lost shards out of `shards`."""
         which = (
             f"{lost} of the model's {shards} shards" if lost < shards else "any shard of the model"
         )
@@ -36,21 +36,21 @@ class ShardsLostError(StateLostError):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Generic[Place]):
-    """What one rank holds of one cut."""
+    """One rank's shards of one sharding."""
 
     rank: int
     cut: int
-    """Number of the cut: newer ones have higher numbers."""
+    """Number of the sharding; newer ones have higher numbers."""
     shards: int
-    """How many shards the cut has, on all ranks together."""
+    """Total number of shards on all ranks."""
     places: Collection[Place]
     copied: bool
-    """The rank keeps copies of what others hold."""
+    """True if the rank keeps copies of shards held by others."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Generic[Place]):
-    """A shard that one rank holds alone, and that another is to keep a copy of."""
+    """A shard held by one rank alone, of which another must keep a copy."""
 
     place: Place
     sender: int
@@ -59,43 +59,42 @@ class Copy(Generic[Place]):
 
 @dataclass(kw_only=True)
 class ShardHolders(Generic[Place]):
-    """Who holds the shards of one cut."""
+    """Holders of the shards of one sharding."""
 
     cut: int
-    """Number of the cut."""
+    """Number of the sharding."""
     shards: int
-    """How many shards it has."""
+    """Number of shards."""
     holders: dict[Place, list[int]] = field(default_factory=dict)
-    """The ranks that hold each shard, ascending."""
+    """Ranks that hold each shard, ascending."""
     keepers: dict[Place, list[int]] = field(default_factory=dict)
-    """The ranks that keep a copy of it, ascending."""
+    """Ranks that keep a copy of it, ascending."""
 
     @property
     def lost(self) -> int:
-        """How many shards no rank has."""
+        """Number of shards without a holder or copy."""
         return self.shards - len(self.sources())
 
     def sources(self) -> dict[Place, list[int]]:
-        """The ranks that each shard is to be had from: those that keep a copy where no rank holds
-        it."""
+        """Returns the ranks that can send each shard: those with a copy if no rank holds it."""
         return self.keepers | self.holders
 
     def having(self, place: Place) -> list[int]:
-        """All ranks that have a shard, or a copy of it."""
+        """Returns all ranks that have a shard or a copy of it."""
         return [*self.holders.get(place, ()), *self.keepers.get(place, ())]
 
     def senders(self) -> dict[Place, int]:
-        """The rank that sends each shard, where each travels once."""
+        """Returns the rank that sends each shard if each is sent once."""
         turns = SendingTurns()
         return {place: turns.choose(ranks) for place, ranks in sorted(self.sources().items())}
 
 
 def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
-    """The newest cut of which every shard is held, or kept as a copy, by some rank. `claims`: of
-    all ranks; each may hold several cuts.
+    """Returns the newest sharding of which some rank holds, or has a copy of, every shard.
+    `claims`: of all ranks; each may hold several.
 
     Raises:
-        ShardsLostError: no cut is complete.
+        ShardsLostError: none is complete.
     """
     cuts: dict[int, ShardHolders[Place]] = {}
     for claim in sorted(claims, key=lambda claim: claim.rank):
@@ -117,16 +116,15 @@ def plan_copies(
     *,
     most: int | None = None,
 ) -> list[Copy[Place]]:
-    """Says which shards are to be copied to which ranks, so that of the ranks that stay two have
-    each.
+    """Plans copies such that, among the ranks that stay, two have each shard.
 
-    A shard is left out for which all others keep as many copies as they can.
+    A shard is left out if all others keep as many copies as they can.
 
     Args:
-        held: of a cut that is complete.
-        ranks: all that take part.
-        leaving: those of them that are about to leave.
-        most: shards that one rank keeps copies of; None: any number.
+        held: of a complete sharding.
+        ranks: all participants.
+        leaving: those about to leave.
+        most: maximum number of copies per rank; None: unlimited.
     """
     staying = [rank for rank in ranks if rank not in leaving]
     kept = Counter(rank for keepers in held.keepers.values() for rank in keepers)
@@ -146,13 +144,13 @@ def plan_copies(
 
 
 class SendingTurns:
-    """Whose turn it is to send, of those that have the same: who has sent least so far."""
+    """Chooses senders among equivalent ranks: the one that has sent least so far."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()
 
     def choose(self, candidates: Iterable[int], amount: int = 1) -> int:
-        """The one that sends next. `amount`: of what is sent, in any unit."""
+        """Returns the next sender. `amount`: amount to be sent, in any unit."""
         chosen = min(candidates, key=lambda one: (self._sent[one], one))
         self._sent[chosen] += amount
         return chosen

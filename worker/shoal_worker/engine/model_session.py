@@ -1,5 +1,5 @@
-"""The session as the engine of one of several models sees it (`several_models.py` says how they
-take a step together)."""
+"""The session from the perspective of one of several models' engines (`several_models.py` describes
+their joint step)."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ class ModelSession:
         peers: list[ModelSession],
         together: Callable[[Session, Sequence[ModelSession]], TrainingEngine],
     ) -> None:
-        """Joins `peers`: the sessions of all models, in the order in which they were given.
-        `together` makes one engine of theirs."""
+        """Joins `peers`: the sessions of all models, in the given order. `together`: combines their
+        engines."""
         self.engine: Engine | None = None
-        """The model's, when it is attached."""
+        """Engine of the model, once attached."""
         self.stepped = False
-        """The model's optimizer was told to step in the run's step in progress."""
+        """True if the model's optimizer was told to step in the run's current step."""
         self.update: TentativeUpdate | None = None
         """Values and optimizer state of before the model's update in the run's step in progress;
         None: it was not updated."""
         self.passed = False
-        """A forward pass of training went through the model in that step."""
+        """True if a training forward pass went through the model in that step."""
         self.number = len(peers)
         self._updates = 0
-        """How often the model's optimizer was told to step."""
+        """Number of steps of the model's optimizer."""
         self._thaw: Callable[[], None] | None = None
         self._session = session
         self._peers = peers
@@ -58,20 +58,20 @@ class ModelSession:
     # ---------------------------------------------------------------------- what is the model's own
 
     def attach(self, engine: TrainingEngine) -> None:
-        """See `StrategySession`, as for all that follows here. With the last of the models the run
-        has its engine."""
+        """Attaches the model's engine. With the last model the run gets its engine. This and the
+        following methods are those of `StrategySession`."""
         assert isinstance(engine, Engine)
         self.engine = engine
         if all(peer.engine is not None for peer in self._peers):
             self._session.attach(self._together(self._session, self._peers))
 
     def trains(self, engine: object) -> bool:
-        """Whether it is this model's own, and not that of a clone."""
+        """Returns whether it is this model's own engine and not a clone's."""
         return engine is self.engine
 
     @property
     def step(self) -> Step | None:
-        """This model's own within the run's."""
+        """This model's own step within the run's."""
         step, own = self._session.step, self._own
         if step is None or own is None:
             return None
@@ -99,7 +99,7 @@ class ModelSession:
         return own
 
     def begin(self, step: Step) -> None:
-        """The run's step begins."""
+        """Begins the run's step."""
         self.forget()
         self._own = Step(
             placement=step.placement,
@@ -109,15 +109,15 @@ class ModelSession:
         )
 
     def forget(self) -> None:
-        """The run's step is over for this model."""
+        """Ends the run's step for this model."""
         if self._thaw is not None:
             self._thaw()
         self.stepped, self.update, self.passed, self._thaw = False, None, False, None
 
     @property
     def frozen(self) -> bool:
-        """No parameter of the model is to get a gradient: it was updated for this batch, or the
-        script has frozen it."""
+        """True if no parameter of the model may get a gradient: it was updated for this batch, or
+        the script has frozen it."""
         assert self.engine is not None
         with inside():
             return self.stepped or not any(
@@ -125,9 +125,9 @@ class ModelSession:
             )
 
     def refuse_stale(self, output: Any) -> None:
-        """`output` is that of a forward pass: gradients that come to it behind the model's next
-        update raise, under every strategy. The values that the pass computed with are gone then,
-        and where they are cut over the ranks autograd does not see it."""
+        """Makes gradients that reach the forward pass's `output` after the model's next update
+        raise, under every strategy. The values used by the pass are gone then, which autograd does
+        not notice for sharded parameters."""
         updates = self._updates
 
         def check(_: Any) -> None:
@@ -146,7 +146,7 @@ class ModelSession:
         self._session.note_trained([wanted for peer in self._peers for wanted in peer._trained])
 
     def control_word(self) -> list[float]:
-        """Returns that of the run's step, with this model's loss in it."""
+        """Returns the step vote of the run's step, with this model's loss in it."""
         return self._session.lifecycle.control_word(self.step)
 
     def settle_collectives(self) -> None:
@@ -171,7 +171,8 @@ class ModelSession:
         self._session.void_step(reason)
 
     def settle_step(self) -> None:
-        """If it was lost no rank can have closed the run's step: this one has not sealed that."""
+        """Waits for the outcome of a lost step. No rank can have committed the run's step, which
+        this rank has not prepared."""
         own = self.step
         if own is not None and own.undecided and own.phase is not StepPhase.DECIDED:
             own.void()
@@ -181,8 +182,8 @@ class ModelSession:
             self.engine.finish_reduction()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """The model's optimizer is told to step: updates the model; if it is the last one, ends the
-        run's step."""
+        """Updates the model when its optimizer is told to step; the last one also ends the run's
+        step."""
         session = self._session
         step = session.step
         if step is None:
@@ -214,8 +215,8 @@ class ModelSession:
         return StepStatus.PENDING
 
     def reduce(self) -> None:
-        """The end of the model's own step: its gradients, and what changed in its buffers, are
-        summed, or the run's step is lost."""
+        """Ends the model's own step: sums its gradients and buffer changes, or loses the run's
+        step."""
         assert self.engine is not None
         self.engine.finish_reduction()
         step, own = self._session.step, self.step
@@ -232,7 +233,7 @@ class ModelSession:
 
     @property
     def told_loss(self) -> SupportsFloat | None:
-        """What `train_step` has told of the model's own step."""
+        """Loss reported by `train_step` in the model's own step."""
         return self._own.loss if self._own is not None else None
 
     def _update(self, apply: Callable[[], None]) -> None:

@@ -1,13 +1,13 @@
-"""What a module's state is made of: its parameters, its buffers, and what else `state_dict()` has,
-each under the name that it has there.
+"""State of a module: its parameters, its buffers, and the other entries of `state_dict()`, each
+under its name there.
 
 `state_dict()` need not use the names of `named_parameters()`: wrappers (activation checkpointing)
-and hooks rename entries, leave some out or replace them by other values. So an entry is known by
-the tensor that it is, not by its name. What hooks leave out is part of the state all the same,
-under its own name: a rank that joins, a redo and a checkpoint need it.
+and hooks rename, omit or replace entries. An entry is therefore identified by its tensor, not by
+its name. Entries omitted by hooks belong to the state nevertheless, under their own names: joiners,
+repeated steps and checkpoints need them.
 
-Entries that are no parameter and no buffer (`get_extra_state()`, and what a module's own
-`state_dict` hooks make) are passed on as they are, and given to the module's own `load_state_dict`.
+Entries that are neither parameters nor buffers (`get_extra_state()`, and those made by a module's
+own `state_dict` hooks) are passed on unchanged to the module's own `load_state_dict`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shoal_worker.state.tree import flatten
 
 
 class ModuleState:
-    """A module's state as it is now; the tensors are the module's own."""
+    """A module's current state; the tensors are the module's own."""
 
     def __init__(self, module: nn.Module) -> None:
         with inside():
@@ -38,9 +38,9 @@ class ModuleState:
         """Parameters and the buffers that the state has, by key; tied ones under each of their
         keys."""
         self.others: dict[str, Any] = {}
-        """Extra state, and entries that hooks make, by key."""
+        """Extra state, and entries made by hooks, by key."""
         self.replaced: set[str] = set()
-        """Keys under which `state_dict()` has something else than the module's own tensor of that
+        """Keys for which `state_dict()` has something other than the module's own tensor of that
         name."""
         for key, value in self._listed.items():
             if id(value) in own:
@@ -56,7 +56,7 @@ class ModuleState:
             for name, tensor in parameters.items()
             if id(tensor) not in found and name not in self.tensors
         }
-        """Parameters that `state_dict()` does not have, by their own names."""
+        """Parameters missing from `state_dict()`, by their own names."""
         self.tensors |= self.left_out
         found |= {id(tensor): name for name, tensor in reversed(self.left_out.items())}
         self.keys: dict[str, str] = {
@@ -64,11 +64,11 @@ class ModuleState:
             for name, tensor in named.items()
             if id(tensor) in found
         }
-        """By the names that parameters and buffers have in the module: their keys."""
+        """Name of a parameter or buffer in the module -> its key."""
 
     def captured(self) -> OrderedDict[str, Any]:
-        """What `state_dict()` gives, whole: with what hooks leave out, and the tensors themselves
-        for what they replace. Shares memory."""
+        """Returns the complete result of `state_dict()`: including entries omitted by hooks, and
+        the tensors themselves for replaced ones. Shares memory."""
         state: OrderedDict[str, Any] = OrderedDict()
         with inside():
             for key in (*self._listed, *self.left_out):
@@ -79,7 +79,7 @@ class ModuleState:
         return state
 
     def beside_parameters(self) -> dict[str, Any]:
-        """The part of `captured` that is not of parameters: buffers and extra state."""
+        """Returns the part of `captured` besides parameters: buffers and extra state."""
         return {
             key: value
             for key, value in self.captured().items()
@@ -87,21 +87,21 @@ class ModuleState:
         }
 
     def shapes(self) -> dict[str, torch.Size | None]:
-        """Shapes of the tensors; None for entries whose shape need not fit."""
+        """Returns shapes of the tensors; None for entries whose shape need not match."""
         return {key: tensor.shape for key, tensor in self.tensors.items()} | dict.fromkeys(
             self.others
         )
 
 
 def other_entries(module: nn.Module) -> dict[str, Any]:
-    """The extra state of the module and its parts, and entries that hooks make, by key."""
+    """Returns the extra state of the module and its parts, and entries made by hooks, by key."""
     return ModuleState(module).others
 
 
 def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> None:
-    """Raises ConfigurationError: the module's state has an entry that cannot be sent to a rank that
-    joins, or saved; or, unless ranks have the `whole` of its parameters, one that a hook computes
-    from parameters."""
+    """Raises ConfigurationError if the module's state has an entry that cannot be sent to a joiner
+    or saved; or, unless ranks have the `whole` parameters, one that a hook computes from
+    parameters."""
     state = ModuleState(module)
     for key, value in state.others.items():
         try:
@@ -125,8 +125,8 @@ def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> 
 
 
 def _computed(module: nn.Module, state: ModuleState) -> list[str]:
-    """Keys of entries that are others where parameters have no elements: those that hooks compute
-    from them."""
+    """Returns the keys of entries that change when parameters have no elements, i.e. those that
+    hooks compute from them."""
     hooked = {key: value for key, value in state.others.items() if not key.endswith("_extra_state")}
     if not hooked or any(tensor.is_meta for tensor in state.tensors.values()):
         return []
@@ -152,14 +152,14 @@ def _shape(value: Any) -> Any:
 def check_model_fits(
     values: Mapping[str, Any], module: nn.Module, shapes: Mapping[str, torch.Size | None]
 ) -> None:
-    """Checks what `full_state_dict` of any strategy gave, or a captured state. `shapes`: those of
-    `ModuleState.shapes`, when all is whole.
+    """Checks the result of `full_state_dict` of any strategy, or a captured state. `shapes`: the
+    unsharded result of `ModuleState.shapes`.
 
-    Parameters that the module's `state_dict()` leaves out may be missing; buffers that have no
-    elements here may have any shape there.
+    Parameters omitted by the module's `state_dict()` may be missing; buffers without elements here
+    may have any shape there.
 
     Raises:
-        CorruptDataError (MODEL_DIFFERS): names or shapes are others.
+        CorruptDataError (MODEL_DIFFERS): names or shapes differ.
     """
     state = ModuleState(module)
     differing = [key for key in shapes if key not in values and key not in state.left_out]
@@ -200,7 +200,8 @@ def _owner(module: nn.Module, key: str) -> tuple[nn.Module | None, str]:
 
 
 def _is_unset(module: nn.Module, key: str) -> bool:
-    """It is the key of a buffer that is None here, and gets a value in the first passes."""
+    """Returns whether the key belongs to a buffer that is None here and gets a value in the first
+    passes."""
     owner, name = _owner(module, key)
     return owner is not None and name in owner._buffers and owner._buffers[name] is None
 
@@ -223,7 +224,7 @@ def load_captured(module: nn.Module, values: Mapping[str, Any]) -> None:
 def _buffers_to_make(
     module: nn.Module, values: Mapping[str, Any]
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """The buffers that have no memory here for their value, with that."""
+    """Yields the buffers without memory for their value here, with that value."""
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
             continue

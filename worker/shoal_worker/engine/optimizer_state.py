@@ -1,5 +1,5 @@
-"""What an optimizer keeps of each parameter beside its settings: which of it belongs to the
-parameter's elements, and how it is loaded."""
+"""Per-parameter state of an optimizer: distinguishes values that belong to the parameter's
+elements, and loads them."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from shoal_worker.state.fits import ELEMENTWISE
 
 _ONE_NUMBER: Final = frozenset({"step", "mu_product", "eta", "mu"})
-"""Names under which optimizers of torch.optim keep one number for a whole parameter. Of a parameter
-without dimensions (a temperature, a scale) moments have that shape too, and only the name tells
-them apart."""
+"""Names under which optimizers of torch.optim keep one number per parameter. For a parameter
+without dimensions (a temperature, a scale) moments have the same shape, and only the name
+distinguishes them."""
 
 _IN_THE_PARAMETERS_DTYPE: Final = ELEMENTWISE | {"Adafactor", "Muon"}
-"""Optimizers of torch.optim that make their moments in the dtype of the parameter."""
+"""Optimizers of torch.optim that create their moments in the parameter's dtype."""
 
 
 def is_element(value: object, key: str, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Whether a value of the optimizer's state belongs to the elements of a tensor (a moment), and
-    is cut as that is; step counts and the like do not. `key`: its name in the state. `shape`: of
-    the parameter, or of what is here of it."""
+    """Returns whether a value of the optimizer's state belongs to the elements of a tensor (a
+    moment) and is sharded with it, unlike e.g. step counts. `key`: its name in the state. `shape`:
+    of the parameter, or of the local part."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -31,10 +31,9 @@ def is_element(value: object, key: str, shape: torch.Size) -> TypeGuard[torch.Te
 
 
 def strided_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """`value`, a moment or a gradient of the shape of `parameter`, with the strides of that. From a
-    peer or a file it has lost them; and on a CPU torch's fused optimizers go through a parameter,
-    its gradient and its moments in the order in which each lies in memory, whatever their
-    strides."""
+    """Returns `value`, a moment or a gradient with the shape of `parameter`, with that parameter's
+    strides, which a peer or a file does not preserve. On a CPU torch's fused optimizers iterate
+    over a parameter, its gradient and its moments in memory order, whatever their strides."""
     if value.layout is not torch.strided or value.stride() == parameter.stride():
         return value
     return torch.empty_like(
@@ -45,9 +44,9 @@ def strided_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def as_made_by(
     optimizer: torch.optim.Optimizer | None, value: Any, key: str, dtype: torch.dtype
 ) -> Any:
-    """A value of a state that is loaded, for a parameter of `dtype`. The state may be of a run
-    whose parameters had another: optimizers of torch.optim make moments in the parameter's, and
-    cannot go on with others. Those of others make them as they like."""
+    """Returns a loaded value for a parameter of `dtype`. The state may come from a run with another
+    dtype: optimizers of torch.optim create moments in the parameter's dtype and cannot continue
+    with others. Other optimizers may use any dtype."""
     kind = type(optimizer)
     of_torch = (
         kind.__module__.startswith("torch.optim.") and kind.__name__ in _IN_THE_PARAMETERS_DTYPE
@@ -61,16 +60,16 @@ def as_made_by(
 def load_optimizer(
     optimizer: torch.optim.Optimizer, state: Mapping[str, Any], *, exact: bool
 ) -> None:
-    """Loads a whole state dict into an optimizer of whole parameters. Moments lie in memory as
-    their parameters do.
+    """Loads a complete state dict into an optimizer of unsharded parameters. Moments get the memory
+    layout of their parameters.
 
-    torch brings all but "step" to the parameter's dtype, whatever the optimizer had made: sums in
-    float32 for parameters in bfloat16, whole numbers, a running product. A rank that is given its
-    peers' state must not go on with less than they have.
+    torch converts everything except "step" to the parameter's dtype, whatever the optimizer had
+    created: float32 sums for bfloat16 parameters, integers, a running product. A rank that receives
+    its peers' state must not continue with less precision.
 
     Args:
-        exact: it is of parameters of the same dtypes, so what the optimizer made is kept. One that
-            loads in its own way knows what it keeps.
+        exact: the state has parameters of the same dtypes, so the optimizer's own dtypes are kept.
+            An optimizer with its own loading method handles this itself.
     """
     optimizer.load_state_dict(dict(state))
     exact = exact and type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict

@@ -1,8 +1,7 @@
-"""Which parameters make a unit: what is gathered, computed with and freed together, or reduced
-together.
+"""Divides parameters into units that are gathered, used and freed together, or reduced together.
 
-Small units cost a collective each, large ones memory: with sharded parameters the largest unit is
-whole in memory while it computes.
+Small units cost one collective each, large ones memory: with sharded parameters the largest unit is
+unsharded in memory while it computes.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ def checkpoint_activations(
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """The forward of a module that computes its activations again, without that; None: it keeps
-    them."""
+    """Returns the forward of a module with activation checkpointing without the recomputation; None
+    if it keeps its activations."""
     chosen = module.__dict__.get(_FORWARD)
     return (
         chosen.args[0]
@@ -83,10 +82,10 @@ def _forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """The parameters of one unit-to-be."""
+    """Parameters of one future unit."""
 
     name: str
-    """The module's, or of its first parameter."""
+    """Name of the module, or of its first parameter."""
     module: nn.Module
     names: tuple[str, ...]
     parameters: tuple[nn.Parameter, ...]
@@ -95,15 +94,15 @@ class ParameterGroup:
 def by_modules(
     module: nn.Module, shard_modules: Sequence[type[nn.Module] | str] | None, *, at_least: int
 ) -> list[ParameterGroup]:
-    """A group for each module named by `shard_modules` (classes, or names of submodules), and one,
-    the first, for what is in none of them.
+    """Returns a group for each module named by `shard_modules` (classes, or names of submodules),
+    and a first one for all other parameters.
 
     None: the children of containers that repeat a class (the blocks of a transformer), from
-    `at_least` elements on. A parameter that several groups would have goes to the first. Groups are
-    in the order of `named_modules`; of nested ones each takes what the inner ones leave.
+    `at_least` elements on. A shared parameter belongs to the first group. Groups are in the order
+    of `named_modules`; of nested ones each takes what the inner ones leave.
 
     Raises:
-        ConfigurationError: a name or a class that the model does not have.
+        ConfigurationError: a name or a class that the model lacks.
     """
     modules = dict(module.named_modules())
     chosen = (
@@ -115,7 +114,7 @@ def by_modules(
     owner: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         home = _enclosing(name, chosen)
-        # Shared by several units: the outermost has it.
+        # Shared by several units: belongs to the outermost.
         owner[id(parameter)] = home if owner.get(id(parameter), home) == home else ""
     groups = []
     for home in ["", *(name for name in modules if name in chosen)]:
@@ -135,8 +134,8 @@ def by_modules(
 
 
 def in_buckets(items: Iterable[T], size: Callable[[T], int], cap: float) -> list[list[T]]:
-    """Items in their order, in buckets whose sizes add up to at most `cap`; an item that is larger
-    has a bucket of its own."""
+    """Returns items in order, in buckets whose total size is at most `cap`; a larger item has its
+    own bucket."""
     buckets: list[list[T]] = []
     filled = 0
     for item in items:
@@ -149,8 +148,8 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], cap: float) -> list
 
 
 def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
-    """The parameters in their order, in groups of at most `cap` bytes (one that is larger has a
-    group of its own)."""
+    """Returns the parameters in order, in groups of at most `cap` bytes (a larger one has its own
+    group)."""
     groups = []
     for named in in_buckets(module.named_parameters(), lambda one: one[1].nbytes, cap) or [[]]:
         names, parameters = (
@@ -166,8 +165,8 @@ def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
 
 
 def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
-    """The group cut by dtype and by whether it is trained: what can lie in one vector and be
-    reduced as one."""
+    """Splits the group by dtype and by whether it is trained: parameters that can share a vector
+    and a reduction."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, parameter in enumerate(group.parameters):
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(index)
@@ -181,7 +180,7 @@ def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
 
 
 def _enclosing(name: str, chosen: set[str]) -> str:
-    """The innermost chosen module around a parameter."""
+    """Returns the innermost chosen module around a parameter."""
     path = name.split(".")[:-1]
     while path:
         if ".".join(path) in chosen:
@@ -205,8 +204,8 @@ def _named(modules: dict[str, nn.Module], wanted: Sequence[type[nn.Module] | str
 
 
 def repeated(modules: dict[str, nn.Module], at_least: int) -> Iterable[str]:
-    """The children of containers that hold several of their class, with so many elements each: the
-    blocks of a transformer."""
+    """Yields the children of containers with several modules of a class, with at least that many
+    elements each: the blocks of a transformer."""
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue

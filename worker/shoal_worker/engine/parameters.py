@@ -1,9 +1,9 @@
-"""Parameters that users give, and what is to be true of a model's own before it is trained.
+"""Parameters given by users, and requirements on a model's own before training.
 
-What is given from outside (a file's content, another model's values) has to be the same on all
-ranks. Ranks that hold copies of one state do not notice when one of them is given something else:
-they train on, each on its own. So what is given goes through an operation first, in which the ranks
-compare digests. What one rank cannot read, none takes.
+Values given from outside (a file's contents, another model's values) must be the same on all ranks.
+Ranks with copies of one state would not notice a difference: each would train on with its own.
+Given values are therefore checked in an operation in which the ranks compare digests. If one rank
+cannot read them, none uses them.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ if TYPE_CHECKING:
 def named_values(
     parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """What `with_parameters` was given, by name; `own`: the model's whole parameters in order.
+    """Returns the argument of `with_parameters` by name; `own`: the model's unsharded parameters in
+    order.
 
     Raises:
-        ConfigurationError: a name, a shape or the number of elements does not fit.
+        ConfigurationError: a name, a shape or the number of elements does not match.
     """
     given = (
         _unflatten_vector(parameters, own)
@@ -79,7 +80,7 @@ def _unflatten_vector(
 
 
 def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigurationError: the optimizer holds tensors that are not parameters of the
+    """Raises ConfigurationError if the optimizer holds tensors that are not parameters of the
     module."""
     own = {id(p) for p in module.parameters()}
     foreign = sum(
@@ -93,7 +94,7 @@ def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def check_trains(module: nn.Module) -> None:
-    """Raises ConfigurationError: no parameter of the module is to be trained."""
+    """Raises ConfigurationError if no parameter of the module is trained."""
     if not any(p.requires_grad for p in module.parameters()):
         raise ConfigurationError(
             "the model has no parameter with requires_grad=True: there is nothing to train"
@@ -101,8 +102,8 @@ def check_trains(module: nn.Module) -> None:
 
 
 def check_shaped(module: nn.Module) -> None:
-    """Raises ConfigurationError: a parameter or buffer of the module gets its shape in the first
-    forward pass."""
+    """Raises ConfigurationError if a parameter or buffer of the module gets its shape only in the
+    first forward pass."""
     if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ConfigurationError(
             "the model has lazy parameters or buffers without a shape: run one batch through it "
@@ -111,12 +112,12 @@ def check_shaped(module: nn.Module) -> None:
 
 
 def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> None:
-    """Raises ConfigurationError: two parameters, or a parameter and a buffer, have elements of
-    memory in common, and one is trained.
+    """Raises ConfigurationError if two parameters, or a parameter and a buffer, share memory and
+    one is trained.
 
-    Strategies move each parameter to memory of its own, so that what was one tensor would be two
-    from then on. `kept`: this one leaves them where they are, and two parameters may overlap; a
-    parameter and a buffer may not, because buffers are written at a step's end.
+    Strategies move each parameter to memory of its own, which would split a shared tensor in two.
+    `kept`: this strategy leaves them in place, so two parameters may overlap; a parameter and a
+    buffer may not, because buffers are written at a step's end.
     """
     members = [
         _Member(
@@ -156,8 +157,7 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
 
 
 class ModuleMembers:
-    """The parameters that a module has, where a strategy reduces gradients of those that it
-    knows."""
+    """Parameters of a module, for a strategy that reduces only gradients of known parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -172,8 +172,8 @@ class ModuleMembers:
         self._found = [table[name] for table, name in self._places]
 
     def check(self) -> None:
-        """Raises ConfigurationError: one that wants gradients has come. One that has another name
-        or place is known all the same. Cheap enough for each step."""
+        """Raises ConfigurationError if a new parameter requires gradients. A renamed or moved one
+        remains known. Cheap enough for each step."""
         now = [table.get(name) for table, name in self._places]
         if list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._found)):
             return
@@ -190,7 +190,7 @@ class ModuleMembers:
 
 
 class _Member:
-    """A tensor of a model, and where it lies."""
+    """A tensor of a model, and its memory."""
 
     def __init__(self, name: str, is_buffer: bool, tensor: torch.Tensor) -> None:
         self.name = name
@@ -199,12 +199,12 @@ class _Member:
         self.extent = 1 + sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        """Elements of memory from its first to its last."""
+        """Number of memory elements from its first to its last."""
         self.begin = tensor.data_ptr()
         self.end = self.begin + self.extent * tensor.element_size()
 
     def matters_beside(self, other: _Member, *, kept: bool) -> bool:
-        """Whether it may not overlap with `other`; `kept` as for `check_memory`."""
+        """Returns whether it must not overlap with `other`; `kept` as in `check_memory`."""
         trained = any(not one.is_buffer and one.tensor.requires_grad for one in (self, other))
         return (
             trained
@@ -213,8 +213,8 @@ class _Member:
         )
 
     def shares_elements_with(self, other: _Member) -> bool:
-        """Whether an element of this one is one of `other`'s, which begins within it: two columns
-        of a matrix have none in common."""
+        """Returns whether it shares an element with `other`, which begins within its range: two
+        columns of a matrix share none."""
         size, apart = self.tensor.element_size(), other.begin - self.begin
         without_gaps = all(one.extent == one.tensor.numel() for one in (self, other))
         if without_gaps or other.tensor.element_size() != size or apart % size:
@@ -227,8 +227,8 @@ class _Member:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Whether it is made of elements at an address; not so on the meta device, sparse, or of a
-    class that wraps other tensors."""
+    """Returns whether it consists of elements at an address; not for tensors on the meta device,
+    sparse ones, or wrapper classes."""
     plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return (
         plain
@@ -243,13 +243,13 @@ T = TypeVar("T")
 
 
 def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
-    """What `read` gives, if it gives the same on all ranks; an operation. `kind`: the call, for
-    errors. Nothing is changed.
+    """Returns the result of `read` if it is the same on all ranks; an operation. `kind`: the call,
+    for errors. Changes nothing.
 
     Raises:
-        ConfigurationError: the ranks have read different things, or another rank could read
-            nothing.
-        ShoalError: what `read` raised here.
+        ConfigurationError: the ranks have read different values, or another rank could not read
+            any.
+        ShoalError: the error of `read` on this rank.
     """
     value, refused, told = None, None, {}
     try:
@@ -292,12 +292,12 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
 
 
 def has_values(module: nn.Module) -> bool:
-    """False while any parameter or buffer is on the meta device."""
+    """Returns False while any parameter or buffer is on the meta device."""
     return not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers that state_dict leaves out (persistent=False), by name."""
+    """Returns the buffers omitted by state_dict (persistent=False), by name."""
     saved = {id(tensor) for tensor in ModuleState(module).tensors.values()}
     return {
         name: buffer
@@ -307,13 +307,13 @@ def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Gives the module a peer's `unsaved_buffers`, as far as they fit: a cache may have any
+    """Loads a peer's `unsaved_buffers` into the module as far as they fit: a cache may have any
     shape."""
     _take_buffers(module, unsaved_buffers(module), buffers)
 
 
 def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Gives the module a peer's buffers, those that state_dict has and those that it leaves out, as
+    """Loads a peer's buffers into the module, both those in state_dict and those omitted by it, as
     far as they fit."""
     _take_buffers(module, dict(module.named_buffers(remove_duplicate=False)), buffers)
 
@@ -347,14 +347,14 @@ def materialize(
     *,
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Gives what is on the meta device memory on `device`, with any values in it, and moves the
+    """Allocates memory on `device` for everything on the meta device, uninitialized, and moves the
     rest there.
 
-    `optimizer` gets the new parameters; what was shared is shared again. `buffers`: a peer's
+    `optimizer` gets the new parameters; sharing is preserved. `buffers`: a peer's
     `unsaved_buffers`, for those on the meta device.
 
     Raises:
-        ConfigurationError: one of those is missing, or of another shape, or a parameter has hooks;
+        ConfigurationError: one of those is missing or has another shape, or a parameter has hooks;
             nothing is changed.
     """
     given = _given(module, buffers or {})
@@ -379,7 +379,7 @@ def materialize(
 
 
 def _given(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """The values of the buffers that nothing else gives one."""
+    """Returns values for the buffers that have no other source."""
     wanted = {name: buffer for name, buffer in unsaved_buffers(module).items() if buffer.is_meta}
     for name, buffer in wanted.items():
         if name not in buffers or buffers[name].shape != buffer.shape:
@@ -405,7 +405,7 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _places(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Where each parameter and buffer hangs; a shared one is there several times."""
+    """Returns the location of each parameter and buffer; a shared one occurs several times."""
     return [
         (tensors, name, tensor)
         for owner in module.modules()

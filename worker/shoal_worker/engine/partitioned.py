@@ -1,22 +1,22 @@
-"""What engines have in common whose ranks need not hold all of a model: how a step ends, and what
-there is to do between steps.
+"""Common part of engines whose ranks need not hold the entire model: the end of a step, and
+operations between steps.
 
-`sharding/engine.py` cuts a model's tensors over the ranks (zero1 and those like it),
-`mesh/engine.py` its layers and stages (tensor, pipeline, hybrid). Either way a step is applied on
-all ranks or on none:
+`sharding/engine.py` shards a model's tensors over the ranks (zero1 and similar), `mesh/engine.py`
+splits its layers and stages (tensor, pipeline, hybrid). In either case a step is applied on all
+ranks or on none:
 
-1. The gradients are summed. Each rank then has all that it, or the rank that mirrors it, needs to
-apply the step: it is sealed.
-2. The closing: one small all-reduce with the control word and the gradients' norm. Who has seen it
-knows that all ranks are sealed.
-3. Each rank updates what it holds.
+1. The gradients are summed. Each rank then has everything that it, or the rank that mirrors it,
+   needs to apply the step: the step is prepared.
+2. The commit all-reduce: a small one with the step vote and the gradients' norm. A rank that has
+   seen it knows that all ranks are prepared.
+3. Each rank updates its own part.
 
-So after a failure either no survivor has seen the closing, and the step is void, or one has: then
-the others get it from that one (`take_closing`), and go on as if they had seen it themselves. What
-is cut over the ranks is cut anew after the update.
+After a failure either no survivor has seen the commit all-reduce, and the step is aborted, or one
+has: the others get its result from that one (`take_closing`), and continue as if they had seen it
+themselves. Sharded state is resharded after the update.
 
-What torch's own calls do (`state_dict`, `zero_grad`, `to`): they are right, or raise and say what
-to call instead. Most of that is in the parameters themselves, which are what torch looks at
+torch's own calls (`state_dict`, `zero_grad`, `to`) are correct, or raise and name the alternative.
+Most of that is implemented in the parameters themselves, which torch inspects
 (`hidden_parameters.py`); docs/torch-calls.md has the table.
 """
 
@@ -59,18 +59,18 @@ from shoal_worker.state.fits import check_elementwise
 
 @dataclass(kw_only=True)
 class Closing:
-    """What all ranks know of a step once it is closed. Travels to ranks that missed it."""
+    """Common knowledge of all ranks about a committed step. Sent to ranks that missed it."""
 
     number: int
-    """Which step of this model it is, from 1."""
+    """Number of the step for this model, from 1."""
     divisor: float
-    """What the summed gradients are divided by."""
+    """Divisor of the summed gradients."""
     squared_norm: float
     """Squared norm of the gradients, before the divisor."""
 
     @property
     def norm(self) -> float:
-        """Norm of the gradients that were handed out; NaN if they are not finite."""
+        """Norm of the final gradients; NaN if they are not finite."""
         return (
             math.sqrt(self.squared_norm) / self.divisor
             if math.isfinite(self.squared_norm)
@@ -80,27 +80,26 @@ class Closing:
 
 @dataclass(kw_only=True)
 class CutClosing(Closing):
-    """The closing of a model that is cut over all ranks: every rank has a piece of each
-    parameter."""
+    """Commit data of a model sharded over all ranks: every rank has a piece of each parameter."""
 
     present: list[bool]
-    """For each trained parameter: some rank used it."""
+    """For each trained parameter: whether some rank used it."""
     changes: torch.Tensor
-    """Changes of the buffers, the mean over the ranks."""
+    """Changes of the buffers, averaged over the ranks."""
 
 
 class ClosingSum:
-    """What the ranks add up: vectors of float64, one after the other, equally long on all ranks."""
+    """Concatenated float64 vectors to be summed, with the same lengths on all ranks."""
 
     def __init__(self, *parts: torch.Tensor | Sequence[float]) -> None:
         self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
 
     def to_send(self) -> torch.Tensor:
-        """For the all-reduce, on the CPU."""
+        """Returns the input of the all-reduce, on the CPU."""
         return torch.cat([part.cpu() for part in self._parts])
 
     def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
-        """The sums of the parts, on the CPU."""
+        """Returns the sums of the parts, on the CPU."""
         parts: Sequence[torch.Tensor] = summed.split([len(part) for part in self._parts])
         return parts
 
@@ -112,22 +111,22 @@ Closed = TypeVar("Closed", bound=Closing)
 
 
 class Gradients(Protocol):
-    """Those of a step that this rank has handed out to its optimizer."""
+    """Gradients of a step that this rank has passed to its optimizer."""
 
     def scale(self, factor: float) -> None:
         """Multiplies them."""
         ...
 
     def norm_here(self) -> float:
-        """Returns the norm of all gradients that this rank has, mirrored ones too."""
+        """Returns the norm of all gradients on this rank, including mirrored ones."""
         ...
 
 
 class PartitionedEngine(Engine, Generic[State, Closed]):
-    """A model of which a rank need not hold all."""
+    """A model that a rank need not hold entirely."""
 
     updates_parts = True
-    """See `Engine`."""
+    """Ranks update parts of the parameters; see `Engine`."""
 
     # ------------------------------------------------------------------------- what is cut, and how
 
@@ -141,33 +140,33 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """What this rank holds of each parameter, as its own."""
+        """Yields this rank's own piece of each parameter."""
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._own_pieces() if self._parts is not None else ()
 
     @abc.abstractmethod
     def _trained(self) -> Iterable[tuple[str, torch.Tensor, bool]]:
-        """The parameters that are here, and whether they were to be trained at `as_distributed`."""
+        """Yields the local parameters, and whether they were trained at `as_distributed`."""
 
     @abc.abstractmethod
     def _parameter_names(self) -> Mapping[str, str]:
-        """The keys of the whole parameters in the state dict, in order; and for each, since tied
-        ones have several, the first of them."""
+        """Returns the keys of the unsharded parameters in the state dict, in order, each with the
+        first of its keys, since tied ones have several."""
 
     @abc.abstractmethod
     def _commit_buffers(self) -> None:
-        """What the buffers are now is the committed state."""
+        """Makes the buffers' current values the committed state."""
 
     @abc.abstractmethod
     def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
-        """Takes a batch through both passes. Returns its loss; None where only a peer knows it, and
-        the closing will tell."""
+        """Runs both passes for a batch. Returns its loss; None if only a peer knows it, so that it
+        comes with the commit all-reduce."""
 
     @property
     @abc.abstractmethod
     def _has_gradients(self) -> bool:
-        """A pass of the step in progress has left some."""
+        """True if a pass of the current step has left gradients."""
 
     @abc.abstractmethod
     def _hand_out(self, closing: Closed) -> None:
@@ -175,52 +174,51 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _drop_gradients(self) -> None:
-        """There are no gradients here, of the step in progress or of the one before."""
+        """Drops the gradients of the current or the previous step."""
 
     @abc.abstractmethod
     def _updated(self) -> None:
-        """The optimizer has stepped."""
+        """Handles an optimizer step."""
 
     @abc.abstractmethod
     def _as_closing(self, told: Mapping[str, Any]) -> Closed:
-        """What `closing` gave on a peer."""
+        """Restores the result of `closing` on a peer."""
 
     # ---------------------------------------------------------------------------------------- start
 
     def __init__(self, setup: Setup) -> None:
-        """Takes note of the model. It is cut when the first step begins: until then all ranks hold
-        it whole.
+        """Registers the model. It is sharded when the first step begins: until then all ranks hold
+        it entirely.
 
         Raises:
-            ConfigurationError: nothing is to be trained.
+            ConfigurationError: nothing is trained.
         """
         super().__init__(setup)
         check_trains(self.module)
         self._parts: State | None = None
-        """None while the module is on the meta device: it is built when values come."""
+        """None while the module is on the meta device: created when values arrive."""
         self._applied = 0
-        """Steps applied since the state was a fresh one or a checkpoint's; the same on all
+        """Number of steps applied since the initial state or a checkpoint; the same on all
         ranks."""
         self._closing: Closed | None = None
-        """The closing of the step in progress once that is closed, and of the last step until
-        then."""
+        """Commit data of the current step once committed, and of the last step until then."""
         self._clipped = 1.0
-        """By what clipping has scaled the gradients of the step in progress."""
+        """Factor by which clipping has scaled the current step's gradients."""
         self._shown = False
-        """A GradScaler may have looked at them, and scaled them."""
+        """True if a GradScaler may have inspected and scaled them."""
         self._handed_out = 0.0
-        """Norm of what this rank has of them before it could, if so."""
+        """Norm of this rank's part before that, if so."""
         self._skipped = False
-        """A GradScaler found infinities in them: the step counts, but nothing is updated."""
+        """True if a GradScaler found infinities in them: the step counts, but nothing is
+        updated."""
         self._carried = False
-        """A backward pass of the step in progress found gradients of the last one, and nobody has
-        cleared them since."""
+        """True if a backward pass of the current step found gradients of the last one that nobody
+        has cleared since."""
         self._whereabouts = Whereabouts(self.strategy)
 
     def _build(self) -> None:
-        """Takes the module's state over, if it has values. Each engine calls it at the end of its
-        constructor; a module on the meta device gets its values later, and then it is called
-        again."""
+        """Takes over the module's state if it has values. Called at the end of each engine's
+        constructor; for a module on the meta device again once it gets values."""
         if not has_values(self.module):
             return
         self._parts = self._make_state()
@@ -228,8 +226,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._parts.use_optimizer(self.optimizer)
 
     def _give_values(self, state: Mapping[str, Any]) -> None:
-        """To a module on the meta device, before it takes over a state that was captured or
-        assembled."""
+        """Allocates a module on the meta device before it loads a captured or assembled state."""
         if self._parts is None:
             unsaved = state.get("buffers", {}) if "model" in state else state["unsaved"]
             materialize(self.module, self.optimizer, self._session.device, buffers=unsaved)
@@ -246,12 +243,12 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _any_optimizer(self) -> bool:
-        """The optimizer need not be elementwise, or is said to be."""
+        """True if the optimizer need not be elementwise, or was declared elementwise."""
         return bool(self._options.get("elementwise_optimizer", False))
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `Engine`. The optimizer gets what this rank holds in the place of the parameters, at
-        the latest in the first step."""
+        """Attaches the optimizer, whose parameters are replaced by this rank's pieces at the latest
+        in the first step."""
         self.optimizer = optimizer
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
@@ -261,7 +258,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._session.attach(self)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigurationError: it cannot update what this rank holds."""
+        """Raises ConfigurationError if the optimizer cannot update this rank's pieces."""
         check_elementwise(optimizer, elementwise=self._any_optimizer)
 
     @override
@@ -271,8 +268,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     # ------------------------------------------------------------------------------------- training
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """See `ShardedModel`. All ranks of a replica pass the same batch. The loss travels in the
-        closing.
+        """Trains on a batch, as in `ShardedModel`. All ranks of a replica pass the same batch. The
+        loss is sent with the commit all-reduce.
 
         In `loader.steps()` the batch is the micro-batch: its own loss is returned, on every rank of
         the replica.
@@ -292,8 +289,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _trains(self) -> bool:
-        """A forward pass that begins now is one of training; so it is in eval mode, too, in a step
-        whose gradients are not reduced yet."""
+        """True if a forward pass that begins now is a training pass; this includes eval mode in a
+        step whose gradients are not reduced yet."""
         step = self._session.step
         return torch.is_grad_enabled() and (
             self.module.training or (step is not None and step.control is None)
@@ -352,11 +349,11 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             )
 
     def _begin_step(self) -> None:
-        """Nothing is known of the step that begins."""
+        """Resets the state of a step."""
         self._clipped, self._shown, self._skipped, self._carried = 1.0, False, False, False
 
     def _close(self, closing: Closed, control_word: Sequence[float]) -> None:
-        """The closing came back."""
+        """Takes the result of the commit all-reduce."""
         self._session.take_control_word(control_word)
         self._take(closing)
 
@@ -376,10 +373,11 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """See `ShardedModel`. The norm came with the closing, so this needs no communication.
+        """Clips gradients, as in `ShardedModel`. The norm came with the commit all-reduce, so this
+        needs no communication.
 
         Raises:
-            ConfigurationError: another norm than the Euclidean one.
+            ConfigurationError: a norm other than the Euclidean one.
         """
         if norm_type != 2.0:
             raise ConfigurationError(
@@ -389,7 +387,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self.finish_reduction()
         step, closing, norm = self._session.step, self._closing, 0.0
         if step is not None and step.control is not None and closing is not None:
-            # else the step is lost
+            # otherwise the step is lost
             norm = closing.norm * self._scaled_by
             scale = max_norm / (norm + 1e-6)
             if not scale >= 1.0:  # with a norm that is not a number, all become that
@@ -398,13 +396,13 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return torch.full((), norm, dtype=torch.float64, device=self._session.device)
 
     def scale_gradients(self, scale: float) -> None:
-        """Multiplies the gradients of what this rank is to update."""
+        """Multiplies the gradients that this rank updates with."""
         with inside():
             self._gradients.scale(scale)
 
     def groups_are_read(self) -> None:
-        """See `Engine`. It may be a GradScaler, which looks for infinities in what this rank is to
-        update: what one rank found, all are to find. So that ends the reduction of a plain step."""
+        """Ends the reduction of a plain step, since the reader may be a GradScaler that looks for
+        infinities in this rank's gradients: one rank's finding must reach all."""
         step = self._session.step
         if step is None or step.share is None:
             return
@@ -422,8 +420,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _scaled_by(self) -> float:
-        """By what the gradients were scaled since they were handed out: by clipping, and by a
-        GradScaler's `unscale_`, all alike."""
+        """Factor by which the gradients were scaled since they were handed out: by clipping, and by
+        a GradScaler's `unscale_`, the same for all."""
         if self._shown:
             with inside():
                 before, now = self._handed_out, self._gradients.norm_here()
@@ -436,7 +434,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._skipped = True
 
     def apply(self, update: Callable[[], None]) -> None:
-        """See `Engine`. Updates what this rank holds."""
+        """Updates this rank's part."""
         guard_parts(self._held.optimized, guarded=False)
         update()
         self._applied += 1
@@ -444,7 +442,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._updated()
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """See `Engine`. The step's gradients are taken."""
+        """Applies an update tentatively. The step's gradients are used up."""
         update = super().apply_tentatively(apply)
         self._whereabouts.pending = False
         return update
@@ -481,8 +479,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """See `Engine`: the gradients of the backward passes before it are void. What micro-batches
-        have added up stays, as under ddp: a step's gradients are its own in any case."""
+        """Invalidates the gradients of earlier backward passes. Sums of micro-batches stay, as
+        under ddp: a step's gradients are its own in any case."""
         step = self._session.step
         if not self.has_values() or (
             step is not None and step.in_micro_batches and step.control is None
@@ -502,7 +500,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             )
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """See `Engine`. A device and dtype that all tensors have already is no change."""
+        """Checks a conversion. A device and dtype that all tensors already have is no change."""
         for kind in {
             (t.dtype, t.device)
             for t in (*self.module.parameters(), *self.module.buffers())
@@ -520,19 +518,19 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it."""
+        """Gathers parameters, as in `ShardedModel`. Called by every rank."""
         whole, keys = self._whole_state(), self._named_state().keys
         return {name: whole[keys[name]] for name in dict.fromkeys(self._parameter_names().values())}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it."""
+        """Returns the state dict, as in `ShardedModel`. Called by every rank."""
         whole = self._whole_state(rank0_only=rank0_only)
         for name in self._named_state().left_out:
             whole.pop(name, None)
         return whole
 
     def _named_state(self) -> ModuleState:
-        """Under which names the module's state has what: of its values nothing is asked."""
+        """Returns the names of the module's state, without needing its values."""
         return ModuleState(self.module)
 
     def _whole_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -549,7 +547,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         return whole
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """The optimizer's whole state. Every rank calls it."""
+        """Returns the optimizer's complete state. Called by every rank."""
         whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:
@@ -561,7 +559,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over the optimizer's whole state. Every rank calls it."""
+        """Loads the optimizer's complete state. Called by every rank."""
         self._held.load_optimizer(state)
 
     @torch.no_grad()
@@ -574,16 +572,16 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`: this rank's own pieces, by the parameters' names."""
+        """This rank's own pieces by the parameters' names, as in `ShardedModel`."""
         return {name: piece.detach() for name, piece in self._own_pieces()}
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`: of `local_shard`, once they are reduced."""
+        """Returns the reduced gradients of `local_shard`, as in `ShardedModel`."""
         return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Refused: ranks that mirror this rank's pieces, or apply the step after it, would apply
-        other gradients.
+        """Refuses the call: ranks that mirror this rank's pieces, or apply the step after it, would
+        apply other gradients.
 
         Raises:
             ConfigurationError: always.

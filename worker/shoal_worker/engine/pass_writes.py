@@ -1,19 +1,19 @@
-"""What a pass changes beside buffers and gradients: parameters that `forward()` writes, tensors and
-numbers that modules keep as attributes, and extra state.
+"""Other changes made by a pass, besides buffers and gradients: parameters written in `forward()`,
+tensors and numbers in module attributes, and extra state.
 
-A step that is lost is done again, so all of it is put back. Parameters that are written (momentum
-encoders, initialization from the first batch, clipping of weights) have to be written alike on all
-ranks: a digest of them rides in the control word. Where ranks hold parts of parameters, or copies
-of such parts, what a pass writes would be lost, and is refused.
+A lost step is repeated, so all of them are restored. Written parameters (momentum encoders,
+initialization from the first batch, weight clipping) must be written equally on all ranks: their
+digest is part of the step vote. If ranks hold parts of parameters, or copies of such parts, a
+pass's writes would be lost, and are refused.
 
-Writes are found by torch's count of changes in place and by where a parameter's memory is. Writes
-by way of `.data` are not counted: digests find them in the first step that a process takes, and
-afterwards a few elements of each parameter do, on the host. From the first write on a copy is kept
-of a parameter that is written. Until then there is none, unless the model is small, and a lost step
-that wrote cannot be undone, which raises an error.
+Writes are detected by torch's count of in-place changes and by a parameter's memory address. Writes
+through `.data` are not counted: digests detect them in the first step of a process, and afterwards
+samples of each parameter's elements do, on the host. From the first write on a copy of a written
+parameter is kept. Before that there is none, unless the model is small, and a lost step that wrote
+cannot be undone, which raises an error.
 
-What a script writes between two steps has a digest of its own in the control word. Where ranks
-differ in it, they compare all parameters before the step is applied.
+A script's writes between two steps have a separate digest in the step vote. If ranks differ in it,
+they compare all parameters before the step is applied.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.state.digest import digest_of
 
 _SMALL: Final = 1 << 26
-"""Bytes of a model of which copies are kept in the first step."""
+"""Maximum bytes of a model for which copies are kept in the first step."""
 _SAMPLED: Final = 8
-"""Elements of each parameter that are looked at for writes that torch does not count."""
+"""Number of elements sampled per parameter to detect writes that torch does not count."""
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Size of an element in bytes -> the integers of that size."""
+"""Size of an element in bytes -> the integer dtype of that size."""
 _NUMBERS: Final = frozenset({int, float})
 _TENSORS: Final = frozenset({torch.Tensor})
 
 
 class WrittenParameters:
-    """The parameters that were written since the step began. The training thread owns it."""
+    """Parameters written since the step began. Owned by the training thread."""
 
     def __init__(
         self,
@@ -52,48 +52,48 @@ class WrittenParameters:
         compared: bool = True,
         whole: bool = False,
     ) -> None:
-        """`stay`: nobody but the script gives a parameter other memory. `compared`: values are
-        there between passes, to be compared. `whole`: every rank has all of them, between steps,
-        too."""
+        """`stay`: only the script changes a parameter's memory. `compared`: values exist between
+        passes and can be compared. `whole`: every rank has all of them, also between steps."""
         self._stay = stay
         self._named = [(name, parameter) for name, parameter in parameters if not parameter.is_meta]
         self._strategy = strategy
         self._copies: dict[int, torch.Tensor] = {}
-        """Values at the step's beginning of those that are known to be written."""
+        """Values at the step's beginning of parameters known to be written."""
         self._digests: list[int] = []
-        """Digests of all parameters as the process's first step began; empty in other steps."""
+        """Digests of all parameters at the beginning of the process's first step; empty in other
+        steps."""
         self._seen: list[tuple[int, int]] = []
         """Version and memory address of each parameter. Empty: no step has begun that could be
         lost."""
         self._watched: set[int] = set()
-        """Those that are known to be written."""
+        """Parameters known to be written."""
         self._written: list[int] = []
-        """Those that this step wrote, once that was asked for."""
+        """Parameters written in this step, once determined."""
         self._updating = False
-        """An optimizer changes parameters within the step: what passes wrote is in `_written`."""
+        """True if an optimizer changes parameters within the step; the passes' writes are then in
+        `_written`."""
         self._first = compared
         self._within: int | None = None
-        """Digest of what the first micro-batch of the step wrote."""
+        """Digest of the writes of the step's first micro-batch."""
         self._elements = (
             SampledElements([parameter for _, parameter in self._named]) if whole else None
         )
         self._sampled: torch.Tensor | None = None
-        """Some elements of each parameter, as the step began."""
+        """Sampled elements of each parameter at the step's beginning."""
         self._committed: tuple[list[tuple[int, int]], torch.Tensor | None] | None = None
-        """Versions, addresses and sampled elements of the parameters at the last commit; None: no
+        """Versions, addresses and sampled elements of the parameters at the last commit; None if no
         step of this state was committed."""
         self.between = 0
-        """Digest of what was written since the last step was committed; 0: nothing. A lost step
-        does not change it."""
+        """Digest of the writes since the last commit; 0 if none. A lost step does not change it."""
 
     @property
     def known(self) -> list[str]:
-        """Names of those that are known to be written."""
+        """Names of parameters known to be written."""
         return [self._named[index][0] for index in sorted(self._watched)]
 
     @torch.no_grad()
     def watch(self, names: Iterable[str]) -> None:
-        """A peer knows that these are written."""
+        """Adds parameters that a peer knows to be written."""
         known = frozenset(names)
         self._watched |= {index for index, (name, _) in enumerate(self._named) if name in known}
 
@@ -117,8 +117,8 @@ class WrittenParameters:
                 self._copies[index] = value.clone()
 
     def _look_between_steps(self) -> tuple[list[tuple[int, int]], torch.Tensor | None]:
-        """Digests what was written since the last commit, if one is known. Returns the parameters'
-        versions and addresses, and some of their elements."""
+        """Computes the digest of writes since the last commit, if there was one. Returns the
+        parameters' versions and addresses, and sampled elements."""
         now, elements = self._sight(), self._sample()
         if self._committed is not None:
             self.between = self._digest_of_changes(*self._committed, now, elements)
@@ -131,7 +131,8 @@ class WrittenParameters:
         now: list[tuple[int, int]],
         elements: torch.Tensor | None,
     ) -> int:
-        """Returns a digest of the parameters that differ from what was seen; 0: none does."""
+        """Returns a digest of the parameters that differ from the earlier observation; 0 if
+        none."""
         if now == seen and _equal(elements, sampled):
             return 0
         changed = {
@@ -162,14 +163,15 @@ class WrittenParameters:
             return self._elements.take()
 
     def _sampled_otherwise(self, before: torch.Tensor | None, now: torch.Tensor | None) -> set[int]:
-        """Indices of parameters of which an element differs; none if they cannot be compared."""
+        """Returns the indices of parameters with a changed sample; none if they cannot be
+        compared."""
         if before is None or now is None or self._elements is None or before.shape != now.shape:
             return set()
         return self._elements.owners(before != now)
 
     def _changed(self) -> list[int]:
-        """Returns the indices of those that were written; where the values before are known, only
-        those that hold others now: ranks may differ in what they write without effect."""
+        """Returns the indices of written parameters; if the earlier values are known, only those
+        with new values, since ranks may differ in writes without effect."""
         if self._updating:
             return self._written
         if not self._seen:
@@ -199,11 +201,11 @@ class WrittenParameters:
         return sorted(changed)
 
     def names(self) -> list[str]:
-        """Returns the names of those that were written."""
+        """Returns the names of written parameters."""
         return [self._named[index][0] for index in self._changed()]
 
     def digest(self) -> int:
-        """Returns a digest of what was written and to what; 0: nothing."""
+        """Returns a digest of the written parameters and their values; 0 if none."""
         changed = self._written = self._changed()
         if not changed:
             return 0
@@ -212,7 +214,7 @@ class WrittenParameters:
 
     @torch.no_grad()
     def micro_batch_begins(self) -> None:
-        """The next micro-batch of the step writes from the same values as the first one."""
+        """Restores the values with which the first micro-batch started, for the next one."""
         if self._within:
             self._write_back(self._changed())
 
@@ -224,8 +226,8 @@ class WrittenParameters:
         self._within = found
 
     def apart(self, names: list[str]) -> ConfigurationError:
-        """The error for parameters that were not written alike. `names`: of those that this rank
-        wrote."""
+        """Returns the error for parameters that were not written equally. `names`: of those written
+        by this rank."""
         what = (
             f"parameters {names[:3]} were written"
             if names
@@ -247,13 +249,14 @@ class WrittenParameters:
             raise written_in_vain(names[0], self._strategy)
 
     def update_begins(self) -> None:
-        """An optimizer steps before it is known whether the step counts. Called after `digest`."""
+        """Handles an optimizer step before it is known whether the step counts. Called after
+        `digest`."""
         self._updating = True
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Makes them again what they were when the step began. Raises PreconditionError: that is
-        not known."""
+        """Restores the values at the step's beginning. Raises PreconditionError if they are
+        unknown."""
         changed, self._first = self._changed(), False
         self._write_back(changed)
         self._seen, self._updating, self._committed = [], False, None
@@ -272,38 +275,38 @@ class WrittenParameters:
         self._seen, self._sampled = self._sight(), self._sample()
 
     def commit(self) -> None:
-        """The step counts, and with it what was written when its digest was asked for: of that
-        copies are kept from here on."""
+        """Commits the writes whose digest was taken: copies of those parameters are kept from here
+        on."""
         self._watched |= set(self._written)
         self.forget()
         self._committed, self.between = (self._sight(), self._sample()), 0
 
     def forget(self) -> None:
-        """What parameters are now is what a step begins from."""
+        """Makes the parameters' current values the step's starting values."""
         self._first, self._digests, self._seen = False, [], []
         self._updating = False
 
     def replaced(self) -> None:
-        """Parameters have taken another state's values."""
+        """Handles parameters loaded from another state."""
         self.forget()
         self._committed, self.between = None, 0
 
     @torch.no_grad()
     def moving(self) -> None:
-        """Parameters are about to be given other memory."""
+        """Prepares for a move of parameters to other memory."""
         self._look_between_steps()
         self._committed = None
 
 
 class SampledElements:
-    """A few elements of each tensor on the host. Reading them all is one operation of torch's."""
+    """Samples of each tensor's elements on the host. Reading them all is one torch operation."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._addresses: list[int] = []
         self._views: list[torch.Tensor] = []
         self._owners: list[int] = []
-        """Index of the tensor of each element."""
+        """Tensor index of each element."""
 
     def take(self) -> torch.Tensor:
         """Returns a copy of the elements' bits, in one dtype."""
@@ -317,13 +320,13 @@ class SampledElements:
         return torch.cat(self._views) if self._views else torch.empty(0, dtype=torch.uint8)
 
     def owners(self, marked: torch.Tensor) -> set[int]:
-        """Indices of tensors that have one of the marked elements."""
+        """Returns the indices of tensors with a marked element."""
         return {self._owners[place] for place in marked.nonzero().view(-1).tolist()}
 
 
 def some_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A flat view of the bits of a few elements of a tensor of the host's, spread over its first
-    dimension or, where it is contiguous, over all. Of complex numbers it has the real parts."""
+    """Returns a flat view of the bits of a few elements of a host tensor, spread over its first
+    dimension or, if contiguous, over all. For complex numbers it covers the real parts."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
@@ -345,7 +348,7 @@ def _equal(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def written_in_vain(name: str, strategy: str) -> ConfigurationError:
-    """The error for a parameter that was written where ranks hold parts of it."""
+    """Returns the error for a written parameter of which ranks hold parts."""
     return ConfigurationError(
         f"parameter {name!r} was written in the passes of a step (by forward(), say): with "
         f"strategy={strategy!r} these compute with a copy of what the ranks hold, or with a part, "
@@ -357,24 +360,25 @@ def written_in_vain(name: str, strategy: str) -> ConfigurationError:
 
 
 def joined(writes: int, buffers: int) -> int:
-    """Returns one digest of what passes wrote to parameters and to buffers that must change alike;
-    0: nothing."""
+    """Returns one digest of the passes' writes to parameters and to buffers that must change
+    equally; 0 if none."""
     return xxhash.xxh3_64_intdigest(f"{writes} {buffers}".encode()) or 1 if writes or buffers else 0
 
 
 def same(value: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors hold the same; values that are no numbers are equal to each other."""
+    """Returns whether two tensors have equal values; NaNs are equal."""
     if value.shape != other.shape:
         return False
     return torch.equal(value, other) or digest_of([value]) == digest_of([other])
 
 
 class ModuleAttributes:
-    """Tensors and numbers that modules keep as plain attributes, and their extra state, as they
-    were when the step began."""
+    """Tensors and numbers in plain module attributes, and the modules' extra state, at the step's
+    beginning."""
 
     def __init__(self, module: nn.Module, *, numbers: bool = True) -> None:
-        """`numbers`: those of the modules are the script's alone."""
+        """`numbers`: whether the modules' numbers are handled; otherwise they belong to the
+        script."""
         # torch's own layers keep nothing that a pass changes.
         self._parts = [
             part
@@ -417,7 +421,7 @@ class ModuleAttributes:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """The step is lost."""
+        """Restores the values after a lost step."""
         for part, kept in self._before:
             attributes = part.__dict__
             for name in [
@@ -442,5 +446,5 @@ class ModuleAttributes:
             part.set_extra_state(copy.deepcopy(state))
 
     def forget(self) -> None:
-        """The step counts."""
+        """Keeps the current values after a committed step."""
         self._before, self._extra = [], []

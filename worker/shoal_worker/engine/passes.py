@@ -1,5 +1,5 @@
-"""What every engine does with a batch: call the module, find its loss, and follow the gradients
-back."""
+"""Passes common to all engines: calling the module, computing its loss, and observing the backward
+pass."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ Loss = Callable[[Any, Any], torch.Tensor]
 
 
 def call_module(module: Callable[..., Any], inputs: Any) -> Any:
-    """Calls `module` with `inputs`: a mapping as keyword arguments, a tuple as positional ones, all
-    else as one argument."""
+    """Calls `module` with `inputs`: a mapping as keyword arguments, a tuple as positional ones,
+    anything else as one argument."""
     if isinstance(inputs, Mapping):
         return module(**inputs)
     if isinstance(inputs, tuple):
@@ -34,10 +34,10 @@ def call_module(module: Callable[..., Any], inputs: Any) -> Any:
 
 
 def loss_of(output: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-    """The loss of an output: `loss_fn(output, targets)`, or the output's `.loss`.
+    """Returns the loss of an output: `loss_fn(output, targets)`, or the output's `.loss`.
 
     Raises:
-        ConfigurationError: there is neither, or it is no one number.
+        ConfigurationError: there is neither, or it is not a single number.
     """
     if loss_fn is not None:
         return _one_number(loss_fn(output, targets))
@@ -65,8 +65,8 @@ def _one_number(loss: Any) -> torch.Tensor:
 
 
 def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
-    """Raises ConfigurationError for a step whose result would depend on the number of ranks
-    although `deterministic=True` was asked for."""
+    """Raises ConfigurationError for a step whose result would depend on the number of ranks despite
+    `deterministic=True`."""
     if config.deterministic and not step.in_micro_batches:
         raise ConfigurationError(
             "deterministic=True needs micro-batches, whose results do not depend on the number of "
@@ -76,7 +76,7 @@ def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
 
 
 def half_a_pass() -> PreconditionError:
-    """A backward pass was caught in the middle, by a script that goes on."""
+    """Returns the error for a backward pass that was interrupted by a script that continues."""
     return PreconditionError(
         "a backward pass of this step raised an error half way: some of its gradients were sent "
         "to the other ranks, others are missing, so this rank can neither finish the step nor "
@@ -86,8 +86,8 @@ def half_a_pass() -> PreconditionError:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """The tensors in what a module takes or returns, each once: in containers, dataclasses, and
-    attributes of other objects, the nearest first."""
+    """Returns the distinct tensors in a module's inputs or outputs: in containers, dataclasses, and
+    attributes of other objects, nearest first."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: dict[int, torch.Tensor] = {}
@@ -113,8 +113,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _items_of(one: Any) -> Iterable[Any] | None:
-    """What a container holds; None: it is none. A mapping of another kind than dict may compute its
-    values, or read them from a file."""
+    """Returns the items of a container; None for other objects. A mapping other than dict may
+    compute its values or read them from a file."""
     if isinstance(one, dict | MappingProxyType):
         return one.values()
     if isinstance(one, list | tuple | set | frozenset):
@@ -157,14 +157,14 @@ _WITHOUT_TENSORS: Final = (
     ),
 )
 _MOST_OF_OBJECTS: Final = 10_000
-"""Values in objects that are looked at, at most: an attribute may lead to a dataset."""
+"""Maximum number of values in objects that are inspected: an attribute may lead to a dataset."""
 
 
 def when_gradients_come(
     tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]
 ) -> bool:
-    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that want a
-    gradient get theirs. False: there are none, as far as `tensors_in` finds them."""
+    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that require
+    a gradient get theirs. Returns False if `tensors_in` finds none."""
     found = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
     if len(found) == 1:
         found[0].register_hook(call)  # what the other comes down to, at a tenth of its price

@@ -1,13 +1,13 @@
-"""The other ranks, for what asks them in the middle of a pass: synchronized norms, and losses over
-the whole batch.
+"""Communication with other ranks in the middle of a pass, for synchronized norms and losses over
+the entire batch.
 
-They are asked over a connection apart, which lasts as long as the generation. Gradients are sent
-while a backward pass goes on, in an order that need not be the same on all ranks where some
-parameters are used on some ranks alone; on one connection a gather could meet a sum.
+It uses a separate connection for each generation. Gradients are sent during a backward pass in an
+order that may differ between ranks if some use different parameters; on a shared connection a
+gather could be paired with a sum.
 
-A gather that fails makes the step lost, and nothing is raised into the pass
-(`failed_collectives.py`). All of it runs where passes run: on the training thread, or on torch's
-thread for a backward pass, while the training thread waits.
+A failed gather makes the step lost without raising into the pass (`failed_collectives.py`).
+Everything runs where passes run: on the training thread, or on torch's thread for a backward pass,
+while the training thread waits.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from shoal_worker.engine.failed_collectives import LosingStep
 
 
 class RanksInPasses:
-    """The ranks of a step. All of them gather in the same order."""
+    """Ranks of a step. All of them gather in the same order."""
 
     def __init__(self, session: StrategySession, name: str) -> None:
         """`name`: of the connection."""
         self._session = session
         self._name = name
         self._generation: Group | None = None
-        """The group of the generation that `_apart` belongs to."""
+        """Group of the generation that `_apart` belongs to."""
         self._apart: Group | None = None
 
     @property
     def weight(self) -> float | None:
-        """This rank's part of the weight of the step's samples, 0 to 1; None: this pass is in no
-        step with other ranks."""
+        """This rank's fraction of the weight of the step's samples, 0 to 1; None if this pass is
+        not in a step with other ranks."""
         session = self._session
         step = session.step
         if step is None or step.share is None or session.is_joining:
@@ -47,7 +47,8 @@ class RanksInPasses:
 
     @property
     def in_micro_batches(self) -> bool:
-        """This pass is of one of a step's micro-batches, of which ranks have different numbers."""
+        """True if this pass belongs to one of a step's micro-batches, whose number differs between
+        ranks."""
         step = self._session.step
         return step is not None and step.in_micro_batches and not self._session.is_joining
 
@@ -55,9 +56,9 @@ class RanksInPasses:
     def gather(
         self, own: torch.Tensor, *, before: Callable[[], None] = lambda: None
     ) -> torch.Tensor | None:
-        """Everybody's flat `own`, of the same length, a row for each rank; None: the step is lost.
-        `before`: called when the ranks are connected; may raise MembershipChanged, which loses the
-        step."""
+        """Returns everybody's flat `own` of equal length, one row per rank; None if the step is
+        lost. `before`: called when the ranks are connected; may raise MembershipChanged, which
+        loses the step."""
         step = self._session.step
         if step is None or step.lost is not None:
             return None
@@ -71,7 +72,7 @@ class RanksInPasses:
 
     @property
     def rank(self) -> int:
-        """This rank's row of what was gathered last."""
+        """This rank's row in the last gathered result."""
         return self._apart.rank if self._apart is not None else 0
 
     def _connected(self) -> Group:

@@ -52,8 +52,8 @@ _log = logging.getLogger(__name__)
 
 
 class SeveralEngines:
-    """The engines of several models as one: a `TrainingEngine`. All have one strategy, and what is
-    cut over ranks is cut alike."""
+    """Combined engine of several models: a `TrainingEngine`. All have one strategy and the same
+    sharding."""
 
     asynchronous: ClassVar[bool] = False
 
@@ -67,14 +67,14 @@ class SeveralEngines:
             engine.divide_alike(self._engines)
         self.backend_name = self._first.backend_name
         self._settings: list[list[dict[str, Any]]] = []
-        """Settings of the optimizers' parameter groups when the step began; while updates are
+        """Settings of the optimizers' parameter groups at the step's beginning; while updates are
         withdrawn, those before that."""
         self._withdrawn = False
         self._warned = False
 
     @property
     def models(self) -> int:
-        """See `TrainingEngine`, as for all that follows."""
+        """Number of models. This and the following members are those of `TrainingEngine`."""
         return len(self._engines)
 
     # ---------------------------------------------------------------------------------- one for all
@@ -241,8 +241,8 @@ class SeveralEngines:
     # ---------------------------------------------------------------------------------------- steps
 
     def writes_apart(self) -> ShoalError:
-        """The reduction of each model compares what its own passes wrote; the step of all has
-        nothing to add."""
+        """Returns the error of the first model: each model's reduction compares its own passes'
+        writes."""
         return self._first.writes_apart()
 
     def step_begins(self) -> None:
@@ -264,7 +264,7 @@ class SeveralEngines:
         raise no_micro_batches()
 
     def finish_reduction(self) -> None:
-        """The end of the run's step: its closing."""
+        """Ends the run's step with its commit all-reduce."""
         session = self._session
         step, group = session.step, session.group
         for model, engine in zip(self._models, self._engines, strict=True):
@@ -298,8 +298,8 @@ class SeveralEngines:
         session.settle_step()
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:
-        """The model is not updated for this batch, but buffers may have changed in its passes: they
-        are summed over the ranks all the same, and its gradients dropped."""
+        """Ends the step of a model that is not updated for this batch: buffer changes of its passes
+        are summed over the ranks nevertheless, and its gradients dropped."""
         if not self._warned and engine.has_gradients():
             self._warned = True
             _log.warning(
@@ -317,7 +317,8 @@ class SeveralEngines:
         return {}
 
     def take_closing(self, told: Mapping[str, Any]) -> None:
-        """Each model's own step is closed here, or this rank had not sealed the run's."""
+        """Does nothing: each model's own step is committed here, or this rank had not prepared the
+        run's."""
 
     @property
     def partly_updated(self) -> bool:
@@ -376,7 +377,7 @@ class SeveralEngines:
 
 
 def _settings_of(engine: Engine) -> list[dict[str, Any]]:
-    """Returns what an engine's optimizer has in its parameter groups, but for the parameters."""
+    """Returns the parameter groups of an engine's optimizer without the parameters."""
     groups = engine.optimizer.param_groups if engine.optimizer is not None else []
     return [
         {

@@ -1,9 +1,7 @@
-"""One model and its optimizer as a rank holds them that need not hold all of them: what any such
-state can be asked for.
+"""Interface to the state of one model and its optimizer on a rank that need not hold all of it.
 
-How it is cut is the business of those that hold one: over the ranks of a group
-(`sharding/sharded_state.py`), over the axes of a mesh (`mesh/parts.py`). The training thread owns
-it.
+The division is implemented by the holders: over the ranks of a group (`sharding/sharded_state.py`),
+or over the axes of a mesh (`mesh/parts.py`). Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -20,19 +18,19 @@ from shoal_worker.engine.module_state import check_model_fits
 from shoal_worker.state.fits import check_fits
 
 Settings = list[dict[str, Any]]
-"""Hyper-parameters of an optimizer's parameter groups, without their parameters."""
+"""Hyperparameters of an optimizer's parameter groups, without their parameters."""
 
 
 class StateInParts(abc.ABC):
-    """The state of one model and of the optimizer over it."""
+    """State of one model and of the optimizer over it."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
-    """It updates what this rank holds."""
+    """Optimizer of this rank's part."""
 
     @property
     def settings(self) -> Settings:
-        """The optimizer's, as they are now."""
+        """Current settings of the optimizer."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
@@ -45,7 +43,7 @@ class StateInParts(abc.ABC):
 
     @property
     def optimized(self) -> list[torch.Tensor]:
-        """What the optimizer updates."""
+        """Tensors updated by the optimizer."""
         return [
             piece
             for group in (self.optimizer.param_groups if self.optimizer is not None else [])
@@ -54,16 +52,16 @@ class StateInParts(abc.ABC):
 
     @abc.abstractmethod
     def _shapes(self) -> Mapping[str, torch.Size | None]:
-        """Shapes of the tensors of the model's state when they are whole; None for what else is in
-        it."""
+        """Returns the unsharded shapes of the tensors in the model's state; None for other
+        entries."""
 
     @abc.abstractmethod
     def _group_shapes(self) -> Sequence[Sequence[torch.Size]]:
-        """Shapes of the whole parameters in each of the optimizer's groups."""
+        """Returns the unsharded shapes of the parameters in each of the optimizer's groups."""
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises CorruptDataError unless this is of the same model and optimizer, as `assemble` of
-        any strategy gives it."""
+        """Raises CorruptDataError unless this is a state of the same model and optimizer, as
+        returned by `assemble` of any strategy."""
         self._check_values(state["model"])
         if state["optimizer"] is not None:
             self._check_optimizer(state["optimizer"])
@@ -77,36 +75,36 @@ class StateInParts(abc.ABC):
 
     @abc.abstractmethod
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """From here on it updates what this rank holds, in the place of the parameters that it was
-        made for. Before the first cut."""
+        """Sets the optimizer, whose parameters are replaced by this rank's part. Call before the
+        first sharding."""
 
     @abc.abstractmethod
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """{"model", "optimizer"} as one process would have them. Every rank of `channel` calls it.
+        """Returns {"model", "optimizer"} as on a single process. Called by every rank of `channel`.
 
         Raises:
-            StateLostError (SHARDS_LOST): nobody holds some part any more.
-            MembershipChanged: the group is over.
+            StateLostError (SHARDS_LOST): some part is no longer held by any rank.
+            MembershipChanged: the group has ended.
         """
 
     @abc.abstractmethod
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
-        """The model's whole state dict; may share memory with the state. Every rank of `channel`
-        calls it. Raises as `assemble`."""
+        """Returns the model's complete state dict; may share memory with the state. Called by every
+        rank of `channel`. Raises like `assemble`."""
 
     @abc.abstractmethod
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes this rank's part of a whole state dict, the same on every rank; the optimizer's
-        state and the cut stay.
+        """Loads this rank's part of a complete state dict, the same on every rank; the optimizer's
+        state and the sharding stay.
 
         Raises:
-            CorruptDataError: it is of another model; nothing is changed.
+            CorruptDataError: it belongs to another model; nothing is changed.
         """
 
     @abc.abstractmethod
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Takes this rank's part of a whole optimizer state dict, the same on every rank.
+        """Loads this rank's part of a complete optimizer state dict, the same on every rank.
 
         Raises:
-            CorruptDataError: it is of another optimizer; nothing is changed.
+            CorruptDataError: it belongs to another optimizer; nothing is changed.
         """

@@ -1,11 +1,11 @@
-"""SyncBatchNorm in an elastic job: each layer normalizes by the samples of all ranks.
+"""SyncBatchNorm in an elastic job: each layer normalizes over the samples of all ranks.
 
-torch's own layer asks the default process group, which an elastic job does not have, and CUDA. So
-the layers of a model that is trained are made `SynchronizedNorm`, and ask the other ranks in the
-pass (`ranks_in_passes.py`).
+torch's own layer requires CUDA and the default process group, which an elastic job lacks. The
+layers of a trained model therefore become `SynchronizedNorm`, and communicate with the other ranks
+in the pass (`ranks_in_passes.py`).
 
-Statistics weigh the values as the step weighs its samples: a rank with fewer of them counts less,
-one with a stand-in batch nothing.
+Statistics weight the values as the step weights its samples: a rank with fewer of them counts less,
+one with a stand-in batch not at all.
 
 Ioffe and Szegedy, "Batch Normalization", 2015, section 3, over all ranks' samples.
 """
@@ -37,8 +37,8 @@ def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool
 
 
 class SynchronizedNorm(nn.SyncBatchNorm):
-    """A SyncBatchNorm layer of a model that is trained. In evaluation, in a copy, and outside of
-    steps it is a BatchNorm."""
+    """A SyncBatchNorm layer of a trained model. In evaluation, in a copy, and outside of steps it
+    acts as a BatchNorm."""
 
     ranks: NormsOfRanks | None
 
@@ -55,17 +55,18 @@ class SynchronizedNorm(nn.SyncBatchNorm):
 
 
 class _Statistics(NamedTuple):
-    """What all ranks know of a layer's input, channel by channel."""
+    """Common knowledge of all ranks about a layer's input, by channel."""
 
     mean: torch.Tensor
     variance: torch.Tensor
-    """The biased one."""
+    """Biased variance."""
     values: float
-    """How many it has."""
+    """Number of values."""
 
 
 class NormsOfRanks:
-    """The ranks, as the synchronized layers of one model see them. A copy of the model has none."""
+    """The ranks from the perspective of one model's synchronized layers. A copy of the model has
+    none."""
 
     @override
     def __init__(self, session: StrategySession, *, sums: bool) -> None:
@@ -79,11 +80,11 @@ class NormsOfRanks:
         return _nobody, ()
 
     def factor(self) -> float | None:
-        """What this rank's gradients are multiplied by in the sum over the ranks; None: this pass
-        is in no step with others.
+        """Returns the factor of this rank's gradients in the sum over the ranks; None if this pass
+        is not in a step with others.
 
         Raises:
-            ConfigurationError: the step is cut into micro-batches.
+            ConfigurationError: the step is split into micro-batches.
         """
         if self._ranks.in_micro_batches:
             raise ConfigurationError(
@@ -97,7 +98,7 @@ class NormsOfRanks:
     def normalize(
         self, layer: nn.SyncBatchNorm, values: torch.Tensor, factor: float
     ) -> torch.Tensor:
-        """Normalizes `values` of shape (samples, channels, ...) over all ranks, and tells the
+        """Normalizes `values` of shape (samples, channels, ...) over all ranks, and updates the
         layer's running statistics."""
         found = self._statistics(values.detach(), counts=factor > 0)
         if found is None:  # the step is lost: any values do
@@ -154,8 +155,8 @@ class NormsOfRanks:
 
 
 class _Normalized(torch.autograd.Function):
-    """(values - mean) / deviation * weight + bias; its backward pass sums over the ranks what the
-    statistics depend on."""
+    """Computes (values - mean) / deviation * weight + bias; its backward pass sums the statistics'
+    contributions over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
@@ -175,8 +176,8 @@ class _Normalized(torch.autograd.Function):
         of_bias, of_weight = gradient.sum(dimensions), (gradient * normalized).sum(dimensions)
         of_values = None
         if ctx.needs_input_grad[0]:
-            # The loss is the sum over the ranks of factor * that rank's loss, and what this returns
-            # will be multiplied by the factor.
+            # The loss is the sum over the ranks of factor * that rank's loss, and the returned
+            # gradient will be multiplied by the factor.
             own = torch.cat([of_bias, of_weight]).double() * ctx.factor
             summed = ctx.ranks.sum(own)
             if summed is None or ctx.factor == 0:
@@ -212,19 +213,19 @@ def _tell(layer: nn.SyncBatchNorm, found: _Statistics) -> None:
 
 
 def _dimensions(values: torch.Tensor) -> list[int]:
-    """All but the channels'."""
+    """Returns all dimensions except the channels'."""
     return [0, *range(2, values.dim())]
 
 
 def _spread(of_channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Makes a vector of the channels fit `values`, whose second dimension the channels are."""
+    """Reshapes a vector of channels for `values`, whose second dimension is the channels."""
     return of_channels.view(1, -1, *[1] * (values.dim() - 2))
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """In a dtype that sums of many do not round away in."""
+    """Converts to a dtype in which long sums do not lose precision."""
     return values if values.dtype is torch.float64 else values.float()
 
 
 def _nobody() -> None:
-    """What stands for the ranks in a model that is unpickled."""
+    """Returns the placeholder for the ranks in an unpickled model."""

@@ -1,5 +1,4 @@
-"""An update that may have to be put back: of one of several models, in a step that is not known to
-count."""
+"""A reversible update of one of several models, in a step that is not known to count."""
 
 from __future__ import annotations
 
@@ -13,13 +12,12 @@ from shoal_worker.engine.hidden_parameters import inside
 
 
 class TentativeUpdate:
-    """What an optimizer updates on this rank, values and state, as it was before one update: as
-    much memory again. The settings of its parameter groups are not in it. Owned by the training
-    thread.
-    """
+    """Values and state updated by an optimizer on this rank, before one update: doubles their
+    memory. Excludes the settings of its parameter groups. Owned by the training thread."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copies what `optimizer` is about to change: to be made just before its update."""
+        """Copies everything that `optimizer` is about to change; create it just before the
+        update."""
         self._optimizer = optimizer
         with inside():
             self._updated = [piece for group in optimizer.param_groups for piece in group["params"]]
@@ -28,8 +26,7 @@ class TentativeUpdate:
         self.withdrawn = False
 
     def exchange(self) -> None:
-        """Puts back what there was before the update; or, if that was done, what there was after
-        it."""
+        """Restores the state before the update or, if that was done, the state after it."""
         optimizer = self._optimizer
         with inside(), torch.no_grad():
             now = [piece.detach().clone() for piece in self._updated]

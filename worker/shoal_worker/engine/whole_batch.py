@@ -1,18 +1,18 @@
-"""`shoal.whole_batch`: in a pass, the rows of all ranks' samples, for losses that compare samples
+"""`shoal.whole_batch`: the rows of all ranks' samples in a pass, for losses that compare samples
 with each other.
 
-A contrastive loss of a rank's own samples alone is another loss: it has fewer pairs. So each rank
-gets everybody's rows and computes the loss of the whole batch. Gradients go back to the rank's own
-rows only, divided by its weight in the step, which the sum over the ranks multiplies them by:
-summed up, each row's gradient counts once, as in one process. What is used behind the rows (a
-temperature) has the whole gradient on every rank, and the weighted sum of these is that gradient
-again. Nothing has to be sent in the backward pass.
+A contrastive loss over only a rank's own samples is a different loss with fewer pairs. Each rank
+therefore receives everybody's rows and computes the loss of the entire batch. Gradients return only
+to the rank's own rows, divided by its weight in the step, by which the sum over the ranks
+multiplies them: each row's gradient counts once, as in one process. Parameters used after the rows
+(a temperature) have the full gradient on every rank, and the weighted sum of these is the same
+gradient again. The backward pass needs no communication.
 
 Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", ICML 2020,
 section 2.2 (negatives over all devices).
 
-Used by the training thread; in a backward pass, where a checkpointed block is computed again, by
-torch's.
+Used by the training thread; in a backward pass that recomputes a checkpointed block, by torch's
+thread.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class WholeBatch:
-    """The ranks of one session, whose rows are put together."""
+    """Combines the rows of one session's ranks."""
 
     def __init__(self, session: Session, *, refusal: str | None) -> None:
-        """`refusal`: why this run cannot, and what to do; None: it can."""
+        """`refusal`: why this run does not support it, and the alternative; None if it does."""
         self._session: Session = weakref.proxy(session)  # which this lives as long as
         self._ranks = RanksInPasses(self._session, "the whole batch")
         self._refusal = refusal
         self._step: Callable[[], Step | None] = lambda: None
-        """Gives the last step in which rows were put together, while it exists; and what came of so
-        many rows of this rank there, first."""
+        """Returns the last step in which rows were combined, while it exists; and the total number
+        for this rank's number of rows in it."""
         self._rows, self._total = 1, 1
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """See `shoal.whole_batch`."""
+        """Implements `shoal.whole_batch`."""
         rows = _rows(tensors)
         if self._refusal is not None:
             raise ConfigurationError(f"whole_batch: {self._refusal}")
@@ -66,8 +66,9 @@ class WholeBatch:
         return self._stand_in(tensors, rows) if whole is None else whole
 
     def _stand_in(self, tensors: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """There is no step with others, or it is lost and any values do. As many as before in the
-        same step: what the script computes from both must fit together."""
+        """Returns stand-in rows if there is no step with others, or if it is lost and any values
+        suffice. Their number matches the earlier one in the same step, since the script combines
+        both."""
         step = self._session.step
         if step is None or self._step() is not step:
             return list(tensors)
@@ -77,8 +78,8 @@ class WholeBatch:
     def _gathered(
         self, tensors: Sequence[torch.Tensor], rows: int, weight: float
     ) -> list[torch.Tensor] | None:
-        """`rows`: how many of this rank's count; 0: it has a stand-in batch. None: the step is
-        lost."""
+        """Returns the combined rows; None if the step is lost. `rows`: number of this rank's rows
+        that count; 0 for a stand-in batch."""
         header = torch.tensor([rows, _digest(tensors)], dtype=torch.int64)
         headers = self._ranks.gather(header, before=lambda: failpoint("whole_batch.before_headers"))
         if headers is None:
@@ -128,7 +129,7 @@ class WholeBatch:
 
 
 class _WithOwnRows(torch.autograd.Function):
-    """The whole; in the backward pass this rank's own rows of its gradient."""
+    """Returns the combined rows; its backward pass returns this rank's own rows of the gradient."""
 
     @staticmethod
     def forward(
@@ -138,7 +139,7 @@ class _WithOwnRows(torch.autograd.Function):
         return whole.view_as(whole)
 
     @staticmethod
-    # the other ranks' rows, which it stands for, would be left out of a gradient of the gradient
+    # the other ranks' rows would be missing from a gradient of the gradient
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (gradient,) = gradients
@@ -152,13 +153,13 @@ _known: weakref.WeakKeyDictionary[Session, WholeBatch] = weakref.WeakKeyDictiona
 
 
 def prepare(session: Session, refusal: str | None) -> None:
-    """The session has a model. `refusal`: see `WholeBatch`."""
+    """Prepares a session that has a model. `refusal`: as in `WholeBatch`."""
     _known[session] = WholeBatch(session, refusal=refusal)
 
 
 @uncompiled
 def whole_batch(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """See `shoal.whole_batch`.
+    """Implements `shoal.whole_batch`.
 
     Raises:
         PreconditionError: there is no model yet.
@@ -197,7 +198,7 @@ def _rows(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> int:
-    """What a row is, as a number."""
+    """Returns a digest of the format of a row."""
     said = str([(str(each.dtype), tuple(each.shape[1:])) for each in tensors]).encode()
     return int.from_bytes(hashlib.sha256(said).digest()[:6], "big")
 

@@ -1,17 +1,18 @@
-"""The collectives that sharding needs, over the group that the session has at the time.
+"""Collectives for sharding, over the session's current group.
 
-Inside a step a failure never raises: the forward or backward pass that asked is the user's own. The
-step is marked lost, the results are zeros, and nothing more is sent in that step. Outside of a step
-(evaluation, gathering a state) the failure is raised, because the session then does the whole
-operation again. So it is with a unit's reduce-scatter that is compressed, in the place of the
-collectives' own where the model has `gradient_compression=`.
+Inside a step a failure never raises, since the calling forward or backward pass belongs to the
+user. The step is marked lost, the results are zeros, and nothing more is sent in that step. Outside
+of a step (evaluation, gathering a state) the failure is raised, because the session then repeats
+the entire operation. The same holds for a unit's compressed reduce-scatter, which replaces the
+collectives' own if the model has `gradient_compression=`.
 
-Ranks that gather blocks in different orders pair up wrongly. With blocks of one size nothing fails:
-each takes another block's values for its own. So each rank notes which collectives it issued in a
-step, and a check word of that rides in the closing. Where sizes differ a collective fails, and the
-step is lost before its closing: then the ranks compare what they issued when they next meet.
+Ranks that gather blocks in different orders would pair up wrongly. With blocks of one size nothing
+fails: each uses another block's values as its own. Each rank therefore records a trace of the
+collectives issued in a step, and a check word of it is part of the commit all-reduce. If sizes
+differ a collective fails, and the step is lost before its commit all-reduce: the ranks then compare
+their traces at the next rendezvous.
 
-Runs on the training thread and, in a backward pass, on the thread that torch runs it on.
+Runs on the training thread and, in a backward pass, on torch's thread for it.
 """
 
 from __future__ import annotations
@@ -40,11 +41,11 @@ if TYPE_CHECKING:
     from shoal_worker.engine.compressed import GradientCompression
 
 _CHECK_BITS: Final = 20
-"""So that the squares' sum over up to 8192 ranks is exact in float64."""
+"""Chosen so that the squares' sum over up to 8192 ranks is exact in float64."""
 
 
 class IssuedCollectives:
-    """The collectives that one rank has issued in one step."""
+    """Trace of the collectives issued by one rank in one step."""
 
     def __init__(self) -> None:
         self._step = 0
@@ -52,28 +53,28 @@ class IssuedCollectives:
         self._check = 0
 
     def begin(self, step: int) -> None:
-        """Step number `step` of this model begins."""
+        """Begins step number `step` of this model."""
         self._step, self._check = step, 0
         self._codes.clear()
 
     def add(self, kind: str, unit: int) -> None:
-        """A collective was issued for unit number `unit`."""
+        """Records a collective for unit number `unit`."""
         code = 2 * unit + (kind == "reduce")
         self._codes.append(code)
         self._check = zlib.crc32(code.to_bytes(4, "little"), self._check)
 
     def word(self) -> list[float]:
-        """What this rank adds to the check word."""
+        """Returns this rank's part of the check word."""
         value = float(self._check & ((1 << _CHECK_BITS) - 1))
         return [1.0, value, value * value]
 
     def encode(self) -> bytes:
-        """For `compare` on the other ranks."""
+        """Encodes the trace for `compare` on the other ranks."""
         return json.dumps([self._step, *self._codes]).encode() if self._codes else b""
 
     @staticmethod
     def check(summed: Sequence[float], strategy: str) -> None:
-        """`summed`: the ranks' words.
+        """Checks the sum of the ranks' words.
 
         Raises:
             PreconditionError: they issued different collectives.
@@ -83,8 +84,8 @@ class IssuedCollectives:
 
     @staticmethod
     def compare(told: Sequence[bytes], strategy: str) -> None:
-        """After a failure. `told`: what the ranks say. Those that were in one step issued the same
-        up to where each came to its end.
+        """Compares traces after a failure. `told`: the ranks' traces. Ranks in one step must have
+        issued the same up to the end of each.
 
         Raises:
             PreconditionError: they did not.
@@ -111,19 +112,19 @@ def _different(strategy: str) -> PreconditionError:
 
 
 class Pending(Protocol):
-    """A collective on its way."""
+    """A collective in progress."""
 
     def wait(self) -> bool:
-        """Returns when what is computed next finds the result in place: True; or when it will not
-        be there: False. Call it once.
+        """Waits for the result; returns whether it is available to later computation. Call it once.
 
-        Within a step on a device the result is what the device waits for, and whether it is one is
-        known when the step is sealed."""
+        Within a step on a device, the device waits for the result, and its success is known when
+        the step is prepared.
+        """
         ...
 
 
 class Collectives(Protocol):
-    """What units communicate by. All ranks issue the same calls in the same order."""
+    """Communication of units. All ranks issue the same calls in the same order."""
 
     @property
     def rank(self) -> int: ...
@@ -131,15 +132,15 @@ class Collectives(Protocol):
     def world_size(self) -> int: ...
     @property
     def lost(self) -> bool:
-        """A collective of the step has failed: no more are issued in it."""
+        """True if a collective of the step has failed, so that no more are issued in it."""
         ...
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Fills `full` with all ranks' `shard`, by rank. Flat tensors of one dtype."""
+        """Starts to fill `full` with all ranks' `shard`, by rank. Flat tensors of one dtype."""
         ...
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """Sums `full` over the ranks; this rank's part of the sum goes to `shard`."""
+        """Starts to sum `full` over the ranks, storing this rank's part of the sum in `shard`."""
         ...
 
     def all_reduce_short(self, tensor: torch.Tensor) -> bool:
@@ -148,8 +149,8 @@ class Collectives(Protocol):
         ...
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
-        """Sends `sent` to the rank `stride` after this one, and receives what the rank `stride`
-        before it sends. Equal sizes."""
+        """Starts to send `sent` to the rank `stride` after this one, and to receive from the rank
+        `stride` before it. Equal sizes."""
         ...
 
 
@@ -158,7 +159,7 @@ class _Ended:
         self._succeeded = succeeded
 
     def wait(self) -> bool:
-        """It has ended already."""
+        """Returns at once, since it has ended already."""
         return self._succeeded
 
 
@@ -167,7 +168,7 @@ _FAILED: Final = _Ended(False)
 
 
 class SessionCollectives:
-    """Over the session's group of the moment; alone, they are copies."""
+    """Collectives over the session's current group; in a world of one they are copies."""
 
     def __init__(self, session: StrategySession) -> None:
         self._session = session
@@ -179,18 +180,18 @@ class SessionCollectives:
 
     @property
     def world_size(self) -> int:
-        """How many ranks share the model."""
+        """Number of ranks that share the model."""
         return self._session.world_size
 
     @property
     def lost(self) -> bool:
-        """See `Collectives`."""
+        """True if a collective has failed, as in `Collectives`."""
         step = self._session.step
         return step is not None and step.lost is not None
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """See `Collectives`."""
-        # Where the shard is a part of the result, that must survive a failure.
+        """Implements `Collectives.all_gather`."""
+        # A shard that is part of the result must survive a failure.
         in_place = full.untyped_storage().data_ptr() == shard.untyped_storage().data_ptr()
         cleared = None if in_place else full
         return self._issue(
@@ -201,7 +202,7 @@ class SessionCollectives:
         )
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """See `Collectives`."""
+        """Implements `Collectives.reduce_scatter`."""
 
         def start(group: Group) -> dist.Work | None:
             work = group.reduce_scatter_async(shard, full)
@@ -211,7 +212,7 @@ class SessionCollectives:
         return self._issue(self._shard_group, shard, start, alone=lambda: _copy(shard, full))
 
     def all_reduce_short(self, tensor: torch.Tensor) -> bool:
-        """See `Collectives`."""
+        """Implements `Collectives.all_reduce_short`."""
         group = self._group
         if self.lost:
             _clear(tensor)
@@ -224,7 +225,7 @@ class SessionCollectives:
         return not summing.failed
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
-        """See `Collectives`."""
+        """Implements `Collectives.pass_on`."""
         to, source = (self.rank + stride) % self.world_size, (self.rank - stride) % self.world_size
         receives = [received.numel() if r == source else 0 for r in range(self.world_size)]
         sends = [sent.numel() if r == to else 0 for r in range(self.world_size)]
@@ -237,12 +238,12 @@ class SessionCollectives:
 
     @property
     def _group(self) -> Group | None:
-        """The ranks that share the model."""
+        """Ranks that share the model."""
         return self._session.group
 
     @property
     def _shard_group(self) -> Group | None:
-        """The ranks that hold all shards between them."""
+        """Ranks that jointly hold all shards."""
         return self._group
 
     def _issue(
@@ -268,7 +269,7 @@ class SessionCollectives:
 
 
 class PartCollectives(SessionCollectives):
-    """Over some ranks of the session's group of the moment, and for no longer than that stands."""
+    """Collectives over some ranks of the session's current group, only as long as that exists."""
 
     def __init__(self, session: StrategySession, part: Group) -> None:
         super().__init__(session)
@@ -281,7 +282,7 @@ class PartCollectives(SessionCollectives):
 
     @property
     def world_size(self) -> int:
-        """How many ranks the part has."""
+        """Number of ranks in the part."""
         return self._part.world_size
 
     @property
@@ -302,7 +303,7 @@ class ReplicatedCollectives(SessionCollectives):
         """Connects the parts of a new group. A collective of its ranks.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         replica, position = division.replica(group.rank), division.position(group.rank)
         within = [
@@ -346,7 +347,7 @@ class _Then:
         self._first, self._second = first, second
 
     def wait(self) -> bool:
-        """See `Pending`."""
+        """Implements `Pending.wait`."""
         return self._first.wait() and self._second().wait()
 
 
@@ -360,7 +361,7 @@ class _Issued:
         self._cleared = cleared
 
     def wait(self) -> bool:
-        """See `Pending`."""
+        """Implements `Pending.wait`."""
         group, work = self._group, self._work
         del self._group, self._work  # both keep sockets open
         with LosingStep(self._session, raises_outside=True) as waiting:
@@ -392,7 +393,7 @@ class CompressedScatter:
         self._number = number
 
     def __call__(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
-        """See `Collectives.reduce_scatter`."""
+        """Implements `Collectives.reduce_scatter`."""
         session, group = self._session, self._session.group
         step = session.step
         with LosingStep(session):
@@ -420,14 +421,14 @@ class _Scattering:
         reduction: Reduction | None,
         shard: torch.Tensor | None,
     ) -> None:
-        """`shard`: None: the step is lost. `reduction`: None: nothing is to be waited for."""
+        """`shard`: None if the step is lost. `reduction`: None if there is nothing to wait for."""
         self._session = session
         self._group = group
         self._reduction = reduction
         self._shard = shard
 
     def wait(self) -> bool:
-        """See `Pending`."""
+        """Implements `Pending.wait`."""
         group, reduction, shard = self._group, self._reduction, self._shard
         del self._group, self._reduction  # they keep sockets open
         if shard is None or group is None or reduction is None:

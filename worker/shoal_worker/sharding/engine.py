@@ -1,20 +1,20 @@
-"""The engine of zero1, zero2, zero3, fsdp and hsdp: tensors of parameters, gradients and optimizer
-state are cut over the ranks.
+"""Engine of zero1, zero2, zero3, fsdp and hsdp: tensors of parameters, gradients and optimizer
+state are sharded over the ranks.
 
-Strategies differ in what is cut (`Stage`), in what is gathered or reduced at once (`groups`), and
-in whether there are replicas of the shards (`divide`). (Rajbhandari et al., "ZeRO", SC 2020,
+Strategies differ in what is sharded (`Stage`), in what is gathered or reduced at once (`groups`),
+and in whether there are replicas of the shards (`divide`). (Rajbhandari et al., "ZeRO", SC 2020,
 sections 5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat
-pieces of parameters. That is right for optimizers that treat each element by itself, which most do.
-For those that look at whole tensors (Muon, Adafactor) each tensor is dealt to one rank
+pieces of parameters, which is correct for elementwise optimizers, i.e. most of them. For those that
+consider entire tensors (Muon, Adafactor) each tensor is assigned to one rank
 (`UnitLayout.whole_tensors`).
 
-A step ends as `engine/partitioned.py` says. Its gradients are sealed when each rank has its shard's
-sum, and has passed it on to its buddy, who mirrors the shard: parameters and optimizer state, as
-further pieces of the same optimizer. The closing also tells which parameters were used and how the
-buffers changed. Owners and mirrors apply the same update. After a failure the shards are cut for
-the new group (`regroup`). What there is to do with the state between steps is in
-`sharded_state.py`; when units are gathered in the passes, in `execution.py`. All of it runs on the
-training thread, on every rank alike.
+A step ends as described in `engine/partitioned.py`. Its gradients are prepared when each rank has
+its shard's sum and has passed it on to the mirror holder, which mirrors the shard: parameters and
+optimizer state, as further pieces of the same optimizer. The commit all-reduce also tells which
+parameters were used and how the buffers changed. Owners and mirrors apply the same update. After a
+failure the shards are redistributed for the new group (`regroup`). Operations on the state between
+steps are in `sharded_state.py`; the gathering of units in the passes is in `execution.py`.
+Everything runs on the training thread, equally on every rank.
 """
 
 from __future__ import annotations
@@ -66,31 +66,32 @@ from shoal_worker.state.tree import StatePart
 from shoal_worker.torch_internals import pytree
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
-"""What the closing is summed in, and where."""
+"""Dtype and device of the commit sum."""
 
 Groups = Callable[[nn.Module, ShardingConfiguration], list[ParameterGroup]]
-"""What of a model is gathered or reduced at once, the group of the outermost module first."""
+"""Returns the units of a model that are gathered or reduced at once, that of the outermost module
+first."""
 Divide = Callable[[Topology], Division]
-"""How ranks that lie so on hosts divide the model."""
+"""Returns the division of the model for ranks with this distribution over hosts."""
 
 OPTIONS: Final = frozenset({"elementwise_optimizer", "whole_tensors"})
-"""Keyword arguments of `as_distributed` that this engine reads."""
+"""Keyword arguments of `as_distributed` read by this engine."""
 SETTINGS: Final = frozenset({"param_dtype", "reduce_dtype", "offload", "mirrors"})
-"""Fields of the configuration that it reads, and not every engine does."""
+"""Configuration fields read by it but not by every engine."""
 
 
 def in_buckets(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
-    """Buckets: reduced as soon as the backward pass has filled them."""
+    """Returns buckets, reduced as soon as the backward pass has filled them."""
     return by_bytes(module, config.bucket_cap_mb << 20)
 
 
 def in_blocks(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
-    """Blocks: one is whole in memory while it computes."""
+    """Returns blocks, each of which is unsharded in memory while it computes."""
     return by_modules(module, config.shard_modules, at_least=config.minimum_parameter_group_size)
 
 
 def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors within `inputs`, converted."""
+    """Converts floating-point tensors within `inputs`."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
@@ -99,8 +100,8 @@ def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
 
 
 class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
-    """A model whose optimizer state, and perhaps gradients and parameters, are cut over the
-    ranks."""
+    """Engine of a model whose optimizer state, and possibly gradients and parameters, are sharded
+    over the ranks."""
 
     _execution: ShardedExecution
     """Runs the units of the module, once that has values."""
@@ -108,23 +109,22 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     def __init__(
         self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None
     ) -> None:
-        """Takes over the memory of the parameters. They are cut when the first step begins: until
-        then all ranks hold them whole.
+        """Takes over the memory of the parameters. They are sharded when the first step begins:
+        until then all ranks hold them unsharded.
 
         Args:
             setup: the model and the rest.
-            stage: what is cut.
+            stage: what is sharded.
             groups: what is gathered or reduced at once.
-            divide: into replicas that each hold all shards; None: all ranks hold them between them,
-                once.
+            divide: into replicas that each hold all shards; None: all ranks jointly hold them once.
         """
         super().__init__(setup)
         self.stage = stage
         self._compression = compression_of(self.config.compressor, self._session)
         self._weighed = False
-        """It is known what the gradients of this micro-batch count, or of this step."""
+        """True if the weight of the gradients of this micro-batch, or of this step, is known."""
         self._frozen_pass = False
-        """The last forward pass was one of the model with all parameters frozen."""
+        """True if the last forward pass was one of the model with all parameters frozen."""
         compressor = self.config.compressor
         if compressor is not None and compressor.of_matrices:
             raise ConfigurationError(
@@ -138,11 +138,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         self._replicas = ReplicatedCollectives(self._session) if divide is not None else None
         self._collectives = self._replicas or SessionCollectives(self._session)
         self._whole_tensors = False
-        """The optimizer looks at whole tensors."""
+        """True if the optimizer considers entire tensors."""
         self._weights = 0.0
-        """Weight of the micro-batches of this rank in this step."""
+        """Weight of this rank's micro-batches in this step."""
         self._changes: torch.Tensor | None = None
-        """By how much they changed the buffers, weighted."""
+        """Their weighted changes of the buffers."""
         self._build()
 
     def _unit(self, part: ParameterGroup) -> Unit:
@@ -220,11 +220,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     # ------------------------------------------------------------------------- the passes of a step
 
     def _passes_begin(self) -> None:
-        """Those of a step do."""
+        """Begins the passes of a step."""
         self._weighed = self._frozen_pass = False
 
     def _micro_batch_begins(self) -> None:
-        """Those of a micro-batch do."""
+        """Begins the passes of a micro-batch."""
         step = self._session.step
         self._weighed = False
         if step is not None:
@@ -233,8 +233,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         self._execution.begin_passes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; in training its backward pass reduces the gradients over all
-        ranks."""
+        """Runs the module's forward pass; in training its backward pass reduces the gradients over
+        all ranks."""
         self._frozen_pass = False
         if self._trains:
             step = self._session.ensure_step()
@@ -255,7 +255,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Engine`. There is nothing to reduce in the backward pass."""
+        """Runs a forward pass without anything to reduce in the backward pass."""
         self._execution.reduces_in_backward = False
         self._frozen_pass = True
         if self.config.param_dtype is not None:
@@ -268,7 +268,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         return loss
 
     def _weigh(self, step: Step) -> None:
-        """What the gradients of the coming pass count."""
+        """Determines the weight of the coming pass's gradients."""
         self._refuse_reduced(step)
         self._refuse_half_a_pass(step)
         self._weighed = True
@@ -286,8 +286,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         )
 
     def _before_backward(self) -> None:
-        """Called before the gradients of a backward pass are taken, whose forward pass may have
-        been one of a part of the module's."""
+        """Prepares a backward pass before its gradients are taken; its forward pass may have
+        covered only part of the module."""
         step = self._session.step
         if step is None or step.share is None or self._frozen_pass:
             return
@@ -302,7 +302,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             self._execution.refuse_half_a_pass()
 
     def _prepare_pass(self, step: Step) -> None:
-        """Before a step's first collective."""
+        """Prepares a step before its first collective."""
         self._execution.reduces_in_backward = (
             self.stage > Stage.OPTIMIZER or not step.in_micro_batches
         )
@@ -327,9 +327,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     # ------------------------------------------------------------------------------------- training
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """See `Engine`. Where parameters are whole on every rank they are fetched before the next
-        step, at the latest."""
-        # what is on its way to the host's memory could be read there too early
+        """Exchanges an update. Unsharded parameters are fetched before the next step at the
+        latest."""
+        # data being copied to host memory could otherwise be read too early
         self._held.bring_mirrors()
         super().exchange_update(update)
         for unit in self._held.units:
@@ -344,8 +344,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`. Before the first step all of the state; from then on what every
-        rank has of it."""
+        """Returns the entire state before the first step; afterwards the part that every rank
+        has."""
         if self._held.whole:
             return self._held.capture_whole() | {
                 "applied": self._applied,
@@ -408,7 +408,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """See `Engine`. A model on the meta device is made from it."""
+        """Checks a state. A model on the meta device is created from it."""
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 
@@ -467,7 +467,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             )
         elif self.stage is not Stage.PARAMETERS:
             self._execution.gather_all()  # where a failure kept it from being done after the update
-        # what is done between steps may have brought them
+        # operations between steps may have brought them
         self._held.mirrors.put_away(self.optimizer)
         if self._compression is not None:
             trained = self._held.trained
@@ -568,7 +568,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             extremes.agree(group.exchange(made) if group is not None else [made])
 
     def _buffer_changes(self, step: Step) -> torch.Tensor:
-        """This rank's part in the changes of the buffers."""
+        """Returns this rank's part of the buffers' changes."""
         if step.in_micro_batches:
             return (
                 torch.zeros(self._step_buffers.size, dtype=torch.float64)
@@ -603,7 +603,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         self._execution.drop_gradients()
 
     def _seal(self) -> bool:
-        """Passes the summed gradients on to the buddy. False: the step is lost."""
+        """Passes the summed gradients on to the mirror holder. Returns False if the step is
+        lost."""
         if not self._gradients.pass_on(self._collectives, self._held.division) or not self._passes(
             "reduction.completed"
         ):
@@ -612,7 +613,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         return True
 
     def _updated(self) -> None:
-        """Fetches the other ranks' pieces where parameters are whole on every rank."""
+        """Fetches the other ranks' pieces of unsharded parameters."""
         self._held.updated()
         self._execution.applied()
 
@@ -624,7 +625,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         self._step_buffers.put_back()
         step = self._session.step
         if step is not None and step.lost is None:
-            # Nobody meant the step, and what the script has written since is its own.
+            # Nobody intended the step, and the script's later writes are its own.
             self._writes.forget()
             self._attributes.forget()
             return
@@ -686,7 +687,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `TrainingEngine`: with what compression left behind on each rank."""
+        """Returns the state with each rank's compression residuals."""
         whole = self._held.assemble(channel)
         return (
             whole
@@ -705,12 +706,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         )
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: shards with the ranks that mirror them, and what is whole on every
-        rank."""
+        """Returns shards with their mirrors, and unsharded state."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: parameters only where they are not cut."""
+        """Returns parameters only if they are not sharded."""
         parameters = {}
         if self._carries_writes:
             with inside():
@@ -722,9 +722,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     @torch.no_grad()
     def bring_together(self, channel: Channel) -> None:
-        """See `TrainingEngine`: parameters that are whole on every rank were updated on their
-        owners, and perhaps not fetched; and some ranks may have begun the first step, others
-        not."""
+        """Consolidates parameters that are unsharded on every rank but were updated only on their
+        owners; and handles that only some ranks may have begun the first step."""
         if self._parts is not None:
             self._parts.make_whole_again(channel)
             self._parts.fill(channel)
@@ -750,7 +749,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     @property
     def holds(self) -> list[str]:
-        """See `TrainingEngine`: shards, the one that it mirrors among them."""
+        """Shards of this rank, including the mirrored one."""
         cut = self._parts.cut if self._parts is not None and self.in_parts else None
         return (
             [str(position) for position in (cut.position, cut.mirrored) if position is not None]
@@ -759,7 +758,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         )
 
     def layout(self) -> dict[str, Any]:
-        """See `Engine`: what is cut, into how many shards, how many ranks own each, and whether
+        """Returns what is sharded, the number of shards, the number of owners of each, and whether
         others mirror it."""
         division = (
             self._parts.division if self._parts is not None else Division(world_size=1, shards=1)

@@ -1,4 +1,4 @@
-"""When units are gathered, freed and reduced: hooks on the user's modules, around forward and
+"""Gathers, frees and reduces units: hooks on the user's modules, around forward and
 backward passes as they come.
 
 - Forward: before a unit's module runs its parameters are gathered, and the gathering of the next
@@ -52,7 +52,7 @@ class GradientHook:
     """
 
     def __init__(self, ready: Callable[[int, int], None], number: int, index: int) -> None:
-        """`ready`: a method, called with `number` and `index` for as long as its object lives."""
+        """`ready`: a method, called with `number` and `index` as long as its object lives."""
         self._ready, self._number, self._index = weakref.WeakMethod(ready), number, index
 
     def __call__(self, _: torch.Tensor) -> None:
@@ -103,7 +103,7 @@ class AfterForward(_ModuleHook):
 # --------------------------------------------------------------------- gathering, freeing, reducing
 
 _IN_FLIGHT: Final = 2
-"""Reductions on their way at once; each holds a whole gradient of its unit."""
+"""Maximum number of reductions in progress; each holds a full gradient of its unit."""
 
 
 class Block:
@@ -111,30 +111,30 @@ class Block:
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.units = units
-        # torch's own layers leave tensors in their outputs alone.
+        # torch's own layers do not modify tensors in their outputs.
         self._parts = [
             part
             for part in module.modules()
             if not type(part).__module__.startswith("torch.nn.modules.")
         ]
         self._before: list[tuple[Any, dict[int, tuple[torch.Tensor, int]]]] = []
-        """Inputs of each forward pass that is going on, and the tensors that could be seen there
-        and in attributes as it began, with torch's count of changes to each."""
+        """Inputs of each forward pass in progress, and the tensors visible there and in attributes
+        at its beginning, with torch's count of changes to each."""
         self.open = 0
-        """Forward passes through it that no backward pass has come out of."""
+        """Number of forward passes through it without a finished backward pass."""
         self.passes_gradients = False
-        """A backward pass may go through what it computes: it has trained parameters, or inputs
-        that want a gradient."""
+        """True if a backward pass may go through it: it has trained parameters, or inputs that
+        require a gradient."""
 
     def begins(self, inputs: Any) -> None:
-        """A forward pass with gradients begins."""
+        """Begins a forward pass with gradients."""
         self._before.append(
             (inputs, {id(tensor): (tensor, tensor._version) for tensor in self._visible(inputs)})
         )
 
     def left_behind(self) -> list[torch.Tensor]:
-        """The forward pass that began last ends. Returns the tensors that it has left in its
-        inputs, as by appending to a list, and in attributes of modules, as an auxiliary loss."""
+        """Ends the last forward pass. Returns the tensors that it has left in its inputs, e.g. by
+        appending to a list, and in attributes of modules, such as an auxiliary loss."""
         if not self._before:
             return []
         inputs, before = self._before.pop()
@@ -168,25 +168,26 @@ class ShardedExecution:
         prefetch: int = 1,
     ) -> None:
         """`units`: the modules that are units, outermost first, with their parameters' units (one
-        for each dtype; trained and frozen). `whereabouts`: of the model's hidden parameters; None:
-        they are of no model. `prefetch`: how many blocks are gathered ahead."""
+        for each dtype; trained and frozen). `whereabouts`: of the model's hidden parameters; None
+        if they belong to no model. `prefetch`: number of blocks gathered ahead."""
         self._collectives = collectives
         self._stage = stage
         self._whereabouts = whereabouts or Whereabouts()
         self._prefetch = prefetch
         self.units = [unit for _, own in units for unit in own]
         self._reduced = [unit for unit in reversed(self.units) if unit.trained]
-        """In the order of reduction."""
+        """Units in the order of reduction."""
         self.factor: float | None = None
-        """What the gradients that come weigh; None: none are due."""
+        """Weight of the coming gradients; None: none are expected."""
         self.came = False
-        """Some gradient has come since the last `forget`, whatever it weighs."""
+        """True if a gradient has arrived since the last `forget`, whatever its weight."""
         self.before_backward: Callable[[], None] = _do_nothing
         """Called when a backward pass begins, before any gradient is taken."""
         self.reduces_in_backward = True
-        """Gradients are reduced as they become ready; else when `reduce_rest` is called."""
+        """True if gradients are reduced as they become ready; otherwise when `reduce_rest` is
+        called."""
         self.issued = IssuedCollectives()
-        """Those of the step, where units are gathered in passes."""
+        """Trace of the step, if units are gathered in passes."""
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
         modules = [(module, Block(module, list(own))) for module, own in units]
         self._blocks = [block for _, block in modules]
@@ -195,32 +196,32 @@ class ShardedExecution:
         """Blocks in the order of the last forward pass, for prefetching."""
         self._visited: list[Block] = []
         self._root_forwards = 0
-        """Forward passes of the root that have begun and not ended: several where a model calls
-        itself, as a LightningModule's `training_step` does."""
+        """Number of forward passes of the root in progress: several if a model calls itself, as a
+        LightningModule's `training_step` does."""
         self.pinned = False
-        """What is gathered stays until `free_all`."""
+        """True if gathered units stay until `free_all`."""
         self._in_backward = False
         self._ready: dict[Unit, int] = {}
-        """Parameters of a unit that have their gradient in this backward pass."""
+        """Number of a unit's parameters with a gradient in this backward pass."""
         self._left: set[Unit] = set()
         """Units whose modules the gradients of this backward pass have left."""
         self._next = 0
         """Position in `_reduced` of the next reduction of this backward pass."""
         self._on_their_way: deque[Reducing] = deque()
         self._pass: list[tuple[str, Unit]] = []
-        """The collectives of the pass that is going on, forward and backward."""
+        """Collectives of the current pass, forward and backward."""
         self._whole_pass: list[tuple[str, Unit]] = []
-        """Those of the last one that came to its end."""
+        """Collectives of the last complete pass."""
         self._all_know = False
-        """The ranks of this group all know the collectives of a pass."""
+        """True if the ranks of this group all know the collectives of a pass."""
         self._asked = False
-        """They have asked each other in this step."""
+        """True if they have exchanged them in this step."""
         self._number = 0
-        """The number of the step that began last."""
+        """Number of the step that began last."""
         self._issues: Callable[[str], None] = _do_nothing
         self._hooks: list[RemovableHandle] = []
         self._around_root: tuple[BeforeForward, AfterForward] | None = None
-        """What is called around the outermost module's forward pass."""
+        """Calls around the outermost module's forward pass."""
         for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
                 self._hooks.append(
@@ -246,15 +247,15 @@ class ShardedExecution:
             self._around_root = before, after
 
     def release(self) -> None:
-        """The modules and parameters are another's from here on."""
+        """Removes the hooks from modules and parameters, which now belong to another object."""
         for hook in self._hooks:
             hook.remove()
 
     # ----------------------------------------------------------------------------- for the strategy
 
     def as_forward(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """A method of the outermost module, to be called as if it were its `forward`: the module's
-        own parameters are there."""
+        """Returns a method of the outermost module that can be called like its `forward`, with the
+        module's own parameters gathered."""
         if self._around_root is None:
             return method
         before, after = self._around_root
@@ -271,20 +272,19 @@ class ShardedExecution:
         return call
 
     def gather_all(self) -> None:
-        """Whole parameters everywhere, all at once on their way."""
+        """Gathers all parameters concurrently."""
         self._start(self.units)
         for unit in self.units:
             unit.finish_gathering()
 
     def free_all(self) -> None:
-        """Back to what is held at rest."""
+        """Frees everything that is not kept at rest."""
         self.pinned = False
         for unit in self.units:
             unit.free()
 
     def applied(self) -> None:
-        """The optimizer has updated the shards. Where parameters are whole on every rank they are
-        fetched."""
+        """Handles the optimizer's update of the shards. Fetches unsharded parameters."""
         for unit in self.units:
             unit.changed()
         if self._stage is not Stage.PARAMETERS:
@@ -293,8 +293,8 @@ class ShardedExecution:
 
     @property
     def passed(self) -> list[tuple[str, int]]:
-        """The collectives of one forward and backward pass: what they do, and with which unit. For
-        `take_part`, there or in a joiner."""
+        """Collectives of one forward and backward pass: their kinds and units. For `take_part`,
+        there or in a joiner."""
         return [(kind, self._numbers[unit]) for kind, unit in self._whole_pass]
 
     @passed.setter
@@ -302,12 +302,12 @@ class ShardedExecution:
         self._whole_pass = [(kind, self.units[number]) for kind, number in collectives]
 
     def learn_passes(self, group: Group) -> None:
-        """Before the first collective of a step of which a rank may have no micro-batch: it must
-        know what the others do in their passes. It is told once in a generation. Where nobody
-        knows, as in the run's first step, the parameters stay whole for that step.
+        """Learns the other ranks' passes before the first collective of a step of which a rank may
+        have no micro-batch. They are exchanged once per generation. If none is known, as in the
+        run's first step, the parameters stay unsharded for that step.
 
         Raises:
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         if self._all_know or self._asked or group.world_size == 1:
             return
@@ -321,8 +321,8 @@ class ShardedExecution:
             self._all_know = True
 
     def keep_whole(self) -> None:
-        """Until the update: units are gathered now, and no more in passes, which are recorded as if
-        they were. So a rank without samples can take part although no pass is known."""
+        """Keeps units gathered until the update: passes gather no more, but are recorded as if they
+        did. A rank without samples can therefore take part although no pass is known."""
         self.gather_all()
         for unit in self.units:
             unit.resident = True
@@ -330,8 +330,8 @@ class ShardedExecution:
 
     def take_part(self) -> None:
         """Takes part in a pass of other ranks for which this one has no samples: the same
-        collectives, without a gradient. Where no pass is known, that is the reductions alone:
-        parameters are whole on all ranks."""
+        collectives, without a gradient. If no pass is known, these are only the reductions, since
+        parameters are unsharded on all ranks."""
         self.free_all()
         for kind, unit in list(self._whole_pass) or [("reduce", unit) for unit in self._reduced]:
             if kind == "gather":
@@ -343,7 +343,7 @@ class ShardedExecution:
         self._pass = []
 
     def reduce_rest(self) -> None:
-        """Reduces what was not reduced in a backward pass, and returns when all sums are here."""
+        """Reduces what was not reduced in a backward pass, and waits for all sums."""
         if not self.reduces_in_backward or any(unit.has_gradient() for unit in self._reduced):
             self._next = 0
             self._reduce_ready(all_of_them=True)
@@ -351,8 +351,8 @@ class ShardedExecution:
             self._on_their_way.popleft().wait()
 
     def begin_step(self, number: int, issues: Callable[[str], None] = _do_nothing) -> None:
-        """Step number `number` of this model begins: see `forget`. The gradients of one that was
-        lost are void. `issues`: told what this rank is about to do together with the others."""
+        """Begins step number `number` of this model: see `forget`. Gradients of a lost step are
+        invalid. `issues`: called with each joint action that this rank is about to perform."""
         self.forget()
         if number == self._number:
             self.drop_gradients()
@@ -362,29 +362,29 @@ class ShardedExecution:
 
     @property
     def carries(self) -> bool:
-        """Gradients of the step before were not cleared, and none of this step have come."""
+        """True if gradients of the previous step were not cleared, and none of this step have
+        arrived."""
         return not self.came and any(unit.hidden.have_gradients for unit in self._reduced)
 
     def begin_passes(self) -> None:
-        """The passes of a micro-batch begin."""
+        """Begins the passes of a micro-batch."""
         self._pass = []
 
     def end_passes(self) -> None:
-        """They are over. What they did is what a rank without samples has to do beside those of
-        others."""
+        """Ends the passes. A rank without samples will have to issue the same collectives."""
         if self._pass and not self._collectives.lost:
-            # else some were issued twice, and some not at all
+            # otherwise some were issued twice, and some not at all
             self._whole_pass = self._pass
         self._pass = []
 
     def refuse_half_a_pass(self) -> None:
-        """Outside of backward passes. Raises PreconditionError: one of this step raised an error
-        half way."""
+        """Checks outside of backward passes. Raises PreconditionError if one of this step raised an
+        error half way."""
         if self._in_backward and not in_backward():
             raise half_a_pass()
 
     def settle(self) -> None:
-        """Collectives on their way are waited for. Whether they fail is all the same by now."""
+        """Waits for collectives in progress, whose failure no longer matters."""
         while self._on_their_way:
             with contextlib.suppress(MembershipChanged):
                 # between steps there is none to mark as lost
@@ -393,7 +393,7 @@ class ShardedExecution:
         self._visited, self._root_forwards = [], 0
 
     def forget(self) -> None:
-        """Waits for what is under way, as `settle` does, and adds nothing up."""
+        """Waits like `settle`, and drops accumulated gradients."""
         self.settle()
         self.came, self.factor = False, None
         self._whereabouts.pending = False
@@ -401,9 +401,8 @@ class ShardedExecution:
             unit.forget_gradients()
 
     def drop_gradients(self) -> None:
-        """The parameters' gradients are no more: those of the last step, or those that the step in
-        progress is to begin without. A graph that was built before may still bring others, which
-        weigh the same."""
+        """Drops the parameters' gradients: those of the last step, or those before the current one.
+        An earlier graph may still produce others, with the same weight."""
         if self._whereabouts.pending:
             factor = self.factor
             self.forget()
@@ -412,12 +411,12 @@ class ShardedExecution:
             unit.hidden.drop_gradients()
 
     def show_gradients(self) -> None:
-        """A forward pass of training begins."""
+        """Begins a training forward pass."""
         for unit in self._reduced:
             unit.hidden.show_gradients()
 
     def regrouped(self) -> None:
-        """There is another group: its ranks need not have made the same passes."""
+        """Handles a new group, whose ranks need not have made the same passes."""
         self._order = []
         self._visited = []
         self._all_know = False
@@ -425,7 +424,7 @@ class ShardedExecution:
     # -------------------------------------------------------------------------------- for the hooks
 
     def before_forward(self, block: Block, inputs: Any) -> None:
-        """A module that is a block is about to compute."""
+        """Gathers a block that is about to compute."""
         if block is self._root and not self._in_backward:
             if self._root_forwards == 0:
                 self._visited = []
@@ -450,7 +449,7 @@ class ShardedExecution:
                 self._start(following.units)
 
     def after_forward(self, block: Block, output: Any) -> None:
-        """It has computed."""
+        """Handles a block that has computed."""
         is_root = block is self._root
         if self._in_backward:
             return
@@ -471,21 +470,21 @@ class ShardedExecution:
                 unit.free()
 
     def show_copies(self, _: Any) -> None:
-        """The module is about to compute with parameters that are copies of shards."""
+        """Shows parameters that are copies of shards, before the module computes with them."""
         for unit in self.units:
             unit.hidden.show()
 
     def hide_copies(self, _: Any) -> None:
-        """The module has computed with them; they go unless a backward pass follows."""
+        """Hides them after the computation; they are freed unless a backward pass follows."""
         if not torch.is_grad_enabled():
             self.free_all()
 
     def gradient_ready(self, number: int, index: int) -> None:
-        """Parameter `index` of the unit `number`, as they are reduced, has its gradient of this
-        backward pass.
+        """Handles parameter `index` of unit `number`, in order of reduction, whose gradient of this
+        backward pass is ready.
 
         Raises:
-            PreconditionError: it is no pass of a step.
+            PreconditionError: the pass does not belong to a step.
         """
         if not self._in_backward:
             self.before_backward()
@@ -518,8 +517,8 @@ class ShardedExecution:
                 self._start(self._order[position - ahead].units)
 
     def _after_backward_of(self, block: Block) -> None:
-        """The gradients have left a module: all of its own are there (autograd runs the nodes made
-        last first, and accumulates at once)."""
+        """Handles gradients that have left a module: all of its own are complete (autograd runs the
+        last created nodes first, and accumulates at once)."""
         self._enter_backward()
         block.open -= 1
         if block.open == 0:
@@ -536,7 +535,7 @@ class ShardedExecution:
             self._in_backward = True
             self._next = 0
             if torch.is_grad_enabled():
-                # with create_graph: what follows goes through the parameters' values again
+                # with create_graph, the following passes use the parameters' values again
                 self.pinned = True
             self.show_gradients()
             after_backward(self._after_backward)
@@ -559,7 +558,7 @@ class ShardedExecution:
         self._next = 0
 
     def _is_ready(self, unit: Unit) -> bool:
-        # Where units are gathered in the pass, the moment of a reduction must not depend on which
+        # If units are gathered in the pass, the time of a reduction must not depend on which
         # parameters this rank uses.
         return (
             unit in self._left

@@ -1,13 +1,12 @@
-"""The gradients of a step, summed over the ranks, as far as this rank holds them: of its own shard
-and of the one that it mirrors.
+"""Summed gradients of a step on this rank: of its own shard and of the one that it mirrors.
 
-Their squared norm can be summed exactly, so that it does not depend on how the elements are spread
-over ranks: squares of float32 numbers are exact in float64. Each is cut into digits of 20 bits at
-fixed places; the digits of one place add up to whole numbers below 2^53 for 2^31 elements, which
-float64 holds exactly, also when they travel in an all-reduce. (The idea of a long accumulator:
-Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8.)
+Their squared norm can be summed exactly, so that it does not depend on the distribution of elements
+over ranks: squares of float32 numbers are exact in float64. Each is split into digits of 20 bits at
+fixed positions; the digits of one position add up to integers below 2^53 for 2^31 elements, which
+float64 represents exactly, even through an all-reduce. (The idea of a long accumulator: Kulisch,
+"Computer Arithmetic and Validity", 2013, chapter 8.)
 
-It knows nothing of how a step ends (`engine.py`). The training thread owns it.
+It does not know how a step ends (`engine.py`). Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ DIGITS: Final = 28
 
 
 def square_digits(values: torch.Tensor) -> torch.Tensor:
-    """The digits of the sum of squares of finite float32 `values`: float64 [DIGITS], whole numbers,
-    on the CPU."""
+    """Returns the digits of the sum of squares of finite float32 `values`: float64 [DIGITS],
+    integers, on the CPU."""
     rest = values.double().square()
     digits = torch.zeros(DIGITS, dtype=torch.float64)
     largest = float(rest.max()) if rest.numel() else 0.0
@@ -50,7 +49,7 @@ def square_digits(values: torch.Tensor) -> torch.Tensor:
 
 
 def from_digits(digits: Sequence[float]) -> float:
-    """The sum that the digits stand for, rounded once."""
+    """Returns the sum represented by the digits, rounded once."""
     total = sum(
         Fraction(int(digit)) * Fraction(2) ** (_HIGHEST - (place + 1) * _BITS)
         for place, digit in enumerate(digits)
@@ -59,12 +58,12 @@ def from_digits(digits: Sequence[float]) -> float:
 
 
 _SQUARED_AT_ONCE: Final = 1 << 16
-"""Elements, on a CPU. Their float64 copies stay in the cache; of a whole shard they would be four
-times as large as it, a step's peak."""
+"""Number of elements processed at once on a CPU. Their float64 copies stay in the cache; for an
+entire shard they would be four times its size, and determine the step's peak."""
 
 
 class CutGradients:
-    """The gradients of all trained units."""
+    """Gradients of all trained units."""
 
     def __init__(self, trained: Sequence[Unit], *, exact: bool) -> None:
         """`exact`: the norm's bits do not depend on the number of ranks."""
@@ -73,11 +72,12 @@ class CutGradients:
 
     @property
     def touched(self) -> list[bool]:
-        """For each trained parameter: this rank used it in this step."""
+        """For each trained parameter: whether this rank used it in this step."""
         return [flag for unit in self._trained for flag in unit.touched]
 
     def pass_on(self, collectives: Collectives, division: Division) -> bool:
-        """Gives the sums to the ranks that mirror them, where any do. False: the step is lost."""
+        """Sends the sums to the ranks that mirror them, if any. Returns False if the step is
+        lost."""
         if not division.mirrors:
             return True
         on_their_way = []
@@ -92,8 +92,8 @@ class CutGradients:
         return [pending.wait() for pending in on_their_way].count(False) == 0
 
     def squared_norm_part(self, counted: Sequence[Unit]) -> torch.Tensor:
-        """What this rank's shards add to the squared norm, as float64 numbers to be summed over the
-        ranks. `counted`: those units of which no other rank adds the same."""
+        """Returns this rank's part of the squared norm, as float64 numbers to be summed over the
+        ranks. `counted`: units of which no other rank adds the same."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
         plain = squared_norms(gradients).sum().cpu().view(1)
         if not self._exact:
@@ -131,8 +131,7 @@ class CutGradients:
             torch._foreach_mul_(gradients, factor)
 
     def norm_here(self) -> float:
-        """Returns the norm of the gradients that were handed out, those of this rank's own shard
-        and of the one that it mirrors."""
+        """Returns the norm of the final gradients of this rank's own and mirrored shard."""
         return math.sqrt(float(squared_norms(self._handed_out()).sum()))
 
     def _handed_out(self) -> list[torch.Tensor]:
@@ -143,8 +142,8 @@ class CutGradients:
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the squared norm of each, where it is: nobody waits for a device. In float64, since
-    squares of large gradients are beyond float32."""
+    """Returns the squared norm of each, on its own device, without waiting for it. In float64,
+    since squares of large gradients exceed float32."""
     return (
         torch.stack([_squared_norm(each) for each in gradients])
         if gradients

@@ -1,9 +1,8 @@
-"""Where shards and the optimizer's state of them are kept: with the parameters, in the host's
-memory, or in files.
+"""Memory of shards and their optimizer state: with the parameters, in host memory, or in files.
 
-Kept elsewhere they do not count against the device: whole parameters and gradients are on it while
-they are computed with, and an update is made where the shards are. (Ren et al., "ZeRO-Offload",
-USENIX ATC 2021, section 3.)
+Stored elsewhere they use no device memory: unsharded parameters and gradients are on the device
+while they are used, and updates are made where the shards are. (Ren et al., "ZeRO-Offload", USENIX
+ATC 2021, section 3.)
 """
 
 from __future__ import annotations
@@ -19,28 +18,28 @@ from typing_extensions import override
 
 
 class Home:
-    """Beside the parameters."""
+    """Memory next to the parameters."""
 
     apart = False
-    """What is kept is never a part of the parameters' own memory."""
+    """True if shards are never part of the parameters' own memory."""
     keeps_files = False
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """A flat tensor, with any values in it."""
+        """Returns an uninitialized flat tensor."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy of a flat tensor."""
+        """Returns a copy of a flat tensor."""
         kept = self.empty(tensor.numel(), tensor.dtype)
         return kept.copy_(tensor)
 
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """The values of a flat tensor of the device, to update what is kept with: itself if it is
-        here in that dtype. They are there once `arrived` has returned, so that one wait is enough
-        for many."""
+        """Returns the values of a flat device tensor for an update: the tensor itself if it is here
+        in that dtype. They are available once `arrived` has returned, so that one wait suffices for
+        many."""
         return tensor.to(self.device, dtype)
 
     def arrived(self) -> None:
@@ -48,14 +47,14 @@ class Home:
 
 
 class HostHome(Home):
-    """In the host's memory, pinned, so that it travels to a device at full speed."""
+    """Pinned host memory, for full transfer speed."""
 
     apart = True
 
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self._comes_from: torch.device | None = None
-        """A device that has been told to copy something, and was not waited for."""
+        """Device with a pending copy that was not waited for."""
 
     @override
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -76,8 +75,8 @@ class HostHome(Home):
 
 
 class FileHome(Home):
-    """In files, mapped into memory: the system writes out what it needs the room of. A file has no
-    name, and goes with its last tensor."""
+    """Files mapped into memory, which the system writes out when it needs space. A file has no
+    name, and is deleted with its last tensor."""
 
     apart = True
     keeps_files = True
@@ -95,11 +94,11 @@ class FileHome(Home):
             ) from error
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """See `Home`. Its elements are zero.
+        """Returns a flat tensor of zeros.
 
         Raises:
-            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot go on, and
-                another group would not help.
+            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot continue, and
+            another group would not help.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -116,7 +115,7 @@ class FileHome(Home):
     def _mapped(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
         handle, name = tempfile.mkstemp(prefix="shoal-", dir=self._directory)
         try:
-            # else a full disk would be a bus error, later
+            # otherwise a full disk would cause a bus error later
             os.posix_fallocate(handle, 0, numel * dtype.itemsize)
             return torch.from_file(name, shared=True, size=numel, dtype=dtype)
         finally:
@@ -125,7 +124,8 @@ class FileHome(Home):
 
 
 def home_of(offload: Literal["cpu"] | Path | None, device: torch.device) -> Home:
-    """Where `offload` says, for parameters on `device`. On the CPU "cpu" changes nothing."""
+    """Returns the memory selected by `offload` for parameters on `device`. On the CPU "cpu" changes
+    nothing."""
     if isinstance(offload, Path):
         return FileHome(offload)
     return HostHome() if offload == "cpu" and device.type != "cpu" else Home(device)

@@ -1,23 +1,23 @@
-"""Where sharded elements lie, and what moves when that changes. Pure arithmetic: all ranks compute
-the same.
+"""Location of sharded elements, and their movement when it changes. Pure arithmetic: all ranks
+compute the same.
 
-Within a unit (`UnitLayout`): what is gathered and reduced in one collective. Its parameters, in
-order, fill a vector that is padded so that it divides into equal shards of whole cache lines, one
-per rank. A rank's shard is cut at the parameters' borders into pieces: an optimizer sees one piece
-per parameter, perhaps an empty one, so that parameter groups keep their meaning.
+Within a unit (`UnitLayout`), which is gathered and reduced in one collective: its parameters, in
+order, fill a vector that is padded to equal shards of complete cache lines, one per rank. A rank's
+shard is divided at the parameters' boundaries into pieces: an optimizer sees one piece per
+parameter, possibly an empty one, so that parameter groups keep their meaning.
 
-An optimizer that looks at whole tensors gets another layout (`whole_tensors`): each parameter has
-one owner, and the piece of every other rank is empty. Shards are as long as the longest needs to
-be, so that the same collectives move them.
+An optimizer that considers entire tensors gets another layout (`whole_tensors`): each parameter has
+one owner, and every other rank's piece is empty. All shards are as long as the longest, so that the
+same collectives move them.
 
-Among ranks (`Division`): into how many shards a model is divided, and which of them each rank
-holds. Ranks that hold all shards between them are a replica: adjacent ranks, so that a replica of a
-host's size lies on one host. With one replica each shard is mirrored by another rank; with several
-each has its copies in the others, and needs no mirror.
+Among ranks (`Division`): the number of shards of a model, and the shards of each rank. Ranks that
+jointly hold all shards form a replica: adjacent ranks, so that a replica of a host's size is on one
+host. With one replica each shard is mirrored by another rank; with several each has copies in the
+others, and needs no mirror.
 
 From one division to another (`runs` and below): position p of w is the p-th of w shards of a unit's
-layout. Before a move each old position is held by one or more ranks (its owner, its buddy); after
-it, each rank holds the positions given to it. One all-to-all per vector does it.
+layout. Before a move each old position is held by one or more ranks (its owner, its mirror holder);
+afterwards each rank holds its assigned positions. One all-to-all per vector performs the move.
 """
 
 from __future__ import annotations
@@ -33,34 +33,34 @@ import torch
 from shoal_worker.elastic.generation import Topology
 
 _ALIGNMENT = 16
-"""Elements. Shards start at multiples of it, so that vectorized kernels run on all of a shard."""
+"""In elements. Shards start at multiples of it, so that vectorized kernels cover all of a shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A run of elements of one parameter that one rank owns."""
+    """A range of elements of one parameter owned by one rank."""
 
     parameter: int
     """Index in the unit."""
     start: int = 0
-    """First element of the flattened parameter."""
+    """First element in the flattened parameter."""
     offset: int = 0
-    """Where it lies in the shard."""
+    """Offset in the shard."""
     length: int = 0
     """Number of elements; may be 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Segment:
-    """Elements that are adjacent in the parameters, one after the other, and in one shard."""
+    """Elements that are adjacent both in the concatenated parameters and in one shard."""
 
     start: int
-    """The first of them, counted over all parameters in order."""
+    """First element, counted over all parameters in order."""
     length: int
     position: int
-    """Which shard they are in."""
+    """Index of their shard."""
     offset: int
-    """Where they lie in it."""
+    """Offset in the shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,30 +70,30 @@ class UnitLayout:
     shapes: tuple[torch.Size, ...]
     world_size: int
     whole_tensors: bool = False
-    """No parameter is cut: each lies in one rank's shard."""
+    """True if no parameter is split: each is in one rank's shard."""
     turn: int = 0
-    """With `whole_tensors`, which rank is the first to be dealt to: another one in each unit, so
-    that no rank gets the largest of all."""
+    """With `whole_tensors`, the first rank in the assignment: a different one in each unit, so that
+    no rank gets the largest of all."""
 
     def over(self, world_size: int) -> UnitLayout:
-        """The same parameters over another number of ranks."""
+        """Returns the layout of the same parameters over another number of ranks."""
         return replace(self, world_size=world_size)
 
     @functools.cached_property
     def numels(self) -> list[int]:
-        """Elements of each parameter."""
+        """Number of elements of each parameter."""
         return [math.prod(shape) for shape in self.shapes]
 
     @functools.cached_property
     def numel(self) -> int:
-        """Elements of all parameters, without padding."""
+        """Number of elements of all parameters, without padding."""
         return sum(self.numels)
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """With `whole_tensors`, the rank that owns each parameter: the largest parameter is dealt
-        first, each to the rank that has the fewest elements (Graham, "Bounds on Multiprocessing
-        Timing Anomalies", 1969). Depends on sizes, `world_size` and `turn` alone."""
+        """With `whole_tensors`, the rank that owns each parameter: the largest is assigned first,
+        each to the rank with the fewest elements (Graham, "Bounds on Multiprocessing Timing
+        Anomalies", 1969). Depends only on sizes, `world_size` and `turn`."""
         owners, loads = [0] * len(self.shapes), [0] * self.world_size
         for index in sorted(range(len(self.shapes)), key=lambda i: (-self.numels[i], i)):
             owners[index] = min(
@@ -105,7 +105,7 @@ class UnitLayout:
 
     @functools.cached_property
     def shard_numel(self) -> int:
-        """Elements of each rank's shard, padding included."""
+        """Number of elements of each rank's shard, including padding."""
         if self.whole_tensors:
             loads = [0] * self.world_size
             for owner, numel in zip(self.owners, self.numels, strict=True):
@@ -117,12 +117,12 @@ class UnitLayout:
 
     @property
     def padded_numel(self) -> int:
-        """Elements of the flat vector."""
+        """Number of elements of the flat vector."""
         return self.shard_numel * self.world_size
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """Where each parameter begins in the flat vector."""
+        """Start of each parameter in the flat vector."""
         if not self.whole_tensors:
             return [0, *itertools.accumulate(self.numels)][: len(self.numels)]
         ends, starts = [rank * self.shard_numel for rank in range(self.world_size)], []
@@ -132,7 +132,7 @@ class UnitLayout:
         return starts
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """What `rank` owns of each parameter, in order."""
+        """Returns the part of each parameter owned by `rank`, in order."""
         first, last = rank * self.shard_numel, (rank + 1) * self.shard_numel
         pieces = []
         for index, (numel, begins) in enumerate(zip(self.numels, self.starts, strict=True)):
@@ -149,14 +149,14 @@ class UnitLayout:
         return tuple(pieces)
 
     def piece(self, shard: torch.Tensor, cut: Piece) -> torch.Tensor:
-        """A piece's elements in its shard: flat, or in the parameter's shape where tensors are
+        """Returns a piece's elements in its shard: flat, or in the parameter's shape if tensors are
         whole and the piece is not empty."""
         flat = shard[cut.offset : cut.offset + cut.length]
         return flat.view(self.shapes[cut.parameter]) if self.whole_tensors and cut.length else flat
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """The parameters' shapes in a flat vector of this layout. Its last padding may be
-        missing."""
+        """Returns views of a flat vector of this layout in the parameters' shapes. Its last padding
+        may be missing."""
         return [
             flat[start : start + numel].view(shape)
             for start, numel, shape in zip(self.starts, self.numels, self.shapes, strict=True)
@@ -191,8 +191,7 @@ class UnitLayout:
         return segments
 
     def shard_of(self, elements: torch.Tensor, position: int) -> torch.Tensor:
-        """A copy of one shard of the `numel` elements of the parameters in order; zero where it is
-        padded."""
+        """Returns a copy of one shard of the parameters' `numel` elements in order, zero-padded."""
         shard = elements.new_zeros(self.shard_numel)
         for segment in self.segments:
             if segment.position == position:
@@ -202,7 +201,7 @@ class UnitLayout:
         return shard
 
     def in_order(self, flat: torch.Tensor) -> torch.Tensor:
-        """The elements of the parameters in order, out of a flat vector; may share memory with
+        """Returns the parameters' elements in order from a flat vector; may share memory with
         it."""
         return (
             torch.cat([view.reshape(-1) for view in self.views(flat)])
@@ -217,61 +216,61 @@ def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout
 
 
 def buddy_stride(topology: Topology) -> int:
-    """How many ranks further the mirror of a shard lies: as many as the largest host has. Ranks of
-    one host are adjacent, so no mirror lies on its shard's own host, unless that host has more than
-    half of the ranks."""
+    """Returns the distance in ranks between a shard and its mirror: the number of ranks on the
+    largest host. Ranks of one host are adjacent, so no mirror is on its shard's own host, unless
+    that host has more than half of the ranks."""
     return topology.most_local % topology.world_size or 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """How `world_size` ranks are divided into replicas that hold all shards between them."""
+    """Division of `world_size` ranks into replicas that each hold all shards."""
 
     world_size: int
     shards: int
     """Divides `world_size`."""
     stride: int = 1
-    """With one replica: how many ranks further a shard is mirrored."""
+    """With one replica: distance in ranks to a shard's mirror."""
 
     @property
     def replicas(self) -> int:
-        """How many ranks hold each shard as their own."""
+        """Number of ranks that own each shard."""
         return self.world_size // self.shards
 
     @property
     def mirrors(self) -> bool:
-        """Ranks hold other ranks' shards beside their own."""
+        """True if ranks hold other ranks' shards besides their own."""
         return self.replicas == 1 and self.shards > 1
 
     def position(self, rank: int) -> int:
-        """Which shard is the rank's own."""
+        """Returns the index of the rank's own shard."""
         return rank % self.shards
 
     def mirrored(self, rank: int) -> int | None:
-        """Which shard it mirrors."""
+        """Returns the index of the shard that it mirrors."""
         return (rank - self.stride) % self.shards if self.mirrors else None
 
     def held(self, rank: int) -> list[int]:
-        """All shards that it holds, ascending."""
+        """Returns all shards that it holds, ascending."""
         mirrored = self.mirrored(rank)
         return sorted({self.position(rank)} | ({mirrored} if mirrored is not None else set()))
 
     def replica(self, rank: int) -> int:
-        """Number of the replica that the rank belongs to."""
+        """Returns the index of the rank's replica."""
         return rank // self.shards
 
 
 def among_all(topology: Topology) -> Division:
-    """A shard for each rank."""
+    """Returns a division with one shard per rank."""
     return Division(
         world_size=topology.world_size, shards=topology.world_size, stride=buddy_stride(topology)
     )
 
 
 def in_replicas(topology: Topology, shards: int | None) -> Division:
-    """Replicas of so many ranks; None: of as many as the largest host has. If that does not divide
-    the number of ranks: of the next larger number that does, at last of all of them. So no rank
-    comes to hold more than was asked for."""
+    """Returns replicas of that many ranks; None: of the largest host's number. If that does not
+    divide the number of ranks: of the next larger divisor, up to all of them. No rank therefore
+    holds more than requested."""
     world_size = topology.world_size
     wanted = min(shards or topology.most_local, world_size)
     fitting = next(number for number in range(wanted, world_size + 1) if world_size % number == 0)
@@ -280,8 +279,7 @@ def in_replicas(topology: Topology, shards: int | None) -> Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Adjacent elements of a shard that one rank sends to another, where they are adjacent in a
-    shard again."""
+    """Adjacent elements of a shard that one rank sends to another, where they are adjacent too."""
 
     length: int
     old_position: int
@@ -293,12 +291,12 @@ class Transfer:
 def runs(
     *, old: UnitLayout, new: UnitLayout, sends: Mapping[int, int], gets: Sequence[Sequence[int]]
 ) -> list[list[list[Transfer]]]:
-    """[sender][receiver] -> the runs that travel, in the order in which they lie in the message.
+    """Returns [sender][receiver] -> the runs to send, in the order of the message.
 
     Args:
-        old, new: of the same parameters, before and after.
+        old, new: layouts of the same parameters, before and after.
         sends: the rank that sends each old position.
-        gets: the new positions that each rank of the new group will hold.
+        gets: the new positions of each rank of the new group.
     """
     moved = _overlaps(old.segments, new.segments)
     table: list[list[list[Transfer]]] = [[[] for _ in gets] for _ in gets]
@@ -310,7 +308,7 @@ def runs(
 
 
 def _overlaps(old: Sequence[Segment], new: Sequence[Segment]) -> list[Transfer]:
-    """What is adjacent in both. Both are in order, and hold the same elements."""
+    """Returns ranges that are adjacent in both. Both are in order, and have the same elements."""
     overlaps, at_old, at_new = [], 0, 0
     while at_old < len(old) and at_new < len(new):
         before, after = old[at_old], new[at_new]
@@ -333,8 +331,7 @@ def _overlaps(old: Sequence[Segment], new: Sequence[Segment]) -> list[Transfer]:
 def message(
     table: Sequence[Sequence[Sequence[Transfer]]], rank: int, shards: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
-    """What `rank` sends, to all receivers one after the other. `shards`: the old positions that it
-    holds."""
+    """Returns the message of `rank`, for all receivers in order. `shards`: its old positions."""
     parts = [
         shards[run.old_position][run.old_offset : run.old_offset + run.length]
         for to_receiver in table[rank]
@@ -344,7 +341,7 @@ def message(
 
 
 def sizes(table: Sequence[Sequence[Sequence[Transfer]]], rank: int) -> tuple[list[int], list[int]]:
-    """Elements that `rank` receives from each rank, and sends to each."""
+    """Returns the numbers of elements that `rank` receives from, and sends to, each rank."""
     received = [sum(run.length for run in row[rank]) for row in table]
     sent = [sum(run.length for run in to_receiver) for to_receiver in table[rank]]
     return received, sent
@@ -356,7 +353,7 @@ def place(
     received: torch.Tensor,
     shards: Mapping[int, torch.Tensor],
 ) -> None:
-    """Puts what `rank` received where it belongs. `shards`: its new positions, to be filled."""
+    """Distributes the data received by `rank`. `shards`: its new positions, to be filled."""
     offset = 0
     for row in table:
         for run in row[rank]:

@@ -1,14 +1,14 @@
-"""Mirrors of shards that lie in the host's memory, and come to the device while an update is made.
+"""Mirrors of shards that are in host memory and come to the device for updates.
 
-A mirror is another rank's shard and the optimizer's state of it, kept so that a death loses
-nothing. It is updated by the same optimizer as this rank's own shard, and on the same device: an
-update made on the host would be rounded otherwise, and a mirror is to be what its owner has, to the
-bit. So it comes to the device before the update, and leaves it behind the update. In the passes,
-where activations need most, it takes none of the device's memory; each way costs a step what the
-mirror's bytes take on the bus.
+A mirror is another rank's shard with its optimizer state, kept so that a death loses nothing. It is
+updated by the same optimizer as this rank's own shard, and on the same device: an update on the
+host would be rounded differently, and a mirror must equal its owner's shard bit for bit. It
+therefore comes to the device before the update, and leaves it afterwards. During the passes, when
+activations need most memory, it uses no device memory; each direction costs a step the mirror's
+transfer time on the bus.
 
-Copies are queued in the order of the training thread's stream, and no host waits for them. That
-thread owns all of it.
+Copies are queued on the training thread's stream, and the host does not wait for them. That thread
+owns everything.
 """
 
 from __future__ import annotations
@@ -25,69 +25,69 @@ from shoal_worker.sharding.unit import Holding, Unit
 _log = logging.getLogger(__name__)
 
 _LOOK_EVERY: Final = 16
-"""Updates between two looks at the device's memory."""
+"""Number of updates between two checks of the device's memory."""
 _MUCH: Final = 0.8
-"""A device of whose memory more than this share was in use at once is short of it."""
+"""Fraction of a device's memory whose simultaneous use means that it is short of memory."""
 
 
 class HostMemory(Protocol):
-    """The memory beside one device."""
+    """Memory next to a device."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether `tensor` lies there, and not on the device."""
+        """Returns whether `tensor` is there, and not on the device."""
         ...
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy there."""
+        """Returns a copy there."""
         ...
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A copy on the device."""
+        """Returns a copy on the device."""
         ...
 
     def is_wanted(self) -> bool:
-        """The device has been short of memory."""
+        """Returns whether the device has been short of memory."""
         ...
 
 
 class PinnedMemory:
-    """See `HostMemory`. Pinned, so that copies are made beside the host's work, at the bus's full
+    """Pinned memory, so that copies run concurrently with the host's work at the bus's full
     speed."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """See `HostMemory`."""
+        """Implements `HostMemory.holds`."""
         return tensor.is_cpu
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `HostMemory`."""
+        """Implements `HostMemory.put`."""
         return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(
             tensor, non_blocking=True
         )
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """See `HostMemory`."""
+        """Implements `HostMemory.bring`."""
         return tensor.to(self._device, non_blocking=True)
 
     def is_wanted(self) -> bool:
-        """See `HostMemory`."""
+        """Implements `HostMemory.is_wanted`."""
         total = torch.cuda.get_device_properties(self._device).total_memory
         return torch.cuda.max_memory_allocated(self._device) > _MUCH * total
 
 
 def memory_beside(device: torch.device) -> HostMemory | None:
-    """The host's memory beside `device`; None where that is the same."""
+    """Returns the host memory for `device`; None if that is the same."""
     return PinnedMemory(device) if device.type == "cuda" else None
 
 
 class TravellingMirrors:
-    """The mirrors of some units, on the device or away."""
+    """Mirrors of some units, on the device or in host memory."""
 
     def __init__(self, units: Sequence[Unit], where: Literal["device", "host"] | None) -> None:
-        """`where` they are between updates; None: on the device, and away from the first update on
-        that finds it short of memory."""
+        """`where`: their memory between updates; None: on the device, and in host memory from the
+        first update that finds the device short of memory."""
         self._units = units
         self._where = where
         self._updates = 0
@@ -100,9 +100,9 @@ class TravellingMirrors:
             self._move(optimizer, memory.holds, memory.bring)
 
     def put_away(self, optimizer: torch.optim.Optimizer | None, *, updated: bool = False) -> None:
-        """Puts all mirrors into the host's memory, if that is where they are to be; their gradients
-        are dropped. `updated`: an update was made, so that it is time to look whether the device is
-        short of memory: now and then, for that takes a tenth of a millisecond."""
+        """Moves all mirrors to host memory, if required; drops their gradients. `updated`: an
+        update was made, so that the device's memory is checked occasionally, which takes a tenth of
+        a millisecond."""
         memory = self._memory
         if memory is None:
             return
@@ -132,7 +132,7 @@ class TravellingMirrors:
             if mirror.position is None or unit.home.apart:
                 continue
             if unit.apart and wanted(mirror.shard):
-                # else it is a part of the parameters, which every rank has whole
+                # otherwise it is part of the parameters, which every rank has unsharded
                 mirror.move(move(mirror.shard), unit.layout)
             for state, key, value in _elements(optimizer, mirror):
                 if wanted(value):
@@ -142,7 +142,8 @@ class TravellingMirrors:
 def _elements(
     optimizer: torch.optim.Optimizer | None, mirror: Holding
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """The optimizer's state of the elements of a mirror: where it stands, its key, and itself."""
+    """Yields the optimizer's per-element state of a mirror: its container, its key, and the
+    value."""
     for piece in mirror.pieces if optimizer is not None else ():
         state = optimizer.state.get(piece, {}) if optimizer is not None else {}
         for key, value in list(state.items()):

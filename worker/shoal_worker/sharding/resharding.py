@@ -1,13 +1,13 @@
-"""Cuts the parameters and their optimizer state anew for another group, out of the shards that its
-ranks hold.
+"""Redistributes parameters and optimizer state for another group from the shards held by its ranks.
 
-One all-to-all per vector moves what each rank lacks (`layout.py`). Nothing is replaced before all
-of it is here and every rank has said so, and the shards held before are kept until the next commit:
-so a failure on the way leaves either cut whole, and the next try takes the newest that is.
+One all-to-all per vector moves what each rank lacks (`layout.py`). Nothing is replaced before
+everything has arrived and every rank has said so, and the earlier shards are kept until the next
+commit: a failure meanwhile leaves one of the two shardings complete, and the next attempt uses the
+newest complete one.
 
-Between two cuts a shard may be left with one holder, when a rank has died or leaves and its peers
-cannot cut anew yet. Then another rank keeps a copy of it (`engine/holders.py`), so that the next
-death loses nothing.
+Between two shardings a shard may be left with one holder, when a rank has died or leaves and its
+peers cannot reshard yet. Another rank then keeps a copy of it (`engine/holders.py`), so that the
+next death loses nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +45,14 @@ ELEMENTS: Final = "elements of"
 
 
 class ShardedOptimizerState:
-    """The state of one optimizer over the pieces of several units."""
+    """State of one optimizer over the pieces of several units."""
 
     def __init__(self, optimizer: torch.optim.Optimizer | None) -> None:
         self.optimizer = optimizer
 
     def element_keys(self, unit: Unit) -> dict[str, torch.dtype]:
-        """Names and dtypes of the element states of a unit, the same on all ranks that have
-        stepped, but where tensors are whole."""
+        """Returns names and dtypes of the element states of a unit, the same on all ranks that have
+        stepped, unless tensors are whole."""
         found: dict[str, torch.dtype] = {}
         for piece in (piece for holding in unit.holdings for piece in holding.pieces):
             for key, value in self._of(piece).items():
@@ -61,7 +61,7 @@ class ShardedOptimizerState:
         return dict(sorted(found.items()))
 
     def shard(self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """An element state of a whole shard, flat."""
+        """Returns an element state of an entire shard, flat."""
         flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.home.device)
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
             value = self._of(piece).get(key)
@@ -70,12 +70,12 @@ class ShardedOptimizerState:
         return flat
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
-        """What each parameter's state has beside its element states, and `ELEMENTS`; {} for one
-        that has no state here."""
+        """Returns each parameter's state besides its element states, and `ELEMENTS`; {} for one
+        without state here."""
         return self.scalars_of(unit, unit.own)
 
     def scalars_of(self, unit: Unit, holding: Holding) -> list[dict[str, Any]]:
-        """`scalars` of one shard."""
+        """Returns the `scalars` of one shard."""
         return [
             _scalars(unit, state, piece) if (state := self._of(piece)) else {}
             for piece in holding.pieces
@@ -110,7 +110,7 @@ class ShardedOptimizerState:
                 self.optimizer.state[piece] = state
 
     def bring_home(self, unit: Unit) -> None:
-        """The optimizer has made its state where it liked: moves it where it is to be kept."""
+        """Moves state that the optimizer has created elsewhere to its proper memory."""
         for holding in unit.holdings:
             for piece in holding.pieces:
                 for key, value in self._of(piece).items():
@@ -129,7 +129,7 @@ class ShardedOptimizerState:
         position: int,
         mirrored: int | None,
     ) -> None:
-        """Cuts a unit that is whole here, values and state: see `Unit.cut`."""
+        """Shards a unit that is unsharded here, values and state: see `Unit.cut`."""
         scalars = self.scalars(unit)
         wholes = {key: self.shard(unit, unit.own, key, dtype) for key, dtype in keys.items()}
         unit.cut(world_size, position, mirrored)
@@ -149,9 +149,9 @@ class ShardedOptimizerState:
 
 
 def is_cut(value: object, key: str, unit: Unit, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Whether a value of the optimizer's state is cut and moved like the parameter, whose shape, or
-    that of what is here of it, is `shape`. Where tensors are whole a unit's owners must agree on
-    its dtype without asking each other: it is the parameter's."""
+    """Returns whether a value of the optimizer's state is sharded and moved like the parameter.
+    `shape`: of the parameter or its local part. If tensors are whole, a unit's owners must agree on
+    its dtype without communication: it is the parameter's."""
     return is_element(value, key, shape) and (
         not unit.layout.whole_tensors or value.dtype == unit.dtype
     )
@@ -166,8 +166,8 @@ def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[
 
 
 def _own_copy(value: Any, device: torch.device) -> Any:
-    """Tensors are nobody else's, and lie on the device, unless they are a single number: that is
-    where the optimizer keeps it."""
+    """Returns a copy whose tensors are independent and on the device, except single numbers: that
+    is where the optimizer keeps it."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(),
@@ -178,14 +178,14 @@ def _own_copy(value: Any, device: torch.device) -> Any:
 # ------------------------------------------------------------------------------------- cutting anew
 
 MOST_COPIES: Final = 4
-"""Shards that a rank keeps copies of beside those of its cut, at most: what it tells the others of
-them has a fixed length."""
+"""Maximum number of shards of which a rank keeps copies besides those of its sharding, since its
+announcement of them has a fixed length."""
 _MOST_ROWS: Final = 2 + MOST_COPIES // 2
-"""A rank's cut, the one before, and its copies, two in each row."""
+"""Rows for a rank's sharding, the previous one, and its copies, two per row."""
 
 
 class Messages(Protocol):
-    """Ranks that tell each other something."""
+    """Message exchange between ranks."""
 
     @property
     def rank(self) -> int: ...
@@ -195,12 +195,12 @@ class Messages(Protocol):
 
 
 class Peers(Messages, Protocol):
-    """The ranks among which shards are moved."""
+    """Ranks among which shards are moved."""
 
     @property
     def world_size(self) -> int: ...
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Everybody's `values`, by rank."""
+        """Returns everybody's `values`, by rank."""
         ...
 
     def all_to_all(
@@ -216,12 +216,12 @@ class Peers(Messages, Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Into how many shards this rank's parameters are cut, and which of them it holds."""
+    """Number of shards of this rank's parameters, and the ones it holds."""
 
     number: int
-    """Newer cuts have higher numbers: that of the generation that they were made in."""
+    """Number of the sharding's generation; newer ones are higher."""
     world_size: int
-    """How many shards there are."""
+    """Number of shards."""
     position: int
     mirrored: int | None
 
@@ -236,37 +236,37 @@ class Cut:
 
 
 WHOLE: Final = Cut(number=0, world_size=1, position=0, mirrored=None)
-"""What a rank holds that has not cut anything since it got the state: all of it, which is older
-than what any peer has cut from it."""
+"""State of a rank that has not sharded anything since it got the state: it holds everything, in an
+older version than any sharding of its peers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShards:
-    """The shards of one cut that this rank holds: by unit, position and vector."""
+    """Shards of one sharding on this rank: by unit, position and vector."""
 
     cut: Cut
     vectors: list[dict[int, dict[str, torch.Tensor]]]
     scalars: list[dict[int, list[dict[str, Any]]]] | None = None
-    """Where tensors are whole, by unit, position and parameter: what the optimizer's state has
-    beside these vectors. Elsewhere every rank has the same, for all parameters."""
+    """The optimizer's state besides these vectors, by unit, position and parameter, if tensors are
+    whole. Otherwise every rank has the same, for all parameters."""
     copied: bool = False
-    """They are copies of what another rank holds, on the CPU: taken where nobody holds the shards
-    themselves any more."""
+    """True if they are copies of another rank's shards, on the CPU: used if no rank holds the
+    shards themselves any more."""
 
 
 _NO_ROW: Final = [-1, 0, -1, -1, 0]
 
 
 def rows_of(held: Sequence[RankShards]) -> list[int]:
-    """The cuts of which this rank holds shards, as equally many integers on every rank."""
+    """Returns this rank's shardings as integers, equally many on every rank."""
     row = [value for each in held for value in (*each.cut.row(), int(each.copied))]
     assert len(row) <= _MOST_ROWS * len(_NO_ROW)
     return (row + _NO_ROW * _MOST_ROWS)[: _MOST_ROWS * len(_NO_ROW)]
 
 
 def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
-    """Who holds what of the newest cut that is complete, by what `rows_of` gave on each rank.
-    Raises ShardsLostError: none is."""
+    """Returns the holders of the newest complete sharding, from each rank's `rows_of`. Raises
+    ShardsLostError if none is complete."""
     told = [
         (rank, entry)
         for rank, row in enumerate(rows)
@@ -286,8 +286,8 @@ def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
 
 
 def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
-    """All shards of the cut `number` that this rank has; None: it has none. Copies stand behind
-    what it holds itself."""
+    """Returns all of this rank's shards of sharding `number`; None if it has none. Copies come
+    after its own."""
     own = sorted(
         (each for each in held if each.cut.number == number), key=lambda each: not each.copied
     )
@@ -311,8 +311,8 @@ def merge_copies(
     arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]],
     scalars: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[RankShards]:
-    """The copies that a rank keeps from now on: those of this cut that it had, and those that
-    arrived (by unit and position). `scalars`: of all parameters, where tensors are whole."""
+    """Returns the copies that a rank keeps from now on: its earlier ones of this sharding, and
+    those received (by unit and position). `scalars`: of all parameters, if tensors are whole."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
         if each.cut.number == told.cut:
@@ -337,7 +337,7 @@ def merge_copies(
 
 
 VALUES = ""
-"""Name of the vector of the parameters' values, beside those of the optimizer's element states."""
+"""Name of the vector of the parameters' values, besides those of the optimizer's element states."""
 
 
 def hold(
@@ -346,7 +346,7 @@ def hold(
     cut: Cut,
     keys: Sequence[Mapping[str, torch.dtype]],
 ) -> RankShards:
-    """What this rank holds now. The values share memory with the units."""
+    """Returns this rank's current shards. The values share memory with the units."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in units]
     scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in units]
     for number, (unit, own) in enumerate(zip(units, keys, strict=True)):
@@ -365,7 +365,7 @@ def hold(
 def vector_of(
     unit: Unit, shards: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """A vector of a shard; zeros where tensors are whole and none of those in the shard has such a
+    """Returns a vector of a shard; zeros if tensors are whole and none in the shard has such a
     state."""
     if name in shards or not unit.layout.whole_tensors:
         return shards[name]
@@ -375,15 +375,15 @@ def vector_of(
 def told_by_owners(
     units: Sequence[Unit], sends: Mapping[int, int], mine: RankShards | None, peers: Messages
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-    """Where tensors are whole, what `scalars` and `element_keys` are elsewhere: of all units, from
-    those who send each position. A collective; the same on all ranks afterwards.
+    """Returns, for whole tensors, `scalars` and `element_keys` of all units from the sender of each
+    position. A collective; the same on all ranks afterwards.
 
     Args:
         sends, mine: see `newest_of` and `held_of`.
 
     Raises:
-        ConfigurationError (STATE_UNSUPPORTED): the optimizer's state holds what cannot be carried.
-        MembershipChanged: the group is over.
+        ConfigurationError (STATE_UNSUPPORTED): the optimizer's state cannot be sent.
+        MembershipChanged: the group has ended.
     """
     own: dict[str, dict[str, Any]] = {}
     for position in (p for p, rank in sends.items() if rank == peers.rank):
@@ -420,19 +420,19 @@ def reshard(
     number: int,
     division: Division,
 ) -> tuple[Cut, RankShards | None]:
-    """Cuts all units for `peers`; a collective. Returns the new cut, and what this rank held of the
-    one it was made from; on an error nothing has changed.
+    """Reshards all units for `peers`; a collective. Returns the new sharding, and this rank's
+    shards of the one it was made from; on an error nothing has changed.
 
     Args:
-        held: the cuts of which this rank holds shards; none in a joiner.
-        scalars, keys: of the optimizer's state by unit; the same on all ranks. Where tensors are
-            whole their owners tell them.
-        number: of the new cut.
+        held: shardings of which this rank holds shards; none in a joiner.
+        scalars, keys: of the optimizer's state by unit; the same on all ranks. For whole tensors
+            their owners send them.
+        number: of the new sharding.
         division: of `peers`.
 
     Raises:
-        ShardsLostError: no cut is complete any more.
-        MembershipChanged: the group is over.
+        ShardsLostError: no sharding is complete any more.
+        MembershipChanged: the group has ended.
     """
     rank, world_size = peers.rank, peers.world_size
     told = newest_of(peers.all_gather_integers(rows_of(held)))
@@ -484,7 +484,7 @@ def reshard(
 
 
 def division_cut(division: Division, rank: int, number: int) -> Cut:
-    """What `rank` holds of a division."""
+    """Returns the part of a division held by `rank`."""
     return Cut(
         number=number,
         world_size=division.shards,

@@ -1,9 +1,9 @@
-"""Parameters and optimizer state of one model, as this rank holds them: whole at first, then cut
-over the ranks of a group.
+"""Parameters and optimizer state of one model on this rank: unsharded at first, then sharded over
+the ranks of a group.
 
-It changes the cut, and has the whole put together (`whole_vectors.py`): for checkpoints, for
-operations between steps, for the user. It knows nothing of steps (`engine.py`) and of when units
-are gathered (`execution.py`). The training thread owns it.
+It changes the sharding, and assembles the complete state (`whole_vectors.py`): for checkpoints, for
+operations between steps, for the user. It knows nothing of steps (`engine.py`) or of when units are
+gathered (`execution.py`). Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ _MUCH_PADDING: Final = 2.0
 
 
 class ShardedState(StateInParts):
-    """The state of a model's units and of the optimizer over them."""
+    """State of a model's units and of the optimizer over them."""
 
     def __init__(
         self,
@@ -72,41 +72,42 @@ class ShardedState(StateInParts):
         stage: Stage,
         divide: Callable[[Topology], Division] = among_all,
     ) -> None:
-        """`divide`: gives the division for how a group's ranks lie on hosts."""
+        """`divide`: returns the division for a group's distribution over hosts."""
         self.module = module
         self.units: Sequence[Unit] = execution.units
         self.trained = [unit for unit in execution.units if unit.trained]
         self.cut: Cut | None = WHOLE
-        """None: nothing; a joiner that has got no shards yet."""
+        """None for a joiner that has not received any shards yet."""
         self.division = Division(world_size=1, shards=1)
-        """How the ranks that it is cut for are divided."""
+        """Division of the current ranks."""
         self._divide = divide
         self._execution = execution
         self._stage = stage
         self._before: RankShards | None = None
-        """The shards of the cut before, until the next commit."""
+        """Shards of the previous sharding, until the next commit."""
         self._copies: list[RankShards] = []
-        """Shards that another rank holds alone beside this one, until they are cut anew."""
+        """Copies of shards that only one other rank holds, until the next resharding."""
         self._places: list[list[ParameterIndex]] = []
-        """The parameters of the optimizer's groups, in the user's order."""
+        """Parameters of the optimizer's groups, in the user's order."""
         self._state = ShardedOptimizerState(None)
         self.mirrors = TravellingMirrors(self.units, "device")
         self.whole_tensors = False
-        """The optimizer looks at whole tensors: each has one owner."""
+        """True if the optimizer considers entire tensors, so that each has one owner."""
         self._scalars: list[list[dict[str, Any]]] = [
             [{} for _ in unit.parameters] for unit in self.units
         ]
         self._keys: list[dict[str, torch.dtype]] = [{} for _ in self.units]
-        """Names and dtypes of the optimizer's state, in a joiner that has got no shards yet."""
+        """Names and dtypes of the optimizer's state, in a joiner that has not received any shards
+        yet."""
 
     def keep_tensors_whole(self) -> None:
-        """No tensor is ever cut. Before `use_optimizer`, and before the first cut."""
+        """Keeps every tensor whole. Call before `use_optimizer` and before the first sharding."""
         self.whole_tensors = True
         for number, unit in enumerate(self.units):
             unit.keep_tensors_whole(number)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `StateInParts`: it updates pieces."""
+        """Sets the optimizer, which updates pieces."""
         where = {
             id(p): (u, i)
             for u, unit in enumerate(self.units)
@@ -134,12 +135,12 @@ class ShardedState(StateInParts):
 
     @property
     def whole(self) -> bool:
-        """It is not cut: this rank holds all of it."""
+        """True if it is not sharded, so that this rank holds everything."""
         return self.cut is WHOLE
 
     def cut_whole(self, *, number: int, rank: int, topology: Topology) -> None:
-        """The first cut of a state that every rank holds whole: nothing is sent. `topology`: of the
-        ranks."""
+        """Shards a state that every rank holds entirely for the first time, without communication.
+        `topology`: of the ranks."""
         self.division = self._divide(topology)
         cut = division_cut(self.division, rank, number)
         for unit in self.units:
@@ -151,11 +152,11 @@ class ShardedState(StateInParts):
         self._warn_of_padding()
 
     def regroup(self, group: Group) -> None:
-        """Cuts it for the ranks of another group, out of the shards that they hold. A collective.
+        """Reshards the state for the ranks of another group from their shards. A collective.
 
         Raises:
             ShardsLostError: some shard and its mirror are gone.
-            MembershipChanged: the group is over.
+            MembershipChanged: the group has ended.
         """
         number = group.generation.number
         if self.cut is not None and self.cut.number == number:
@@ -187,7 +188,8 @@ class ShardedState(StateInParts):
             self._execution.gather_all()
 
     def _warn_of_padding(self) -> None:
-        """Where tensors are whole a unit's shards are as long as its largest owner's."""
+        """Warns of padding: for whole tensors a unit's shards are as long as its largest
+        owner's."""
         whole, padded = (
             sum(unit.layout.numel for unit in self.units),
             sum(unit.layout.padded_numel for unit in self.units),
@@ -202,23 +204,22 @@ class ShardedState(StateInParts):
             )
 
     def updated(self) -> None:
-        """The optimizer has stepped."""
+        """Handles an optimizer step."""
         for unit in self.trained:
             if unit.home.keeps_files:
                 self._state.bring_home(unit)
         self.mirrors.put_away(self.optimizer, updated=True)
 
     def bring_mirrors(self) -> None:
-        """All that this rank holds is on the device."""
+        """Brings everything that this rank holds to the device."""
         self.mirrors.bring(self.optimizer)
 
     def committed(self) -> None:
-        """A step was applied on this cut: what is held of the state before it is no longer of
-        use."""
+        """Drops the earlier sharding after a step was applied on the current one."""
         self._before, self._copies = None, []
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
-        """See `TrainingEngine.keep_two_copies`."""
+        """Implements `TrainingEngine.keep_two_copies`."""
         if self.cut is not None:
             try:
                 held, scalars, keys = self._agreed(channel)
@@ -226,15 +227,15 @@ class ShardedState(StateInParts):
                 return  # cutting it anew says so
             copied = copy_singles(self.units, held, keys, channel, leaving)
             if copied is not None:
-                # First: who leaves does so when it has heard of all the others below.
+                # First, since a leaving rank leaves once it has heard from all others below.
                 self._copies = merge_copies(
                     self._copies, *copied, scalars if self.whole_tensors else None
                 )
                 channel.exchange(b"")
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """What other ranks hold as well: shards that are mirrored, and parameters that are whole on
-        every rank."""
+        """Returns state that other ranks hold as well: mirrored shards, and unsharded
+        parameters."""
         self.bring_mirrors()
         state = self.optimizer.state if self.optimizer is not None else {}
         shards: dict[int, dict[str, torch.Tensor]] = {}
@@ -263,7 +264,7 @@ class ShardedState(StateInParts):
         return common
 
     def _held(self, *, values_alone: bool = False) -> list[RankShards]:
-        """The cuts of which this rank holds shards."""
+        """Returns the shardings of which this rank holds shards."""
         self.bring_mirrors()
         keys = [{} if values_alone else self._state.element_keys(unit) for unit in self.units]
         held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []
@@ -272,8 +273,8 @@ class ShardedState(StateInParts):
     def _agreed(
         self, channel: Channel
     ) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-        """What this rank holds, and the scalars and keys of the whole state, which the owners of
-        whole tensors tell. Part of an operation. Raises as `regroup`."""
+        """Returns this rank's shards, and the scalars and keys of the complete state, which the
+        owners of whole tensors send. Part of an operation. Raises like `regroup`."""
         held = self._held()
         if self.whole_tensors:
             sends, mine, _ = agree(held, channel)
@@ -287,7 +288,8 @@ class ShardedState(StateInParts):
     # -------------------------------------------------------------------- what every rank has of it
 
     def capture_common(self) -> dict[str, Any]:
-        """What is the same on all ranks: buffers, and the optimizer's settings and counts."""
+        """Returns the part that is the same on all ranks: buffers, and the optimizer's settings and
+        counts."""
         return {
             "unsaved": unsaved_buffers(self.module),
             "buffers": ModuleState(self.module).beside_parameters(),
@@ -306,8 +308,8 @@ class ShardedState(StateInParts):
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `capture_common` gave on a peer. A rank that has cut nothing holds
-        nothing afterwards: its shards come by `regroup`."""
+        """Restores a peer's `capture_common`. A rank that has not sharded anything then holds
+        nothing: its shards come by `regroup`."""
         load_captured(self.module, state["buffers"])
         self.settings = state["settings"]
         if self.whole:
@@ -323,7 +325,7 @@ class ShardedState(StateInParts):
         return self._as_one_process(assemble(self.units, held, keys, channel), scalars)
 
     def capture_whole(self) -> dict[str, Any]:
-        """Returns a state that is not cut, in the form that `assemble` returns."""
+        """Returns an unsharded state in the format of `assemble`."""
         keys = [self._state.element_keys(unit) for unit in self.units]
         scalars = [self._state.scalars(unit) for unit in self.units]
         return self._as_one_process(
@@ -331,8 +333,8 @@ class ShardedState(StateInParts):
         )
 
     def part(self, channel: Channel) -> StatePart | None:
-        """This rank's part of what `assemble` gives; None: it holds the whole. Part of an
-        operation. Raises as `regroup`."""
+        """Returns this rank's part of the result of `assemble`; None if it holds everything. Part
+        of an operation. Raises like `regroup`."""
         if self.cut is None or isinstance(channel, LocalChannel):
             return None
         held, scalars, keys = self._agreed(channel)
@@ -353,7 +355,7 @@ class ShardedState(StateInParts):
         wholes: Sequence[Mapping[str, torch.Tensor]],
         scalars: Sequence[Sequence[Mapping[str, Any]]],
     ) -> dict[str, Any]:
-        """The state with these vectors of the units, and this beside them."""
+        """Returns the state with these vectors of the units and these scalars."""
         saved = (
             optimizer_state(self._places, self.settings, self.units, scalars, wholes)
             if self.optimizer is not None
@@ -365,8 +367,8 @@ class ShardedState(StateInParts):
         )
 
     def restore_whole(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `assemble` of any strategy gave. It is whole here afterwards, and cut
-        anew when the next step begins."""
+        """Restores the result of `assemble` of any strategy. It is unsharded afterwards, and
+        sharded again when the next step begins."""
         self.check(state)
         for unit in self.units:
             unit.make_whole()
@@ -404,9 +406,9 @@ class ShardedState(StateInParts):
         return assemble(self.units, self._held(values_alone=True), nothing, channel)
 
     def make_whole_again(self, channel: Channel) -> None:
-        """Where some rank has not cut its state yet and others have, for ranks of which some may be
-        gone: all have it whole afterwards. It is the same, since no step was taken on a cut that
-        not all have. Part of an operation. Raises as `regroup`."""
+        """Makes the state unsharded on all ranks if only some have sharded it yet and others may be
+        gone. It is unchanged, since no step was taken on a sharding that not all have. Part of an
+        operation. Raises like `regroup`."""
         told = channel.exchange(b"whole" if self.whole else b"")
         if all(told) or not any(told):
             return
@@ -415,11 +417,11 @@ class ShardedState(StateInParts):
             self.restore_whole(state)
 
     def fill(self, channel: Channel) -> None:
-        """Parameters that are whole on every rank get their newest values. Part of an operation.
-        Raises as `regroup`."""
+        """Updates parameters that are unsharded on every rank. Part of an operation. Raises like
+        `regroup`."""
         if self._stage is Stage.PARAMETERS or self.cut is None:
             return
-        # also where it is not cut yet: a peer may have begun the first step
+        # even if it is not sharded yet: a peer may have begun the first step
         wholes = self._whole_values(channel)
         if self.whole:
             return
@@ -428,8 +430,8 @@ class ShardedState(StateInParts):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """While open, the parameters are whole here and stay so, whatever is computed. Part of an
-        operation. Raises as `regroup`."""
+        """Keeps the parameters unsharded here within the block, whatever is computed. Part of an
+        operation. Raises like `regroup`."""
         if self.cut is None:
             yield
             return
@@ -472,7 +474,7 @@ class ShardedState(StateInParts):
         }
 
     def _named(self, wholes: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, Any]:
-        """The module's state with these values of its parameters."""
+        """Returns the module's state with these values of its parameters."""
         views = {
             id(parameter): view
             for unit, whole in zip(self.units, wholes, strict=True)

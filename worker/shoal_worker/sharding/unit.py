@@ -51,8 +51,8 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(enum.IntEnum):
-    """What is sharded; each stage includes those before (Rajbhandari et al., "ZeRO", SC 2020,
-    section 5)."""
+    """The sharded state; each stage includes the previous ones (Rajbhandari et al., "ZeRO", SC
+    2020, section 5)."""
 
     OPTIMIZER = 1
     GRADIENTS = 2
@@ -60,22 +60,22 @@ class Stage(enum.IntEnum):
 
 
 class Holding:
-    """A shard that this rank holds: its own, or its mirror of another rank's."""
+    """A shard on this rank: its own, or its mirror of another rank's."""
 
     def __init__(self, unit: Unit) -> None:
         self.position: int | None = None
-        """Whose it is; None: it is empty."""
+        """Position of the shard; None if it is empty."""
         self._home = unit.home
         self.shard = torch.empty(0, dtype=unit.dtype, device=unit.home.device)
         self.pieces = tuple(
             nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters
         )
-        """Its part of each parameter, one-dimensional, or whole: what the optimizer updates. The
-        same objects for ever, with other memory after each `hold`."""
+        """Its part of each parameter, one-dimensional or whole, which the optimizer updates. Always
+        the same objects, with other memory after each `hold`."""
         self.cuts: tuple[Piece, ...] = ()
         self._whole_tensors = False
         self.gradient: torch.Tensor | None = None
-        """Summed over the ranks; None: not reduced in this step."""
+        """Sum over the ranks; None if not reduced in this step."""
 
     def hold(self, position: int | None, shard: torch.Tensor, layout: UnitLayout) -> None:
         """Holds the shard of a position; None: nothing."""
@@ -98,10 +98,10 @@ class Holding:
             piece.data = layout.piece(shard, cut)
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
-        """Gives the optimizer its gradients: the sum over `divisor`; None for parameters that no
-        rank used (`present`), and for those of other ranks where tensors are whole: an optimizer
-        that looks at more than an element need not take an empty tensor. They are there when the
-        home says that what was brought has arrived."""
+        """Passes gradients to the optimizer: the sum over `divisor`; None for parameters that no
+        rank used (`present`), and for those of other ranks if tensors are whole, since a
+        non-elementwise optimizer need not accept an empty tensor. They are available when the home
+        reports the transfer complete."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
             gradient = self._home.bring(gradient.div_(divisor), self.shard.dtype)
@@ -112,7 +112,7 @@ class Holding:
                 piece.grad = gradient[cut.offset : cut.offset + cut.length].view(piece.shape)
 
     def forget_gradients(self) -> None:
-        """Nothing is summed and nothing handed out."""
+        """Drops sums and final gradients."""
         self.gradient = None
         for piece in self.pieces:
             piece.grad = None
@@ -135,20 +135,20 @@ class Unit:
         leaves: Sequence[torch.Tensor] | None = None,
         whereabouts: Whereabouts | None = None,
     ) -> None:
-        """Takes the parameters' memory over, whole; `cut` or `adopt` comes next.
+        """Takes over the parameters' memory, unsharded; `cut` or `adopt` follows.
 
         Args:
             name: for errors.
             parameters, names: of the module.
             stage: what is sharded.
-            wide: gradients are summed in float64.
-            param_dtype: of the whole parameters, once they are cut; None: their own, which is the
-                shards' in any case.
-            reduce_dtype: of gradients on the wire; None: that of the sum.
-            home: where shards are kept; None: beside the parameters.
-            leaves: where autograd leaves gradients: DTensors around the parameters, or the
-                parameters; None: these.
-            whereabouts: of the model's hidden parameters; None: they are of no model.
+            wide: sum gradients in float64.
+            param_dtype: of the unsharded parameters, once they are sharded; None: their own, which
+                is the shards' in any case.
+            reduce_dtype: of gradients in transfers; None: that of the sum.
+            home: memory of the shards; None: next to the parameters.
+            leaves: tensors on which autograd leaves gradients: DTensors around the parameters, or
+                the parameters; None: these.
+            whereabouts: of the model's hidden parameters; None if they belong to no model.
         """
         self.name = name
         self.parameters = tuple(parameters)
@@ -158,11 +158,11 @@ class Unit:
         self.dtype = self.parameters[0].dtype
         """Dtype of the shards."""
         self.device = self.parameters[0].device
-        """Device of the whole parameters."""
+        """Device of the unsharded parameters."""
         self.home = home or Home(self.device)
         self.stage = stage
         self.sum_dtype = torch.float64 if wide or self.dtype == torch.float64 else torch.float32
-        """Dtype in which gradients are summed."""
+        """Dtype of gradient sums."""
         self._wire_dtype = reduce_dtype or self.sum_dtype
         self._whole_dtype = (
             param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
@@ -172,7 +172,7 @@ class Unit:
         self.layout = layout_of(self.parameters, 1)
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
-        """Which parameters got a gradient in this step."""
+        """Parameters with a gradient in this step."""
         whereabouts = self._whereabouts = whereabouts or Whereabouts()
         shapes = (
             None if isinstance(leaf, DTensor) else shape
@@ -185,31 +185,31 @@ class Unit:
                 for name, shape in zip(names, shapes, strict=True)
             ],
         )
-        """What torch's own calls find in the leaves while the values, or the gradients, are
+        """State of the leaves as seen by torch's own calls while the values or the gradients are
         elsewhere."""
         self.compressed: Callable[[torch.Tensor, torch.Tensor], Pending] | None = None
-        """In the place of the collectives' reduce-scatter."""
+        """Replaces the collectives' reduce-scatter."""
         self.resident = False
-        """Its memory and values stay until the next change, although it counts as freed: see
-        `ShardedExecution.keep_whole`."""
+        """True if its memory and values stay until the next change, although it counts as freed:
+        see `ShardedExecution.keep_whole`."""
         self.in_step = self.watched = False
-        """Passes of a step may write to the whole parameters; and what they write in place by way
-        of `.data` is looked for."""
+        """True if passes of a step may write to the unsharded parameters; `watched`: whether
+        in-place writes through `.data` are detected."""
         self.is_lost: Callable[[], bool] = bool
-        """Whether the step is lost: a collective that failed may have left any values in the whole
-        parameters."""
+        """Returns whether the step is lost: a failed collective may have left arbitrary values in
+        the unsharded parameters."""
         self.proves_lost: Callable[[], bool] = bool
-        """The same, once all collectives ordered so far have ended: on a device a failure is heard
-        of late."""
+        """Returns the same once all collectives ordered so far have ended: on a device, failures
+        are reported late."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._sampled: torch.Tensor | None = None
-        """A few elements of each parameter as they were gathered; None: nothing was, or not here to
-        be read."""
+        """Sampled elements of each parameter after gathering; None if nothing was gathered or it is
+        not readable here."""
         self._sent: torch.Tensor | None = None
-        """The shard on its way to the others."""
+        """Shard being sent to the others."""
         self._gradient: torch.Tensor | None = None
-        """This rank's own gradient of all elements, weighted; None: nothing added yet."""
+        """This rank's own weighted gradient of all elements; None if nothing was added yet."""
         values = [p.detach() for p in self.parameters]
         self._replace(self.layout, self.dtype)
         for view, value in zip(self._views, values, strict=True):
@@ -224,14 +224,14 @@ class Unit:
     # --------------------------------------------------------------------------------------- layout
 
     def keep_tensors_whole(self, turn: int) -> None:
-        """From the first cut on, no parameter is cut. Before it, parameters are whole here anyway.
-        `turn`: see `UnitLayout`."""
+        """Keeps every parameter whole from the first sharding on. Before it, parameters are
+        unsharded anyway. `turn`: see `UnitLayout`."""
         assert self.layout.world_size == 1
         self.layout = replace(self.layout, whole_tensors=True, turn=turn)
         self.own.hold(0, self._full, self.layout)
 
     def cut(self, world_size: int, position: int, mirrored: int | None) -> None:
-        """Cuts parameters that are whole here into so many shards, and holds two of them."""
+        """Shards parameters that are unsharded here, and holds two of the shards."""
         assert self._gathered
         self.finish_gathering()
         whole = self.layout.in_order(self._full)
@@ -246,8 +246,8 @@ class Unit:
         position: int,
         mirrored: int | None,
     ) -> None:
-        """Holds shards that were cut for so many ranks; the other elements are fetched when they
-        are needed."""
+        """Adopts shards of a division into `world_size`; the other elements are fetched on
+        demand."""
         self.finish_gathering()
         self._replace(self.layout.over(world_size), self._whole_dtype)
         self._hold(position, mirrored, shards.__getitem__)
@@ -255,7 +255,7 @@ class Unit:
         self.free()
 
     def make_whole(self, flat: torch.Tensor | None = None) -> None:
-        """Holds all of it here, as a world of one would, with these values, or any."""
+        """Holds everything here, as in a world of one, with these or arbitrary values."""
         self.finish_gathering()
         self._replace(self.layout.over(1), self.dtype)
         if flat is not None:
@@ -265,14 +265,14 @@ class Unit:
         self.mirror.hold(None, self._full[:0], self.layout)
 
     def fill(self, flat: torch.Tensor) -> None:
-        """The whole values, from elsewhere than a gathering; the cut stays."""
+        """Sets the unsharded values from another source than gathering; the sharding stays."""
         self.finish_gathering()
         self._allocate()
         self._put(flat)
         self._gathered = True
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Takes other values of all parameters; the cut stays."""
+        """Loads other values of all parameters; the sharding stays."""
         self.finish_gathering()
         whole = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
         for view, value in zip(self.layout.views(whole), values, strict=True):
@@ -285,7 +285,7 @@ class Unit:
             self._full.copy_(whole)
 
     def _put(self, elements: torch.Tensor) -> None:
-        """The whole values, in the order of the parameters."""
+        """Writes the unsharded values, in the order of the parameters."""
         for view, value in zip(self._views, self.layout.over(1).views(elements), strict=True):
             view.copy_(value)
 
@@ -314,7 +314,7 @@ class Unit:
     def _hold(
         self, position: int, mirrored: int | None, values: Callable[[int], torch.Tensor]
     ) -> None:
-        """`values`: of the shard at a position."""
+        """Fills the holdings. `values`: returns those of the shard at a position."""
         for holding, where in ((self.own, position), (self.mirror, mirrored)):
             if where is None:
                 shard = self.home.empty(0, self.dtype)
@@ -330,7 +330,8 @@ class Unit:
     # ----------------------------------------------------------------------------------- parameters
 
     def start_gathering(self, collectives: Collectives) -> bool:
-        """Begins to fetch the whole parameters. False: they are here, or on their way."""
+        """Starts to gather the unsharded parameters. Returns False if they are here or already
+        being gathered."""
         if self._gathered or self._gathering is not None:
             return False
         if self.resident:
@@ -348,7 +349,7 @@ class Unit:
             self._show()
 
     def finish_gathering(self) -> None:
-        """Returns when what was begun is here, or the step is lost."""
+        """Waits until gathered parameters are here, or the step is lost."""
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             self._gathered = gathering.wait()
@@ -363,8 +364,8 @@ class Unit:
         )
 
     def free(self) -> None:
-        """Gives back the whole parameters' memory, where parameters are sharded. Elsewhere it
-        stays; if it is a copy of shards that are updated apart, nobody is to take it for them."""
+        """Frees the unsharded parameters' memory if parameters are sharded. Otherwise it stays; if
+        it is a copy of shards that are updated separately, it must not be mistaken for them."""
         uncut = self.own.shard is self._full  # there is no other copy
         if uncut or not self.apart:
             return
@@ -386,8 +387,8 @@ class Unit:
                 self._full.untyped_storage().resize_(0)
 
     def refuse_written(self) -> None:
-        """Raises ConfigurationError: a pass has written to the whole parameters, whose memory goes,
-        or given one another memory."""
+        """Raises ConfigurationError if a pass has written to the unsharded parameters, whose memory
+        is freed, or replaced one's memory."""
         if not self.in_step or self.is_lost():
             return
         name, shard = self.moved, self.own.shard
@@ -402,7 +403,7 @@ class Unit:
             raise written_in_vain(name, self._whereabouts.strategy)
 
     def _written_in_place(self, before: torch.Tensor) -> str | None:
-        """Name of a parameter of which an element is another than it was, if there is one."""
+        """Returns the name of a parameter with a changed element, if any."""
         now = self._sample()
         if now is None or same(now, before):
             return None
@@ -412,8 +413,8 @@ class Unit:
 
     @property
     def moved(self) -> str | None:
-        """Name of a parameter that somebody has put elsewhere than where the ranks' values come, if
-        there is one."""
+        """Name of a parameter that was moved away from the memory that receives the ranks' values,
+        if any."""
         for name, view, parameter in zip(
             self.parameter_names, self._views, self.parameters, strict=True
         ):
@@ -424,8 +425,7 @@ class Unit:
         return None
 
     def changed(self) -> None:
-        """The optimizer has stepped: what was gathered before is stale, but for what is not
-        trained."""
+        """Handles an optimizer step: gathered values are stale, except untrained ones."""
         self.finish_gathering()
         self.resident = self.in_step = False
         if self.stage is Stage.PARAMETERS:
@@ -438,8 +438,8 @@ class Unit:
     # ------------------------------------------------------------------------------------ gradients
 
     def add_gradient(self, index: int, factor: float) -> None:
-        """Takes over the gradient of one parameter, weighted by `factor`; zero: it may hold
-        anything, NaN among it."""
+        """Adds the gradient of one parameter, weighted by `factor`; for zero, its contents do not
+        matter, even NaN."""
         gradient = taken_gradient(self.leaves[index])
         if gradient is None:
             return
@@ -450,8 +450,8 @@ class Unit:
         self.added(index).add_(gradient.to(self.sum_dtype), alpha=factor)
 
     def added(self, index: int) -> torch.Tensor:
-        """What was added of one parameter's gradient and is not reduced yet, in the parameter's
-        shape."""
+        """Returns the accumulated gradient of one parameter that is not reduced yet, in the
+        parameter's shape."""
         if self._gradient is None:
             self._gradient = torch.zeros(
                 self.layout.padded_numel, dtype=self.sum_dtype, device=self.device
@@ -462,8 +462,8 @@ class Unit:
         )
 
     def start_reducing(self, collectives: Collectives) -> Reducing:
-        """Begins to sum the gradients over the ranks. Every rank takes part, also one that has
-        none."""
+        """Starts to sum the gradients over the ranks. Every rank takes part, even without a
+        gradient."""
         gradient, self._gradient = self._gradient, None
         if gradient is None:
             gradient = torch.zeros(
@@ -477,11 +477,11 @@ class Unit:
         )
 
     def has_gradient(self) -> bool:
-        """Something was added that is not reduced yet."""
+        """Returns whether something was accumulated that is not reduced yet."""
         return self._gradient is not None
 
     def forget_gradients(self) -> None:
-        """Nothing is added up and nothing handed out."""
+        """Drops accumulated and final gradients."""
         self._gradient = None
         self.touched = [False] * len(self.parameters)
         self.hidden.forget_gradients()
@@ -490,7 +490,7 @@ class Unit:
 
 
 class Reducing:
-    """The sum of one unit's gradients, on its way."""
+    """Sum of one unit's gradients in progress."""
 
     def __init__(
         self, unit: Unit, shard: torch.Tensor, gradient: torch.Tensor, pending: Pending
@@ -498,7 +498,7 @@ class Reducing:
         self._unit = unit
         self._shard = shard
         self._gradient = gradient
-        """Held until the sum has arrived: it is being sent."""
+        """Kept until the sum has arrived, since it is being sent."""
         self._pending = pending
 
     def wait(self) -> None:
@@ -509,8 +509,8 @@ class Reducing:
 
 
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-    """This rank's part of the gradient that autograd has left, which is left no longer. Of a
-    DTensor it may be summed over the ranks of its mesh: a collective of them."""
+    """Takes this rank's part of the gradient left by autograd, and removes it. A DTensor's may be
+    summed over the ranks of its mesh: a collective of them."""
     gradient = gradient_of(leaf)
     drop_gradient(leaf)
     if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):

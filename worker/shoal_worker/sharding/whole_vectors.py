@@ -1,12 +1,12 @@
-"""Puts vectors together that are cut over ranks, in an operation between steps; or agrees on who
-writes which part of them.
+"""Assembles vectors sharded over ranks, in an operation between steps; or agrees on who writes
+which part of them.
 
-By messages to all members instead of an all-gather: in an operation the newest group may have
-spectators, and the shards may still be cut for the group before, with mirrors in the place of ranks
-that are gone.
+Uses messages to all members instead of an all-gather: in an operation the newest group may have
+learners, and the shards may still belong to the previous group, with mirrors in place of lost
+ranks.
 
-Model and optimizer state are in the form that one process would have: under the module's names,
-with whole shapes, indexed as torch's optimizers do. What every strategy saves, and can load.
+Model and optimizer state have the format of a single process: the module's names, unsharded shapes,
+indices as in torch's optimizers. Every strategy saves it and can load it.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shoal_worker.sharding.unit import Unit
 from shoal_worker.state.tree import Run
 
 ParameterIndex = tuple[int, int]
-"""A parameter: index of its unit, and in the unit."""
+"""A parameter: index of its unit, and index in the unit."""
 
 
 def optimizer_state(
@@ -46,8 +46,8 @@ def optimizer_state(
     scalars: Sequence[Sequence[Mapping[str, Any]]],
     wholes: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Returns what `torch.optim.Optimizer.state_dict()` of one process would. `places`: the
-    parameters of each group."""
+    """Returns the result that `torch.optim.Optimizer.state_dict()` would give on a single process.
+    `places`: the parameters of each group."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for group, own in zip(places, settings, strict=True):
@@ -69,8 +69,7 @@ def spread(
     units: Sequence[Unit],
     state: ShardedOptimizerState,
 ) -> None:
-    """Gives the pieces that the units hold their part of the optimizer state of
-    `optimizer_state`."""
+    """Gives the units' pieces their parts of a result of `optimizer_state`."""
     by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
     number = 0
     for group in places:
@@ -110,13 +109,14 @@ def assemble(
     keys: Sequence[Mapping[str, torch.dtype]],
     channel: Channel,
 ) -> list[dict[str, torch.Tensor]]:
-    """The whole vectors of each unit, flat, without padding; perhaps the very ones that are held.
+    """Returns the complete vectors of each unit, flat, without padding; possibly the same tensors
+    that are held.
 
-    `held`, `keys`: see `reshard`; no keys give the values alone.
+    `held`, `keys`: see `reshard`; without keys only the values.
 
     Raises:
-        ShardsLostError: no cut is complete any more.
-        MembershipChanged: the group is over.
+        ShardsLostError: no sharding is complete any more.
+        MembershipChanged: the group has ended.
     """
     sends, mine, everywhere = agree(held, channel)
     world_size = len(sends)

@@ -1,9 +1,9 @@
-"""What a rank holds of the parameters of its part, and of the optimizer's state of them: all that
-the replicas hold alike, or its shard.
+"""A rank's storage of the parameters of its part and of their optimizer state: a full copy on each
+replica, or a shard.
 
-In shards it is what zero1, zero2 and fsdp do, among the ranks that hold the same part: each updates
-its shard and the one that it mirrors, and they gather the parameters: after the update, or for the
-passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5;
+The sharded form works like zero1, zero2 and fsdp among the ranks that hold the same part: each
+updates its shard and the one that it mirrors, and the parameters are gathered after the update or
+for the passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5;
 docs/explanation/mesh.md#sharding-along-the-data-axis.)
 """
 
@@ -40,12 +40,11 @@ from shoal_worker.sharding.whole_vectors import spread
 _NO_CAP: Final = float("inf")
 
 State = Mapping[str, Mapping[str, Any]]
-"""State of an optimizer, by the parameters' names, in the shapes of `pieces`."""
+"""Optimizer state by parameter name, in the shapes of `pieces`."""
 
 
 class DataAxis(abc.ABC):
-    """One way of holding `pieces`: the parameters of a rank's part, as the module computes with
-    them."""
+    """One way of storing `pieces`, the parameters of a rank's part as the module uses them."""
 
     execution: ShardedExecution | None = None
     """Gathers and frees the pieces block by block, where they are whole only while a block
@@ -56,50 +55,50 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def gather(self) -> None:
-        """Before passes of a pipeline: the pieces are whole until `free`. A collective of the
+        """Makes the pieces whole until `free`, before passes of a pipeline. A collective of the
         replicas. A failure marks the step lost, or raises MembershipChanged if there is none."""
 
     @abc.abstractmethod
     def free(self) -> None:
-        """What is held at rest is enough again."""
+        """Returns to the storage between passes."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """The module is another's from here on."""
+        """Detaches from the module."""
 
     @property
     @abc.abstractmethod
     def own(self) -> Mapping[str, torch.Tensor]:
-        """What this rank updates as its own."""
+        """Tensors that this rank updates as their owner."""
 
     @abc.abstractmethod
     def use(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State
     ) -> None:
-        """The optimizer updates what is here, from this state on. `groups`: names of its
-        parameters, perhaps of some that are not here."""
+        """Attaches the optimizer with the given state. `groups`: names of its parameters, possibly
+        including some that are not here."""
 
     @abc.abstractmethod
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
-        """Takes these values of all pieces."""
+        """Loads values of all pieces."""
 
     @abc.abstractmethod
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """For `gather`."""
+        """Returns the stored runs, for `gather`."""
 
     @abc.abstractmethod
     def changed(self) -> None:
-        """What this rank updates has other values now: the pieces are theirs when they are gathered
-        next. Communicates nothing."""
+        """Records that the values updated by this rank have changed; the pieces follow at the next
+        gather. Does not communicate."""
 
     @abc.abstractmethod
     def fetch(self) -> None:
-        """Where pieces are whole at rest they become what their owners have. A collective of the
-        replicas, whose failure marks the step lost."""
+        """Copies the owners' values to pieces that are whole between passes. A collective of the
+        replicas, the failure of which marks the step lost."""
 
     def updated(self) -> None:
-        """The optimizer has stepped: the pieces become what it has made, now or when they are
-        gathered. A failure marks the step lost."""
+        """Makes the result of the optimizer's step available in the pieces, now or at the next
+        gather. A failure marks the step lost."""
         self.changed()
         self.fetch()
 
@@ -113,18 +112,19 @@ class DataAxis(abc.ABC):
         averages: bool,
         device: torch.device,
     ) -> MeshGradients:
-        """`counts(name)`: of the ranks of a replica this one counts the parameter in the norm.
-        `first`: it is of the first replica. The others: see `MeshGradients`."""
+        """Creates the gradients. `counts(name)`: whether this rank, among the ranks of a replica,
+        counts the parameter in the norm. `first`: whether it belongs to the first replica. For the
+        others see `MeshGradients`."""
 
 
 class Replicated(DataAxis):
-    """The data axis where each rank of it holds all values."""
+    """Data axis on which each rank holds all values."""
 
     def gather(self) -> None:
-        """See `DataAxis`: they are whole."""
+        """Does nothing: the pieces are always whole."""
 
     def free(self) -> None:
-        """See `DataAxis`: they stay whole."""
+        """Does nothing: the pieces stay whole."""
 
     @override
     def release(self) -> None:
@@ -165,10 +165,10 @@ class Replicated(DataAxis):
         }
 
     def changed(self) -> None:
-        """See `DataAxis`: the pieces are what is updated."""
+        """Does nothing: the optimizer updates the pieces directly."""
 
     def fetch(self) -> None:
-        """See `DataAxis`: every replica has made the same."""
+        """Does nothing: every replica has computed the same update."""
 
     @override
     def gradients(
@@ -190,8 +190,8 @@ class Replicated(DataAxis):
 
 
 class InShards(DataAxis):
-    """All of them to compute with, in units whose shards the replicas own; each rank mirrors
-    another's shard."""
+    """Data axis with the parameters in units, the shards of which belong to the replicas; each rank
+    mirrors another rank's shard."""
 
     def __init__(
         self,
@@ -207,16 +207,17 @@ class InShards(DataAxis):
         prefetch: int,
         whereabouts: Whereabouts,
     ) -> None:
-        """Takes the pieces' memory over. They are whole until `free`.
+        """Takes over the pieces' memory. They are whole until `free`.
 
         Args:
-            leaves: what the module has in the pieces' places: themselves, or DTensors around them.
-            kind: pieces of one kind lie on the same ranks of a replica.
+            leaves: what the module has in the pieces' places: the pieces themselves, or DTensors
+                around them.
+            kind: pieces of one kind are on the same ranks of a replica.
             division: of the replicas.
-            bucket_bytes: what is gathered and reduced at once, where it is not by blocks.
-            blocks: with `Stage.PARAMETERS`, modules that are gathered in their passes, the
-                outermost first, with the names of their pieces; None: all are, by `gather`.
-            prefetch: how many blocks are gathered ahead.
+            bucket_bytes: amount gathered and reduced at once, unless done by blocks.
+            blocks: with `Stage.PARAMETERS`, modules gathered in their passes, the outermost first,
+                with the names of their pieces; None: all are gathered by `gather`.
+            prefetch: number of blocks gathered ahead.
             whereabouts: of the model's hidden parameters.
         """
         super().__init__(pieces)
@@ -303,7 +304,8 @@ class InShards(DataAxis):
             unit.load([values[name] for name in unit.parameter_names])
 
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """See `DataAxis`. Of shards, not of pieces: these may be out of date after a failure."""
+        """Implements `DataAxis.runs`. Of shards, not of pieces, which may be out of date after a
+        failure."""
         states = optimizer.state if optimizer is not None else {}
         runs: dict[int, dict[str, PieceState]] = {}
         for unit in self.units:
@@ -352,7 +354,7 @@ class InShards(DataAxis):
 
 
 def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
-    """A value of the optimizer's state where the optimizer looks for it."""
+    """Returns a value of the optimizer's state on the device where the optimizer expects it."""
     if not isinstance(value, torch.Tensor):
         return value
     here = value.to(piece.device) if value.dim() else value
@@ -362,8 +364,8 @@ def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
 def alike_pieces(
     pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float
 ) -> Iterator[list[str]]:
-    """What makes a unit: pieces of one kind, of at most `cap` bytes (one that is larger is a unit
-    by itself)."""
+    """Yields the units: pieces of one kind, up to `cap` bytes each (a larger piece is a unit by
+    itself)."""
     kinds: dict[tuple[torch.dtype, bool, Hashable], list[str]] = {}
     for name, piece in pieces.items():
         kinds.setdefault((piece.dtype, piece.requires_grad, kind(name)), []).append(name)

@@ -1,16 +1,16 @@
-"""The engine of tensor, pipeline and hybrid: the model's layers and stages lie on different ranks,
-which hold one replica together.
+"""The engine of tensor, pipeline and hybrid: the model's layers and stages are on different ranks,
+which together hold one replica.
 
-One engine over three axes (`layouts.py`): `tensor` and `pipeline` are those where the others have
-one rank, `hybrid` has all. The model's layers communicate in its passes, along the tensor axis and
-between the stages. A step ends as `engine/partitioned.py` says. Its gradients are sealed when those
-of this rank's part, added up over the micro-batches, are summed over the replicas, and, where these
-hold shards of the sums (`data_axis.py`), with the ranks that mirror them. After a failure the state
-is cut for the ranks that are left (`regroup`), from the parts that any of them holds. A part that
-nobody holds is lost: see docs/strategies/hybrid.md.
+One engine covers three axes (`layouts.py`): `tensor` and `pipeline` have a single rank on the other
+axes, and `hybrid` uses all. The model's layers communicate during passes, along the tensor axis and
+between stages. A step ends as described in `engine/partitioned.py`. Its gradients are final once
+those of this rank's part, accumulated over the micro-batches, are summed over the replicas and, if
+replicas hold shards of the sums (`data_axis.py`), sent to the ranks that mirror them. After a
+failure the state is split for the remaining ranks (`regroup`) from the parts that any of them
+holds. A part that no rank holds is lost: see docs/strategies/hybrid.md.
 
-How the ranks are divided now is in `rank_mesh.py`, what this rank holds of the model in `parts.py`.
-All of it runs on the training thread.
+`rank_mesh.py` holds the current division of the ranks, and `parts.py` this rank's part of the
+model. Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from shoal_worker.torch_internals import after_backward, pytree
 
 
 class MeshEngine(PartitionedEngine[ModelParts, Closing]):
-    """The state and the steps of a model that several ranks hold together."""
+    """State and steps of a model that several ranks hold together."""
 
     def __init__(self, setup: Setup, plan: MeshPlan) -> None:
         super().__init__(setup)
@@ -84,23 +84,23 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         self._checkpointed = tuple(
             name for name, part in self.module.named_modules() if "forward" in part.__dict__
         )
-        """Names of modules whose activations are computed again: their forward passes stand in
-        them, not in their classes."""
+        """Names of modules with activation checkpointing: their forward passes are attributes of
+        the modules, not of their classes."""
         self._template = template_of(self.module, self.config, own, pipelined=plan.pipelined)
         if plan.sharding is not None and plan.sharding.blocks is not None:
             # raises for names that the model does not have
             plan.sharding.blocks(self._template.module)
         self.layouts = Layouts(plan, self._template)
         self._knows_others = False
-        """It is one of several models, and `layouts` know what the others allow."""
+        """True if this is one of several models and `layouts` know the others' constraints."""
         self._mesh: RankMesh | None = None
-        """None until the first step, in a spare, and where laying it out has failed."""
+        """None until the first step, in a spare, and after its creation has failed."""
         self._in_passes = False
-        """Between a forward pass and its backward pass."""
+        """True if a forward pass is waiting for its backward pass."""
         self._begun = -1
-        """How many steps had been applied when the last one began."""
+        """Number of applied steps when the last step began."""
         self._came = False
-        """A backward pass of the step in progress has begun."""
+        """True if a backward pass of the step in progress has begun."""
         self._standing_in: nn.Module | None = None
         self._build()
 
@@ -109,14 +109,14 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return not self._plan.cuts_parameters or super()._any_optimizer
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `PartitionedEngine`. Raises ConfigurationError: the model cannot be cut for the ranks
-        that the job begins with."""
+        """Extends `PartitionedEngine.attach`. Raises ConfigurationError if the model cannot be
+        split for the ranks with which the job begins."""
         super().attach(optimizer)
         session = self._session
         if self._setup.several and not self._knows_others:
             return  # with the last of the models all are looked at
         if session.begins and not session.is_joining:
-            # those whom a death has left wait for its replacement
+            # ranks that remain after a death wait for a replacement
             self.layouts.check_start(session.world_size, ranks_may_come=session.ranks_may_come)
 
     def _make_state(self) -> ModelParts:
@@ -127,7 +127,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         self._writes_of: RankMesh | None = None
         self._attributes = ModuleAttributes(self.module, numbers=False)
         self._looked = False
-        """A step of this process was looked through for writes by way of `.data`."""
+        """True if a step of this process was checked for writes through `.data`."""
         return ModelParts(
             self.module,
             self._template,
@@ -186,17 +186,16 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def idle(self) -> bool:
-        """This rank is a spare: no whole replica could be made with it."""
+        """True if this rank is a spare: no complete replica could be formed with it."""
         return self._parts is not None and self._parts.is_empty
 
     replaces_parameters = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass, on all ranks of a replica together.
+        """Runs the module's forward pass on all ranks of a replica together.
 
         Raises:
-            ConfigurationError: in training, of a pipeline: only train_step can take a batch through
-                it.
+            ConfigurationError: a pipeline in training: only train_step can run a batch through it.
         """
         training = self._trains
         if training and self.module.training and self._plan.pipelined:
@@ -205,7 +204,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
                 "through both passes at once; call loss = model.train_step(x, y, loss_fn) in the "
                 "place of the forward pass, the loss and backward()"
             )
-        # In a loop without a loader of Shoal's a spare waits here, where its next step begins.
+        # In a loop without a Shoal loader a spare waits here for the start of its next step.
         begun = training and self.idle and self._session.step is None and self._begin_pass()
         if self._ahead or (training and not begun and not self._begin_pass()):
             return self._stand_in()(*args, **kwargs)
@@ -227,7 +226,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """See `Engine`. The ranks of a replica meet in it as in every pass."""
+        """Implements `Engine.forward_frozen`. As in every pass, the ranks of a replica
+        communicate."""
         if self._ahead:
             return self._stand_in()(*args, **kwargs)
         if self._mesh is not None and self._mesh.execution is not None:
@@ -244,7 +244,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return output
 
     def _await_gradients(self, output: Any) -> None:
-        """What the module computes with is shown until a backward pass has gone through it, or the
+        """Keeps the module's parameters visible until a backward pass has run through it or the
         step is over."""
         if self._parts is not None:
             self._parts.hidden.show()
@@ -269,7 +269,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         self._held.hidden.hide()
 
     def _begin_pass(self) -> bool:
-        """Before passes of training. True if they are part of a step."""
+        """Prepares passes of training. Returns True if they are part of a step."""
         step = self._session.ensure_step()
         if step is not self._session.step:
             return False  # a joiner's pass ahead of its loop
@@ -295,7 +295,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         self, inputs: Any, targets: Any, loss_fn: Loss | None
     ) -> torch.Tensor | None:
         if not self._begin_pass() or self._mesh is None:
-            # ahead of the loop, or the step was lost before the model was laid out
+            # ahead of the loop, or the step was lost before the model was split
             loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
             loss.backward()
             return loss
@@ -309,7 +309,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
                 dataclasses.replace(one, weight=weight)
                 for one, weight in zip(batches, weights, strict=True)
             ]
-        # of which the closing tells but the mean
+        # the closing reports only the mean of these
         several = step is not None and step.in_micro_batches
         self._note_pass()
         with LosingStep(self._session), self._passing():
@@ -340,8 +340,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """See `ShardedModel`. All ranks of a replica call it, with the same inputs, and get the
-        same outputs."""
+        """Implements `ShardedModel.predict`. All ranks of a replica call it with the same inputs
+        and get the same outputs."""
         if self._ahead:
             return call_module(self._stand_in().eval(), inputs)
         self._note_pass()
@@ -351,8 +351,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             return pytree.tree_map_only(DTensor, DTensor.full_tensor, super().predict(inputs))
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """See `ShardedModel`. Each rank computes with its part of each layer, unless parameters are
-        elsewhere between passes."""
+        """Implements `ShardedModel.generate`. Each rank computes with its part of each layer,
+        unless parameters are elsewhere between passes."""
         if self._plan.pipelined or self._plan.sharding is not None:
             return super().generate(*args, **kwargs)
         if self._options.get("loss_parallel"):
@@ -372,14 +372,15 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             return module.generate(*args, **kwargs)
 
     def _note_pass(self) -> None:
-        """The ranks of the replica are about to meet in a pass, in a step or between steps."""
+        """Records that the ranks of the replica are about to communicate in a pass, in a step or
+        between steps."""
         step = self._session.step
         if step is not None and self._mesh is not None:
             step.issues(FORWARD)
 
     @contextlib.contextmanager
     def _passing(self) -> Iterator[None]:
-        """While open, the module computes: nothing of its parameters is hidden."""
+        """Makes all parameters visible within the context, while the module computes."""
         if self._parts is None or self._in_passes:
             yield
             return
@@ -391,14 +392,13 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def _ahead(self) -> bool:
-        """This process's script is not where its peers' are, and the model is laid out over them:
-        they would not answer. Or a failure has left it laid out over nobody, and the step is
-        lost."""
+        """True if this process's script is not at the same point as its peers', which would not
+        answer, or a failure has left the model assigned to nobody and the step is lost."""
         return self.in_parts and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
-        """What such a script computes with: nobody uses the answer. The module itself where it is
-        whole."""
+        """Returns a module for such a script, with outputs that nobody uses: the module itself if
+        it is whole."""
         if not self.in_parts:
             return self.module
         if self._standing_in is None:
@@ -414,9 +414,9 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         )
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        """In a step a failure is that of the step: nothing is raised into the user's loop, and the
-        outputs are none that count. In an operation between steps it is raised, and the operation
-        done again."""
+        """Runs inputs through the pipeline. A failure in a step marks the step lost; nothing is
+        raised into the user's loop, and the outputs are meaningless. A failure in an operation
+        between steps is raised, and the operation is repeated."""
         with LosingStep(self._session, raises_outside=True):
             return self._laid_out.predict(inputs)
         return call_module(self._stand_in(), inputs)
@@ -429,7 +429,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """See `Engine`. Raises ConfigurationError: a GradScaler with a pipeline."""
+        """Implements `Engine.finish_step`. Raises ConfigurationError for a GradScaler with a
+        pipeline."""
         if (scaled or inspected) and self._plan.pipelined:
             raise ConfigurationError(
                 "a GradScaler with a pipeline: train_step takes losses through their backward "
@@ -441,8 +442,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`. Before the first step all of the state; from then on what every
-        rank has of it."""
+        """Captures the state for `TrainingEngine`: all of it before the first step, and later the
+        part that every rank has."""
         if not self.in_parts:
             own = {
                 "model": ModuleState(self.module).captured(),
@@ -470,7 +471,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             held.check(state)
             if self.in_parts and (self._mesh is None or self._mesh.group.broken is not None):
                 self._mesh = None
-                # parts of it are lost, and this is to take their place: it is cut anew when the
+                # parts of the state are lost, and this replaces them: it is split again when the
                 # next step begins
                 held.make_whole()
             held.load_values(state["model"])
@@ -481,7 +482,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         else:
             if self._mesh is None or state["applied"] != self._applied:
                 self._release()
-                # nothing, or too old: what its peers hold comes when the ranks are divided
+                # nothing, or too old: the peers' state arrives when the ranks are divided
                 held.drop()
                 self._closing = None
             held.settings = state["settings"]
@@ -502,8 +503,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         self._held.data_axis.updated()
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """See `Engine`. The replicas fetch the values from their owners when the next step begins,
-        at the latest."""
+        """Implements `Engine.exchange_update`. The replicas fetch the values from their owners no
+        later than the start of the next step."""
         super().exchange_update(update)
         self._held.data_axis.changed()
 
@@ -544,15 +545,16 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @torch.no_grad()
     def bring_together(self, channel: Channel) -> None:
-        """See `TrainingEngine`: some ranks may have begun the first step, and laid the model out
-        for ranks that are gone, others not."""
+        """Implements `TrainingEngine.bring_together`: some ranks may have begun the first step and
+        split the model for ranks that are gone."""
         if self._parts is not None and self._parts.make_whole_again(channel):
             self._mesh = None
 
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
-        """Divides the ranks anew. `gathered`: by the parts that they hold; else each has all.
+        """Divides the ranks again. `gathered`: assemble the state from the ranks' parts; otherwise
+        each rank has all of it.
 
-        A failure at any place leaves every rank with the parts that it had, so that they can be
+        A failure at any point leaves every rank with its previous parts, so that they can be
         divided again.
         """
         held, axes = self._held, self.layouts.axes(group.world_size)
@@ -586,7 +588,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def holds(self) -> list[str]:
-        """See `TrainingEngine`: the shards that it holds of its part of the model."""
+        """Lists this rank's shards of its part of the model; see `TrainingEngine`."""
         if self._mesh is None or not self.in_parts:
             return []
         cut = self._mesh.cut
@@ -616,7 +618,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         assert step is not None
         self._came = False
         if self._applied == self._begun or step.in_micro_batches or self._plan.pipelined:
-            # those of a lost step are void; micro-batches and pipelines leave none to add to
+            # gradients of a lost step are invalid; micro-batches and pipelines leave none to add to
             self._held.hidden.drop_gradients()
         self._begun = self._applied
         self._held.data_axis.fetch()  # what an update that was put back has left
@@ -692,8 +694,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         )
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: parameters that are not split, and buffers; no stages have the
-        same."""
+        """Returns unsplit parameters and buffers, which are equal on all ranks; stages have none in
+        common. See `TrainingEngine`."""
         mesh, held = self._mesh, self._held
         if mesh is None or mesh.cut.axes.pipeline > 1:
             return {}
@@ -707,7 +709,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return {"the parameters": unsplit, "the buffers": mesh.buffers.begun_from()}
 
     def _writes_to_pieces(self, mesh: RankMesh) -> WrittenParameters:
-        """Those of the ranks as they are divided now."""
+        """Returns the writes to the pieces in the current division of ranks."""
         if self._writes_of is not mesh:
             replicated = isinstance(self._held.data_axis, Replicated)
             compared, whole = (
@@ -722,7 +724,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return self._piece_writes
 
     def _agree_on_extremes(self, mesh: RankMesh, step: Step, share: Share) -> None:
-        """With the ranks that hold the same. Raises MembershipChanged."""
+        """Compares extremes with the ranks that hold the same part. Raises MembershipChanged."""
         extremes = mesh.buffers.extremes
         if extremes:
             extremes.refuse_other_shapes(self.strategy)
@@ -760,7 +762,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             return
         step = self._session.step
         if step is not None and step.control is not None:
-            # they are in the ranks' sum, and with them how the buffers changed
+            # they are included in the ranks' sum, with the changes of the buffers
             self._mesh.forget()
         else:
             self._mesh.drop_gradients()
@@ -798,7 +800,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return self._mesh is not None and self._mesh.buffers.size > 0
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """See `Engine`. A model on the meta device is made from it."""
+        """Implements `Engine.check_state`. A model on the meta device is created from it."""
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 
@@ -815,13 +817,13 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica of the model this rank belongs to; 0 in a spare."""
+        """Index of this rank's replica of the model; 0 in a spare."""
         at = self.layouts.axes(self._session.world_size).at(self._session.rank)
         return at.data if at is not None else 0
 
     @property
     def passes_with(self) -> str:  # type: ignore[override]  # read-only here
-        """See `TrainingEngine`: the ranks of its replica."""
+        """Identifies the ranks of its replica; see `TrainingEngine`."""
         return f"replica {self.data_parallel_rank}"
 
     @property
@@ -853,13 +855,14 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return whole | {"buffers": unsaved} if unsaved else whole
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: this rank's part, with the other replicas' ranks that hold the
-        same."""
+        """Returns this rank's part for comparison with ranks of other replicas that hold the same;
+        see `TrainingEngine`."""
         return self._held.in_common() if self._mesh is not None else {}
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """See `TrainingEngine`. The whole model has to fit on each rank beside its part."""
+        """Implements `TrainingEngine.whole_for`. The whole model has to fit on each rank beside its
+        part."""
         if self._parts is None or not self.in_parts:
             yield
             return
@@ -880,7 +883,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         self._setup.show(module)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """See `Engine`: a plain module, as the user wrote it."""
+        """Returns a plain module as the user wrote it; see `Engine`."""
         return self._whole_module(self._whole_state())
 
     @override

@@ -1,8 +1,8 @@
-"""The gradients of a step as far as this rank holds them: added up over micro-batches by weight,
-then over the replicas.
+"""This rank's gradients of a step: accumulated over micro-batches by weight, then summed over the
+replicas.
 
-Beside them lie how the buffers changed and which parameters were used, which the replicas sum as
-well. It knows nothing of how a step ends. The training thread owns it.
+The changes of the buffers and the set of used parameters are summed with them. This module does not
+decide how a step ends. Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from shoal_worker.sharding.unit import Reducing, Stage, Unit
 # --------------------------------------------------------------------- whole on each rank of a part
 
 _SMALLEST: Final = 1e-12
-"""A norm in float32 below it may miss squares that float32 has rounded to zero."""
+"""A float32 norm below this may miss squares that float32 has rounded to zero."""
 
 
 class MeshGradients(abc.ABC):
-    """The gradients of this rank's part of the model, for one division of the ranks."""
+    """Gradients of this rank's part of the model, for one division of the ranks."""
 
     def __init__(
         self,
@@ -45,8 +45,8 @@ class MeshGradients(abc.ABC):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """`buffers`: the part's. `averages`: losses are means, so gradients weigh what their
-        samples do."""
+        """Creates empty gradients. `buffers`: of the part. `averages`: losses are means, so
+        gradients are weighted by the number of samples."""
         self._pieces = {name: piece for name, piece in pieces.items() if piece.requires_grad}
         self._averages = averages
         wide = any(piece.dtype == torch.float64 for piece in self._pieces.values())
@@ -59,18 +59,18 @@ class MeshGradients(abc.ABC):
         self._apart = (
             None if alike else torch.zeros(buffers.size, dtype=buffers.dtype, device=device)
         )
-        """The changes of buffers, where they need a wider dtype."""
+        """Changes of buffers, if they need a wider dtype."""
         if self._apart is not None:
             self._changes = self._apart
 
     @abc.abstractmethod
     def added(self, name: str) -> torch.Tensor:
-        """What was added of one parameter's gradient and is not summed over the replicas yet, in
-        its shape; not divided by anything."""
+        """Returns the accumulated gradient of one parameter, not yet summed over the replicas, in
+        its shape and not divided by anything."""
 
     @abc.abstractmethod
     def squared_norm(self) -> float:
-        """What this rank counts of the sums' squared norm."""
+        """Returns this rank's contribution to the squared norm of the sums."""
 
     @abc.abstractmethod
     def hand_out(self, divisor: float) -> None:
@@ -87,7 +87,7 @@ class MeshGradients(abc.ABC):
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Forgets what was handed out."""
+        """Discards the gradients that were handed out."""
 
     def begin(self) -> None:
         """Begins a step."""
@@ -97,8 +97,8 @@ class MeshGradients(abc.ABC):
     def add(
         self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor
     ) -> None:
-        """What some passes have left: gradients by name, and changes of buffers. Passes that weigh
-        nothing may have left anything, and are left out."""
+        """Adds the results of some passes: gradients by name, and changes of buffers. Passes
+        without weight may have left anything and are skipped."""
         if not weight > 0:
             return
         self.add_all(
@@ -112,8 +112,7 @@ class MeshGradients(abc.ABC):
         self._weight += weight
 
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Adds gradients by the names of their parameters, times `factor`. Nobody changes them any
-        more."""
+        """Adds gradients by parameter name, times `factor`. They must not be changed afterwards."""
         together: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, gradient in gradients.items():
             added = self.added(name)
@@ -129,7 +128,7 @@ class MeshGradients(abc.ABC):
             )
 
     def factor(self, weight: float) -> float:
-        """Returns what the gradients of a pass that weighs so much are multiplied with."""
+        """Returns the factor for gradients of a pass with this weight."""
         return weight if self._averages else float(weight > 0)
 
     @property
@@ -138,15 +137,15 @@ class MeshGradients(abc.ABC):
         return False
 
     sums_passes = False
-    """The replicas sum each pass, which `sum_pass` does, instead of the step."""
+    """True if the replicas sum each pass with `sum_pass` instead of the step."""
 
     @abc.abstractmethod
     def sum_pass(self) -> None:
-        """What was added since the last time is whole: also of what this rank shares with others of
-        its replica. A failure marks the step lost."""
+        """Sums the gradients added since the last call, including those that this rank shares with
+        others of its replica. A failure marks the step lost."""
 
     def take_part(self) -> None:
-        """In a pass of other replicas, for which this one has no samples."""
+        """Takes part in a pass of other replicas for which this one has no samples."""
         if self.sums_passes:
             self.sum_pass()
 
@@ -158,31 +157,31 @@ class MeshGradients(abc.ABC):
 
     @property
     def names(self) -> Sequence[str]:
-        """The parameters that have gradients here."""
+        """Names of the parameters that have gradients here."""
         return list(self._pieces)
 
     @property
     def like(self) -> torch.Tensor:
-        """Returns a tensor of the dtype and on the device that changes of buffers are wanted in."""
+        """Returns a tensor of the dtype and on the device required for changes of buffers."""
         return self._changes
 
     @property
     def present(self) -> Mapping[str, bool]:
-        """Which parameters were used."""
+        """True for each parameter that was used."""
         return {
             name: count > 0
             for name, count in zip(self._pieces, self._presence.tolist(), strict=True)
         }
 
     def use(self, names: Sequence[str]) -> None:
-        """Parameters that another rank, which holds them too, has used."""
+        """Marks parameters as used that another rank, which also holds them, has used."""
         for index, name in enumerate(self._pieces):
             if name in names:
                 self._presence[index] += 1
 
     @property
     def divisor(self) -> float:
-        """What the sums are divided by."""
+        """Divisor of the sums."""
         return self.total_weight if self._averages else 1.0
 
     @property
@@ -197,12 +196,12 @@ class MeshGradients(abc.ABC):
 
 
 class ReplicatedGradients(MeshGradients):
-    """Each replica has them whole. Where there are several they lie in one flat vector with the
-    rest, so that their sum is one all-reduce.
+    """Gradients that each replica holds entirely. With several replicas they are in one flat vector
+    with the other sums, so that one all-reduce suffices.
 
-    What a step's first pass leaves is kept as it is, with its factor: most steps have one pass, and
-    then what adding it to zeros would cost is saved. It is never written to, since autograd may
-    have given its memory to two parameters.
+    The result of a step's first pass is kept as it is, with its factor: most steps have one pass,
+    and this saves adding it to zeros. It is never written to, since autograd may have given its
+    memory to two parameters.
     """
 
     def __init__(
@@ -214,13 +213,13 @@ class ReplicatedGradients(MeshGradients):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """`counts(name)`: this rank counts the parameter in the norm."""
+        """Creates empty gradients. `counts(name)`: this rank counts the parameter in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self._counted = [name for name in self._pieces if counts(name)]
         self._first: dict[str, tuple[torch.Tensor, float]] = {}
-        """The gradient, and its factor, of parameters to which one gradient was added."""
+        """Gradient and factor of parameters to which one gradient was added."""
         self._sums: dict[str, torch.Tensor] = {}
-        """The sums of parameters to which several gradients were added."""
+        """Sums of parameters to which several gradients were added."""
 
     @override
     def begin(self) -> None:
@@ -254,7 +253,7 @@ class ReplicatedGradients(MeshGradients):
             self._first[name] = gradients[name].to(self._flat.dtype), factor
 
     def sum_pass(self) -> None:
-        """See `MeshGradients`: not wanted."""
+        """Not used here; see `MeshGradients`."""
 
     @override
     def sum_over(self, replicas: Group) -> None:
@@ -287,7 +286,7 @@ class ReplicatedGradients(MeshGradients):
         )
 
     def _added_times(self, name: str) -> tuple[torch.Tensor, float]:
-        """What was added is the tensor times the number."""
+        """Returns the accumulated gradient as a tensor and a factor."""
         return self._first[name] if name in self._first else (self.added(name), 1.0)
 
     @override
@@ -333,9 +332,9 @@ class ReplicatedGradients(MeshGradients):
 
 
 def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
-    """Returns the squared norm of tensors times numbers. By rows in float32, and over the rows in
-    float64: longer sums of float32 lose digits, and all of it in float64 takes several times as
-    long. Where squares are beyond float32, in float64 after all."""
+    """Returns the squared norm of tensors times numbers. Rows are summed in float32 and the row
+    sums in float64: longer float32 sums lose precision, and float64 throughout takes several times
+    as long. If squares exceed the range of float32, float64 is used."""
     terms = list(terms)
     if any(not tensor.is_cpu for tensor, _ in terms):  # a device widens as it reads
         norms_there = squared_norms([tensor for tensor, _ in terms])
@@ -369,20 +368,17 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------- in shards
 #
-# Gradients of a step that the replicas sum and cut: each keeps the sums of its shard, and of the
-# shard that it mirrors.
-#
-# Of a pipeline they are scattered after the passes, never from hooks in them: its schedule adds up
-# its own micro-batches, and may split backward passes in two, which hooks do not see. So what the
-# stages share is summed first.
+# Gradients of a step that the replicas sum and split: each keeps the sums of its shard and of the
+# shard that it mirrors. Those of a pipeline are scattered after the passes, never from hooks: its
+# schedule accumulates its own micro-batches and may split backward passes in two, which hooks do
+# not see. Gradients shared by stages are therefore summed first.
 
 _IN_FLIGHT: Final = 2
-"""Reductions on their way at once."""
+"""Maximum number of reductions in progress at once."""
 
 
 class ScatteredGradients(MeshGradients):
-    """Gradients that are scattered over the replicas: those of the trained units of one rank's
-    part."""
+    """Gradients scattered over the replicas, for the trained units of one rank's part."""
 
     def __init__(
         self,
@@ -397,8 +393,8 @@ class ScatteredGradients(MeshGradients):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """`units`: trained ones, of `pieces`. `counted`: those of which this rank counts its shard
-        in the norm."""
+        """Creates empty gradients. `units`: trained units of `pieces`. `counted`: units of which
+        this rank counts its shard in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self.sums_passes = stage > Stage.OPTIMIZER
         self._units, self._counted = units, counted
@@ -430,7 +426,8 @@ class ScatteredGradients(MeshGradients):
             reducing.wait()
 
     def sum_over(self, replicas: Group) -> None:
-        """See `MeshGradients`. And gives those that mirror it what this rank has."""
+        """Extends `MeshGradients.sum_over` and sends this rank's shards to the ranks that mirror
+        them."""
         if not self.sums_passes:
             self.sum_pass()
         super().sum_over(replicas)
@@ -464,16 +461,17 @@ class ScatteredGradients(MeshGradients):
 
 
 class GradientsOfPasses(ScatteredGradients):
-    """Gradients of units that are gathered block by block: they are reduced in the backward passes
-    themselves, and freed there."""
+    """Gradients of units that are gathered block by block: they are reduced and freed during the
+    backward passes."""
 
     def __init__(self, *args: Any, execution: ShardedExecution, **kwargs: Any) -> None:
-        """`execution` runs the units; the other arguments are those of `ScatteredGradients`."""
+        """Creates empty gradients. `execution` runs the units; for the other arguments see
+        `ScatteredGradients`."""
         super().__init__(*args, **kwargs)
         self._execution = execution
 
     def sum_pass(self) -> None:
-        """See `MeshGradients`: it was begun in the pass."""
+        """Does nothing: the reduction was started in the pass."""
 
     @override
     def take_part(self) -> None:

@@ -1,8 +1,9 @@
-"""Where each tensor of a model's state lies when the ranks are divided in some way, and how it is
-cut and put together again.
+"""Placement of each tensor of a model's state for a division of the ranks, and how it is split and
+assembled.
 
-Derived from shapes alone, so every rank derives the same, also for a division that it has never
-been in: of a peer's state, or of one that was cut before a rank died. No process groups, no values.
+Derived from shapes alone, so that every rank derives the same placement, including for divisions in
+which it has never been, such as a peer's or one from before a rank died. No process groups, no
+values.
 """
 
 from __future__ import annotations
@@ -36,15 +37,14 @@ from shoal_worker.tensor_parallel.plan import (
 
 # --------------------------------------------------------------------------------------------- axes
 #
-# How the ranks of a generation are divided: into replicas of the model, and each replica into
-# pipeline stages and tensor-parallel parts.
-#
-# Neighbouring ranks share a tensor-parallel group (they are of one host), then a pipeline; replicas
-# lie behind each other. What is left over when no further replica can be made are spares. Pure.
+# Division of the ranks of a generation: into replicas of the model, and each replica into pipeline
+# stages and tensor-parallel parts. Adjacent ranks share a tensor-parallel group (they are on one
+# host), then a pipeline; replicas follow each other. Ranks that remain when no further replica can
+# be formed are spares. Pure.
 
 
 class Coordinate(NamedTuple):
-    """A rank's place on the three axes."""
+    """A rank's position on the three axes."""
 
     pipeline: int
     tensor: int
@@ -61,16 +61,16 @@ class Axes:
 
     @property
     def replica_size(self) -> int:
-        """Ranks that hold one replica of the model together."""
+        """Number of ranks that together hold one replica of the model."""
         return self.pipeline * self.tensor
 
     @property
     def working(self) -> int:
-        """Ranks that are no spares: those below this one."""
+        """Number of ranks that are not spares; ranks below this one work."""
         return self.replica_size * self.data
 
     def at(self, rank: int) -> Coordinate | None:
-        """Where a rank is; None: a spare."""
+        """Returns a rank's position; None for a spare."""
         if rank >= self.working:
             return None
         replica, within = divmod(rank, self.replica_size)
@@ -82,8 +82,8 @@ class Axes:
         return data * self.replica_size + pipeline * self.tensor + tensor
 
     def lines(self) -> Iterator[tuple[str, str, list[int]]]:
-        """All groups along one axis, in an order that is the same on every rank: the axis, a name,
-        and the ranks."""
+        """Yields all groups along one axis, in the same order on every rank: axis, name and
+        ranks."""
         yield "all", "working", list(range(self.working))
         for data in range(self.data):
             for stage in range(self.pipeline):
@@ -120,12 +120,13 @@ TENSOR_OPTIONS: Final = frozenset(
     }
 )
 PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_rank", "cut_points"})
-"""Keyword arguments of `as_distributed` that say how a model is cut."""
+"""Keyword arguments of `as_distributed` that control how a model is split."""
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """The module's structure without values; tied tensors stay tied. Where activations are computed
-    again, the forward pass that does it stays behind: it stands in the module, not in its class."""
+    """Returns the module's structure without values; tied tensors stay tied. Activation
+    checkpointing is dropped, since its forward pass is an attribute of the module, not of its
+    class."""
     tensors = {id(t): empty_on(t, torch.device("meta")) for t in named_tensors(module).values()}
     checkpointed = [part for part in module.modules() if "forward" in part.__dict__]
     forwards = [part.__dict__.pop("forward") for part in checkpointed]
@@ -144,25 +145,25 @@ def meta_copy(module: nn.Module) -> nn.Module:
 
 @dataclass(frozen=True, kw_only=True)
 class Template:
-    """A model as the user wrote it, without values, and what was said about cutting it."""
+    """A model as the user wrote it, without values, and the options for splitting it."""
 
     module: nn.Module
-    """On the meta device."""
+    """The module, on the meta device."""
     plan_options: Mapping[str, Any]
-    """For `make_plan`."""
+    """Options for `make_plan`."""
     pipeline: PipelineSettings
     pipelined: bool
-    """There is a pipeline also where it has one rank."""
+    """True if there is a pipeline, even if it has one rank."""
     names: tuple[str, ...] = field(init=False)
-    """Names of the tensors of the state, parameters first; tied ones once, under the first of their
-    names."""
+    """Names of the tensors of the state, parameters first; tied ones once, under their first
+    name."""
     first_names: Mapping[str, str] = field(init=False)
-    """By each name that a tensor has in the module."""
+    """First name of each tensor, by each of its names in the module."""
     keys: Mapping[str, str] = field(init=False)
-    """By each key of the state dict that is a tensor's: that tensor's name."""
+    """Name of each tensor, by its key in the state dict."""
     parameter_names: frozenset[str] = field(init=False)
     tied_parameters: frozenset[str] = field(init=False)
-    """Further names of parameters."""
+    """Additional names of parameters."""
     _tensors: Mapping[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -190,11 +191,11 @@ class Template:
         object.__setattr__(self, "_tensors", {name: named[name] for name in self.names})
 
     def tensors(self) -> Mapping[str, torch.Tensor]:
-        """The tensors of `names`, on the meta device, in the shapes of the whole."""
+        """Returns the tensors of `names` on the meta device, in their full shapes."""
         return self._tensors
 
     def stages(self, ranks: int) -> tuple[int, ...]:
-        """The rank of each stage of a pipeline over so many ranks."""
+        """Returns the rank of each stage of a pipeline over `ranks` ranks."""
         kind = schedule_kind(self.pipeline.schedule)
         return stage_ranks(
             kind, ranks, checked_stages_per_rank(kind, self.pipeline.stages_per_rank)
@@ -204,7 +205,7 @@ class Template:
 def template_of(
     module: nn.Module, config: ShardingConfiguration, options: Mapping[str, Any], *, pipelined: bool
 ) -> Template:
-    """The template of a module, and what the strategy's options say of how it is cut."""
+    """Returns the template of a module with the strategy's options for splitting it."""
     return Template(
         module=meta_copy(module),
         plan_options={
@@ -227,7 +228,8 @@ class Blueprint:
     """One division of a model's state."""
 
     def __init__(self, template: Template, axes: Axes) -> None:
-        """Raises ConfigurationError: the model cannot be cut so."""
+        """Plans the division. Raises ConfigurationError if the model cannot be split in this
+        way."""
         self.template = template
         self.axes = axes
         self.plan: TensorParallelPlan | None = None
@@ -243,22 +245,22 @@ class Blueprint:
             }
         if template.pipelined:
             self.rank_of = template.stages(axes.pipeline)
-            # one rank, which may have it whole, is not cut
+            # a single rank, which may hold the whole model, is not split
             cut_points = template.pipeline.cut_points if axes.pipeline > 1 else None
             self.split = split_model(template.module, len(self.rank_of), cut_points=cut_points)
 
     def holders(self, name: str) -> Sequence[int]:
-        """The places on the pipeline axis that hold a tensor; the first counts it."""
+        """Returns the positions on the pipeline axis that hold a tensor; the first counts it."""
         if self.split is None:
             return (0,)
         return list(dict.fromkeys(self.rank_of[stage] for stage in self.split.placement[name]))
 
     def is_here(self, name: str, at: Coordinate) -> bool:
-        """Whether a rank holds a tensor, or a part of it."""
+        """Returns whether a rank holds a tensor or a part of it."""
         return at.pipeline in self.holders(name)
 
     def share(self, at: Coordinate) -> Share:
-        """What of the model is on a rank's pipeline stages."""
+        """Returns the part of the model on a rank's pipeline stages."""
         stages = self.split.stages if self.split is not None else ()
         elsewhere = [
             name
@@ -272,28 +274,28 @@ class Blueprint:
         return Share(parameters=here, elsewhere=tuple(elsewhere))
 
     def counts(self, name: str, at: Coordinate) -> bool:
-        """Whether a rank is the one, of those of its replica that hold the same elements, that
-        counts them."""
+        """Returns whether a rank is the one, among those of its replica with the same elements,
+        that counts them."""
         whole_elsewhere = name not in self._layouts and at.tensor > 0
         return at.pipeline == self.holders(name)[0] and not whole_elsewhere
 
     def kind(self, name: str) -> Hashable:
-        """What kind of parameter it is: a rank that holds and counts one of a kind holds and counts
-        all."""
+        """Returns the kind of a parameter: a rank that holds and counts one parameter of a kind
+        holds and counts all of them."""
         return tuple(self.holders(name)), name in self._layouts
 
     def parts(self, name: str) -> int:
-        """Into how many parts the tensor axis cuts it."""
+        """Returns the number of parts into which the tensor axis splits it."""
         return self.axes.tensor if name in self._layouts else 1
 
     def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
-        """A part of a tensor that has a parameter's shape, in the form in which ranks hold it. A
-        copy."""
+        """Returns a copy of one part of a tensor that has a parameter's shape, in the form held by
+        ranks."""
         layout = self._layouts.get(name)
         return whole.clone() if layout is None else cut(whole, layout, self.axes.tensor, part)
 
     def shape(self, name: str, part: int) -> torch.Size:
-        """Shape of what `cut` returns."""
+        """Returns the shape of the result of `cut`."""
         layout, whole = self._layouts.get(name), self.template.tensors()[name]
         return whole.shape if layout is None else cut_shape(layout, self.axes.tensor, part)
 
@@ -308,8 +310,8 @@ class Blueprint:
 
 # --------------------------------------------------------------------------------- the whole module
 #
-# The module as the user wrote it, whole, beside this rank's part of it: for evaluation, for copies,
-# and to stand in.
+# The whole module as the user wrote it, beside this rank's part of it: for evaluation, for copies,
+# and as a stand-in.
 
 
 def whole_module(
@@ -318,7 +320,8 @@ def whole_module(
     unsaved: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> nn.Module:
-    """A new module with these values. `unsaved`: buffers that are no part of its state dict."""
+    """Returns a new module with these values. `unsaved`: buffers that are not part of its state
+    dict."""
     whole = copy.deepcopy(template.module).to_empty(device=device)
     for first, second in template.first_names.items():  # to_empty makes tied ones several
         owner, _, name = first.rpartition(".")
@@ -333,55 +336,55 @@ def whole_module(
 
 
 def zeros(template: Template) -> dict[str, torch.Tensor]:
-    """Values for a module whose answers nobody uses: all zero."""
+    """Returns zeros as values for a module whose outputs nobody uses."""
     tensors = template.tensors()
     return {key: torch.zeros(tensors[first].shape) for key, first in template.keys.items()}
 
 
 # ---------------------------------------------------------------------------- how ranks are divided
 #
-# Along which axes a model's ranks are divided, for any number of them: what a strategy plans, held
-# against what the model allows.
+# Axes along which a model's ranks are divided, for any number of ranks: combines a strategy's plan
+# with the constraints of the model.
 
 Fits = Callable[[Axes], bool]
-"""Whether the model can be cut along these axes."""
+"""Returns whether the model can be split along these axes."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """What the data axis cuts of each rank's part."""
+    """Sharding of each rank's part along the data axis."""
 
     stage: Stage
     bucket_bytes: int
-    """What is reduced or gathered at once."""
+    """Number of bytes reduced or gathered at once."""
     blocks: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
-    """What of a model is gathered at once in its passes."""
+    """Parts of a model gathered at once in its passes."""
     prefetch: int = 1
-    """How many of them are gathered ahead."""
+    """Number of them gathered ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """What a strategy says of how ranks are divided."""
+    """A strategy's plan for dividing ranks."""
 
     axes_for: Callable[[int, Fits], Axes]
-    """The division of so many ranks. Those that no replica can be made of are spares."""
+    """Returns the division of a number of ranks. Ranks that cannot form a replica are spares."""
     axes_at_start: Callable[[int], Axes] | None = None
-    """What the ranks that the job begins with have to make: after a death the best is made of what
-    is left. None: the sizes were given."""
+    """Division required of the ranks with which the job begins; after a death the best possible
+    division of the remaining ranks is used. None: the sizes were given."""
     pipelined: bool
-    """The model is run as a pipeline."""
+    """True if the model is run as a pipeline."""
     cuts_parameters: bool
-    """Ranks hold pieces of parameters, which not every optimizer can update."""
+    """True if ranks hold pieces of parameters, which not every optimizer can update."""
     sharding: Sharding | None = None
 
 
 def first_that_fits(candidates: Iterable[Axes], fits: Fits) -> Axes:
-    """The first division that is possible. Given from the largest size down, the answer never holds
-    more of the model on a rank because ranks have come; those that this leaves over are spares.
+    """Returns the first possible division. If candidates are in descending size, additional ranks
+    never increase a rank's part of the model; ranks left over are spares.
 
     Raises:
-        ConfigurationError: none is.
+        ConfigurationError: no division is possible.
     """
     for axes in candidates:
         if fits(axes):
@@ -404,11 +407,11 @@ def plan_along(
     pipelined: bool,
     cuts_parameters: bool,
 ) -> MeshPlan:
-    """The plan for one axis beside that of the replicas. `axes(size, replicas)`: the axes when it
-    has so many ranks.
+    """Returns the plan for one axis in addition to the replicas. `axes(size, replicas)`: the axes
+    for this size.
 
-    `options[option]` is its size. Without that it is as long as the model allows: in a job that
-    begins it has to be the number of ranks.
+    `options[option]` is the size. By default it is as large as the model allows; at the start of a
+    job it has to be the number of ranks.
     """
     given = options.get(option)
     if given is not None:
@@ -429,34 +432,35 @@ def plan_along(
 
 
 class Layouts:
-    """The divisions of one model's ranks, or of the ranks of several models, which are divided
-    alike. The same on every rank."""
+    """Divisions of the ranks of one model, or of several models that are divided alike. The same on
+    every rank."""
 
     def __init__(self, plan: MeshPlan, template: Template) -> None:
         self._plan = plan
         self._template = template
         self._templates = [template]
-        """Those of all models that have to be cut along the same axes, `template` among them."""
+        """Templates of all models that have to be split along the same axes, including
+        `template`."""
         self._known: dict[int, Axes] = {}
 
     def divide_alike(self, several: Sequence[Layouts]) -> None:
-        """`several`: of all models that the same ranks train, this one among them. From here on the
-        ranks are divided so that each of them can be cut."""
+        """Divides the ranks from now on so that all models of `several` (trained by the same ranks,
+        including this one) can be split."""
         self._templates = [each._template for each in several]
         self._known.clear()
 
     def axes(self, world_size: int) -> Axes:
-        """How so many ranks are divided.
+        """Returns the division of `world_size` ranks.
 
         Raises:
-            ConfigurationError: the model cannot be cut so.
+            ConfigurationError: the model cannot be split in this way.
         """
         if world_size not in self._known:
             self._known[world_size] = self._plan.axes_for(world_size, self._fits)
         return self._known[world_size]
 
     def too_few(self, world_size: int) -> bool:
-        """Whether so many ranks are fewer than one replica of the model takes."""
+        """Returns whether `world_size` ranks are too few for one replica of the model."""
         return self.axes(world_size).data == 0
 
     def check_start(self, world_size: int, *, ranks_may_come: bool) -> None:

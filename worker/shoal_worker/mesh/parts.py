@@ -1,10 +1,9 @@
-"""One model and its optimizer as this rank holds them: whole at first, then the part of it that is
-this rank's.
+"""One model and its optimizer as held by this rank: whole at first, then this rank's part.
 
-The user's module stays the same object; its layers are changed in place, and get other parameters,
-each time that the ranks are divided anew. The optimizer updates `pieces`: plain tensors, which
-share the memory of what the layers compute with; or, where the data axis cuts these, its shard of
-them (`data_axis.py`). The training thread owns it.
+The user's module stays the same object; its layers are changed in place and get other parameters
+each time that the ranks are divided. The optimizer updates `pieces`: plain tensors that share the
+memory of the layers' parameters or, if the data axis splits these, its shard of them
+(`data_axis.py`). Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -56,20 +55,18 @@ from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 
 # -------------------------------------------------------------------- what is hidden between passes
 #
-# What is hidden of a module's parameters between passes, where this rank has its part of them
-# alone.
-#
-# Of a parameter that is split or on another stage the values (no call of torch's on this part alone
-# means the whole), of the others the gradients, which are not the replicas' sum yet. In passes all
-# of it is there. See `engine/hidden_parameters.py`.
+# The parts of a module's parameters that are hidden between passes, while this rank has only its
+# part of them. Values are hidden for a parameter that is split or on another stage (no torch call
+# on this part alone means the whole); gradients are hidden for the others, since they are not
+# summed over the replicas yet. Everything is visible in passes. See `engine/hidden_parameters.py`.
 
 
 class HiddenParameters:
-    """Those of one module, as it is laid out now."""
+    """The hidden parameters of one module in its current layout."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], whereabouts: Whereabouts) -> None:
-        """`parameters`: all of the module's, those on the meta device among them, which are another
-        rank's."""
+        """Hides parameters of one module. `parameters`: all of them, including those on the meta
+        device, which are on another rank."""
         self._whereabouts = whereabouts
         self._all = [
             (parameter, HiddenParameter(name, whereabouts))
@@ -81,10 +78,10 @@ class HiddenParameters:
         ]
         self._trained = [each for each in self._all if each[0].requires_grad]
         self._handed_out = False
-        """The gradients that parameters have are those to update with."""
+        """True if the parameters' gradients are those for the update."""
 
     def hide(self) -> None:
-        """No pass is going on."""
+        """Hides the parameters after a pass."""
         if not self._handed_out:
             if any(gradient_of(parameter) is not None for parameter, _ in self._trained):
                 self._whereabouts.pending = True
@@ -97,11 +94,11 @@ class HiddenParameters:
                 hide_gradient(parameter, place)
 
     def handed_out(self, updated: Iterable[torch.Tensor]) -> None:
-        """The step's gradients are summed, and those that parameters have are what this rank
-        updates with: nobody is to set others.
+        """Records that the step's gradients are summed and that the parameters have those for this
+        rank's update: nobody should set others.
 
-        `updated`: what the optimizer updates. A parameter among it that no rank has used has no
-        gradient, here or elsewhere.
+        `updated`: the tensors updated by the optimizer. A parameter among them that no rank has
+        used has no gradient, here or elsewhere.
         """
         self._handed_out = True
         own = {id(piece) for piece in updated}
@@ -113,13 +110,13 @@ class HiddenParameters:
 
     @property
     def are_split(self) -> bool:
-        """Some parameters that lie here are split over ranks of one replica."""
+        """True if some parameters here are split over ranks of one replica."""
         return bool(self._split)
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """The step counts. What is done within ends its gradients, and it is known which parameters
-        had one, until somebody clears them."""
+        """Ends the step's gradients within the context of a committed step, and remembers which
+        parameters had one until they are cleared."""
         carried = [
             (parameter, place)
             for parameter, place in self._trained
@@ -133,29 +130,29 @@ class HiddenParameters:
 
     @property
     def carries(self) -> bool:
-        """Some parameter has a gradient elsewhere, or had one in the last step, which nobody has
+        """True if some parameter has a gradient elsewhere, or had one in the last step that was not
         cleared."""
         return any(place.gradient for _, place in self._trained)
 
     def show(self) -> None:
-        """A pass begins."""
+        """Makes the parameters visible for a pass."""
         for parameter, place in self._split:
             show(parameter, place)
         self.show_gradients()
 
     def show_gradients(self) -> None:
-        """What has values here gets its own gradients, too."""
+        """Also restores the gradients of parameters that have values here."""
         for parameter, place in self._trained:
             show_gradient(parameter, place)
 
     def drop_gradients(self) -> None:
-        """The parameters have no gradients, here or elsewhere."""
+        """Records that the parameters have no gradients, here or elsewhere."""
         self._handed_out = self._whereabouts.pending = False
         for parameter, place in self._trained:
             drop_gradient(parameter, place)
 
     def release(self) -> None:
-        """The parameters are another's from here on."""
+        """Restores the parameters before another object takes them over."""
         for parameter, place in self._all:
             show(parameter, place)
 
@@ -169,7 +166,7 @@ Shard = Callable[["ModelParts"], DataAxis]
 
 
 class ModelParts(StateInParts):
-    """The state of one model and of the optimizer over it."""
+    """The state of one model and its optimizer."""
 
     def __init__(
         self,
@@ -181,37 +178,37 @@ class ModelParts(StateInParts):
         checkpointed: Sequence[str],
         whereabouts: Whereabouts,
     ) -> None:
-        """`checkpointed`: modules whose activations are computed again in the backward pass.
-        `whereabouts`: of what is hidden."""
+        """Wraps a module. `checkpointed`: modules with activation checkpointing. `whereabouts`: of
+        hidden parameters."""
         self.module = module
         self.template = template
         self.cut: MeshCut | None = None
-        """None: this rank holds all of it."""
+        """None: this rank holds the whole model."""
         self.blueprint: Blueprint | None = None
         self.pieces: dict[str, nn.Parameter] = {}
-        """What is here of each parameter."""
+        """The part of each parameter that is here."""
         self.parameters: dict[str, Any] = {}
-        """What the module computes with, of those that are here: a piece itself, or the DTensor
-        around it."""
+        """The objects used by the module for parameters that are here: the piece itself, or the
+        DTensor around it."""
         self.data_axis: DataAxis = Replicated({})
-        """What is here of each piece."""
+        """Storage of each piece."""
         self._group_names: list[list[str]] = []
-        """The parameters of the optimizer's groups, in the user's order."""
+        """Names of the parameters in the optimizer's groups, in the user's order."""
         self.whereabouts = whereabouts
         self.hidden = HiddenParameters({}, whereabouts)
         self._device = device
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
         self._before: list[RankParts] = []
-        """Parts of the cuts before, the newest first, until the next commit (of several cuts, if
-        one after another failed half way), and copies of what one other rank holds alone."""
+        """Parts of previous divisions, the newest first, until the next commit (several if one
+        after another failed halfway), and copies of data held by only one other rank."""
         self._blueprints: dict[Axes, Blueprint] = {}
         self._beside = frozenset(other_entries(module))
         """Keys of the module's extra state."""
         self._own_pieces()
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """See `StateInParts`: it updates the pieces."""
+        """Implements `StateInParts`: the optimizer updates the pieces."""
         names = {id(parameter): name for name, parameter in self.pieces.items()}
         self._group_names = [
             [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
@@ -219,34 +216,34 @@ class ModelParts(StateInParts):
         self.optimizer = optimizer
 
     def blueprint_for(self, axes: Axes) -> Blueprint:
-        """Returns where each tensor lies for a division of the ranks. Raises ConfigurationError:
-        the model cannot be cut so."""
+        """Returns the placement of each tensor for a division of the ranks. Raises
+        ConfigurationError if the model cannot be split in this way."""
         if axes not in self._blueprints:
             self._blueprints[axes] = Blueprint(self.template, axes)
         return self._blueprints[axes]
 
     @property
     def is_whole(self) -> bool:
-        """This rank holds all of the state, as before the first cut."""
+        """True if this rank holds all of the state, as before the first division."""
         return self.cut is None and bool(self.pieces)
 
     @property
     def is_empty(self) -> bool:
-        """This rank holds nothing, not even of a cut before."""
+        """True if this rank holds nothing, not even of a previous division."""
         return self.cut is None and not self.pieces and not self._before
 
     def is_trained(self, name: str) -> bool:
-        """Whether a parameter is; of the whole model."""
+        """Returns whether a parameter of the whole model is trained."""
         return self.template.tensors()[name].requires_grad
 
     # -------------------------------------------------------------------------------------- cutting
 
     def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
-        """This rank's part of the state for other axes, for `lay_out`. Every rank of `channel`
-        calls it; None: it is to have none.
+        """Collects this rank's part of the state for other axes, for `lay_out`. Every rank of
+        `channel` calls it; with `at` None it gets no part.
 
-        Nothing changes yet: to the end the collection may fail. And no rank ever has more of the
-        whole than a few tensors.
+        Nothing is changed yet, since the collection may fail until the end. No rank ever holds more
+        than a few tensors of the whole.
         """
         blueprint = self.blueprint_for(axes)
         parts = (
@@ -262,10 +259,10 @@ class ModelParts(StateInParts):
         taken: Sequence[WholeTensor],
         shard: Shard | None,
     ) -> None:
-        """Cuts the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has
-        peers there. `taken`: see `take`. `shard`: cuts the pieces along the data axis."""
+        """Splits the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has
+        peers. `taken`: see `take`. `shard`: splits the pieces along the data axis."""
         blueprint = self.blueprint_for(cut.axes)
-        # What fails from here on leaves the parts of the cuts before, and none of this one.
+        # A failure from here on leaves the parts of previous divisions and none of this one.
         self._before, self.pieces, self.cut = self.held(), {}, None
         self._lay_out_module(blueprint, cut.at, mesh)
         self.cut, self.blueprint = cut, blueprint
@@ -283,11 +280,11 @@ class ModelParts(StateInParts):
         )
 
     def forget_before(self) -> None:
-        """The state was committed in its new cut."""
+        """Discards previous divisions after the state was committed in the new one."""
         self._before = []
 
     def make_whole(self) -> None:
-        """This rank holds everything, with any values in it, until it is cut again."""
+        """Makes this rank hold everything, with arbitrary values, until it is split again."""
         self._strip()
         named = named_tensors(self.module)
         self._replace(
@@ -298,7 +295,7 @@ class ModelParts(StateInParts):
         self._point_optimizer({})
 
     def drop(self) -> None:
-        """This rank holds nothing from here on: it is a spare."""
+        """Makes this rank hold nothing, as a spare."""
         self._before = []
         self._strip()
         self.pieces, self.parameters, self.data_axis = {}, {}, Replicated({})
@@ -307,8 +304,8 @@ class ModelParts(StateInParts):
         self.hide()
 
     def hide(self) -> None:
-        """The module is laid out: between passes torch's own calls find what is said in
-        `HiddenParameters`."""
+        """Hides the parameters after the module was laid out, so that torch calls between passes
+        are handled as described in `HiddenParameters`."""
         named = named_tensors(self.module)
         parameters = {
             name: named[name]
@@ -320,7 +317,7 @@ class ModelParts(StateInParts):
         self.hidden.hide()
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """This rank's shards, with their optimizer state, by what they are of."""
+        """Returns this rank's shards with their optimizer state, by description."""
         assert self.cut is not None
         at, common = self.cut.at, {}
         for position, runs in self.data_axis.runs(self.optimizer).items():
@@ -333,20 +330,21 @@ class ModelParts(StateInParts):
         return common
 
     def held(self) -> list[RankParts]:
-        """For `gather`: the newest first."""
+        """Returns the parts held, the newest first, for `gather`."""
         own = self.hold()
         return [*([own] if own is not None else []), *self._before]
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
-        """See `TrainingEngine.keep_two_copies`."""
+        """Implements `TrainingEngine.keep_two_copies`."""
         copied = copy_singles(channel, self.held(), self.blueprint_for, leaving)
         if copied is not None:
-            # first: who leaves does so when it has heard of all the others below
+            # first, since a leaving rank leaves once it has heard from all the others below
             self._before = [*self._before, *copied]
             channel.exchange(b"")
 
     def hold(self) -> RankParts | None:
-        """What is here, of a state that is cut; all of it, under the number -1, before."""
+        """Returns this rank's part of the split state, or all of it with number -1 before the first
+        division."""
         if not self.pieces and self.cut is None:
             return None
         cut = self.cut or MeshCut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))
@@ -365,9 +363,9 @@ class ModelParts(StateInParts):
         return RankParts(cut=cut, runs=runs)
 
     def make_whole_again(self, channel: Channel) -> bool:
-        """Where some rank has not cut its state yet and others have, for ranks of which some may be
-        gone: all have it whole afterwards. It is the same, since no step was taken on a cut that
-        not all have. True: it was cut here. Part of an operation. Raises as `gather`."""
+        """Makes the state whole on all ranks if only some of the ranks have split it and others may
+        be gone. No step was taken on the split state, so it is unchanged. Returns True if it was
+        split here. Part of an operation. Raises as `gather`."""
         told = channel.exchange(b"whole" if self.is_whole else b"")
         if all(told) or not any(told):
             return False
@@ -378,21 +376,21 @@ class ModelParts(StateInParts):
         return True
 
     def gather_whole(self, channel: Channel) -> dict[str, Any]:
-        """Returns the whole state, put together from the parts that the ranks hold; for
-        `take_whole`. A collective. Raises as `gather`."""
+        """Returns the whole state, assembled from the ranks' parts, for `take_whole`. A collective.
+        Raises as `gather`."""
         state = self._as_one_process(channel)
         channel.exchange(b"")  # all have it: what this rank holds is needed until then
         return state
 
     def take_whole(self, state: Mapping[str, Any]) -> None:
-        """This rank holds all of the state from here on; it has to fit."""
+        """Loads the whole state into this rank, which must have room for it."""
         self.make_whole()
         self.load_values(state["model"])
         if state["optimizer"] is not None:
             self.load_optimizer(state["optimizer"])
 
     def _taken(self, one: WholeTensor, blueprint: Blueprint, at: Coordinate) -> WholeTensor | None:
-        """This rank's part of one tensor."""
+        """Returns this rank's part of one tensor."""
         if not blueprint.is_here(one.name, at):
             return None
         elements = {
@@ -423,7 +421,7 @@ class ModelParts(StateInParts):
             checkpoint_activations(self.module, lambda part: part in self._checkpointed)
 
     def _strip(self) -> None:
-        """The module as the user wrote it, without values."""
+        """Restores the module as the user wrote it, without values."""
         self.data_axis.release()
         self.hidden.release()
         self.hidden = HiddenParameters({}, self.whereabouts)
@@ -433,7 +431,7 @@ class ModelParts(StateInParts):
         self._put_meta()
 
     def _put_meta(self) -> None:
-        """Every tensor of the state becomes one without values, tied ones one."""
+        """Replaces every tensor of the state by one without values; tied ones stay tied."""
         fresh = {
             name: empty_on(tensor, torch.device("meta"))
             for name, tensor in self.template.tensors().items()
@@ -470,8 +468,8 @@ class ModelParts(StateInParts):
         self.data_axis = Replicated(self.pieces)
 
     def counts(self, name: str) -> bool:
-        """Whether this rank is the one, of the ranks of its replica that hold the same elements of
-        a parameter, that counts them."""
+        """Returns whether this rank is the one, among the ranks of its replica with the same
+        elements of a parameter, that counts them."""
         assert self.blueprint is not None
         assert self.cut is not None
         return self.blueprint.counts(name, self.cut.at)
@@ -591,16 +589,16 @@ class ModelParts(StateInParts):
         return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
     def help_assemble(self, channel: Channel) -> None:
-        """What the other ranks do while the first one calls `assemble`: they need room for a few
-        tensors of the whole at a time."""
+        """Serves the first rank's call of `assemble` on the other ranks, which need room for a few
+        whole tensors at a time."""
         if not self.is_whole and not self.is_empty:
             for _ in gather(channel, self.held(), self.blueprint_for):
                 pass
             self.gather_beside(channel)
 
     def gather_beside(self, channel: Channel) -> dict[str, Any]:
-        """Returns the module's extra state, each module's as the first rank has it that runs that
-        module. A collective, for which every rank of `channel` calls it."""
+        """Returns the module's extra state, taken for each module from the first rank that runs it.
+        A collective of every rank of `channel`."""
         if not self._beside:
             return {}
         here = {key: value for key, value in other_entries(self.module).items() if self._runs(key)}
@@ -612,7 +610,7 @@ class ModelParts(StateInParts):
         return merged
 
     def _runs(self, key: str) -> bool:
-        """Whether this rank runs the module that has the extra state `key`."""
+        """Returns whether this rank runs the module with the extra state `key`."""
         if self.cut is None or self.blueprint is None:
             return bool(self.pieces)
         return self.blueprint.share(self.cut.at).runs(key.rpartition(".")[0])
@@ -641,5 +639,5 @@ class ModelParts(StateInParts):
         } | self.gather_beside(channel)
 
     def unsaved(self) -> dict[str, torch.Tensor]:
-        """Buffers that no state dict has: every rank keeps them."""
+        """Returns buffers that are in no state dict; every rank keeps them."""
         return unsaved_buffers(self.module)

@@ -1,7 +1,7 @@
-"""The ranks of one generation as a model is divided over them now: this rank's groups along the
-axes, and what computes and adds up on them.
+"""The ranks of one generation in a model's current division: this rank's groups along the axes, and
+the objects that compute and sum on them.
 
-Made anew for each generation, and dropped with it. The training thread owns it.
+Created for each generation and dropped with it. Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shoal_worker.tensor_parallel.layers import run_inside, unparallelize
 
 
 def alone() -> Group:
-    """A world of one, as a group."""
+    """Returns a group for a world of one."""
     me = Peer(rank=0, member_id="", host="", donor_address="", joining=False)
     return Group(
         Generation(number=0, nonce="", peers=(me,), rank=0, interrupts_below=0), None, None
@@ -48,13 +48,13 @@ def alone() -> Group:
 
 
 class RankMesh:
-    """What one rank has of its generation's mesh: its groups along the axes, and what computes and
-    adds up on them. Spares have none."""
+    """One rank's part of its generation's mesh: its groups along the axes, and the objects that
+    compute and sum on them. Spares have none."""
 
     def __init__(
         self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None
     ) -> None:
-        """Connects the groups along the axes; a collective of all ranks of `group`, but of spares.
+        """Connects the groups along the axes; a collective of all ranks of `group` except spares.
         `sharding`: along the data axis.
 
         Raises:
@@ -94,18 +94,18 @@ class RankMesh:
 
     @property
     def all(self) -> Group:
-        """The ranks that are no spares."""
+        """Group of the ranks that are not spares."""
         return self._groups["all"]
 
     @property
     def replicas(self) -> Group:
-        """The ranks that hold the same."""
+        """Group of the ranks that hold the same part."""
         return self._groups["data"]
 
     @contextlib.contextmanager
     def drawing_alike(self) -> Iterator[None]:
-        """Within, the ranks that compute one replica draw the same random numbers; outside, each
-        its own, as if nothing had been drawn.
+        """Makes the ranks that compute one replica draw the same random numbers within the context;
+        outside, each rank draws its own, unaffected by it.
 
         Raises:
             MembershipChanged: the group is over.
@@ -162,24 +162,24 @@ class RankMesh:
 
     @property
     def execution(self) -> ShardedExecution | None:
-        """See `DataAxis`."""
+        """The execution of sharded pieces; see `DataAxis`."""
         return self._parts.data_axis.execution
 
     def release(self) -> None:
-        """torch forgets its groups."""
+        """Removes the groups from torch's registries."""
         if self.tensor_mesh is not None:
             self.tensor_mesh.release()
 
     # --------------------------------------------------------------------------------------- passes
 
     def seed_step(self) -> None:
-        """The ranks of a replica draw alike in the step that begins, where no loader of Shoal's
-        sees to it: by the first one's seed, the step and the replica."""
+        """Seeds the generators of a replica's ranks equally for the step that begins, by the first
+        rank's seed, the step and the replica, if no Shoal loader does so."""
         if self.cut.axes.replica_size > 1:
             seed_generators((self._seed, self._session.steps, self.cut.at.data))
 
     def begin_step(self, number: int) -> None:
-        """Step number `number` of this model."""
+        """Begins step `number` of this model."""
         self.forget()
         self.gradients.begin()
         self.buffers.step_begins()
@@ -187,7 +187,7 @@ class RankMesh:
             self.execution.begin_step(number)
 
     def begin_pass(self, step: Step) -> None:
-        """Before a replica's pass in a step, or before it takes part in others'.
+        """Prepares a replica's pass in a step, or its participation in others' passes.
 
         Raises:
             MembershipChanged: the group is over.
@@ -206,8 +206,8 @@ class RankMesh:
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool
     ) -> torch.Tensor | None:
-        """Takes a batch through the pipeline, and its gradients and changes of buffers into the
-        module. Returns its loss; unless `everywhere` only where the last stage is, elsewhere None.
+        """Runs a batch through the pipeline, accumulating gradients and changes of buffers in the
+        module. Returns its loss; unless `everywhere`, only on the last stage, and None elsewhere.
 
         Raises:
             MembershipChanged: a rank failed or is gone.
@@ -222,7 +222,7 @@ class RankMesh:
         return take(micro_batches, loss)
 
     def _observe(self, moment: str, stage: int, index: int) -> None:
-        """Each micro-batch starts from the committed buffers, whatever the schedule."""
+        """Starts each micro-batch from the committed buffers, whatever the schedule."""
         if self._weighed_changes is None or not self._parts.module.training:
             return
         if moment == "before":
@@ -234,7 +234,7 @@ class RankMesh:
                 self.buffers.extremes.micro_batch_ends()
 
     def add(self, weight: float) -> None:
-        """What the passes since the last time have left weighs so much.
+        """Adds the results of the passes since the last call with the given weight.
 
         Raises:
             MembershipChanged: a rank failed or is gone.
@@ -253,7 +253,7 @@ class RankMesh:
             self._parts.data_axis.free()
 
     def take_part(self) -> None:
-        """In a pass of other replicas, for which this one has no samples."""
+        """Takes part in a pass of other replicas for which this one has no samples."""
         if self.pipeline is not None:
             self._parts.data_axis.gather()
             self._parts.data_axis.free()
@@ -269,7 +269,7 @@ class RankMesh:
             self._parts.data_axis.free()
 
     def sum_gradients(self) -> None:
-        """Over the stages that share a parameter, and over the replicas.
+        """Sums the gradients over the stages that share a parameter, and over the replicas.
 
         Raises:
             MembershipChanged: a rank failed or is gone.
@@ -298,22 +298,23 @@ class RankMesh:
                 gradients.use([name])
 
     def forget(self) -> None:
-        """The step's gradients: those handed out, and what lies in the module. Communicates
-        nothing: the group may be over by now."""
+        """Discards the step's gradients, both those handed out and those in the module. Does not
+        communicate, since the group may be over."""
         for parameter in self._parts.parameters.values():
             drop_gradient(parameter)
         self.gradients.forget()
         self._parts.data_axis.free()
 
     def drop_gradients(self) -> None:
-        """Those that passes of the step in progress have left, and what was handed out."""
+        """Discards the gradients that passes of the step in progress have left, and those handed
+        out."""
         self.forget()
         self.gradients.begin()
         if self.execution is not None:
             self.execution.drop_gradients()
 
     def _collected(self) -> Mapping[str, torch.Tensor | None]:
-        """This rank's part of the gradients that lie in the module, which keeps none."""
+        """Takes this rank's part of the gradients out of the module."""
         return {
             name: taken_gradient(parameter) for name, parameter in self._parts.parameters.items()
         }
@@ -325,7 +326,7 @@ def _in_shards(
     assert parts.blueprint is not None
     blocks = None
     if sharding.blocks is not None:
-        # of the model as it was written: split layers have a class each
+        # of the model as written: each split layer has its own class
         blocks = [
             (parts.module.get_submodule(one.name), one.names)
             for one in sharding.blocks(parts.template.module)

@@ -1,8 +1,8 @@
-"""Puts a state together that is cut over ranks, one tensor at a time, on all of them.
+"""Assembles a state that is split over ranks, one tensor at a time, on all of them.
 
-By messages to all instead of collectives along the axes: it serves when ranks have come or gone,
-where the parts still lie as they were cut for the ranks before, and in operations between steps,
-where the newest group may have ranks that hold nothing yet. Not for every step.
+Uses messages to all ranks instead of collectives along the axes: it is used after ranks have joined
+or left, when the parts are still split for the previous ranks, and in operations between steps,
+when the newest group may include ranks that hold nothing yet. Not intended for every step.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
 _CHUNK_BYTES: Final = 32 << 20
-"""Bytes of values that are sent at once; a message has their optimizer state as well, and for a
-moment there are some copies of it."""
+"""Number of bytes of values sent at once; a message also has their optimizer state, and a few
+copies of it exist for a moment."""
 _VALUE: Final = ""
 """Key of a tensor's values, beside those of its optimizer state."""
 
 MeshPlace = tuple[int, int, int]
-"""On the pipeline axis, on the tensor axis, and of what is there the shard along the data axis."""
+"""Position on the pipeline axis, on the tensor axis, and the shard along the data axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshCut:
-    """A division of the ranks, and this rank's place in it."""
+    """A division of the ranks and this rank's position in it."""
 
     number: int
-    """Number of the generation that it was made in: later cuts replace it."""
+    """Number of the generation in which it was made; later divisions replace it."""
     axes: Axes
     at: Coordinate
     shards: int = 1
-    """Into how many shards the data axis cuts each rank's part: 1, or its size."""
+    """Number of shards into which the data axis splits each rank's part: 1, or its size."""
     mirrored: int | None = None
     """The shard that this rank mirrors beside its own."""
 
@@ -73,7 +73,7 @@ class MeshCut:
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> MeshCut:
-        """The cut of which a rank told `row`."""
+        """Inverse of `row`."""
         number, pipeline, tensor, data, shards, at_pipeline, at_tensor, position, *mirrored = row
         axes, at = (
             Axes(pipeline=pipeline, tensor=tensor, data=data),
@@ -90,8 +90,8 @@ class MeshCut:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceState:
-    """A shard's elements of a tensor, or of the part of it that is here, and their optimizer state.
-    Flat, if there are several shards, of which each continues where the one before ends."""
+    """Elements of a tensor (or of its part here) in one shard, and their optimizer state. Flat if
+    there are several shards, each of which continues where the previous one ends."""
 
     value: torch.Tensor
     state: Mapping[str, Any]
@@ -99,14 +99,15 @@ class PieceState:
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """What a rank holds of a state that is cut. Shares memory with it."""
+    """A rank's parts of a split state. Shares memory with it."""
 
     cut: MeshCut
     runs: Mapping[int, Mapping[str, PieceState]]
-    """By shard and name. What is no parameter is not cut along the data axis: it is with shard
-    0."""
+    """Runs by shard and name. Entries other than parameters are not split along the data axis and
+    belong to shard 0."""
     copied: bool = False
-    """It is a copy of what another rank holds: taken where nobody holds that itself any more."""
+    """True if it is a copy of another rank's data, used if no rank holds that data itself any
+    more."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,13 +129,13 @@ def gather(
     *,
     state: bool = True,
 ) -> Iterator[WholeTensor]:
-    """The tensors of the newest cut that is still complete, in the template's order. Every rank of
-    `channel` exhausts it.
+    """Yields the tensors of the newest division that is still complete, in the template's order.
+    Every rank of `channel` exhausts it.
 
-    `held`: the cuts of which this rank holds parts. `state`: the optimizer's too.
+    `held`: the divisions of which this rank holds parts. `state`: include the optimizer's.
 
     Raises:
-        ShardsLostError: no cut is complete any more.
+        ShardsLostError: no division is complete any more.
         MembershipChanged: the group is over.
     """
     told, cut = _newest(channel, held)
@@ -169,12 +170,12 @@ def copy_singles(
     blueprint_for: Callable[[Axes], Blueprint],
     leaving: Collection[int],
 ) -> list[RankParts] | None:
-    """Copies what lies at each place that one rank alone has to another rank, of the newest cut
-    that is complete. Returns what this rank is to keep; None, on all ranks alike: nothing has to be
-    copied. Of a cut without replicas nothing is: such a state is held once.
+    """Copies data held by only one rank to another rank, for the newest complete division. Returns
+    the copies that this rank keeps; None, on all ranks alike, if nothing has to be copied. A
+    division without replicas is never copied, since its state is held once.
 
-    `held`: the cuts of which this rank has parts. `leaving`: ranks that are about to leave: what
-    they hold does not count, and they keep nothing.
+    `held`: the divisions of which this rank has parts. `leaving`: ranks about to leave, which keep
+    nothing and whose data does not count.
 
     Raises:
         MembershipChanged: the group is over.
@@ -249,8 +250,8 @@ def _take_copies(answer: bytes, arrived: Mapping[MeshPlace, dict[str, PieceState
 
 
 def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[MeshPlace], MeshCut]:
-    """Who holds what of the newest cut that is complete, and that cut on some rank. Raises
-    ShardsLostError: none is complete."""
+    """Returns the holders of the newest complete division, and that division on some rank. Raises
+    ShardsLostError if none is complete."""
     rows = [[int(one.copied), *one.cut.row()] for one in held]
     claims: list[Claim[MeshPlace]] = []
     cuts: dict[int, MeshCut] = {}
@@ -278,17 +279,18 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class _Senders:
-    """Chooses who sends what of each tensor."""
+    """Chooses the senders of each tensor."""
 
     blueprint: Blueprint
     ranks: Mapping[MeshPlace, Sequence[int]]
-    """The ranks that have what lies at each place."""
+    """Ranks that have the data at each position."""
     stages: SendingTurns = field(default_factory=SendingTurns)
     turns: SendingTurns = field(default_factory=SendingTurns)
 
     def of(self, name: str, elements: int) -> dict[tuple[int, int], int]:
-        """The rank that sends each part and shard of one tensor, which has so many elements. All of
-        one part's shards are of one stage: what stages share, each cuts in its own way."""
+        """Returns the rank that sends each part and shard of one tensor with this number of
+        elements. All shards of one part are of one stage, since each stage splits shared tensors in
+        its own way."""
         stage = self.stages.choose(self.blueprint.holders(name), elements)
         parts = self.blueprint.parts(name)
         own = {
@@ -302,8 +304,8 @@ class _Senders:
 def _run_at(
     held: Sequence[RankParts], stage: int | None, part: int, shard: int, name: str
 ) -> PieceState | None:
-    """What is held of a tensor at a place; `stage` None: at any stage, since what several have is
-    the same."""
+    """Returns the run of a tensor at a position; `stage` None: at any stage, since shared tensors
+    are equal."""
     at_hand = (
         one for one in held if one.cut.at.tensor == part and stage in (None, one.cut.at.pipeline)
     )
@@ -311,7 +313,7 @@ def _run_at(
 
 
 def checked(key: str, one: Any) -> Any:
-    """Returns a value of the optimizer's state that is no tensor. Raises ConfigurationError
+    """Returns a non-tensor value of the optimizer's state. Raises ConfigurationError
     (STATE_UNSUPPORTED) if it cannot be sent."""
     if not isinstance(one, bool | int | float | str | None):
         raise ConfigurationError(

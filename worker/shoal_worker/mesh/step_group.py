@@ -1,11 +1,10 @@
-"""What torch's tensor-parallel code gets of a part of a generation's group: a DeviceMesh and a
-process group under a name of its own.
+"""A DeviceMesh and a process group with a unique name, for torch's tensor-parallel code over a part
+of a generation's group.
 
-torch finds groups by their names in a world that a process has one of; a generation's groups come
-and go, and are in no such world. Layers cut over ranks communicate in the middle of a forward or
-backward pass, which may be the user's. So a collective that fails in a step does not raise there:
-its result is zeros, the step is marked lost, and `optimizer.step()` says so. Between steps it
-raises.
+torch finds groups by name in the single world of a process, but a generation's groups come and go
+and belong to no such world. Split layers communicate in the middle of a forward or backward pass,
+which may be the user's. A collective that fails in a step therefore does not raise: its result is
+zeros, the step is marked lost, and `optimizer.step()` reports it. Between steps it raises.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ _NUMBERS: Final = itertools.count(1)
 
 
 class StepGroup(ForwardingGroup):
-    """Forwards to the process group of `group`, for a session's steps. A failure is told to the
-    step; where there is none it is raised."""
+    """Forwards to the process group of `group`, for a session's steps. A failure is reported to the
+    step, or raised if there is none."""
 
     backend_name: ClassVar[str] = "shoal_step"
 
@@ -46,14 +45,14 @@ class StepGroup(ForwardingGroup):
         return [self._group.device]
 
     def failed(self, error: MembershipChanged) -> None:
-        """Ends the group for all. Raises `error` outside of a step."""
+        """Ends the group for all ranks. Raises `error` outside of a step."""
         self._group.abort(str(error))
         if self._session.step is None:
             raise error
         self._session.mark_lost(error)
 
     def come_after(self, work: Work) -> None:
-        """See `failed_collectives.come_after`."""
+        """Implements `failed_collectives.come_after`."""
         come_after(self._session, self._group, work)
 
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
@@ -68,21 +67,20 @@ class StepGroup(ForwardingGroup):
 
 
 class StepWork(Work):
-    """A collective whose failure is told to the step."""
+    """A collective that reports its failure to the step."""
 
     def __init__(self, work: Work | None, group: StepGroup, outputs: Any) -> None:
-        """None: it has failed."""
+        """Wraps `work`; None: it has failed."""
         super().__init__()
         self._work, self._group, self._outputs = work, group, outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when there is a result, of whatever kind. Raises MembershipChanged outside of a
-        step."""
+        """Waits for a result, valid or not. Raises MembershipChanged outside of a step."""
         work, self._work = self._work, None
         if work is not None:
             try:
-                # torch gives 0 for no timeout. By whole numbers the host may go, or they are
-                # indices.
+                # torch passes 0 for no timeout. The host may continue before integers arrive only
+                # if they are no indices.
                 if not timeout and all(one.is_floating_point() for one in self.result()):
                     self._group.come_after(work)
                 else:
@@ -93,11 +91,11 @@ class StepWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return immediately."""
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Whether there is a result, of whatever kind."""
+        """Returns whether there is a result, valid or not."""
         return self.is_completed()
 
     def synchronize(self) -> None:
@@ -105,11 +103,11 @@ class StepWork(Work):
         self.wait()
 
     def result(self) -> list[torch.Tensor]:
-        """The output tensors."""
+        """Returns the output tensors."""
         return [one for one in pytree.tree_leaves(self._outputs) if isinstance(one, torch.Tensor)]
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Waits, and gives a complete future of the output tensors."""
+        """Waits, and returns a completed future of the output tensors."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self.result())
@@ -124,11 +122,11 @@ def _blank(outputs: Any) -> None:
 
 
 class GroupMesh(DeviceMesh):
-    """A mesh of one dimension over a process group that is in nobody's world. Its ranks are the
+    """A one-dimensional mesh over a process group that is in nobody's world. Its ranks are the
     group's.
 
-    No two are equal, whatever ranks they have: DTensor caches by mesh. Its caches keep meshes for
-    ever; neither these nor their groups hold anything of a model.
+    No two meshes are equal, whatever ranks they have, since DTensor caches by mesh. Its caches keep
+    meshes forever; neither these nor their groups hold any part of a model.
     """
 
     def __init__(self, group: StepGroup, device_type: str) -> None:
@@ -152,6 +150,6 @@ class GroupMesh(DeviceMesh):
         return self._rank
 
     def release(self) -> None:
-        """torch forgets the group."""
+        """Removes the group from torch's registries."""
         self._pg_registry.clear()
         _unregister_process_group(self._step_group.group_name)

@@ -1,5 +1,4 @@
-"""Calls to servers that are made on other threads, and waits for them that signals can
-interrupt."""
+"""Calls to servers on background threads, and waits for them that signals can interrupt."""
 
 from __future__ import annotations
 
@@ -14,20 +13,23 @@ AnswerT = TypeVar("AnswerT")
 
 
 def wait_for_all(futures: Collection[Future[Any]]) -> None:
-    """Returns when all of them are done, whatever came of them.
+    """Waits until all futures are done, regardless of their outcome.
 
-    In slices: Python runs the handler of a signal on the main thread, between two instructions. A
-    signal that comes just before that thread begins to wait, or to another thread of the process,
-    does not wake it. A worker that was told to leave by SIGTERM would not hear of it as long as the
-    servers let it wait for slower workers.
+    The wait is split into slices: Python runs signal handlers on the main thread between two
+    instructions, so a signal that arrives just before that thread starts to wait, or at another
+    thread of the process, does not wake it. Otherwise a worker asked to leave by SIGTERM would not
+    notice while the servers make it wait for slower workers.
     """
     while wait(futures, timeout=_SLICE_S).not_done:
         pass
 
 
 def in_background(call: Callable[[], AnswerT], *, name: str) -> Future[AnswerT]:
-    """What `call` returns or raises, on a thread of that name. Not a pool's: the interpreter would
-    wait for it at its end, and it may wait for a server."""
+    """Calls `call` on a thread with the given name and returns a future of its result.
+
+    A pool is not used because the interpreter would wait for it at exit, and the call may be
+    waiting for a server.
+    """
     future: Future[AnswerT] = Future()
 
     def run() -> None:

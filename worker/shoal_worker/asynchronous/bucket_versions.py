@@ -1,9 +1,8 @@
-"""The versions of sparse tables' buckets, as the ranks of a job that takes steps together know
-them.
+"""The versions of sparse tables' buckets, as known to the ranks of a job that takes steps together.
 
-A bucket's version counts its pushes, so every rank knows which version follows the last step. One
-that is found to be another means that a server has lost its data, which is logged and gone on from,
-or that somebody else trains the table, which is an error.
+A bucket's version counts its pushes, so every rank knows which version follows the last step. A
+different version means either that a server has lost its data, which is logged and tolerated, or
+that another job trains the table, which is an error.
 
 Owned by the training thread.
 """
@@ -19,41 +18,41 @@ _log = logging.getLogger(__name__)
 
 
 class BucketVersions:
-    """Partition -> the version that it has when all that counts was pushed."""
+    """Expected version of each partition once all committed pushes have been applied."""
 
     def __init__(self, *, table_of: Callable[[int], str], lost: Callable[[int], None]) -> None:
-        """`table_of`: a bucket's table, for errors. `lost`: told of pushes that a server has
-        lost."""
+        """Creates an empty set of versions. `table_of` maps a bucket to its table, for errors;
+        `lost` is notified of pushes that a server has lost."""
         self._table_of = table_of
         self._lost = lost
         self._expected: dict[int, int] = {}
         self._found: dict[int, int] = {}
-        """Those that this rank has found on a server since the last step that counted."""
+        """Versions found on a server by this rank since the last committed step."""
 
     def __bool__(self) -> bool:
-        """Whether any is known."""
+        """Returns whether any version is known."""
         return bool(self._expected)
 
     def __getitem__(self, partition_id: int) -> int:
         return self._expected[partition_id]
 
     def get(self, partition_id: int) -> int:
-        """The version of a bucket; 0: it is not known."""
+        """Returns the version of a bucket; 0 if it is unknown."""
         return self._expected.get(partition_id, 0)
 
     def has_all(self, partitions: Collection[int]) -> bool:
-        """The versions of all these are known."""
+        """Returns whether the versions of all these partitions are known."""
         return self._expected.keys() >= set(partitions)
 
     @property
     def found_anew(self) -> bool:
-        """Some were found since the last step that counted."""
+        """True if versions were read from servers since the last committed step."""
         return bool(self._found)
 
     def note(self, found: Mapping[int, int]) -> None:
-        """Buckets were found so on a server, and nothing that is known is missing in them.
+        """Records versions found on a server, checking that no known push is missing.
 
-        Raises PreconditionError (TABLE_AHEAD): somebody else trains the table.
+        Raises PreconditionError (TABLE_AHEAD): another job trains the table.
         """
         for partition_id, version in found.items():
             expected = self._expected.get(partition_id)
@@ -81,8 +80,8 @@ class BucketVersions:
         self._lost(expected - version)
 
     def agree(self, told: Sequence[Mapping[int, int]]) -> None:
-        """Takes over the versions that ranks know of. Raises MembershipChanged where they know
-        different ones: then each rank looks at the servers anew."""
+        """Adopts the versions known to other ranks. Raises MembershipChanged if ranks know
+        different versions, in which case each rank reads the servers again."""
         known: dict[int, set[int]] = {}
         for versions in told:
             for partition_id, version in versions.items():
@@ -97,16 +96,15 @@ class BucketVersions:
             )
 
     def step_counts(self, pushed: Iterable[int]) -> None:
-        """A step counts, which pushes to these buckets."""
+        """Records a committed step that pushes to these buckets."""
         self._found.clear()  # not before: a step that is done again needs a new key as well
         self._expected.update({each: self._expected[each] + 1 for each in pushed})
 
     def told(self) -> dict[str, int]:
-        """For other ranks, and for checkpoints: the versions by the buckets' numbers, as JSON has
-        them."""
+        """Returns the versions by bucket number, as JSON, for other ranks and checkpoints."""
         return {str(each): version for each, version in self._expected.items()}
 
     def restore(self, told: Mapping[str, int]) -> None:
-        """Inverse of `told`. They count as found anew."""
+        """Inverse of `told`. The versions count as newly read."""
         self._expected = {int(each): version for each, version in told.items()}
         self._found = dict(self._expected)

@@ -1,8 +1,7 @@
-"""One parameter server as a worker reaches it: which one it is, what it has, where it listens, and
-the client that speaks to it.
+"""A worker's connection to one parameter server: its identity, partitions, address and client.
 
-Here a server is found again that has moved or was started anew. What is said to it, and how often,
-is not here (server_link.py, persistence.py).
+This module finds a server again after it has moved or restarted. The calls and their retries are
+elsewhere (server_link.py, persistence.py).
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.tensors import Partition, ServerShare
 
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""What a stream's deadline allows for, beside a fixed minute."""
+"""Transfer rate assumed for a stream's deadline, in addition to a fixed minute."""
 
 
 class Connection:
-    """Used by one thread at a time, but for `close`."""
+    """Used by one thread at a time, except for `close`."""
 
     def __init__(self, job: Job, share: ServerShare) -> None:
         """Does not connect yet."""
@@ -35,7 +34,7 @@ class Connection:
         self.adopt(share)
 
     def adopt(self, share: ServerShare) -> None:
-        """What the server has by the newest shard map. Between calls."""
+        """Adopts the server's share from the newest shard map. Called between calls."""
         self.share = share
         self.partitions: Mapping[int, Partition] = {
             partition.partition_id: partition for partition in share.partitions
@@ -46,13 +45,14 @@ class Connection:
         self._stored_bytes = sum(partition.size_bytes for partition in share.partitions)
 
     def stream_deadline(self, more_bytes: int = 0) -> timedelta:
-        """How long a stream may take of all values of this worker's tensors on the server, and of
-        so many bytes."""
+        """Returns the time allowed for a stream of all values of this worker's tensors on the
+        server, plus `more_bytes`."""
         return timedelta(seconds=60 + (self._stored_bytes + more_bytes) / _SLOWEST_BYTES_PER_S)
 
     def find(self) -> None:
-        """A server that was restarted may listen elsewhere. Raises ShardMapChanged when partitions
-        have moved, and UnavailableError when one that has some of them is not there yet."""
+        """Looks up the server's current address, which may change after a restart. Raises
+        ShardMapChanged if partitions have moved, and UnavailableError if their server is not
+        registered yet."""
         shard_map = self._job.shard_map()
         if shard_map is None:
             return

@@ -1,5 +1,5 @@
-"""One iteration of a worker on its way to the servers, and what became of it: what
-`ParameterServers` and its links pass to each other."""
+"""One iteration of a worker on its way to the servers, and its outcome: exchanged between
+`ParameterServers` and its links."""
 
 from __future__ import annotations
 
@@ -14,33 +14,33 @@ from shoal_worker.asynchronous.tensors import Iteration, Payload
 
 @dataclass(frozen=True, kw_only=True)
 class Pushed:
-    """What became of a push."""
+    """The outcome of a push."""
 
     staleness: int
     """Versions between the pull that the gradient was computed on and the push; the largest over
     the partitions."""
     known: bool
-    """Something was pushed, and all of it had come from another member before, which had the
+    """True if the whole push had already been applied for another member, which held the same
     batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """One iteration on its way to the servers; what has become of it stays known when partitions
-    move in the middle. Each partition's entries belong to the thread that speaks to its server."""
+    """One iteration on its way to the servers. Its progress is kept when partitions move halfway
+    through. Each partition's entries belong to the thread that talks to its server."""
 
     iteration: Iteration
     payloads: dict[int, Callable[[], Payload]] = field(default_factory=dict)
-    """Partition -> what is pushed to it, however often that is attempted."""
+    """Payload of each partition, the same for every attempt."""
     acknowledged: dict[int, pb.PartitionResult] = field(default_factory=dict)
     there: set[int] = field(default_factory=set)
-    """Partitions that take their push for an earlier one of the same batch, which was given up."""
+    """Partitions that take this push for an earlier, abandoned push of the same batch."""
     pulled: set[int] = field(default_factory=set)
-    """Partitions of which this worker has the values that its next iteration begins with. With bsp
-    others may have gone on since."""
+    """Partitions whose values for the next iteration have been pulled. With bsp, others may have
+    advanced since."""
 
     def outcome(self) -> Pushed:
-        """What became of all of it."""
+        """Returns the combined outcome of all partitions."""
         results = self.acknowledged.values()
         known = bool(results) and all(each.known_batch for each in results)
         return Pushed(staleness=max((each.staleness for each in results), default=0), known=known)

@@ -1,12 +1,12 @@
 """The engine of async_sgd: values come from the parameter servers, and each iteration pushes this
 worker's gradients to them.
 
-With inner steps an iteration is a round of them (`outer_steps.py`): the optimizer is this worker's,
-and the servers run the outer one. Here the parts come together, and answer the model, the optimizer
-and the session; each has a module of its own beside this one.
+With inner steps an iteration is a round of steps (`outer_steps.py`): the optimizer runs on this
+worker, and the servers run the outer optimizer. This module combines the parts, each of which has
+its own module in this package, and answers the model, the optimizer and the session.
 
-What that means for training is told in `strategies/async_sgd.py`. All of it runs on the training
-thread.
+`strategies/async_sgd.py` describes the consequences for training. Everything here runs on the
+training thread.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncEngine(Engine):
-    """A worker's copy of the model, whose values come from the parameter servers."""
+    """A worker's copy of the model, with values from the parameter servers."""
 
     asynchronous: ClassVar[bool] = True
 
@@ -60,30 +60,29 @@ class AsyncEngine(Engine):
         super().__init__(setup)
         check_configuration(self.config, self.backend_name)
         self._own = cast(Session, setup.session)
-        """The session itself: its membership, its metrics and its end are this engine's business as
-        well."""
+        """The session itself: this engine also needs its membership, metrics and shutdown."""
         self._async_options = AsyncOptions(**self._options)
         self._servers: ParameterServers | None = None
         self._participation: Participation | None = None
         self._optimizers: Optimizers | None = None
         self._leases: LeaseSource = LocalLeases()
         self._outer: OuterSteps | None = None
-        """With inner steps; the leases are of rounds then."""
+        """Set with inner steps, when rounds are leased instead of batches."""
         self._job: Job | None = None
         self._own_cluster: OwnCluster | None = None
         self._tensors: list[HostTensor] = []
         self._started = False
         self._writes: WrittenParameters | None = None
-        """Writes of passes to parameters, which values from the servers would overwrite."""
+        """Writes to parameters during passes, which values from the servers would overwrite."""
         self._clock = 0
-        """Iterations finished, as the servers are told."""
+        """Number of finished iterations, as reported to the servers."""
         self._handover: Handover | None = None
         self._joins_late = False
         """The job had begun when this worker came."""
         self._resumed = False
         """A checkpoint was loaded."""
         self._placed = False
-        """The first loader knows which epoch the others are in."""
+        """True if the first loader has been moved to the epoch of the other workers."""
         self._tables = Tables(self.module)
         if self._tables and self._async_options.in_step:
             raise ConfigurationError(
@@ -104,7 +103,7 @@ class AsyncEngine(Engine):
             )
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """See `Engine`. Lays the tensors out over the servers, and waits for these."""
+        """Extends `Engine.attach`: assigns the tensors to the servers and waits for them."""
         if optimizer is None:
             raise ConfigurationError(
                 'strategy="async_sgd" needs the optimizer, which the servers run: '
@@ -120,8 +119,8 @@ class AsyncEngine(Engine):
             for number, group in enumerate(optimizers.on_servers.param_groups)
             for p in group["params"]
         }
-        # Together with others, what has small gradients would have none of the largest values, and
-        # would be lost beside a block's scale.
+        # In a common partition, tensors with small gradients would contain none of the largest
+        # values and would vanish under a block's scale.
         compressor = self.config.compressor
         apart = compressor is not None and compressor.codec not in (
             codecs.FLOAT16,
@@ -132,8 +131,8 @@ class AsyncEngine(Engine):
             HostTensor(name, p, trained=id(p) in groups, apart=apart)
             for name, p in self.module.named_parameters()
         ]
-        # Those of one parameter group lie side by side on the servers, which then step them at
-        # once.
+        # Tensors of one parameter group are adjacent on the servers, which can then step them
+        # together.
         self._tensors = sorted(
             tensors, key=lambda tensor: groups.get(id(tensor.parameter), len(groups))
         )
@@ -201,7 +200,7 @@ class AsyncEngine(Engine):
         return job
 
     def _outer_steps(self, optimizers: Optimizers, *, steps: int) -> OuterSteps:
-        """From here on leases are of rounds."""
+        """Creates the outer steps and makes this engine lease rounds from now on."""
         self._leases = leases = RoundLeases(self._leases, steps=steps)
         return OuterSteps(
             self._session,
@@ -214,7 +213,8 @@ class AsyncEngine(Engine):
         )
 
     def _start(self) -> None:
-        """Gives the servers rank 0's values if they have none, and takes over what they have."""
+        """Initializes the servers with rank 0's values if they have none, and adopts their
+        values."""
         if self._started:
             return
         has_values = self.has_values()
@@ -243,7 +243,7 @@ class AsyncEngine(Engine):
             tensor.parameter = parameters[tensor.name]
 
     def _leave(self) -> None:
-        """Takes leave of the servers; stops those that are this process's own. Idempotent."""
+        """Signs off from the servers and stops those owned by this process. Idempotent."""
         atexit.unregister(self._leave)
         if self._outer is not None:
             self._outer.close()
@@ -260,14 +260,14 @@ class AsyncEngine(Engine):
     # ------------------------------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass, with the values pulled last."""
+        """Runs the module's forward pass with the most recently pulled values."""
         if self.module.training and torch.is_grad_enabled():
             self._session.ensure_step()
         return self._compute(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Forward, loss and backward. Returns the loss of this worker's batch: there is no common
-        one."""
+        """Runs forward, loss and backward. Returns the loss of this worker's batch; there is no
+        common loss."""
         step = self._session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         step.loss = float(loss.detach())
@@ -280,24 +280,24 @@ class AsyncEngine(Engine):
         self._tables.drop_gradients()
 
     def synchronize_gradients(self) -> None:
-        """Nothing to do: each worker's gradient is pushed by itself, in `optimizer.step()`."""
+        """Does nothing: each worker's gradient is pushed separately in `optimizer.step()`."""
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
     updates_parts = True
-    """See `Engine`: the servers update."""
+    """The servers update the parameters; see `Engine`."""
 
     def groups_are_read(self) -> None:
-        """See `Engine`. Notices what has changed since."""
+        """Implements `Engine` and records changes of the optimizer's settings."""
         if self._optimizers is not None:
             self._optimizers.look()
 
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """See `Engine`: an iteration of this worker alone, or a step of its round. LOST when the
-        run ended while the job stood still for want of workers, or where the step's loop was left
-        within a round; else COMMITTED. Raises as `exchange`."""
+        """Ends an iteration of this worker, or a step of its round. Returns LOST if the run ended
+        while the job was on hold for lack of workers, or if the step's loop was left within a
+        round; otherwise COMMITTED. Raises as `exchange`."""
         if (scaled or inspected) and self._tables:
             raise ConfigurationError(
                 "a GradScaler with sparse tables: it does not see the gradients of their rows; "
@@ -315,8 +315,8 @@ class AsyncEngine(Engine):
             return self._own.give_up_step(stop)
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """See `Engine`: the servers step. With inner steps this worker does, and the servers with
-        the last of a round."""
+        """Lets the servers step. With inner steps, this worker steps, and the servers step at the
+        end of a round."""
         if self._outer is None:
             self.exchange(
                 self._gradients() if usable else {}, self._tables.pushes() if usable else {}
@@ -325,14 +325,14 @@ class AsyncEngine(Engine):
             self._outer.take(usable=usable)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        """This worker's, to be pushed. Raises as `check_gradients`."""
+        """Returns this worker's gradients to push. Raises as `check_gradients`."""
         trained = [tensor for tensor in self._tensors if tensor.trained]
         check_gradients(trained)
         return gradients(trained)
 
     @property
     def steps_in_round(self) -> int:
-        """Inner steps since the last push."""
+        """Number of inner steps since the last push."""
         return 0 if self._outer is None else self._outer.steps
 
     @property
@@ -341,17 +341,17 @@ class AsyncEngine(Engine):
         return self.steps_in_round > 0
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """See `Engine`: the settings, which go to the servers; what is momentum and moments in a
-        synchronous run has no place on the workers, but with inner steps."""
+        """Loads the optimizer's settings and passes them to the servers. Momentum and moments from
+        a synchronous run are not kept on the workers, except with inner steps."""
         super().load_optimizer_state_dict(self._require_optimizers().kept_here(state))
 
     def synchronize_parameters(self) -> None:
-        """Pulls what all workers have reached; between steps. Within a round of the user's own loop
-        it ends the round, with a push.
+        """Pulls the latest values between steps. Within a round of the user's own loop, ends the
+        round with a push.
 
         Raises:
-            PreconditionError: within a step: the gradient at hand is of the values that are there.
-                Within a round of leased batches, which counts as a whole.
+            PreconditionError: called within a step, whose gradient belongs to the current values,
+                or within a round of leased batches, which commits as a unit.
         """
         step = self._session.step
         if step is not None and step.handed_out:
@@ -369,12 +369,12 @@ class AsyncEngine(Engine):
         sent: Mapping[str, torch.Tensor],
         rows: Mapping[int, PushedRows] = MappingProxyType({}),
     ) -> None:
-        """Ends an iteration: pushes gradients, by the tensors' names, and rows of tables, by
-        partition, and pulls what all workers have reached. Pushes nothing where there are none.
+        """Ends an iteration: pushes gradients (by tensor name) and rows of tables (by partition),
+        if there are any, and pulls the latest values.
 
         Raises:
-            DeadlineError (SERVER_AWAY): a server was away for longer than `server_timeout`.
-            StopTraining: the job stood still for want of workers, and was stopped then.
+            DeadlineError (SERVER_AWAY): a server was unreachable for longer than `server_timeout`.
+            StopTraining: the job was on hold for lack of workers and was then stopped.
         """
         clock = self._clock + 1
         pull = clock % self._async_options.pull_every == 0
@@ -407,8 +407,8 @@ class AsyncEngine(Engine):
         self._require_participation().pushed()
 
     def pull(self) -> None:
-        """Brings back what all workers have reached; between steps, not within a round. With bsp a
-        worker that takes part has the values of its iteration, and keeps them."""
+        """Pulls the latest values between steps, not within a round. With bsp, a participating
+        worker already has the values of its iteration and keeps them."""
         if (
             self._started
             and not self.within_round
@@ -433,7 +433,7 @@ class AsyncEngine(Engine):
             self._start()
             self._require_servers().take_prefetched()
             if source is None:
-                # else there may be no batch for it
+                # otherwise there may be no batch for it
                 self._require_participation().enter(self._clock)
                 self._watch_passes()
             self._find_epoch(source)
@@ -442,7 +442,8 @@ class AsyncEngine(Engine):
             raise
 
     def batch_begins(self) -> None:
-        """See `TrainingEngine`. Values that came with the batch's lease are here."""
+        """Implements `TrainingEngine`. Values that arrived with the batch's lease are in place by
+        now."""
         self._watch_passes()
 
     def _watch_passes(self) -> None:
@@ -451,7 +452,7 @@ class AsyncEngine(Engine):
         self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
-        """Once: a joiner goes on where the others are."""
+        """Moves a joiner, once, to the epoch of the other workers."""
         if self._job is not None:
             if self._job.entered():
                 self._own.metrics.entered(
@@ -492,8 +493,8 @@ class AsyncEngine(Engine):
                 self._own.progress.round_undone()
         if want and not answer.batches:
             if answer.epoch_done:
-                # Nobody pushes before the next epoch begins: what is evaluated between epochs is
-                # the same on all ranks.
+                # Nobody pushes before the next epoch begins, so an evaluation between epochs sees
+                # the same values on all ranks.
                 participation.rest()
                 self.pull()
             elif self._leases.is_idle(loader):
@@ -503,19 +504,20 @@ class AsyncEngine(Engine):
         elif answer.batches:
             participation.enter(self._clock)
         elif not want:
-            # The loop is left: nobody is to wait for what this worker does elsewhere, but for the
-            # batch that it has at hand.
+            # The loop was left: nobody should wait for whatever this worker does next, except for
+            # the batch in progress.
             has_batch = at_hand is not None and not answer.took_back_at_hand
             participation.rest_after_push(has_batch)
             if not has_batch:
                 with suppress(ShoalError, StopTraining):
-                    # whoever leaves for good is not waited for either
+                    # a worker that leaves for good is not waited for either
                     participation.rest()
         return answer
 
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`: for checkpoints. What the servers run keeps its state there, and
-        they write snapshots of their own meanwhile; an inner optimizer's is this worker's."""
+        """Captures the state for checkpoints. The state of the servers' optimizer stays on the
+        servers, which write their own snapshots meanwhile; an inner optimizer's state is
+        included."""
         if self._started:
             self._require_servers().write_snapshots()
         return {
@@ -524,8 +526,8 @@ class AsyncEngine(Engine):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """See `TrainingEngine`: of a checkpoint, before the first step. Servers that have values
-        keep them; others get these."""
+        """Restores a checkpoint before the first step. Servers that already have values keep them;
+        others receive these."""
         self._check_not_started("shoal.resume")
         optimizers = self._require_optimizers()
         optimizers.check_checkpoint(state["optimizer"])
@@ -546,14 +548,14 @@ class AsyncEngine(Engine):
         return not any(tensor.is_meta for tensor in ModuleState(self.module).tensors.values())
 
     def micro_batch_begins(self) -> None:
-        """See `TrainingEngine`. Loaders with micro-batches are refused when the step begins."""
+        """Does nothing: loaders with micro-batches are refused at the start of a step."""
 
     @override
     def micro_batch_ends(self, weight: float) -> None:
         pass
 
     def finish_reduction(self) -> None:
-        """See `TrainingEngine`: nothing is reduced."""
+        """Does nothing: there is no reduction."""
 
     @override
     def discard_step(self) -> None:
@@ -562,13 +564,13 @@ class AsyncEngine(Engine):
         self._tables.drop_gradients()
 
     def commit_step(self) -> None:
-        """See `TrainingEngine`: buffers are this worker's own."""
+        """Does nothing: buffers are local to this worker."""
 
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """The servers' values as they are now, on this rank's device; before the first step this
-        worker's. The module stays as it is."""
+        """Returns the servers' current values on this rank's device, or this worker's values before
+        the first step. The module is not changed."""
         own = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         if not self._started:
             return {name: value.clone() for name, value in own.items()}
@@ -578,7 +580,7 @@ class AsyncEngine(Engine):
         }
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """`gather_full_parameters`, and this worker's own buffers."""
+        """Returns `gather_full_parameters` and this worker's own buffers."""
         if rank0_only and self._session.rank != 0:
             return {}
         own = ModuleState(self.module)
@@ -595,23 +597,25 @@ class AsyncEngine(Engine):
         }
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """See `Engine`. Only before the first step: after it the servers' values are the model's.
+        """Replaces the module's parameters, which is possible only before the first step: later the
+        model's values are those of the servers.
 
         Raises:
-            PreconditionError: later.
+            PreconditionError: called after the first step.
         """
         self._check_not_started("with_parameters")
         super().use_parameters(parameters)
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """See `Engine`; as with `use_parameters`, only before the first step."""
+        """Loads tensors as described in `Engine`. Like `use_parameters`, only before the first
+        step."""
         self._check_not_started("load_model or deserialize")
         super().load_full(tensors)
 
     # ----------------------------------------------------------------------------------- invariants
 
     def _stopped(self, stop: StopTraining) -> None:
-        """The run ended while this worker waited for rows of a table."""
+        """Handles the end of the run while this worker waits for rows of a table."""
         self._own.give_up_step(stop)
 
     def _check_not_started(self, what: str) -> None:
@@ -635,8 +639,8 @@ class AsyncEngine(Engine):
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:
-    """A joiner goes on where the others are; what it may have missed of that epoch is leased to
-    whoever asks."""
+    """Moves a joiner to the others' epoch. Batches of that epoch that it may have missed are leased
+    to whoever asks for them."""
     state = source.state_dict()
     if state["epoch"] < epoch:
         source.load_state_dict({**state, "epoch": epoch, "samples": 0, "step": 0})

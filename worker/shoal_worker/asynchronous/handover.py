@@ -1,16 +1,16 @@
-"""A worker's own state for joiners: what the user registered, the optimizers' settings with the
-place in their schedule, buffers, and the module's extra state.
+"""A worker's own state for joiners: objects registered by the user, the optimizers' settings with
+their position in the schedule, buffers, and the module's extra state.
 
-In synchronous training the state travels at borders, while all stand still. Here nobody does, and
-with ssp a member may be waiting for the very joiner that asks. So each worker keeps an offer open,
-a copy made at one of its last borders, and its donor's threads serve that whatever the training
-thread does (elastic/transfer.py). The name of an offer is its giver's key, which the coordinator
-tells members alone.
+In synchronous training the state is transferred at step boundaries, while all ranks are stopped.
+Here ranks never stop together, and with ssp a member may be waiting for the very joiner that asks.
+Each worker therefore keeps an offer available, a copy made at one of its last step boundaries, and
+its donor threads serve the offer regardless of the training thread (elastic/transfer.py). An offer
+is named by its giver's key, which the coordinator reveals to members only.
 
-The model's values are not in it: they come from the servers. Buffers do not: from its first step on
-each worker changes its own. But all begin with the same ones, as they begin with the same values,
-whatever each script has drawn: those who begin together with rank 0's, and a joiner with a peer's.
-All of it belongs to the training thread.
+The model's values are not part of it, since they come from the servers. Buffers are not kept in
+sync either: each worker changes its own from its first step on. But all workers start with the same
+buffers and values, whatever each script has drawn: initial workers take rank 0's buffers, and a
+joiner a peer's. Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -36,17 +36,18 @@ from shoal_worker.engine.parameters import take_buffers
 _log = logging.getLogger(__name__)
 
 _REST: Final = 50
-"""Copying may take one part of so many of the training thread's time: a scheduler's state is copied
-at nearly every border, a large one (an average of the parameters, say) now and then."""
+"""Copying may take at most this fraction (1/50) of the training thread's time: a scheduler's state
+is copied at nearly every step boundary, a large state (such as an average of the parameters) only
+occasionally."""
 _PATIENCE: Final = timedelta(seconds=5)
-"""How long a joiner waits for one peer's state. A peer's offer is open already, unless it has not
-come to its first step."""
+"""Time for which a joiner waits for one peer's state. A peer's offer is already available unless
+the peer has not reached its first step."""
 _PAUSE_S: Final = 0.1
-"""Before rank 0, which had nothing to give, is asked again."""
+"""Pause before rank 0 is asked again if it had nothing to give."""
 
 
 class Handover:
-    """This worker's offer, and what it takes of others'."""
+    """Manages this worker's offer and adopts those of others."""
 
     def __init__(
         self,
@@ -56,8 +57,8 @@ class Handover:
         optimizers: Optimizers,
         module: nn.Module,
     ) -> None:
-        """`registered`, `optimizers`, and the buffers of `module`: this worker's, which are
-        offered, and take over what a peer has."""
+        """Creates a handover of this worker's `registered` objects, `optimizers` and the buffers of
+        `module`, which are offered to joiners and adopted from peers."""
         self._donor = donor
         self._job = job
         self._registered = registered
@@ -67,7 +68,7 @@ class Handover:
         self._due_at = 0.0
 
     def refresh(self) -> None:
-        """At a border: what is offered must not grow too old."""
+        """Renews the offer at a step boundary before it becomes too old."""
         begun = time.monotonic()
         if begun < self._due_at:
             return
@@ -88,8 +89,7 @@ class Handover:
         self._due_at = ended + _REST * (ended - begun)
 
     def take(self) -> bool:
-        """Goes on from a peer's state. False: none of them has any to give, or it could not be
-        had."""
+        """Adopts a peer's state. Returns False if no peer could provide one."""
         for peer in self._job.peers_before():
             state = self._state_of(peer)
             if state is not None:
@@ -100,12 +100,12 @@ class Handover:
         return False
 
     def take_first_buffers(self) -> None:
-        """Begins with rank 0's buffers, in a worker that is there from the beginning. Waits until
-        rank 0 has come to its first step; if it does not in the job's patience, this worker keeps
-        its own, and says so.
+        """Adopts rank 0's buffers in a worker that is there from the start. Waits until rank 0
+        reaches its first step; if it does not within the job's patience, this worker keeps its own
+        buffers and logs that.
 
         Raises:
-            StopTraining: this worker is to leave.
+            StopTraining: this worker should leave.
         """
         if next(self._module.buffers(), None) is None and not other_entries(self._module):
             return
@@ -131,7 +131,7 @@ class Handover:
         load_captured(self._module, state["extra"])
 
     def _state_of(self, peer: Peer) -> Any:
-        """What a peer offers; None: nothing, or it could not be had."""
+        """Returns a peer's offer, or None if it has none or cannot be reached."""
         keys = [peer.donor_key] if self._donor.is_secure else []
         try:
             state, _ = take_state(

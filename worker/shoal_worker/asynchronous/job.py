@@ -1,5 +1,5 @@
-"""This worker's job, as asynchronous training needs it: who it is there, in which generation, and
-where the parameter servers are.
+"""This worker's view of its job for asynchronous training: its identity and generation, and the
+addresses of the parameter servers.
 
 Any thread may call; the coordinator's link and client are safe to share.
 """
@@ -55,15 +55,16 @@ class Job:
         transport: Transport = Transport.AUTO,
         fell_back: Callable[[Transport], None] = lambda transport: None,
     ) -> None:
-        """`channel`: how services are spoken to (token, TLS); its address is not used. `patience`:
-        longest wait for the coordinator, for servers to register, and for a rank while too few
-        workers are left. `transport`, `fell_back`: as `ParameterServerClient` takes them."""
+        """Creates the job's view. `channel`: connection settings for services (token, TLS), without
+        its address. `patience`: longest wait for the coordinator, for servers to register, and for
+        a rank while there are too few workers. `transport`, `fell_back`: as for
+        `ParameterServerClient`."""
         self._link = link
         self._channel = channel
         self.patience = patience
         self.straggler_patience = straggler_patience
-        """After so long behind a slower worker the coordinator is told, in case that one is
-        stuck."""
+        """Time behind a slower worker after which the coordinator is notified, in case that worker
+        is stuck."""
         self._transport = transport
         self._fell_back = fell_back
         self._entered = 0
@@ -74,23 +75,24 @@ class Job:
 
     @property
     def generation(self) -> int:
-        """Number of the newest generation known."""
+        """Number of the newest known generation."""
         return self._link.newest
 
     @property
     def rank(self) -> int:
-        """This worker's rank in it."""
+        """This worker's rank in the newest generation."""
         newest = self._link.newest_generation
         return newest.rank if newest is not None else 0
 
     @property
     def world_size(self) -> int:
-        """Ranks of it; 1 before the first one."""
+        """Number of ranks in the newest generation; 1 before the first."""
         newest = self._link.newest_generation
         return newest.world_size if newest is not None else 1
 
     def peers_before(self) -> list[Peer]:
-        """Those in the newest generation that were in one before and have a donor, by rank."""
+        """Returns peers of the newest generation that were in an earlier one and have a donor, by
+        rank."""
         peers = self._peers_at(slice(None))
         return [
             p
@@ -99,8 +101,8 @@ class Job:
         ]
 
     def first_peer(self) -> Peer | None:
-        """Rank 0 of the newest generation; None: this worker is it, or it has no donor, or is not
-        known."""
+        """Returns rank 0 of the newest generation; None if that is this worker, or has no donor, or
+        is unknown."""
         others = [
             p
             for p in self._peers_at(slice(1))
@@ -117,8 +119,8 @@ class Job:
             return ()
 
     def entered(self) -> bool:
-        """Changes of membership do not interrupt asynchronous training: this worker is in the
-        newest generation at once, and says so. Returns whether that is another one than before."""
+        """Enters the newest generation and returns whether it differs from the previous one.
+        Membership changes do not interrupt asynchronous training."""
         if self.generation == self._entered:
             return False
         self._entered = self.generation
@@ -126,39 +128,39 @@ class Job:
         return True
 
     def wait_for_rank(self, *, after: int) -> None:
-        """Blocks until a generation above `after` has this member: the job was on hold because too
-        few workers were left.
+        """Blocks until a generation above `after` includes this member, after the job was on hold
+        for lack of workers.
 
         Raises:
-            StopTraining: the job was stopped, or this member is to leave.
-            DeadlineError: no such generation came in time.
-            ShoalError: this member was put out.
+            StopTraining: the job was stopped, or this member should leave.
+            DeadlineError: no such generation formed in time.
+            ShoalError: this member was removed.
         """
         self._link.wait_generation(after=after, timeout=self.patience)
 
     @property
     def leaving(self) -> bool:
-        """The job is to stop, or this member to leave, at the next border."""
+        """True if the job stops or this member leaves at the next step boundary."""
         return self._link.stopped is not None or self._link.draining is not None
 
     def departure(self) -> StopTraining:
-        """What ends this worker's training when it is `leaving`."""
+        """Returns the exception that ends this worker's training when it is `leaving`."""
         stopped = self._link.stopped
         return StopTraining(stopped) if stopped is not None else Drained(self._link.draining or "")
 
     def accuse_slowest(self, detail: str) -> None:
-        """Tells the coordinator that a peer holds this member up, so that it puts out who makes no
-        progress at all."""
+        """Reports to the coordinator that a peer is blocking this member, so that a member without
+        any progress is removed."""
         self._link.failed(self._link.newest, detail=detail, timed_out=True)
 
     def declare(self, tensors: Sequence[pb.TensorSpec]) -> pb.ShardMap:
-        """Lays the tensors out over the job's parameter servers; waits until all of these are
+        """Assigns the tensors to the job's parameter servers and waits until all servers are
         registered.
 
         Raises:
             ConfigurationError: the job has no parameter servers.
             PreconditionError: other workers have declared other tensors.
-            DeadlineError: the servers did not come in time.
+            DeadlineError: the servers did not register in time.
         """
         try:
             answer = self.insist(
@@ -176,8 +178,8 @@ class Job:
         return answer.shard_map
 
     def shard_map(self) -> pb.ShardMap | None:
-        """Which server has which partitions, and where it listens, as of now; None while the
-        coordinator cannot say."""
+        """Returns the current partitions and address of each server; None while the coordinator is
+        unreachable."""
         try:
             return self._link.client.get_shard_map(self.job_id).shard_map
         except (UnavailableError, DeadlineError):
@@ -195,8 +197,9 @@ class Job:
         sequence: int = 0,
         batch_ms: int = 0,
     ) -> pb.LeaseBatchesResponse:
-        """Leases batches, acknowledges finished ones and gives others back, once. Raises what the
-        coordinator refuses, and UnavailableError or DeadlineError where it cannot be reached."""
+        """Leases batches, acknowledges finished ones and returns others, in one attempt. Raises
+        errors reported by the coordinator, and UnavailableError or DeadlineError if it is
+        unreachable."""
         return self._link.client.lease_batches(
             self.job_id,
             self.member_id,
@@ -212,14 +215,14 @@ class Job:
         )
 
     def server_channel(self, address: str) -> ChannelSettings:
-        """How to speak to a server."""
-        # A push that fails is sent again by ServerLink, which first asks what became of it; gRPC's
-        # own retries would only hide that.
+        """Returns the connection settings for a server."""
+        # ServerLink resends a failed push after asking for its outcome; gRPC's own retries would
+        # only hide the failure.
         return replace(self._channel, address=address, attempts=1)
 
     def server_client(self, address: str) -> ParameterServerClient:
-        """A client of the server at `address`, which speaks for this worker. It is closed when
-        another server has taken the place of that one, which does not answer."""
+        """Returns a client of the server at `address` that acts for this worker. It is closed when
+        another server replaces that one and it no longer answers."""
         channel = self.server_channel(address)
         client = ParameterServerClient(
             channel, transport=self._transport, member_id=self.member_id, fell_back=self._fell_back
@@ -228,11 +231,11 @@ class Job:
         return client
 
     def insist(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats an idempotent call while its service cannot be reached.
+        """Repeats an idempotent call while its service is unreachable.
 
         Raises:
-            DeadlineError: after the job's patience.
-            StopTraining: this worker is to leave.
+            DeadlineError: the job's patience is exhausted.
+            StopTraining: this worker should leave.
         """
         deadline = time.monotonic() + self.patience.total_seconds()
         backoff, lines = Backoff(longest_s=_LONGEST_BACKOFF_S), WaitingLines()

@@ -1,9 +1,9 @@
-"""Where the batches of leased loaders come from: the coordinator, who deals a dead worker's again,
-or this process when it is alone.
+"""Sources of the batches of leased loaders: the coordinator, which reassigns a dead worker's
+batches, or this process if it runs alone.
 
-A worker leases blocks of batches ahead, enough for `lease_ahead`, and a thread renews them and
-acknowledges what is finished. So a step needs no answer of the coordinator's, and training goes on
-for about that long while it is away.
+A worker leases blocks of batches ahead, enough for `lease_ahead`; a thread renews the leases and
+acknowledges finished batches. A step therefore does not wait for the coordinator, and training
+continues for about that long while the coordinator is unreachable.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from shoal_worker.elastic.loader_interface import Leases, StopTraining
 _log = logging.getLogger(__name__)
 
 _MOST_WANTED: Final = 1024
-"""Batches that a worker asks for in one request, and holds at most."""
+"""Maximum number of batches that a worker requests at once and holds."""
 _ACKNOWLEDGED_AFTER: Final = 6
-"""What is finished is acknowledged within one part of so many of `lease_ahead`, if nothing else
-asks earlier."""
+"""Finished batches are acknowledged within this fraction (1/6) of `lease_ahead`, unless another
+request carries them earlier."""
 _STANDS_STILL: Final = 2
-"""A worker that has finished nothing for so many times `lease_ahead` gives back what it holds
-beside the batches handed out."""
+"""A worker that has not finished a batch for this many times `lease_ahead` returns all batches that
+have not been handed out."""
 _LONGEST_BACKOFF_S: Final = 1.0
 _LOOK_S: Final = 0.2
-"""Between two looks at whether this worker is to leave: SIGTERM cannot notify."""
+"""Interval between checks whether this worker should leave: SIGTERM cannot notify."""
 _LAST_WORD_S: Final = 5.0
-"""How long a worker that leaves tries to say what it has finished."""
+"""Time for which a leaving worker tries to report its finished batches."""
 _SPARED: Final = 8
-"""So many batches above twice enough are not worth giving back."""
+"""Number of batches above twice the sufficient number that are not worth returning."""
 _NOTHING: Final = Leases(batches=(), epoch_done=False, retry_after_s=0.0)
 
 
@@ -59,72 +59,71 @@ class LeaseSource(Protocol):
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """See `LoaderSession.lease_batches`. Loaders take batches in the order in which they were
-        leased, one at a time, and say `finished` before they take the next. `want` 0: the loop is
-        left; beside those finished, what is still leased goes back, but `at_hand`."""
+        """Leases batches for a loader; see `LoaderSession.lease_batches`. Loaders take batches in
+        lease order, one at a time, and report `finished` before they take the next. With `want` 0
+        the loop was left, and all leased batches except finished ones and `at_hand` are
+        returned."""
         ...
 
     def at_hand(self, loader: str) -> int:
-        """Key of the batch of `loader` that is being worked on: the same in whichever member has
-        it, and of no other batch of the job. 0: there is none, or it cannot come to another
-        member."""
+        """Returns the key of the batch of `loader` in progress, which is the same on every member
+        that has it and unique in the job. 0: there is none, or it cannot be reassigned."""
         ...
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """The furthest epoch of `loader` that any member has begun, if it is above `epoch`; else
-        that."""
+        """Returns the furthest epoch of `loader` that any member has begun, at least `epoch`."""
         ...
 
     def is_idle(self, loader: str) -> bool:
-        """`loader` has no batch of this worker's left."""
+        """Returns whether this worker holds no batch of `loader`."""
         ...
 
     def close(self) -> None:
-        """Nothing is leased any more. Idempotent."""
+        """Stops leasing. Idempotent."""
         ...
 
 
 @dataclass(kw_only=True, eq=False)
 class _Block:
-    """What this worker has of one epoch of one loader. Guarded by the lock of `CoordinatorLeases`.
-    Each batch is in one of four places."""
+    """This worker's batches of one epoch of one loader, guarded by the lock of `CoordinatorLeases`.
+    Each batch is in one of four lists."""
 
     loader: str
     epoch: int
     batches_in_epoch: int
     first_key: int = 0
     leased: deque[int] = field(default_factory=deque)
-    """Batches that are leased and not handed to the loader yet."""
+    """Leased batches that have not been handed to the loader."""
     out: list[int] = field(default_factory=list)
-    """Batches that the loader has and that are not finished; the first one is at hand."""
+    """Batches handed to the loader and not finished; the first is in progress."""
     finished: list[int] = field(default_factory=list)
-    """Batches whose pushes were acknowledged, which the coordinator has not heard of yet."""
+    """Batches with acknowledged pushes that have not been reported to the coordinator."""
     returned: list[int] = field(default_factory=list)
-    """Batches that go back untrained, which the coordinator has not heard of yet."""
+    """Batches to be returned untrained that have not been reported to the coordinator."""
     loop_left: bool = False
-    """The loader's loop takes no batches now, so that none is leased ahead."""
+    """True if the loader's loop takes no batches at the moment, so that none are leased ahead."""
     wanted: int = 0
-    """How many batches the training thread waits for; 0: it does not wait."""
+    """Number of batches that the training thread is waiting for; 0 if it is not waiting."""
     asking: bool = False
-    """A request about this block is on its way."""
+    """True if a request about this block is in progress."""
     unsaid_since: float = 0.0
-    """When the first of those was finished that are not acknowledged; and `finished_at`: when the
-    last one was, or it all began."""
+    """Time when the first unacknowledged batch was finished. `finished_at`: time when the last
+    batch was finished, or the start."""
     finished_at: float = 0.0
     pace_s: float = 0.0
     """Seconds from one finished batch to the next, averaged; 0: not known."""
     asks_below: int = 1
-    """With fewer batches leased ahead the coordinator is asked for more: half of what there was
-    after its last answer. 0: it has none, and is not asked before another batch is finished, unless
-    the training thread waits."""
+    """Number of leased batches below which more are requested: half of the number after the last
+    answer. 0: the coordinator has none, and is asked again only after another batch is finished or
+    if the training thread waits."""
     answer: pb.LeaseBatchesResponse | None = None
-    """The coordinator's last answer."""
+    """Last answer of the coordinator."""
     failure: Exception | None = None
-    """What the coordinator refused a request with; the training thread is to raise it."""
+    """Error with which the coordinator refused a request, for the training thread to raise."""
 
     @property
     def is_settled(self) -> bool:
-        """The coordinator knows all that it is to know."""
+        """True if everything has been reported to the coordinator."""
         return not (self.finished or self.returned or self.asking)
 
 
@@ -140,23 +139,23 @@ class _Request:
 
 
 class CoordinatorLeases:
-    """Leases of the coordinator's. The training thread takes and finishes batches; a thread of its
-    own speaks to the coordinator, one numbered request after the other, each said again until it is
-    answered: so none is lost with an answer."""
+    """Leases from the coordinator. The training thread takes and finishes batches. A separate
+    thread talks to the coordinator in numbered requests, one after another, and repeats each until
+    it is answered, so that no batch is lost with an answer."""
 
     def __init__(self, job: Job, *, ahead: timedelta) -> None:
-        """`ahead`: how much work to have, going by the pace so far."""
+        """Creates the leases. `ahead`: amount of work to hold, estimated from the pace so far."""
         self._job = job
         self._ahead_s = ahead.total_seconds()
         self._blocks: dict[str, _Block] = {}
-        """The newest of each loader: another one only when this is settled."""
+        """Newest block of each loader, which is replaced only when it is settled."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._numbered = 0
-        """Number of the last request; the thread's own."""
+        """Number of the last request; used by the request thread only."""
         self._trouble = ""
-        """Why the coordinator has not answered yet."""
+        """Reason why the coordinator has not answered yet."""
 
     def lease(
         self,
@@ -168,12 +167,12 @@ class CoordinatorLeases:
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """See `LeaseSource`.
+        """Implements `LeaseSource.lease`.
 
         Raises:
-            StopTraining: this worker has nothing left to do, and is to leave; or has left.
-            DeadlineError: the coordinator was away for too long.
-            ShoalError: what it refuses.
+            StopTraining: this worker has nothing left to do and should leave, or has left.
+            DeadlineError: the coordinator was unreachable for too long.
+            ShoalError: the coordinator refused the request.
         """
         with self._changed:
             block = self._block(loader, epoch, batches_in_epoch)
@@ -182,7 +181,7 @@ class CoordinatorLeases:
                 self._leave(block, at_hand)
                 return _NOTHING
             if block.loop_left:
-                # what was done in between is no step
+                # the time spent in between is not part of a step
                 block.loop_left, block.finished_at = False, time.monotonic()
             if block.failure is not None:
                 raise _taken(block)
@@ -210,14 +209,14 @@ class CoordinatorLeases:
             )
 
     def at_hand(self, loader: str) -> int:
-        """See `LeaseSource`."""
+        """Implements `LeaseSource.at_hand`."""
         with self._changed:
             block = self._blocks.get(loader)
             return 0 if block is None or not block.out else block.first_key + block.out[0]
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """See `LeaseSource`. Raises DeadlineError, and StopTraining when this worker is to
-        leave."""
+        """Implements `LeaseSource.newest_epoch`. Raises DeadlineError, and StopTraining if this
+        worker should leave."""
         answer = self._job.insist(
             "the coordinator",
             lambda: self._job.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=0, want=0),
@@ -225,13 +224,13 @@ class CoordinatorLeases:
         return max(epoch, answer.newest_epoch)
 
     def is_idle(self, loader: str) -> bool:
-        """See `LeaseSource`."""
+        """Implements `LeaseSource.is_idle`."""
         with self._changed:
             block = self._blocks[loader]
             return not block.out and not block.leased
 
     def close(self) -> None:
-        """See `LeaseSource`. What is leased or not acknowledged is dealt again."""
+        """Implements `LeaseSource.close`. Leased and unacknowledged batches are reassigned."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
@@ -262,8 +261,8 @@ class CoordinatorLeases:
         return block
 
     def _leave(self, block: _Block, at_hand: int | None) -> None:
-        """Gives back all but `at_hand`. From here on they are not this worker's, whenever the
-        coordinator hears of it."""
+        """Returns all batches except `at_hand`. From now on they no longer belong to this worker,
+        even before the coordinator is notified."""
         block.loop_left = True
         block.returned += [batch for batch in (*block.out, *block.leased) if batch != at_hand]
         block.out = [batch for batch in block.out if batch == at_hand]
@@ -272,7 +271,7 @@ class CoordinatorLeases:
             self._await(block, lambda: block.is_settled, for_batches=False)
 
     def _await(self, block: _Block, done: Callable[[], bool], *, for_batches: bool) -> None:
-        """Returns when the thread has done what is asked of it. Raises as `lease`."""
+        """Waits until the request thread has done its work. Raises as `lease`."""
         begun = time.monotonic()
         leaving_since: float | None = None
         block.failure = None
@@ -316,7 +315,7 @@ class CoordinatorLeases:
                 self._changed.notify_all()
 
     def _due(self) -> _Request | None:
-        """The next request, if one is due."""
+        """Returns the next request, or None if none is due."""
         now = time.monotonic()
         for block in self._blocks.values():
             if block.failure is not None and not block.wanted:
@@ -327,8 +326,8 @@ class CoordinatorLeases:
                 and self._ahead_s
                 and now - block.finished_at > _STANDS_STILL * self._ahead_s
             ):
-                # It evaluates within its loop, say: the others need not wait for what it has leased
-                # ahead.
+                # It may be evaluating within its loop: the others should not wait for batches that
+                # it has leased ahead.
                 block.returned += block.leased
                 block.leased.clear()
                 block.asks_below = 0
@@ -366,7 +365,8 @@ class CoordinatorLeases:
         return min(_MOST_WANTED, 1 + int(self._ahead_s / block.pace_s))
 
     def _ask(self, request: _Request) -> pb.LeaseBatchesResponse | Exception | None:
-        """None: this object was closed meanwhile."""
+        """Sends a request and returns the answer or error; None if this object was closed
+        meanwhile."""
         block = request.block
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         told = False
@@ -415,10 +415,10 @@ class CoordinatorLeases:
         del block.finished[: len(request.finished)]
         del block.returned[: len(request.returned)]
         block.unsaid_since = time.monotonic()
-        # Where the loop was left meanwhile, nobody takes them.
+        # If the loop was left meanwhile, nobody takes them.
         (block.returned if block.loop_left else block.leased).extend(answer.batches)
         if answer.batches and (block.wanted or request.waited_for):
-            # it did not stand still, but waited for these; nor is the wait part of a step
+            # the loop was waiting for these batches, not idle, and the wait is not part of a step
             block.finished_at = time.monotonic()
         block.asks_below = len(block.leased) // 2 + 1 if block.leased else 0
         if request.waited_for:
@@ -449,7 +449,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
 
 
 class LocalLeases:
-    """Leases in a world of one, where nobody else asks: the batches of an epoch in their order."""
+    """Leases in a world of one, without other members: the batches of an epoch in order."""
 
     def __init__(self) -> None:
         self._dealt: defaultdict[tuple[str, int], int] = defaultdict(int)
@@ -466,7 +466,7 @@ class LocalLeases:
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """See `LeaseSource`."""
+        """Implements `LeaseSource.lease`."""
         key = (loader, epoch)
         self._open[key] -= set(finished)
         if want == 0:
@@ -485,16 +485,16 @@ class LocalLeases:
         return Leases(batches=batches, epoch_done=done, retry_after_s=0.0)
 
     def at_hand(self, loader: str) -> int:
-        """See `LeaseSource`: nobody else is there."""
+        """Implements `LeaseSource.at_hand`; there are no other members."""
         return 0
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """See `LeaseSource`."""
+        """Implements `LeaseSource.newest_epoch`."""
         return epoch
 
     def is_idle(self, loader: str) -> bool:
-        """See `LeaseSource`."""
+        """Implements `LeaseSource.is_idle`."""
         return True
 
     def close(self) -> None:
-        """See `LeaseSource`."""
+        """Implements `LeaseSource.close`."""

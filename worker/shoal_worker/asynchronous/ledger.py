@@ -1,9 +1,8 @@
-"""How far one worker is with each partition: pushes that were acknowledged, versions that were
-pulled, pushes in doubt.
+"""One worker's progress with each partition: acknowledged pushes, pulled versions, and pushes with
+unknown outcome.
 
-There is one ledger for all servers, since partitions move between them: what stands here of a
-partition stays true wherever it is. Each partition's entry belongs to the thread that speaks to the
-server that has it.
+There is one ledger for all servers, since partitions move between them: its entries remain valid
+wherever a partition is. Each partition's entry belongs to the thread that talks to its server.
 """
 
 from __future__ import annotations
@@ -16,16 +15,16 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 @dataclass
 class _Entry:
-    """One partition."""
+    """The state of one partition."""
 
     acknowledged: int = 0
-    """Sequence number of the last push that was acknowledged."""
+    """Sequence number of the last acknowledged push."""
     base: int = 0
-    """Version that the next gradient is computed on; 0: never pulled."""
+    """Version on which the next gradient is computed; 0 if never pulled."""
     held: int = 0
-    """Version that need not be sent again; 0: whatever the server has is news."""
+    """Version that need not be sent again; 0 if any version is new."""
     doubt: int | None = None
-    """A push was begun and not acknowledged: the key of its batch, or 0."""
+    """Batch key (or 0) of a push that was started and not acknowledged."""
 
 
 class Ledger:
@@ -35,49 +34,50 @@ class Ledger:
         self._entries = {partition_id: _Entry() for partition_id in partitions}
 
     def held(self, partition_id: int) -> int:
-        """Version that need not be sent again; 0: whatever the server has is news."""
+        """Returns the version that need not be sent again; 0 if any version is new."""
         return self._entries[partition_id].held
 
     def has_values(self, partition_id: int) -> bool:
-        """This worker has pulled the partition before."""
+        """Returns whether this worker has pulled the partition before."""
         return self._entries[partition_id].base > 0
 
     def next_push(self, partition_id: int) -> tuple[int, int]:
-        """The sequence number of the next push of a partition, and the version that its gradient is
-        computed on."""
+        """Returns the sequence number of a partition's next push and the version on which its
+        gradient is computed."""
         entry = self._entries[partition_id]
         return entry.acknowledged + 1, entry.base
 
     def doubt(self, partition_id: int) -> int | None:
-        """The batch of a push that was begun and not acknowledged: nobody knows what became of it.
-        0: it had none; None: there is no such push."""
+        """Returns the batch of a push that was started and not acknowledged, so that its outcome is
+        unknown. 0: it had no batch; None: there is no such push."""
         return self._entries[partition_id].doubt
 
     def begun(self, partitions: Iterable[int], batch: int) -> None:
-        """The next push of each of these partitions begins; it has the gradients of this batch."""
+        """Records that the next push of these partitions, with gradients of this batch, is
+        starting."""
         for partition_id in partitions:
             self._entries[partition_id].doubt = batch
 
     def acknowledged(self, results: Iterable[pb.PartitionResult]) -> None:
-        """The next push of each of these partitions was acknowledged."""
+        """Records that the next push of each of these partitions was acknowledged."""
         for result in results:
             entry = self._entries[result.partition_id]
             entry.acknowledged += 1
             entry.doubt = None
 
     def computed_on(self, versions: Mapping[int, int]) -> None:
-        """The next gradients of these partitions are of these versions."""
+        """Records the versions on which the next gradients of these partitions are computed."""
         for partition_id, version in versions.items():
             self._entries[partition_id].base = version
 
     def pulled(self, headers: Iterable[pb.PullHeader]) -> None:
-        """This worker has these versions now."""
+        """Records the versions that this worker has pulled."""
         for header in headers:
             entry = self._entries[header.partition_id]
             entry.base = entry.held = header.version
 
     def ahead(self, state: Iterable[pb.PartitionVersion]) -> frozenset[int]:
-        """The partitions of which the server has more pushes of this worker's than it has
+        """Returns the partitions for which the server has more pushes of this worker than were
         acknowledged."""
         return frozenset(
             here.partition_id
@@ -86,7 +86,7 @@ class Ledger:
         )
 
     def follow(self, state: Iterable[pb.PartitionVersion]) -> None:
-        """Goes on behind what the server has of this worker's pushes, acknowledged or not."""
+        """Continues after all of this worker's pushes that the server has, acknowledged or not."""
         for here in state:
             entry = self._entries[here.partition_id]
             entry.acknowledged = here.sequence
@@ -94,11 +94,11 @@ class Ledger:
             entry.doubt = None
 
     def rewind(self, state: Iterable[pb.PartitionVersion]) -> int:
-        """Goes on from where the server stands. Returns how many pushes it had acknowledged and has
+        """Continues from the server's state. Returns the number of acknowledged pushes that it has
         lost, counted by partition.
 
-        One more than it has acknowledged is no loss: the push in progress was applied, and sending
-        it again will only be acknowledged.
+        One push more than acknowledged is not a loss: the push in progress was applied, and
+        resending it will only be acknowledged.
         """
         lost = 0
         for here in state:

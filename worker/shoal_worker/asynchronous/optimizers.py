@@ -1,10 +1,10 @@
-"""A worker's optimizers: the user's, and the one that the servers run, which is the same but with
+"""A worker's optimizers: the user's, and the one run by the servers. They are the same except with
 inner steps.
 
-Their settings (learning rates, and the place in a schedule) are each worker's to change; here is
-how these go to the servers, to joiners, and into checkpoints. What a step of an optimizer keeps
-(momentum, moments) stays where the step is taken: on the servers, or, with inner steps, here. This
-module takes no step and sends nothing.
+Each worker controls their settings (learning rates and the position in a schedule); this module
+passes them to the servers, to joiners and into checkpoints. The state of an optimizer (momentum,
+moments) stays where the step is taken: on the servers or, with inner steps, on the worker. This
+module takes no steps and sends nothing.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOpti
 
 
 class Optimizers:
-    """Both of them, made from the same parameters."""
+    """The user's and the servers' optimizer, over the same parameters."""
 
     def __init__(
         self, own: torch.optim.Optimizer, options: AsyncOptions, names: Mapping[int, str]
     ) -> None:
-        """`own`: the user's; `names`: id(parameter) -> its name.
+        """Wraps `own`, the user's optimizer; `names` maps id(parameter) to its name.
 
         Raises:
-            ConfigurationError: they are not of the same parameters; or as `ServerOptimizer`.
+            ConfigurationError: the optimizers have different parameters; and as `ServerOptimizer`.
         """
         self.own = own
         self.on_servers = own if options.outer_optimizer is None else options.outer_optimizer
-        """The outer one with inner steps, else the user's."""
+        """The outer optimizer with inner steps, otherwise the user's."""
         self._steps_here = options.outer_optimizer is not None
         check_same_parameters(own, self.on_servers, names)
         argument = "outer_optimizer" if self._steps_here else "optimizer"
@@ -40,12 +40,12 @@ class Optimizers:
         )
 
     def look(self) -> Revision:
-        """Notices what schedulers have changed of the one that the servers run."""
+        """Records changes that schedulers have made to the optimizer run by the servers."""
         return self.schedule.look()
 
     def schedules(self) -> dict[str, Any]:
-        """For joiners: the settings, and their place in the schedule. Without an inner optimizer's
-        moments: a joiner's begin anew."""
+        """Returns the settings and their position in the schedule, for joiners. Without an inner
+        optimizer's moments, which a joiner starts anew."""
         state = {"groups": self.own.state_dict()["param_groups"], "revision": self.look().number}
         if self._steps_here:
             state["outer_groups"] = self.on_servers.state_dict()["param_groups"]
@@ -59,8 +59,8 @@ class Optimizers:
         self.schedule.adopt(state["revision"])
 
     def kept_here(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """What this worker takes over of a state dict: what is momentum and moments in a
-        synchronous run has no place on the workers, but with inner steps."""
+        """Returns the part of a state dict that this worker loads. Momentum and moments from a
+        synchronous run are not kept on the workers, except with inner steps."""
         return (
             state if self._steps_here else {"state": {}, "param_groups": state.get("param_groups")}
         )
@@ -82,7 +82,7 @@ class Optimizers:
             )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over what `check_checkpoint` found to be the user's optimizer's."""
+        """Restores a state accepted by `check_checkpoint`."""
         if self._steps_here and state["state"]:
             self.own.load_state_dict(dict(state))
         else:  # momentum and moments of a synchronous run have no place on the workers

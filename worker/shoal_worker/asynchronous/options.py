@@ -1,5 +1,5 @@
-"""What `as_distributed(..., strategy="async_sgd", ...)` takes beside the settings common to all
-strategies, and what the servers are told of the user's optimizer. Values only."""
+"""Options of `as_distributed(..., strategy="async_sgd", ...)` in addition to the common ones, and
+the description of the user's optimizer for the servers. Values only."""
 
 from __future__ import annotations
 
@@ -30,49 +30,52 @@ class AsyncOptions:
     """Options of async_sgd.
 
     Raises:
-        ConfigurationError: a value that cannot work, or two that contradict each other.
+        ConfigurationError: a value is invalid, or two values contradict each other.
     """
 
     consistency: str = "asp"
-    """"asp": nobody waits. "ssp": a worker more than `staleness_bound` iterations ahead of the
-    slowest one waits at the end of its step. "bsp": all workers that take part in an iteration
-    compute it on the same values, those after all pushes of the one before."""
+    """Consistency model. "asp": nobody waits. "ssp": a worker more than `staleness_bound`
+    iterations ahead of the slowest one waits at the end of its step. "bsp": all workers that take
+    part in an iteration compute it on the same values, those after all pushes of the previous
+    one."""
     staleness_bound: int | None = None
-    """ssp only, and needed there: iterations, >= 0."""
+    """Maximum number of iterations ahead (>= 0); required with ssp, and only allowed there."""
     pull_every: int = 1
-    """Pull new values in every n-th step only; >= 1. Saves half of the bytes at most, for gradients
-    of older values."""
+    """Interval between pulls, in steps (>= 1). Larger values save at most half of the traffic, at
+    the cost of gradients of older values."""
     prefetch: bool = False
-    """Pull values while the next batch is computed, instead of waiting for them: steps are shorter
-    by a pull, and gradients are of values that are older by at most one pull. With "asp" only."""
+    """Pull values while the next batch is computed instead of waiting for them: steps are shorter
+    by a pull, and gradients are computed on values that are older by at most one pull. With "asp"
+    only."""
     server_timeout: timedelta = timedelta(minutes=5)
-    """Longest a parameter server may be away (it restarts, say) before `optimizer.step()` gives
-    up."""
+    """Longest time that a parameter server may be unreachable (for example while restarting) before
+    `optimizer.step()` fails."""
 
     lease_ahead: timedelta = timedelta(seconds=20)
-    """How much work a worker leases ahead, by its pace so far: about so long it trains on while the
-    coordinator is away. What a worker that dies had leased is dealt again. 0: each batch by
-    itself."""
+    """Amount of work that a worker leases ahead, estimated from its pace: it continues to train for
+    about that long while the coordinator is unreachable. Leased batches of a worker that dies are
+    reassigned. 0: each batch is leased separately."""
 
     delay_compensation: float = 0.0
-    """How much of a gradient's staleness the servers make good for (DC-ASGD; Zheng et al., ICML
-    2017), >= 0; 0: nothing; 0.04 is a value to begin with. Costs a server up to a copy of its share
+    """Strength of the servers' compensation for staleness of gradients (DC-ASGD; Zheng et al., ICML
+    2017), >= 0; 0 disables it; 0.04 is a good first value. Costs a server up to a copy of its share
     for each worker."""
 
     pull_compression: str | None = None
-    """What values are rounded to on their way from the servers: "bf16", "fp16" or "int8"; None:
-    they come as they are. The servers keep full precision; gradients are computed on the rounded
-    values. The first values, frozen parameters and `full_state_dict` are never rounded."""
+    """Rounding of values sent by the servers: "bf16", "fp16" or "int8"; None: no rounding. The
+    servers keep full precision; gradients are computed on the rounded values. Initial values,
+    frozen parameters and `full_state_dict` are never rounded."""
 
     inner_steps: int | None = None
-    """Take so many steps with the optimizer here, on the worker, and push what they have moved as
-    one gradient to `outer_optimizer`, which the servers run; >= 1 (DiLoCo; Douillard et al., 2023,
-    algorithm 1). The same on all workers. None: each step is a push, and the servers run the
-    optimizer."""
+    """Number of steps (>= 1) that the worker takes with its own optimizer before it pushes their
+    total change as one gradient to `outer_optimizer`, which the servers run (DiLoCo; Douillard et
+    al., 2023, algorithm 1). The same on all workers. None: each step is a push, and the servers run
+    the optimizer."""
     outer_optimizer: torch.optim.Optimizer | None = None
-    """With `inner_steps`, and needed there: one that servers have, made from the same parameters.
-    For K workers `shoal.optim.DelayedNesterov(net.parameters(), every=K)` has the paper's learning
-    rate and momentum."""
+    """Optimizer run by the servers with `inner_steps`, and required then: one that the servers
+    support, made from the same parameters. For K workers
+    `shoal.optim.DelayedNesterov(net.parameters(), every=K)` uses the paper's learning rate and
+    momentum."""
 
     def __post_init__(self) -> None:
         if self.pull_compression is not None:
@@ -174,16 +177,16 @@ class AsyncOptions:
 
     @property
     def waits_for_others(self) -> bool:
-        """ssp and bsp."""
+        """True if a worker may wait for others (ssp and bsp)."""
         return self.consistency != "asp"
 
     @property
     def in_step(self) -> bool:
-        """bsp."""
+        """True if workers proceed in step (bsp)."""
         return self.consistency == "bsp"
 
     def message(self) -> pb.Consistency:
-        """For ConfigureOptimizer."""
+        """Returns the message for ConfigureOptimizer."""
         modes = {
             "asp": pb.Consistency.MODE_ASP,
             "ssp": pb.Consistency.MODE_SSP,
@@ -193,7 +196,7 @@ class AsyncOptions:
 
 
 def check_pull_compression(name: str) -> None:
-    """Raises ConfigurationError for what does not suit values."""
+    """Raises ConfigurationError if values cannot be compressed in this way."""
     suitable = [
         each for each in compressor_names() if compressor_class(each).codec in codecs.FOR_VALUES
     ]
@@ -211,10 +214,10 @@ def check_pull_compression(name: str) -> None:
 
 
 def check_configuration(config: ShardingConfiguration, backend: str) -> None:
-    """Refuses settings that mean nothing without a common step.
+    """Rejects settings that have no meaning without a common step.
 
     Raises:
-        ConfigurationError: one of them, and what to do.
+        ConfigurationError: such a setting is present; the message says what to do.
     """
     if backend not in backend_names():
         # async_sgd has no process group, so that any known one will do; a misspelled one would be
@@ -240,34 +243,31 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
 _OR_HERE = ", or give inner_steps=, with which workers run the optimizer"
 
 Values = tuple[tuple[str, float], ...]
-"""One group's hyperparameters by the servers' names, sorted."""
+"""Hyperparameters of one group by the servers' names, sorted."""
 
 
 # ------------------------------------------------------------------------------------ the optimizer
 #
-# The user's torch optimizer, as the parameter servers are to run it, and what schedulers change in
-# it.
-#
-# Whose schedule counts, when each worker steps a scheduler of its own at its own speed? The one
-# that is furthest: a change carries a revision, the number of changes that this worker's
+# The user's torch optimizer, to be run by the parameter servers, and the changes that schedulers
+# make to it. If each worker steps its own scheduler at its own speed, the one that has advanced
+# furthest decides: a change carries a revision, the number of changes that this worker's
 # hyperparameters have gone through, and a server ignores a revision that is not above its last.
 # Equal schedules have equal values at equal revisions, whether they are stepped per iteration or
-# per epoch (docs/explanation/parameter-servers.md#schedules-and-optimizers).
-#
-# All of it runs on the training thread.
+# per epoch (docs/explanation/parameter-servers.md#schedules-and-optimizers). Everything runs on the
+# training thread.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """The hyperparameters at one moment of the schedule."""
+    """The hyperparameters at one position in the schedule."""
 
     number: int
-    """0: as configured. Grows by one with every change."""
+    """Number of changes so far; 0: as configured."""
     groups: tuple[Values, ...]
 
 
 class ServerOptimizer:
-    """The optimizer that the servers run."""
+    """The optimizer run by the servers."""
 
     def __init__(
         self,
@@ -277,15 +277,16 @@ class ServerOptimizer:
         delay_compensation: float = 0.0,
         argument: str = "optimizer",
     ) -> None:
-        """`names`: id(parameter) -> its name among the declared tensors. `delay_compensation`: see
-        `AsyncOptions`. `argument`: what the user gave the optimizer as, for errors.
+        """Describes the optimizer for the servers. `names`: id(parameter) -> its name among the
+        declared tensors. `delay_compensation`: see `AsyncOptions`. `argument`: name of the user's
+        argument, for errors.
 
         Raises:
-            ConfigurationError: an optimizer that the servers do not have, or not with these
+            ConfigurationError: the servers do not support this optimizer, or not with these
                 settings.
         """
-        # Exactly these classes: a subclass may override the update, which would be lost without a
-        # word.
+        # Exactly these classes: a subclass may override the update, which would be silently
+        # ignored.
         declared = (
             one for one in SERVER_OPTIMIZERS.values() if one.optimizer_class() is type(optimizer)
         )
@@ -329,8 +330,8 @@ class ServerOptimizer:
 
     @property
     def spec(self) -> pb.OptimizerSpec:
-        """The optimizer as it was when it was handed to `as_distributed`, for the call
-        ConfigureOptimizer. The same in every worker, in joiners too."""
+        """Returns the optimizer as it was passed to `as_distributed`, for the call
+        ConfigureOptimizer. The same on every worker, including joiners."""
         return pb.OptimizerSpec(
             name=self._declared.name,
             hyperparameters=dict(self._configured[0]),
@@ -339,11 +340,11 @@ class ServerOptimizer:
         )
 
     def check_layout(self, shard_map: coordinator_pb.ShardMap) -> None:
-        """Looks at how the tensors are cut over the servers, where the optimizer takes several
+        """Checks how the tensors are split over the servers if the optimizer processes several
         elements together.
 
         Raises:
-            ConfigurationError: a row that has to be whole is cut.
+            ConfigurationError: a row that must stay whole is split.
         """
         if self._declared.unit is Unit.ELEMENT:
             return
@@ -374,11 +375,11 @@ class ServerOptimizer:
             )
 
     def look(self) -> Revision:
-        """The newest revision; a new one if a scheduler, or the user, has changed something since
-        the last look.
+        """Returns the newest revision, a new one if a scheduler or the user has changed something
+        since the last call.
 
-        Schedulers read `optimizer.param_groups` at each step of theirs, and every read looks. So
-        two scheduler steps in a row are two revisions.
+        Schedulers read `optimizer.param_groups` in each step, and every read records changes. Two
+        scheduler steps in a row are therefore two revisions.
         """
         now = self._read()
         if now != self._latest.groups:
@@ -387,13 +388,13 @@ class ServerOptimizer:
         return self._latest
 
     def adopt(self, number: int) -> None:
-        """The optimizer was given a peer's settings, which are its revision `number`: this worker's
-        schedule goes on from there."""
+        """Continues from a peer's settings, which are revision `number` and have been loaded into
+        the optimizer."""
         self._latest = Revision(number=number, groups=self._read())
 
     def change(self, revision: Revision) -> tuple[dict[str, float], list[pb.ParameterGroup]]:
-        """`revision` as SetHyperparameters takes it: for all tensors, and for groups of their
-        own."""
+        """Returns `revision` in the form for SetHyperparameters: for all tensors, and for
+        individual groups."""
         return self._variable(revision.groups[0]), self._messages(
             tuple(tuple(self._variable(values).items()) for values in revision.groups)
         )
@@ -405,7 +406,8 @@ class ServerOptimizer:
         )
 
     def _messages(self, groups: tuple[Values, ...]) -> list[pb.ParameterGroup]:
-        """Nothing for a single group: its hyperparameters are the optimizer's own."""
+        """Returns the groups' messages; none for a single group, whose hyperparameters are the
+        optimizer's own."""
         if len(groups) == 1:
             return []
         pairs = zip(self._tensors, groups, strict=True)

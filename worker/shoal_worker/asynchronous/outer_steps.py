@@ -1,14 +1,14 @@
-"""Outer steps: a worker takes several inner steps by itself, and pushes what they have moved as if
-it were one gradient.
+"""Outer steps: a worker takes several inner steps by itself and pushes their total change as if it
+were one gradient.
 
 (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
 algorithm 1; Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, for workers
 that do not wait for one another.)
 
-A *round* is the inner steps between two pushes. Here is what becomes of it, and of the values: it
-begins with a step, goes on, is pushed, or is undone where its batches go back. The batches
-themselves are leased in `round_leases.py`, and how a gradient is pushed is the engine's business.
-All of it runs on the training thread.
+A *round* consists of the inner steps between two pushes. This module manages a round and its
+values: it begins with a step, continues, and is either pushed or undone when its batches are
+returned. The batches are leased in `round_leases.py`, and the engine pushes the gradient.
+Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class OuterSteps:
-    """The rounds of a worker, one after another: which step ends one, and when one goes back."""
+    """The rounds of a worker, one after another: decides which step ends a round and when a round
+    is undone."""
 
     def __init__(
         self,
@@ -41,8 +42,9 @@ class OuterSteps:
         outer: torch.optim.Optimizer,
         push: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
-        """`leases`: of `steps` batches a round. `outer`: what the servers run. `push`: ends an
-        iteration with these gradients, by the tensors' names; with none it pushes nothing."""
+        """Creates the rounds. `leases`: of rounds with `steps` batches each. `outer`: the optimizer
+        run by the servers. `push`: ends an iteration with these gradients (by tensor name); with
+        none it pushes nothing."""
         self._session = session
         self._leases = leases
         self._tensors = tuple(tensors)
@@ -52,7 +54,7 @@ class OuterSteps:
 
     @property
     def steps(self) -> int:
-        """Inner steps since the last push."""
+        """Number of inner steps since the last push."""
         return self._round.steps
 
     def step_begins(self, source: StepSource | None) -> None:
@@ -60,8 +62,8 @@ class OuterSteps:
         self._round.check_source(source)
 
     def take(self, *, usable: bool) -> None:
-        """Takes an inner step, and pushes the round with its last one. Again after a push that
-        failed: then the round is pushed, and no step is taken. `usable` False: a GradScaler found
+        """Takes an inner step, and pushes the round after its last one. If called again after a
+        failed push, pushes the round without taking a step. With `usable` False, a GradScaler found
         the gradients unusable, and the step changes nothing."""
         step = self._session.step
         source = step.source if step is not None else None
@@ -78,10 +80,10 @@ class OuterSteps:
         self._push_round(left_out=left_out)
 
     def push_now(self) -> None:
-        """Ends the round where it is, with a push.
+        """Ends the round early with a push.
 
         Raises:
-            PreconditionError: its batches are leased, and count as a whole.
+            PreconditionError: its batches are leased and commit as a unit.
         """
         if self._round.is_leased:
             raise PreconditionError(
@@ -96,18 +98,18 @@ class OuterSteps:
     def _push_round(self, *, left_out: bool = False) -> None:
         self._push({} if left_out else self._round.outer_gradients())
         self._round.settle()
-        # The servers have stepped it: its schedulers need not warn that nobody has.
+        # The servers have stepped it: its schedulers should not warn that nobody has.
         self._outer._opt_called = True  # type: ignore[attr-defined]
         step = self._session.step
         if step is not None and step.source is not None:
             step.pushed = self._leases.round_of(step.source.name)
 
     def check_step(self) -> None:
-        """Before a step is finished: where the round that it was in has gone back, the step counts
-        for nothing.
+        """Checks, before a step is finished, that its round is still valid; if the round's batches
+        were returned, the step does not count.
 
         Raises:
-            PreconditionError: the script was handed the batch again.
+            PreconditionError: the script received the batch again.
         """
         step = self._session.step
         if (
@@ -126,8 +128,8 @@ class OuterSteps:
         )
 
     def has_leased(self, loader: str) -> bool:
-        """A loop was left, or goes on with other batches: undoes what inner steps of a round have
-        moved that went back with its loop. Returns whether there were some."""
+        """Undoes the inner steps of a round whose batches were returned because its loop was left
+        or continues with other batches. Returns whether there were any."""
         if not self._round.has_gone_back(loader, self._leases.round_of(loader)):
             return False
         if not self._round.is_over:
@@ -142,7 +144,7 @@ class OuterSteps:
         return True
 
     def close(self) -> None:
-        """Nothing is pushed any more: says so where that loses steps."""
+        """Stops pushing, and warns if that discards steps."""
         if self.steps and not self._round.is_leased:
             _log.warning(
                 "%d inner steps since the last push are not on the servers; behind a loop of your "
@@ -152,38 +154,38 @@ class OuterSteps:
 
 
 class Round:
-    """The inner steps since the last push: the values that they began with, and how far they have
-    moved."""
+    """The inner steps since the last push: the initial values and the change so far."""
 
     def __init__(self, tensors: Sequence[HostTensor], *, steps: int) -> None:
-        """`tensors`: those that are trained; `steps`: of a round. Takes host memory for a copy of
-        them when the first round begins."""
+        """Creates an empty round. `tensors`: the trained ones. `steps`: number per round. Allocates
+        host memory for a copy of the tensors when the first round begins."""
         self._most = steps
         self.steps = 0
-        """Inner steps taken; 0: the values are those that were pulled last."""
+        """Number of inner steps taken; 0: the values are those pulled last."""
         self._tensors = tuple(tensors)
         self._kept: dict[str, torch.Tensor] = {}
-        """By name, flat: the values at the round's begin. Once it is over, of those that were
-        trained, the outer gradient."""
+        """Flat values at the beginning of the round, by name. Once the round is over, those of
+        trained tensors are replaced by the outer gradient."""
         self._trained: set[str] = set()
         """Names of the tensors that had a gradient in a step of this round."""
         self._source: StepSource | None = None
         self._batches: range | None = None
-        """What `RoundLeases.round_of` gives; None: they are not leased."""
+        """Result of `RoundLeases.round_of`; None if the batches are not leased."""
         self._outer: dict[str, torch.Tensor] | None = None
 
     @property
     def is_over(self) -> bool:
-        """Its last step is taken: what is left is to push it."""
+        """True if the last step has been taken, so that only the push remains."""
         return self._outer is not None
 
     @property
     def is_leased(self) -> bool:
-        """Its batches are leased, and count together."""
+        """True if the batches are leased and therefore commit together."""
         return self._source is not None
 
     def has_gone_back(self, loader: str, batches: range | None) -> bool:
-        """Whether its batches were this loader's, which is in a round of others now, or in none."""
+        """Returns whether the batches came from this loader, which is now in another round or
+        none."""
         return (
             self.steps > 0
             and self._source is not None
@@ -192,7 +194,7 @@ class Round:
         )
 
     def check_source(self, source: StepSource | None) -> None:
-        """A step of `source`'s begins.
+        """Checks that a step of `source` belongs to this round.
 
         Raises:
             PreconditionError: the round has steps of another loader.
@@ -213,8 +215,8 @@ class Round:
         *,
         usable: bool,
     ) -> bool:
-        """One inner step of a round of these batches; returns whether it was the last. `usable`
-        False: a GradScaler found the gradients unusable, and it changes nothing."""
+        """Takes one inner step of a round with these batches; returns whether it was the last. With
+        `usable` False, a GradScaler found the gradients unusable, and the step changes nothing."""
         if self.steps == 0:
             self._source, self._batches = source, batches
             for tensor in self._tensors:
@@ -230,10 +232,10 @@ class Round:
 
     @torch.no_grad()
     def end(self) -> None:
-        """The last inner step is taken: finds what to push, and puts the values back to the round's
-        begin, from where the servers step.
+        """Ends the round: computes the outer gradient and restores the initial values, from which
+        the servers step.
 
-        A tensor that no step had a gradient of is left out, as torch leaves it alone.
+        A tensor without a gradient in every step is left out, as torch leaves it alone.
         """
         self._outer = {}
         for tensor in self._tensors:
@@ -245,24 +247,25 @@ class Round:
         publish(self._tensors)
 
     def outer_gradients(self) -> Mapping[str, torch.Tensor]:
-        """What a round that is over is to push: the values at its begin less those at its end, flat
-        and in host memory, by the tensors' names; the same each time.
+        """Returns what a finished round pushes: the initial values minus the final ones, flat and
+        in host memory, by tensor name; the same on each call.
 
         Raises:
-            InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values, naming the parameter.
+            InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values; names the parameter.
         """
         assert self._outer is not None, "it is over"
         check_outer_gradients(self._outer, steps=self.steps)
         return self._outer
 
     def settle(self) -> None:
-        """It was pushed, or is left out: the next one begins with the next step."""
+        """Discards the round after it was pushed or skipped; the next one begins with the next
+        step."""
         self.steps, self._outer, self._source, self._batches = 0, None, None, None
         self._trained.clear()
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Its batches are dealt again: puts the values back to its begin."""
+        """Restores the initial values because the batches will be reassigned."""
         if not self.is_over:
             for tensor in self._tensors:
                 tensor.target().copy_(self._kept[tensor.name])

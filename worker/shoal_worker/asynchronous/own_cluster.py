@@ -1,10 +1,10 @@
-"""A coordinator and a parameter server of this process's own, for `python train.py` without a
+"""A coordinator and a parameter server owned by this process, for `python train.py` without a
 cluster.
 
-The worker's distribution does not depend on the services', so they are started as programs, if they
-are installed, on loopback. They are tied to this process: closed when it ends in good order, and
-told by the kernel when it does not. Their output goes to a file, whose end is quoted when they do
-not start.
+The worker's distribution does not depend on the services, so they are started as programs on
+loopback, if installed. Their lifetime is tied to this process: they are closed at a regular exit
+and killed by the kernel otherwise. Their output goes to a file, the end of which is quoted if they
+fail to start.
 """
 
 from __future__ import annotations
@@ -53,12 +53,11 @@ JobT = TypeVar("JobT", bound=Job)
 
 
 def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | None]:
-    """The session's job, as parameter servers are used in it; and the cluster that was started for
-    a process without one, to be closed.
+    """Returns the session's job for use with parameter servers, and the cluster that was started
+    for a process without one, to be closed.
 
     Raises:
-        ConfigurationError: the ranks are those of a launch, which has no servers; and as
-            `OwnCluster`.
+        ConfigurationError: the ranks belong to a launch, which has no servers; and as `OwnCluster`.
     """
     membership, settings, own = session.membership, session.settings, None
     if membership is None:
@@ -85,10 +84,10 @@ def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | Non
 
 
 class OwnCluster:
-    """Both services, and this process as the one member of their job."""
+    """Both services, with this process as the only member of their job."""
 
     def __init__(self) -> None:
-        """Returns when all stands.
+        """Starts the services and returns once they are ready.
 
         Raises:
             ConfigurationError: the services are not installed.
@@ -122,7 +121,7 @@ class OwnCluster:
 
     @property
     def channel(self) -> ChannelSettings:
-        """How the services are spoken to."""
+        """Connection settings of the services."""
         return self._channel
 
     def close(self) -> None:
@@ -160,7 +159,7 @@ class OwnCluster:
 
 
 class _Service:
-    """One program, from its start to its end."""
+    """One service program, from start to exit."""
 
     def __init__(self, module: str, arguments: Sequence[str], directory: Path) -> None:
         self._module = module
@@ -178,7 +177,8 @@ class _Service:
         ]
         self._command = [*command, "--port-file", str(self._port_file), *arguments]
         started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError] = queue.SimpleQueue()
-        # The kernel ties a child to the thread that starts it; this one lives as long as the child.
+        # The kernel ties a child to the thread that starts it; this thread lives as long as the
+        # child.
         threading.Thread(
             target=self._keep, args=(started,), name=f"shoal-keep-{module}", daemon=True
         ).start()
@@ -191,7 +191,7 @@ class _Service:
         self._process = process
 
     def wait_address(self) -> str:
-        """host:port of its gRPC service, once it serves."""
+        """Returns host:port of its gRPC service once it is serving."""
         deadline = time.monotonic() + _START_TIMEOUT.total_seconds()
         while True:
             with contextlib.suppress(FileNotFoundError):
@@ -211,7 +211,7 @@ class _Service:
             time.sleep(_POLL_S)
 
     def stop(self) -> None:
-        """SIGTERM, and SIGKILL if that does not help."""
+        """Sends SIGTERM, and SIGKILL if the process does not exit."""
         self._process.terminate()
         try:
             self._process.wait(_STOP_TIMEOUT.total_seconds())
@@ -220,11 +220,11 @@ class _Service:
             self._process.wait()
 
     def _keep(self, started: queue.SimpleQueue[subprocess.Popen[bytes] | OSError]) -> None:
-        # SIGTERM, so that the coordinator can take its own children and files with it.
+        # SIGTERM, so that the coordinator can clean up its own children and files.
         command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
         try:
             with self._log.open("wb") as log:
-                # A session of its own: the terminal's Ctrl-C is for the script, which then says
+                # A separate session: the terminal's Ctrl-C is for the script, which then decides
                 # when to stop.
                 process = subprocess.Popen(
                     command,

@@ -1,9 +1,9 @@
-"""Whether others wait for this worker: with ssp and bsp they do for each that takes part, and not
-for one that rests.
+"""Participation of this worker: with ssp and bsp others wait for each worker that takes part, and
+not for one that rests.
 
-A worker takes part while it has a batch. When it has none is the engine's to notice; the servers
-keep the clocks that others wait by. With asp nobody waits, and nothing of this says a word to a
-server. All of it belongs to the training thread.
+A worker takes part while it has a batch, which the engine tracks; the servers keep the clocks by
+which others wait. With asp nobody waits, and this module sends nothing to a server. Owned by the
+training thread.
 """
 
 from __future__ import annotations
@@ -12,36 +12,36 @@ from shoal_worker.asynchronous.servers import ParameterServers
 
 
 class Participation:
-    """It begins resting."""
+    """Tracks whether this worker takes part; it starts at rest."""
 
     def __init__(self, servers: ParameterServers, *, waited_for: bool) -> None:
-        """`waited_for`: ssp and bsp."""
+        """Creates the state of a resting worker. `waited_for`: whether others wait for it (ssp and
+        bsp)."""
         self._servers = servers
         self._waited_for = waited_for
         self._rests = True
-        """Nobody waits for this worker: it has no batch. It enters when it gets one."""
+        """True if the worker rests, so that nobody waits for it. It enters when it gets a batch."""
         self._rests_after_push = False
-        """Its loop is left, with a batch at hand."""
+        """True if the loop was left with a batch in progress."""
 
     @property
     def rests(self) -> bool:
-        """Nobody waits for this worker."""
+        """True if nobody waits for this worker."""
         return self._rests
 
     def rest(self) -> None:
-        """Says that nobody need wait for this worker; again as often as there is reason to: a
-        server may have been started anew, without its data."""
+        """Tells the servers that nobody needs to wait for this worker. Repeated whenever useful,
+        since a server may have restarted without its data."""
         if self._waited_for:
             self._servers.rest()
             self._rests = True
 
     def rest_after_push(self, at_hand: bool) -> None:
-        """`at_hand`: the next push is this worker's last one for now, of the batch that it has;
-        after it, it rests."""
+        """With `at_hand`, rests after the next push, which is the last for now."""
         self._rests_after_push = at_hand
 
     def pushed(self) -> None:
-        """An iteration is over."""
+        """Records the end of an iteration."""
         if self._rests_after_push:
             self._rests_after_push = False
             self.rest()

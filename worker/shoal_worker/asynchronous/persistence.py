@@ -1,8 +1,8 @@
-"""Persistence with one parameter server: a call is repeated until it succeeds, or nothing can cure
-it.
+"""Retries of calls to one parameter server: a call is repeated until it succeeds or fails
+permanently.
 
-Before each repetition it is found out where the server stands, which its `ServerLink` knows how to
-do. Nothing of a call's content is here.
+Before each retry the server's state is determined by its `ServerLink`. This module does not know
+the contents of calls.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ _log = logging.getLogger(__name__)
 
 _LONGEST_BACKOFF_S: Final = 1.0
 _LEAVES_AFTER_S: Final = 5.0
-"""A worker that is to leave waits no longer for a server that is away. Its batch is dealt again."""
+"""Time after which a leaving worker stops waiting for an unreachable server. Its batch is
+reassigned."""
 TRANSIENT: Final = (UnavailableError, DeadlineError, CorruptDataError)
 NOT_MY_TURN: Final = frozenset({"SSP_WAIT_TIMEOUT", "BSP_WAIT_TIMEOUT"})
 _REWOUND: Final = frozenset(
     {"SEQUENCE_GAP", "BASE_VERSION_AHEAD", "PARTITION_UNINITIALIZED", "OPTIMIZER_UNCONFIGURED"}
 )
-"""Refusals that mean: the server has lost something that it had acknowledged."""
+"""Refusals that mean that the server has lost data that it had acknowledged."""
 _MOVED: Final = "STALE_SHARD_MAP"
-"""Refusal that means: partitions have moved since this worker asked for the shard map."""
+"""Refusal that means that partitions have moved since this worker read the shard map."""
 MOVING: Final = "PARTITION_MOVING"
 
 AnswerT = TypeVar("AnswerT")
@@ -57,10 +58,10 @@ class Persistence:
         started: Callable[[], bool],
         resynchronize: Callable[[], None],
     ) -> None:
-        """`patience`: how long a server may be away. `closing`: set when nothing is to be waited
-        for any more. `started`: whether all that the server has of this worker's tensors has had
-        values. `resynchronize`: finds out where the server stands; raises what its calls raise, and
-        ShardMapChanged."""
+        """Creates the retries. `patience`: how long a server may be unreachable. `closing`: set
+        when nothing should be waited for any more. `started`: returns whether all of this worker's
+        tensors on the server have values. `resynchronize`: determines the server's state; raises
+        what its calls raise, and ShardMapChanged."""
         self._job = job
         self._connection = connection
         self._patience = patience
@@ -69,11 +70,10 @@ class Persistence:
         self._resynchronize = resynchronize
 
     def insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats `attempt` until it succeeds, and finds out before each repetition where the
-        server stands.
+        """Repeats `attempt` until it succeeds, determining the server's state before each retry.
 
-        Raises ShardMapChanged when partitions have moved, DeadlineError when the server was away
-        for longer than `server_timeout`, and what no repetition can cure.
+        Raises ShardMapChanged if partitions have moved, DeadlineError if the server was unreachable
+        for longer than `server_timeout`, and errors that no retry can cure.
         """
         server = self._connection
         with self._job.waits.of(f"parameter server {server.share.index} at {server.address}"):
@@ -89,7 +89,7 @@ class Persistence:
                     self._resynchronize()
                 return attempt()
             except StaleGenerationError:
-                # The job is on hold, or this member was put out: the coordinator says which.
+                # The job is on hold, or this member was removed: the coordinator knows which.
                 self._job.wait_for_rank(after=generation)
             except ShoalError as error:
                 if self._closing.is_set() or not self._is_curable(error):
@@ -134,8 +134,8 @@ class Persistence:
         return since
 
     def in_turn(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Insists on what may have to wait for other workers. Raises DeadlineError (NOT_MY_TURN)
-        when this one is to leave meanwhile."""
+        """Repeats a call that may have to wait for other workers. Raises DeadlineError
+        (NOT_MY_TURN) if this worker should leave meanwhile."""
         waiting_since = accused_at = time.monotonic()
         while True:
             try:

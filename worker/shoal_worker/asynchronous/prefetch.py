@@ -1,8 +1,8 @@
-"""Values that are pulled while this worker computes (`AsyncOptions.prefetch`).
+"""Values pulled while this worker computes (`AsyncOptions.prefetch`).
 
-They are received into memory of their own, since values must not change beneath a computation, and
-become the module's at a border. A pull that fails costs nothing but its values: the next push meets
-the same server, and says what is wrong.
+They are received into separate memory, since values must not change during a computation, and
+become the module's at a step boundary. A failed pull costs nothing but its values: the next push
+contacts the same server and reports the problem.
 """
 
 from __future__ import annotations
@@ -23,24 +23,23 @@ from shoal_worker.asynchronous.tensors import HostTensor, Partition
 _log = logging.getLogger(__name__)
 
 Pulled = Sequence[tuple[Partition, pb.PullHeader]]
-"""What has come of one server's partitions."""
+"""Received values of one server's partitions."""
 
 
 class Source(Protocol):
     """One server."""
 
     def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
-        """Pulls newer values into flat tensors of the host, by name. On any thread, one at a
-        time."""
+        """Pulls newer values into flat host tensors, by name. On any thread, one at a time."""
         ...
 
 
 class Prefetch:
-    """One pull from all servers, in the background. Used by the training thread, which asks no
-    server anything else meanwhile."""
+    """One pull from all servers in the background. Used by the training thread, which makes no
+    other calls to servers meanwhile."""
 
     def __init__(self, tensors: Sequence[HostTensor], ledger: Ledger) -> None:
-        """`tensors`: those that are trained. `ledger`: of all partitions."""
+        """Creates an idle prefetch. `tensors`: the trained ones. `ledger`: of all partitions."""
         self._tensors = tensors
         self._ledger = ledger
         self._memory: dict[str, torch.Tensor] = {}
@@ -61,17 +60,17 @@ class Prefetch:
 
     @property
     def is_there(self) -> bool:
-        """It has begun, and `land` would not wait."""
+        """True if a pull was started and `land` would not wait."""
         return bool(self._pulls) and all(pull.done() for pull in self._pulls)
 
     def wait(self) -> None:
-        """Returns when it is over, or has not begun."""
+        """Waits until the pull, if any, is complete."""
         wait_for_all(self._pulls)
 
     @torch.no_grad()
     def land(self) -> bool:
-        """Writes what has come to where the tensors receive values, and waits for it. False:
-        nothing has, or not from all servers."""
+        """Waits for the pull and writes the received values to the tensors' receive buffers.
+        Returns False if nothing was received, or not from all servers."""
         pulls, self._pulls = self._pulls, []
         wait_for_all(pulls)
         for pull in pulls:
@@ -90,6 +89,6 @@ class Prefetch:
         return bool(pulls)
 
     def drop(self) -> None:
-        """Forgets what it brings, and waits for its end: newer values come another way."""
+        """Waits for the pull and discards its result: newer values come another way."""
         self.wait()
         self._pulls = []

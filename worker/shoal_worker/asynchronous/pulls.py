@@ -1,7 +1,8 @@
-"""Pulls of values from one parameter server, as single attempts: what is asked for, and where what
-comes is put.
+"""Pulls of values from one parameter server, as single attempts: the requests and the placement of
+the received values.
 
-When to pull, and what to do where it fails, is not here (server_link.py, persistence.py).
+The decision when to pull, and the handling of failures, are elsewhere (server_link.py,
+persistence.py).
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from shoal_worker.asynchronous.ledger import Ledger
 from shoal_worker.asynchronous.tensors import Partition, PulledValues, tensor_bytes
 
 TURN_WAIT: Final = timedelta(seconds=5)
-"""ssp and bsp: between two looks at whether this worker is to leave while it waits for slower
+"""Interval (ssp and bsp) between checks whether this worker should leave while it waits for slower
 ones."""
 
 
@@ -29,7 +30,7 @@ class Pulls:
     def __init__(
         self, job: Job, connection: Connection, ledger: Ledger, *, compression: str | None
     ) -> None:
-        """`compression`: of the values, as in the options."""
+        """Creates the pulls. `compression`: of values, as in the options."""
         self._job = job
         self._connection = connection
         self._ledger = ledger
@@ -45,8 +46,9 @@ class Pulls:
     ) -> None:
         """Pulls newer values into the tensors' host memory.
 
-        `clock`: as a member that has finished so many iterations; None: as an onlooker, who waits
-        for no other worker. `codec` None: that of the options."""
+        `clock`: number of iterations finished by this member; None: as an observer, which waits for
+        no other worker. `codec` None: that of the options.
+        """
         if not partitions:
             return  # asking for none would ask for all
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
@@ -65,8 +67,8 @@ class Pulls:
     def pull_ahead(
         self, partitions: Sequence[Partition], memory: Mapping[str, torch.Tensor], *, clock: int
     ) -> list[tuple[Partition, pb.PullHeader]]:
-        """Pulls newer values into flat tensors of the host, by name; what this worker holds stays
-        as it is. `clock`: see `pull`."""
+        """Pulls newer values into flat host tensors, by name, without changing the values in use.
+        `clock`: see `pull`."""
         if not partitions:
             return []
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
@@ -76,8 +78,7 @@ class Pulls:
         return [(self._connection.partitions[header.partition_id], header) for header in headers]
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into flat tensors of the host, by name, and leaves what this worker
-        holds as it is."""
+        """Reads all values into flat host tensors, by name, without changing the values in use."""
         request = self._request(
             list(self._connection.partitions.values()), {}, clock=None, wait=TURN_WAIT
         )

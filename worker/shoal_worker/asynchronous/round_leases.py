@@ -1,12 +1,12 @@
-"""Leases of rounds: the batches between two pushes follow one another in the epoch, and are leased
+"""Leases of rounds: the batches between two pushes are adjacent in the epoch and are leased
 together (outer_steps.py).
 
-To the coordinator and to the servers a round is one batch. So it has a key of its own, and whoever
-gets a dead worker's round trains on the same batches and pushes under the same key: each batch
-counts once on each partition (docs/explanation/parameter-servers.md#outer-steps).
+For the coordinator and the servers, a round is one batch. It therefore has its own key, and a
+worker that takes over a dead worker's round trains on the same batches and pushes under the same
+key: each batch counts once on each partition (docs/explanation/parameter-servers.md#outer-steps).
 
-What a round does to the values is not here. All of it runs on the training thread, but for what
-`CoordinatorLeases` does on its own.
+This module does not touch the values. Everything runs on the training thread, except for the
+threads of `CoordinatorLeases`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,21 @@ from shoal_worker.elastic.loader_interface import Leases
 
 @dataclass(kw_only=True, eq=False)
 class _Dealt:
-    """What this worker has of one epoch of one loader."""
+    """This worker's batches of one epoch of one loader."""
 
     epoch: int
     round: range | None = None
-    """The batches of the round that is leased and not pushed."""
+    """Batches of the round that is leased and not pushed."""
     coming: deque[int] = field(default_factory=deque)
-    """Those of them that the loader has not got yet."""
+    """Batches of the round that the loader has not received yet."""
 
 
 class RoundLeases:
-    """A `LeaseSource` of batches over one of rounds: what that one takes for a batch is a round of
-    them."""
+    """A `LeaseSource` of batches on top of one of rounds: a batch of the underlying source is a
+    round."""
 
     def __init__(self, rounds: LeaseSource, *, steps: int) -> None:
-        """`steps`: batches in a round; an epoch's last round may have fewer."""
+        """Wraps `rounds`. `steps`: batches in a round; an epoch's last round may have fewer."""
         self._rounds = rounds
         self._steps = steps
         self._dealt: dict[str, _Dealt] = {}
@@ -50,9 +50,9 @@ class RoundLeases:
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """See `LeaseSource`. Batches are those of one round until it is pushed, and fewer than
-        wanted where it has no more. Where the loop is left within a round, all of it goes back,
-        with the batch at hand."""
+        """Implements `LeaseSource.lease`. Batches are those of one round until it is pushed,
+        possibly fewer than wanted. If the loop is left within a round, the entire round is
+        returned, including the batch in progress."""
         dealt = self._dealt.get(loader)
         if dealt is None or dealt.epoch != epoch:
             dealt = self._dealt[loader] = _Dealt(epoch=epoch)
@@ -61,7 +61,7 @@ class RoundLeases:
         pushed = (self._number(dealt.round),) if over and dealt.round is not None else ()
         rounds = -(-batches_in_epoch // self._steps)
         if want == 0:
-            # The step of the batch at hand may still end the round, if that is its last.
+            # The step in progress may still end the round, if it is the round's last.
             kept = (
                 dealt.round
                 if dealt.round is not None and not over and at_hand == dealt.round[-1]
@@ -94,25 +94,25 @@ class RoundLeases:
         return Leases(batches=batches, epoch_done=False, retry_after_s=0.0)
 
     def round_of(self, loader: str) -> range | None:
-        """The batches of the round that `loader` is in, one object for each round; None: it is in
-        none, or was taken out of it."""
+        """Returns the batches of the loader's current round, the same object throughout the round;
+        None if it is in no round, or its round was taken away."""
         dealt = self._dealt.get(loader)
         return None if dealt is None else dealt.round
 
     def at_hand(self, loader: str) -> int:
-        """See `LeaseSource`: the key of the round."""
+        """Implements `LeaseSource.at_hand`: returns the key of the round."""
         return self._rounds.at_hand(loader)
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """See `LeaseSource`."""
+        """Implements `LeaseSource.newest_epoch`."""
         return self._rounds.newest_epoch(loader, epoch)
 
     def is_idle(self, loader: str) -> bool:
-        """See `LeaseSource`."""
+        """Implements `LeaseSource.is_idle`."""
         return self._rounds.is_idle(loader)
 
     def close(self) -> None:
-        """See `LeaseSource`."""
+        """Implements `LeaseSource.close`."""
         self._rounds.close()
 
     def _number(self, batches: range) -> int:

@@ -1,7 +1,7 @@
-"""Reads of sparse tables' rows, wherever their servers are: by id, for lookups.
+"""Reads rows of sparse tables by id from their servers, for lookups.
 
-As an onlooker, from all servers at once, on connections of its own. Any thread may call: the
-training thread does, and those of prefetches and checkpoints.
+Reads as an observer, from all servers at once, over separate connections. Any thread may call: the
+training thread does, and so do those of prefetches and checkpoints.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ from shoal_worker.tables import LookedUp
 
 _LONGEST_BACKOFF_S: Final = 1.0
 _LEAVES_AFTER_S: Final = 5.0
-"""A worker that is to leave waits no longer for a server that is away."""
+"""Time after which a leaving worker stops waiting for an unreachable server."""
 _MOST_IDS: Final = 1 << 17
-"""In one request to one server."""
+"""Maximum number of ids in one request to one server."""
 _MOST_BYTES: Final = 16 << 20
-"""What one answer may have of rows: what a server gives of one bucket."""
+"""Maximum size of the rows in one answer: what a server returns of one bucket."""
 _STREAM_DEADLINE: Final = timedelta(seconds=60)
 _PASSING: Final = frozenset(
     {"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN", "JOB_UNKNOWN"}
 )
-"""Refusals that pass by themselves: servers change, or another job's server is where one of this
-job's was."""
+"""Transient refusals: servers change, or another job's server has the address of one of this
+job's."""
 
 
 AnswerT = TypeVar("AnswerT")
 
 
 def _passes(error: ShoalError) -> bool:
-    """Whether the same call may succeed later: not where a file of a checkpoint is damaged, of
-    which no other copy will come."""
+    """Returns whether the same call may succeed later. False if a file of a checkpoint is damaged,
+    since no other copy will appear."""
     if isinstance(error, CorruptDataError):
         return error.reason != "FILE_CORRUPT"
     return isinstance(error, UnavailableError | DeadlineError) or error.reason in _PASSING
@@ -68,7 +68,7 @@ class RowReader:
         self._patience_s = patience.total_seconds()
         self._closed = threading.Event()
         self._lock = threading.Lock()
-        """Held while what follows is looked at or changed."""
+        """Held while the following attributes are read or changed."""
         self._map = shard_map
         self._clients: dict[str, ParameterServerClient] = {}
         """Address -> client."""
@@ -77,20 +77,20 @@ class RowReader:
         )
 
     def read(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
-        """The rows with these ids, each named once. `partitions`: the table's, by the buckets'
-        numbers.
+        """Returns the rows with these ids, which must be distinct. `partitions`: the table's, by
+        bucket number.
 
         Raises:
-            DeadlineError (SERVER_AWAY): a server was away for too long.
-            StopTraining: this worker is to leave, and a server is away.
-            UnavailableError (CLIENT_CLOSED): the tables were left.
+            DeadlineError (SERVER_AWAY): a server was unreachable for too long.
+            StopTraining: this worker should leave, and a server is unreachable.
+            UnavailableError (CLIENT_CLOSED): the tables were closed.
         """
         places = by_bucket(ids, len(partitions))
         return self.insist(lambda: self._read_all(partitions, dim, ids, places))
 
     def insist(self, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats what asks servers while one is away, or while buckets move; before each
-        repetition it is looked where they are. Raises as `read`."""
+        """Repeats a call to servers while one is unreachable or buckets move, looking up their
+        locations before each retry. Raises as `read`."""
         with self._job.waits.of("parameter servers of sparse tables"):
             return self._insist(attempt)
 
@@ -122,8 +122,8 @@ class RowReader:
                 self._closed.wait(backoff.next_s(error))
 
     def find(self) -> bool:
-        """Asks the coordinator where the servers are: one that was restarted may listen elsewhere,
-        and buckets may have moved. False: it cannot say."""
+        """Asks the coordinator for the servers' locations, which change when a server restarts or
+        buckets move. Returns False if it is unreachable."""
         found = self._job.shard_map()
         if found is not None:
             with self._lock:
@@ -131,9 +131,9 @@ class RowReader:
         return found is not None
 
     def find_for_certain(self) -> None:
-        """Returns when the coordinator has said where the servers are. A primary that was replaced
-        without knowing it answers with what it had for a while: what looks too old is asked for
-        once more after this. Raises as `read`."""
+        """Waits until the coordinator has reported the servers' locations. A primary that was
+        replaced without noticing may answer with old data for a while: results that look too old
+        are requested again after this call. Raises as `read`."""
 
         def ask() -> None:
             if not self.find():
@@ -142,14 +142,14 @@ class RowReader:
         self.insist(ask)
 
     def server_of(self, partition_id: int) -> tuple[ParameterServerClient, int]:
-        """The server that has a partition, and the shard map's epoch that says so. Raises
-        PreconditionError / SHARD_MAP_INCOMPLETE."""
+        """Returns the server of a partition and the shard map's epoch. Raises PreconditionError /
+        SHARD_MAP_INCOMPLETE."""
         with self._lock:
             shard_map = self._map
         return self._client(_addresses(shard_map, [partition_id])[partition_id]), shard_map.epoch
 
     def look(self) -> dict[int, pb.PartitionVersion]:
-        """What the servers say of each partition that is a bucket. Raises as `read`."""
+        """Returns the servers' versions of all partitions that are buckets. Raises as `read`."""
 
         def look() -> dict[int, pb.PartitionVersion]:
             with self._lock:
@@ -173,12 +173,12 @@ class RowReader:
         return self.insist(look)
 
     def read_ahead(self, partitions: Sequence[int], dim: int, ids: Ids) -> Future[LookedUp]:
-        """`read`, in the background."""
+        """Starts a `read` in the background."""
         return in_background(lambda: self.read(partitions, dim, ids), name="shoal-prefetch")
 
     def await_ahead(self, read: Future[LookedUp]) -> None:
-        """Returns when a read of `read_ahead` is over, whatever came of it. Called by the training
-        thread."""
+        """Waits until a read of `read_ahead` is complete, regardless of its outcome. Called by the
+        training thread."""
         with self._job.waits.collects():
             wait_for_all([read])
 
@@ -194,7 +194,7 @@ class RowReader:
     def _read_all(
         self, partitions: Sequence[int], dim: int, ids: Ids, places: Sequence[Ids]
     ) -> LookedUp:
-        """Once."""
+        """Reads all rows in one attempt."""
         with self._lock:
             shard_map = self._map
         addresses = _addresses(shard_map, partitions)
@@ -237,8 +237,8 @@ class RowReader:
         ids: Ids,
         values: Values,
     ) -> dict[int, int]:
-        """Fills in the rows of one server's buckets, `share` of which says the places; returns the
-        oldest version of each that was read."""
+        """Fills in the rows of one server's buckets at the places given in `share`; returns the
+        oldest version read of each."""
         versions: dict[int, int] = {}
         at_once = max(1, min(_MOST_BYTES // (4 * values.shape[1]), _MOST_IDS) // len(share))
         for begin in range(0, max(1, *(len(places) for places in share.values())), at_once):
@@ -246,7 +246,7 @@ class RowReader:
                 partition_id: places[begin : begin + at_once]
                 for partition_id, places in share.items()
             }
-            # A bucket without ids tells its version.
+            # A request without ids returns the bucket's version.
             wanted = {
                 partition_id: part for partition_id, part in parts.items() if len(part) or not begin
             }
@@ -261,7 +261,7 @@ class RowReader:
         ids: Ids,
         values: Values,
     ) -> dict[int, int]:
-        """One request. Partition -> version."""
+        """Sends one request. Returns the version of each partition."""
         received = {
             number: np.empty((len(places), values.shape[1]), dtype=np.float32)
             for number, places in wanted.items()
@@ -295,7 +295,8 @@ class RowReader:
 
 
 def _addresses(shard_map: coordinator_pb.ShardMap, partitions: Sequence[int]) -> dict[int, str]:
-    """Partition -> where its server is. Raises PreconditionError / SHARD_MAP_INCOMPLETE."""
+    """Returns the server address of each partition. Raises PreconditionError /
+    SHARD_MAP_INCOMPLETE."""
     addresses = {server.server_index: server.address for server in shard_map.servers}
     owners = {
         partition_id: shard_map.partitions[partition_id].primary for partition_id in partitions

@@ -1,9 +1,10 @@
-"""The buckets of a model's sparse tables on the job's parameter servers, whole: read for
-checkpoints, and put in place from one.
+"""Whole buckets of a model's sparse tables on the job's parameter servers: read for checkpoints,
+and restored from one.
 
-A bucket goes through this process piece by piece, from a server to a file or back. What is put in
-place has a number, with which a server does it once, however often it is sent and by whom:
-restorations of a later generation, or after what the servers have, have larger ones.
+A bucket is streamed through this process piece by piece, from a server to a file or back. A
+restoration has a number, which makes a server apply it once regardless of how often and by whom it
+is sent. Restorations of a later generation, or after those that the servers know, have larger
+numbers.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from shoal_worker.tables import SparseEmbedding
 
 _RESTORATIONS_OF_A_GENERATION: Final = 1 << 32
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""What a stream's deadline allows for, beside a fixed minute."""
+"""Transfer rate assumed for a stream's deadline, in addition to a fixed minute."""
 _LARGEST_BUCKET: Final = 256 << 20
 _LOOK_S: Final = 0.2
-"""Between two looks at whether rank 0 has given the rows to begin with."""
+"""Interval between checks whether rank 0 has provided the initial rows."""
 
 
 class ServerRowStore:
-    """A `RowStore` (elastic/row_store.py). `Steady` has what differs where all ranks take steps
+    """A `RowStore` (elastic/row_store.py). `StepRowStore` is the variant for ranks that take steps
     together."""
 
     steady = False
@@ -45,14 +46,14 @@ class ServerRowStore:
         tables: Sequence[SparseEmbedding],
         partitions: Mapping[str, Sequence[int]],
     ) -> None:
-        """`partitions`: of each table, by the buckets' numbers."""
+        """Creates the store. `partitions`: of each table, by bucket number."""
         self._job = job
         self._reader = reader
         self._tables = {table.name: table for table in tables}
         self._partitions = partitions
 
     def declared(self) -> dict[str, dict[str, Any]]:
-        """See `RowStore`."""
+        """Implements `RowStore.declared`."""
         return {
             name: {
                 "num_embeddings": table.num_embeddings,
@@ -63,10 +64,10 @@ class ServerRowStore:
         }
 
     def settle(self) -> None:
-        """See `RowStore`: nothing is to be waited for."""
+        """Implements `RowStore.settle`; there is nothing to wait for."""
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
-        """See `RowStore`."""
+        """Implements `RowStore.fetch`."""
         partition_id = self._partitions[table][bucket]
 
         def read() -> int:
@@ -86,11 +87,11 @@ class ServerRowStore:
     # ----------------------------------------------------------------------- first rows (async_sgd)
 
     def lacks(self, stored: StoredRows) -> bool:
-        """See `RowStore`."""
+        """Implements `RowStore.lacks`."""
         return bool(self._untouched(stored))
 
     def begin_with(self, stored: StoredRows) -> None:
-        """See `RowStore`. Who is not rank 0 waits for that one."""
+        """Implements `RowStore.begin_with`. Ranks other than 0 wait for rank 0."""
         gives_s = stored.nbytes / _SLOWEST_BYTES_PER_S
         deadline = time.monotonic() + self._job.patience.total_seconds() + gives_s
         while untouched := self._untouched(stored):
@@ -113,8 +114,8 @@ class ServerRowStore:
             time.sleep(_LOOK_S)
 
     def _untouched(self, stored: StoredRows) -> list[tuple[str, int]]:
-        """The buckets that have rows in the checkpoint, and that nobody has trained or put in place
-        on the servers."""
+        """Returns the buckets that have rows in the checkpoint and were neither trained nor
+        restored on the servers."""
         held = self._reader.look()
         return [
             (table, bucket)
@@ -127,7 +128,7 @@ class ServerRowStore:
     # --------------------------------------------------------------------------- restorations (ddp)
 
     def expected(self, stored: StoredRows, captured: Mapping[str, Any] | None) -> dict[str, Any]:
-        """See `RowStore`: what `ServerStepTables.restore` takes."""
+        """Implements `RowStore.expected`: returns the argument of `ServerStepTables.restore`."""
         versions = {
             str(partition_id): stored.version(table, bucket, len(self._partitions[table]))
             for table, bucket, partition_id in self._all_buckets()
@@ -139,7 +140,7 @@ class ServerRowStore:
         }
 
     def next_restoration(self) -> int:
-        """See `RowStore`."""
+        """Implements `RowStore.next_restoration`."""
         last = max(each.restoration for each in self._reader.look().values())
         return max(self._job.generation * _RESTORATIONS_OF_A_GENERATION, last + 1)
 
@@ -150,7 +151,7 @@ class ServerRowStore:
         restoration: int,
         given_up: threading.Event,
     ) -> None:
-        """See `RowStore`."""
+        """Implements `RowStore.put`."""
         rank, ranks = share
         for table, bucket, _ in self._all_buckets()[rank::ranks]:
             self._put(stored, table, bucket, restoration, given_up)
@@ -190,7 +191,7 @@ class ServerRowStore:
         )
 
     def _all_buckets(self) -> list[tuple[str, int, int]]:
-        """Table, number and partition."""
+        """Returns table, number and partition of all buckets."""
         return [
             (table, number, partition_id)
             for table, partitions in sorted(self._partitions.items())
@@ -199,8 +200,8 @@ class ServerRowStore:
 
 
 class StepRowStore(ServerRowStore):
-    """Where all ranks take steps together, so that between steps the rows are those of the last
-    one."""
+    """Variant for ranks that take steps together, so that between steps the rows are those of the
+    last step."""
 
     steady = True
 
@@ -215,9 +216,9 @@ class StepRowStore(ServerRowStore):
         expected: Callable[[int], int],
         found: Callable[[Mapping[int, int]], None],
     ) -> None:
-        """`settle` returns when the servers have all of the last step. `expected`: the version that
-        a partition has then; 0: not known. `found` is told of versions that partitions were found
-        at."""
+        """Creates the store. `settle` returns once the servers have the entire last step.
+        `expected`: the version of a partition at that point; 0 if unknown. `found` is notified of
+        versions read from partitions."""
         super().__init__(job, reader, tables, partitions)
         self._settle = settle
         self._expected_version = expected
@@ -228,7 +229,7 @@ class StepRowStore(ServerRowStore):
         self._settle()
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
-        """See `RowStore`. Rows that are not those of the step are as a lookup finds them: see
+        """Implements `RowStore.fetch`. Rows from other steps are handled as in a lookup: see
         `ServerStepTables`."""
         partition_id = self._partitions[table][bucket]
         version = super().fetch(table, bucket, file, given_up)

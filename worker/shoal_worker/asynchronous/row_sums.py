@@ -1,5 +1,5 @@
-"""Row gradients of a step as the ranks of ddp add them up (step_tables.py): each rank's part, and
-the sum of all parts."""
+"""Row gradients of a step, summed by the ranks of ddp (step_tables.py): each rank's part, and the
+sum of all parts."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _Sums = npt.NDArray[np.float64]
 
 
 class RowSums:
-    """This rank's part of the row gradients of a step, weighted, by table and id. In float64, so
-    that with micro-batches, whose weights are whole numbers, the ranks' sum does not depend on who
-    computed what: see `replicated/buckets.py`."""
+    """This rank's weighted part of a step's row gradients, by table and id. In float64, so that
+    with micro-batches, whose weights are integers, the sum does not depend on which rank computed
+    which part: see `replicated/buckets.py`."""
 
     def __init__(self, tables: Sequence[SparseEmbedding]) -> None:
         self._tables = tables
         self._parts: dict[str, list[tuple[Ids, _Sums]]] = {}
         self._weight = 0.0
-        """What the micro-batches weigh that are in."""
+        """Total weight of the micro-batches included so far."""
         self.versions: dict[int, int] = {}
-        """Those that the gradients were computed on."""
+        """Versions on which the gradients were computed."""
 
     def take(self, factor: float, *, weight: float = 0.0) -> None:
         """Adds the gradients that the tables have gathered, `factor` times; they weigh `weight`.
@@ -44,13 +44,13 @@ class RowSums:
         self._weight += weight
 
     def clear(self) -> None:
-        """Nothing is in."""
+        """Resets this object."""
         self._parts.clear()
         self.versions.clear()
         self._weight = 0.0
 
     def dump(self, told: Mapping[str, Any]) -> bytes:
-        """This rank's part, for the others; `told`: what else there is to tell, JSON-able."""
+        """Returns this rank's part for the others. `told`: additional JSON-able values."""
         tensors: dict[str, torch.Tensor] = {}
         for name, parts in self._parts.items():
             ids, sums = summed(parts)
@@ -62,7 +62,7 @@ class RowSums:
 
 
 def summed(parts: Sequence[tuple[Ids, _Sums]]) -> tuple[Ids, _Sums]:
-    """Each id once, ascending, and the sum of what is there of it, in the order of the parts."""
+    """Returns each id once, ascending, and the sum of its gradients in the order of the parts."""
     ids = np.concatenate([ids for ids, _ in parts])
     order = np.argsort(ids, kind="stable")
     unique, first = np.unique(ids[order], return_index=True)

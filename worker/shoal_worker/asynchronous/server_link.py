@@ -1,20 +1,20 @@
-"""One parameter server, as one worker speaks to it: pushes that are applied exactly once, pulls,
-and what to do when the server was away.
+"""One worker's link to one parameter server: pushes that are applied exactly once, pulls, and
+recovery after the server was unreachable.
 
-A push carries a sequence number per partition. When a call fails nobody knows what became of it, so
-the link asks the server what it holds, and then sends the same numbers again: what was applied is
-acknowledged and not applied twice. A server that comes back with less than it had acknowledged has
-lost its disk, or has no data directory. Then updates are lost, of all workers alike; the link says
-so in the log and in the metrics, gives an empty server this worker's own values, and goes on from
-where the server stands (docs/explanation/parameter-servers.md#pushes-count-once).
+A push carries a sequence number per partition. After a failed call its outcome is unknown, so the
+link asks the server for its state and then sends the same numbers again: pushes that were already
+applied are acknowledged and not applied twice. A server that returns with less than it had
+acknowledged has lost its disk or has no data directory. Updates of all workers are then lost; the
+link reports this in the log and the metrics, initializes an empty server with this worker's own
+values, and continues from the server's state
+(docs/explanation/parameter-servers.md#pushes-count-once).
 
 Partitions may move to another server meanwhile
-(docs/explanation/parameter-servers.md#moving-partitions). Then the link raises ShardMapChanged,
-`ParameterServers` deals the partitions out anew, and what was not acknowledged goes to the new
-owner under the same numbers.
+(docs/explanation/parameter-servers.md#moving-partitions). The link then raises ShardMapChanged,
+`ParameterServers` reassigns the partitions, and unacknowledged pushes go to the new owner under the
+same numbers.
 
-Used by one thread at a time: the training thread hands work to a thread of the pool and waits for
-it.
+Used by one thread at a time: the training thread passes work to a pool thread and waits for it.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Pay
 _log = logging.getLogger(__name__)
 
 _FIRST_VALUES_WAIT: Final = timedelta(seconds=1)
-"""Between two looks at who is rank 0, and so has to give the first values."""
+"""Interval between checks for rank 0, which has to provide the initial values."""
 _MOST_FINISHED: Final = 2048
-"""How many batches are kept to be told to a server that is pushed to now and then: more than a
-worker may have leased, so that those before them are acknowledged."""
+"""Maximum number of finished batches kept for a server that is pushed to only occasionally. More
+than a worker may have leased, so that earlier ones are acknowledged."""
 _LARGEST_CLOCK: Final = 2**63 - 1
 
 AnswerT = TypeVar("AnswerT")
@@ -64,10 +64,11 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """Where a server has placed this worker."""
+    """A server's record of this worker's position."""
 
     clock: int
-    """By the server's count; and `by_others`: by that of each member that takes part."""
+    """Number of finished iterations by the server's count. `by_others`: by the count of each
+    participating member."""
     by_others: Mapping[str, int]
 
 
@@ -86,9 +87,9 @@ class ServerLink:
         closing: threading.Event,
         lost: Callable[[int], None],
     ) -> None:
-        """`ledger`, `payloads`: of all servers. `closing`: set when nothing is to be waited for any
-        more. `lost`: told of updates of this worker, counted by partition, that the server had
-        acknowledged and has lost."""
+        """Creates the link. `ledger`, `payloads`: of all servers. `closing`: set when nothing
+        should be waited for any more. `lost`: notified of this worker's updates, counted by
+        partition, that the server had acknowledged and has lost."""
         self._ledger = ledger
         self._payloads = payloads
         self._job = job
@@ -99,10 +100,10 @@ class ServerLink:
         self._closing = closing
         self._lost = lost
         self._revision = Revision(number=0, groups=())
-        """The newest that this server was told."""
+        """Newest revision sent to this server."""
         self._clock = 0
         self._finished_batches: list[int] = []
-        """Finished on all servers, and not told to this one yet."""
+        """Batches finished on all servers and not reported to this one yet."""
         self._server = Connection(job, share)
         self._pulls = Pulls(job, self._server, ledger, compression=options.pull_compression)
         self._persistence = Persistence(
@@ -117,27 +118,27 @@ class ServerLink:
 
     @property
     def index(self) -> int:
-        """Which server this is: its server_index."""
+        """The server's server_index."""
         return self._server.share.index
 
     @property
     def address(self) -> str:
-        """Where the server is spoken to."""
+        """Address of the server."""
         return self._server.address
 
     def adopt(self, share: ServerShare) -> None:
-        """What the server has by the newest shard map, some of which this worker may not have
-        pulled before. Between calls."""
+        """Adopts the server's share from the newest shard map, parts of which this worker may not
+        have pulled before. Called between calls."""
         self._server.adopt(share)
         self._started = self._has_values()
 
     def _has_values(self) -> bool:
-        """This worker has pulled before all that the server has."""
+        """Returns whether this worker has pulled everything on the server before."""
         return all(map(self._ledger.has_values, self._server.partitions))
 
     def joins(self, others: Sequence[ServerLink]) -> None:
-        """This link is one more, made while this worker trains with `others`: it is as far as they
-        are. Between calls."""
+        """Synchronizes a link created during training with the existing links `others`. Called
+        between calls."""
         self._clock = max(link._clock for link in others)
         self._finished_batches = max((list(link._finished_batches) for link in others), key=len)
 
@@ -153,13 +154,12 @@ class ServerLink:
         self._persistence.insist("ConfigureOptimizer", self._configure)
 
     def start(self, *, has_values: bool, joins_late: bool = False) -> None:
-        """Gives the server rank 0's values, unless it holds some already, and takes over what it
-        holds.
+        """Initializes the server with rank 0's values unless it has some, and adopts its values.
 
-        `has_values`: this worker can give them. `joins_late`: into a run that had begun, so that a
-        server without values may have lost what was trained: it says so. Raises PreconditionError
-        if it is rank 0 and cannot; DeadlineError, and StopTraining if it is to leave before it has
-        any.
+        `has_values`: this worker can provide values. `joins_late`: the run had already begun, so a
+        server without values may have lost training progress, which is logged. Raises
+        PreconditionError if it is rank 0 and has no values; DeadlineError; and StopTraining if it
+        should leave before it gets any.
         """
         deadline = time.monotonic() + self._options.server_timeout.total_seconds()
         while not self._started:
@@ -171,8 +171,8 @@ class ServerLink:
             try:
                 self._persistence.insist("Pull", self._pull_first_values)
             except DeadlineError as error:
-                # Rank 0 may be gone: whoever has the rank by now is asked for its values in the
-                # next round.
+                # Rank 0 may be gone: the rank's current owner is asked for its values in the next
+                # round.
                 if (
                     error.reason != "PARTITION_UNINITIALIZED"
                     or time.monotonic() > deadline
@@ -184,7 +184,8 @@ class ServerLink:
             else:
                 self._started = True
         if self._options.delay_compensation and not self._options.waits_for_others:
-            # What this worker pulls as itself is what its first gradient is compensated with.
+            # The first gradient is compensated with the values that this worker pulls under its own
+            # name.
             self._persistence.insist(
                 "Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock)
             )
@@ -192,13 +193,14 @@ class ServerLink:
     # --------------------------------------------------------------------------------- step by step
 
     def exchange(self, delivery: Delivery) -> None:
-        """Pushes this server's part of the gradients, as far as it was not acknowledged yet, and
-        pulls newer values into the tensors' host memory.
+        """Pushes the unacknowledged part of this server's gradients, and pulls newer values into
+        the tensors' host memory.
 
         Raises:
             ShardMapChanged: partitions have moved.
-            DeadlineError: the server was away for too long; part of the iteration may be applied.
-            StopTraining: the job went on hold, and was stopped then.
+            DeadlineError: the server was unreachable for too long; part of the iteration may be
+                applied.
+            StopTraining: the job was on hold and was then stopped.
             ShoalError: the server refused.
         """
         iteration = delivery.iteration
@@ -234,7 +236,7 @@ class ServerLink:
             self.advance_clock(iteration.clock)
 
     def _prepare(self, pushed: Sequence[Partition | PushedRows], delivery: Delivery) -> None:
-        """Makes the payloads, once it is known what became of pushes that were given up before."""
+        """Creates the payloads, after determining the outcome of abandoned pushes."""
         new = [each for each in pushed if each.partition_id not in delivery.payloads]
         batch = delivery.iteration.batch
         self._ledger.computed_on(
@@ -258,8 +260,8 @@ class ServerLink:
             )
 
     def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
-        """Pushes; with bsp when all have read what it changes. A worker that is to leave does not
-        wait: its batch is dealt again."""
+        """Pushes; with bsp, once all workers have read the values that it changes. A leaving worker
+        does not wait: its batch is reassigned."""
         try:
             return self._persistence.in_turn("Push", push)
         except DeadlineError as error:
@@ -268,14 +270,14 @@ class ServerLink:
             raise
 
     def finished(self, batch: int) -> None:
-        """Every push of the batch with this key was acknowledged, on all servers."""
+        """Records that every push of the batch with this key was acknowledged on all servers."""
         self._finished_batches.append(batch)
         del self._finished_batches[:-_MOST_FINISHED]
 
     def pull_in_turn(self, pulled: set[int]) -> None:
-        """Pulls when this worker may begin its next iteration; with asp that is at once. `pulled`:
-        the partitions that it has pulled for that already, from a server that had them before; they
-        are left as they are, and this server's are added."""
+        """Pulls as soon as this worker may begin its next iteration; with asp, immediately.
+        Partitions in `pulled` were already pulled for that iteration from a previous server and are
+        skipped; this server's are added."""
         if not self._server.trained:
             return
         missing = [each for each in self._server.trained if each.partition_id not in pulled]
@@ -295,9 +297,9 @@ class ServerLink:
             self._tell(self._clock, has_read=True)
 
     def pull(self) -> None:
-        """Pulls newer values outside of a step; waits for no other worker."""
-        # As an onlooker where its turn would be waited for; a gradient on these values is then not
-        # compensated.
+        """Pulls newer values outside of a step, without waiting for other workers."""
+        # As an observer if the pull would have to wait for its turn; a gradient on these values is
+        # then not compensated.
         in_turn = bool(self._options.delay_compensation) and not self._options.waits_for_others
         self._persistence.insist(
             "Pull",
@@ -305,26 +307,25 @@ class ServerLink:
         )
 
     def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
-        """See `prefetch.Source`."""
+        """Implements `prefetch.Source`."""
         return self._persistence.insist(
             "Pull", lambda: self._pulls.pull_ahead(self._server.trained, memory, clock=self._clock)
         )
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
-        """Reads all values into flat tensors of the host, by name, and leaves what this worker
-        holds as it is."""
+        """Reads all values into flat host tensors, by name, without changing the values in use."""
         self._persistence.insist("Pull", lambda: self._pulls.read(into))
 
     # --------------------------------------------------------------------------------------- clocks
 
     def advance_clock(self, clock: int) -> None:
-        """Says that this worker has finished `clock` iterations."""
+        """Reports that this worker has finished `clock` iterations."""
         self._clock = clock
         self._tell(clock)
 
     def enter(self, clock: int) -> Position | None:
-        """This worker, which has finished `clock` iterations, takes part from now on, and others
-        may wait for it. None: nothing is trained on this server."""
+        """Starts participation of this worker, which has finished `clock` iterations; from now on
+        others may wait for it. Returns None if nothing is trained on this server."""
         self._clock = clock
         if not self._takes_part:
             return None
@@ -341,19 +342,19 @@ class ServerLink:
         return Position(clock=own, by_others=others)
 
     def place(self, at: int | None) -> None:
-        """What this worker has finished is `at` by the server's count, which is not below where it
-        stands; None: it stays where it is."""
+        """Sets this worker's finished iterations to `at` by the server's count, which is not lower
+        than before; None: no change."""
         if at is not None:
             self._tell(self._clock, place=at)
 
     def rest(self) -> None:
-        """Nobody need wait for this worker until it enters again."""
+        """Reports that nobody needs to wait for this worker until it enters again."""
         if self._takes_part:
             self._tell(_LARGEST_CLOCK)
 
     @property
     def _takes_part(self) -> bool:
-        """Something is trained on this server."""
+        """True if anything is trained on this server."""
         return bool(self._server.trained or self._server.share.buckets)
 
     def _tell(self, clock: int, *, has_read: bool = False, place: int = 0) -> None:
@@ -373,13 +374,13 @@ class ServerLink:
     # -------------------------------------------------------------------------------------- the end
 
     def snapshot(self) -> str:
-        """Has the server write its snapshot; returns where. Raises what the .proto says of
-        Snapshot. Any thread may call it."""
+        """Makes the server write its snapshot and returns its path. Raises the errors listed for
+        Snapshot in the .proto file. Any thread may call it."""
         return self._server.client.snapshot(self._job.job_id).path
 
     def farewell(self, patience: timedelta) -> None:
-        """Says that nobody need wait for this worker any more. A server that cannot be reached
-        learns it from the coordinator."""
+        """Reports that nobody needs to wait for this worker any more. An unreachable server is
+        notified by the coordinator."""
         try:
             self._server.client.advance_clock(
                 self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience
@@ -478,8 +479,8 @@ class ServerLink:
         batch: int = 0,
         finished: Sequence[int] = (),
     ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
-        """Headers and payloads, made as they are sent. `clock`: of a push; None: first values.
-        `finished`: told with the first one."""
+        """Yields headers and payloads, created as they are sent. `clock`: of a push; None: initial
+        values. `finished`: reported with the first."""
         generation = self._job.generation
         for payload in payloads:
             partition = payload.partition
@@ -510,9 +511,9 @@ class ServerLink:
     # ---------------------------------------------------------------------- where the server stands
 
     def _resynchronize(self) -> None:
-        """Finds the server, and out what it holds of what it had acknowledged. Raises what its
-        calls raise, and UnavailableError / PARTITION_MOVING: all that stands before such a
-        partition in a push would be sent in vain."""
+        """Locates the server and determines how much of its acknowledged state it still has. Raises
+        what its calls raise, and UnavailableError / PARTITION_MOVING, since parts of a push before
+        such a partition would be sent in vain."""
         self._server.find()
         state = self._server.look()
         if moving := [each.partition_id for each in state.partitions if each.moving]:
@@ -532,8 +533,8 @@ class ServerLink:
                 if partition.partition_id not in held
             ]
             if empty:
-                # A server that has not heard yet that it got partitions of another one has them
-                # once it is asked for them, and keeps them.
+                # A server that has not yet been notified of partitions from another server receives
+                # them when it is asked for them, and keeps them.
                 if not all(each.duplicate for each in self._initialize(empty)):
                     _log.warning(
                         "server %d came back without values: it got this worker's; its optimizer "
@@ -541,16 +542,15 @@ class ServerLink:
                         self.index,
                     )
                 state = self._server.look()
-            # One that has not heard yet that some of its partitions have moved says what it knows
-            # of these, too.
+            # A server that has not yet been notified that some of its partitions have moved also
+            # reports its state of those.
             own = self._server.partitions.keys() | set(self._server.share.buckets)
             self._rewind(each for each in state.partitions if each.partition_id in own)
 
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
-        """Finds out which of these partitions have a push that was given up. The value: what is
-        pushed next is the same batch, under the same number; returns those of them that will take
-        it for that push, and only acknowledge it. With the others goes on behind what the server
-        has."""
+        """Determines which of these partitions have an abandoned push. The value: the next push is
+        the same batch under the same number. Returns the partitions that will take it for the
+        abandoned push and only acknowledge it; the others continue after the server's state."""
         self._server.find()
         held = [each for each in self._server.look().partitions if each.partition_id in doubtful]
         if len(held) < len(doubtful):
@@ -563,7 +563,7 @@ class ServerLink:
         return frozenset(partition_id for partition_id in there if doubtful[partition_id])
 
     def _rewind(self, state: Iterable[pb.PartitionVersion]) -> None:
-        """Goes on from where the server stands."""
+        """Continues from the server's state."""
         lost = self._ledger.rewind(state)
         if lost:
             _log.warning(

@@ -1,8 +1,8 @@
 """Measures how long the training thread has waited for parameter servers; heartbeats report it.
 
-A worker that waits for a server does not hang, so it is not put out for it. Other threads speak to
-servers as well: they pull values and rows ahead, and save tables. Their waits excuse nobody: the
-training thread may hang in its own code meanwhile.
+A worker that waits for a server is not stuck, so it is not removed. Other threads talk to servers
+as well: they pull values and rows ahead and save tables. Their waits do not count, since the
+training thread may meanwhile be stuck in its own code.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ class ServerWaits:
     """The waits of one worker. Any thread may call."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Made by the training thread. `clock`: seconds since anywhere."""
+        """Created by the training thread. `clock`: monotonic time in seconds."""
         self._clock = clock
         self._training = threading.get_ident()
         self._waits: dict[object, tuple[float, str, int]] = {}
-        """Since when, for which server, and in which thread."""
+        """Start time, server and thread of each wait."""
         self._collects_since: float | None = None
 
     def trains(self) -> None:
-        """The calling thread is the training thread from now on."""
+        """Makes the calling thread the training thread."""
         self._training = threading.get_ident()
 
     @contextmanager
     def of(self, server: str) -> Iterator[None]:
-        """While open, the calling thread waits for `server`."""
+        """Marks the calling thread as waiting for `server` within the context."""
         wait = object()
         self._waits[wait] = (self._clock(), server, threading.get_ident())
         try:
@@ -40,8 +40,8 @@ class ServerWaits:
 
     @contextmanager
     def collects(self) -> Iterator[None]:
-        """While open, the training thread waits for other threads that speak to servers. In another
-        thread it changes nothing."""
+        """Marks the training thread as waiting for other threads that talk to servers, within the
+        context. No effect in other threads."""
         if threading.get_ident() != self._training:
             yield
             return

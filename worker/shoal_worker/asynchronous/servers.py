@@ -1,14 +1,13 @@
-"""All parameter servers of the job, as one worker uses them: the same call to each at once, and one
-answer.
+"""All parameter servers of the job, as used by one worker: the same call is made to all servers at
+once, and the answers are combined.
 
-While one server is still being pushed to, values of another are pulled: each server has a thread of
-its own. The training thread waits for all of them, so the tensors' memory is used by one side at a
-time. What goes wrong at one server is raised when the others have finished.
+While values are still being pushed to one server, values of another are pulled: each server has its
+own thread. The training thread waits for all of them, so only one side uses the tensors' memory at
+a time. An error at one server is raised once the others have finished.
 
 When partitions have moved (docs/explanation/parameter-servers.md#moving-partitions), the training
-thread deals them out anew once all threads have come back, and asks all servers again: every call
-here may be repeated, since each server's part is done once, or is the same however often it is
-done.
+thread reassigns them after all threads have returned and calls all servers again. Every call here
+may be repeated, since each server's part is applied once or is idempotent.
 """
 
 from __future__ import annotations
@@ -48,7 +47,8 @@ _log = logging.getLogger(__name__)
 
 _FAREWELL: Final = timedelta(seconds=2)
 _MOST_SERVERS: Final = 1000
-"""A job has no more. A thread is started when a server is spoken to and no other thread is idle."""
+"""Maximum number of servers in a job. A thread is started when a server is called and no other
+thread is idle."""
 
 AnswerT = TypeVar("AnswerT")
 
@@ -106,7 +106,7 @@ class ParameterServers:
         )
         self._each(lambda link: link.exchange(delivery))
         if ahead is not None:
-            # Not before the push, which says on which values its gradients were computed.
+            # Not before the push, which states on which values its gradients were computed.
             self._land()
             ahead.begin(self._links)
         elif iteration.pull:
@@ -116,14 +116,14 @@ class ParameterServers:
         return delivery.outcome()
 
     def finished(self, batch: int) -> None:
-        """All that is to be pushed of the batch with this key was acknowledged; the servers are
-        told with the next push."""
+        """Records that every push of the batch with this key was acknowledged; the servers are
+        notified with the next push."""
         for link in self._links:
             link.finished(batch)
 
     def take_prefetched(self) -> None:
-        """Between two steps: the module has the values that were pulled ahead, if they have
-        come."""
+        """Loads prefetched values into the module, if they have arrived. Called between two
+        steps."""
         if self._prefetch is not None and self._prefetch.is_there:
             self._land()
 
@@ -140,7 +140,8 @@ class ParameterServers:
         publish(self._trained)
 
     def read(self) -> dict[str, torch.Tensor]:
-        """The servers' values by name, in host memory of their own; the module stays as it is."""
+        """Returns the servers' values by name, in separate host memory; the module is not
+        changed."""
         values = {
             t.name: torch.empty(t.parameter.shape, dtype=t.parameter.dtype, device="cpu")
             for t in self._tensors
@@ -150,8 +151,8 @@ class ParameterServers:
         return values
 
     def enter(self, clock: int) -> None:
-        """Takes part, having finished `clock` iterations, and pulls what the next one begins with.
-        From now on others may wait for this worker."""
+        """Starts participation after `clock` finished iterations and pulls the values for the next
+        one. From now on others may wait for this worker."""
         placed_on: Sequence[ServerLink] = ()
         while placed_on is not self._links:  # again where partitions have moved meanwhile
             positions = self._each(lambda link: link.enter(clock))
@@ -163,19 +164,19 @@ class ParameterServers:
         publish(self._trained)
 
     def _place(self, positions: Sequence[int | None]) -> None:
-        """`positions`: by the links' order."""
+        """Sets this worker's position on each server. `positions`: in the order of the links."""
         places = dict(zip((link.index for link in self._links), positions, strict=True))
         self._each(lambda link: link.place(places.get(link.index)))
 
     def rest(self) -> None:
-        """Says that nobody need wait for this worker until it enters again; the farewell has said
-        so already."""
+        """Reports that nobody needs to wait for this worker until it enters again; after the
+        farewell this is already known."""
         if not self._closing.is_set():
             self._each(ServerLink.rest)
 
     def write_snapshots(self) -> None:
-        """Has each server write its snapshot, in the background; training goes on. One that fails
-        is logged."""
+        """Makes each server write its snapshot in the background while training continues. Failures
+        are logged."""
         if self._snapshot is None or not self._snapshot.is_alive():
             self._snapshot = threading.Thread(
                 target=self._write_snapshots, name="shoal-server-snapshots", daemon=True
@@ -183,21 +184,21 @@ class ParameterServers:
             self._snapshot.start()
 
     def close(self) -> None:
-        """Says farewell, so that nobody waits for this worker, and ends all calls. Idempotent."""
+        """Signs off, so that nobody waits for this worker, and ends all calls. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
         if self._snapshot is not None:
             self._snapshot.join()
         if self._options.waits_for_others:
-            # One after the other: when the interpreter ends, a pool takes no more work.
+            # One after another: at interpreter exit, a pool takes no more work.
             for link in self._links:
                 link.farewell(_FAREWELL)
         self._abort()
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
-        """What each server answers, by the links' order; all are asked again when partitions have
-        moved."""
+        """Returns each server's answer in the order of the links, calling all servers again after
+        partitions have moved."""
         self._job.waits.trains()
         if self._prefetch is not None:
             with self._job.waits.collects():
@@ -229,10 +230,11 @@ class ParameterServers:
         return [future.result() for future in futures]
 
     def _deal_out(self, shard_map: coordinator_pb.ShardMap) -> None:
-        """Gives each server's link the partitions that it has now."""
+        """Gives each server's link its current partitions."""
         dealt = shares(shard_map, self._tensors)
         before = {(link.index, link.address): link for link in self._links}
-        # Another server may have the index of one that was drained. All that can fail comes first.
+        # Another server may have the index of one that was drained. Everything that can fail comes
+        # first.
         made = [self._link(share) for share in dealt if (share.index, share.address) not in before]
         for link in made:
             link.joins(self._links)
@@ -280,13 +282,13 @@ class ParameterServers:
 
 
 def aligned(positions: Sequence[Position | None]) -> list[int | None]:
-    """Where a worker that comes while others train begins on each server, so that it is one
-    iteration on all of them: by each server's own count; None: where it is.
+    """Returns the starting position on each server, by that server's own count, of a worker that
+    joins running training, so that all positions belong to one iteration; None: no change.
 
-    Servers place it one by one, and an iteration may begin in between. A member that takes part has
-    one count for all servers; by that the worker goes to the furthest of its places. Of several
-    members the one counts that has the places closest together: another may have rested between two
-    answers.
+    Servers place it one by one, and an iteration may begin in between. A participating member has
+    one count for all servers; by that count the worker moves to the furthest of its positions. If
+    there are several members, the one with the smallest spread is used, since another may have
+    rested between two answers.
     """
     placed = [position for position in positions if position is not None]
     common = (

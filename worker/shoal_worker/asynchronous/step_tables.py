@@ -1,25 +1,24 @@
-"""Sparse tables of a model whose ranks take steps together (ddp): gradients of rows are summed over
-the ranks, and pushed once a step.
+"""Sparse tables of a model whose ranks take steps together (ddp): row gradients are summed over the
+ranks and pushed once per step.
 
-A step that is lost must leave the servers' rows as they were, and a step that counts must reach all
-of them once, whoever dies on the way:
+A lost step must leave the servers' rows unchanged, and a committed step must reach all of them
+exactly once, regardless of which ranks die:
 
-1. Before the closing, each rank gathers the row gradients of all ranks and sums them (`reduce`):
-every rank has all that the step pushes.
-2. When the step is committed, the ranks meet once more (`commit`). A rank that comes out of that
-   meeting knows that all have seen the closing: nobody will redo the step. Where the meeting fails,
-   the next generation is as good: its ranks are all past the step.
-3. Only then the sums are pushed (`deliver`), by each rank to a share of the buckets, under a key
-   that no other step has. A server applies one push of a key to each bucket, whoever sends it; so a
-   rank that waits for what another should have pushed pushes it as well.
+1. Before the closing, each rank gathers the row gradients of all ranks and sums them (`reduce`), so
+   that every rank has everything that the step pushes.
+2. When the step is committed, the ranks meet once more (`commit`). A rank that leaves that meeting
+   knows that all have seen the closing, so that nobody will redo the step. If the meeting fails,
+   the next generation serves the same purpose, since its ranks are all past the step.
+3. Only then are the sums pushed (`deliver`), by each rank to a share of the buckets, under a key
+   that no other step has. A server applies one push of a key to each bucket, whoever sends it. A
+   rank that waits for a push by another rank therefore makes that push as well.
 4. A bucket's version counts its pushes, and every rank knows which version follows the last step: a
-   lookup waits until its buckets are there. Versions that are not as expected mean that a server
-   has lost its data: that is logged, and the ranks agree on the versions that there are. A
-   checkpoint has the rows too (`row_store.py`), and a return to it puts them and their versions in
-   place.
+   lookup waits until its buckets have it. Unexpected versions mean that a server has lost its data:
+   this is logged, and the ranks agree on the current versions. A checkpoint contains the rows too
+   (`row_store.py`), and returning to it restores them with their versions.
 
-All of it belongs to the training thread, or to the thread of a backward pass that computes
-activations again while that one waits.
+Owned by the training thread, or by the thread of a backward pass that recomputes activations while
+the training thread waits.
 """
 
 from __future__ import annotations
@@ -71,68 +70,67 @@ from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_
 _log = logging.getLogger(__name__)
 
 _PATIENCE_S: Final = 1.0
-"""How long a rank waits for what another rank is to push, before it pushes that as well."""
+"""Time for which a rank waits for another rank's push before it makes that push itself."""
 _LAST_PATIENCE_S: Final = 30.0
-"""How long a rank that must not push any more waits for the others to do it."""
+"""Time for which a rank that may no longer push waits for the others to do it."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62
-"""Keys begin at a random number, and again wherever versions were found anew: servers may know keys
-that followed the last one told here, of a run before, or of steps that a return to a checkpoint has
-undone."""
+"""Keys begin at a random number, and again whenever versions were read anew: servers may know keys
+after the last one reported here, from a previous run or from steps undone by a return to a
+checkpoint."""
 
 
 class SynchronousJob(Job):
-    """The job of a worker that, once it takes steps, leaves at borders alone, where all ranks know
-    of it: no wait for a server ends early because it is to leave."""
+    """The job of a worker that, once it takes steps, leaves only at step boundaries, where all
+    ranks know of it: no wait for a server ends early because the worker should leave."""
 
     takes_steps = False
 
     @property
     def leaving(self) -> bool:
-        """See `Job`; False once it takes steps."""
+        """False once it takes steps; see `Job`."""
         return not self.takes_steps and super().leaving
 
 
 @dataclass(kw_only=True)
 class _Step:
-    """What one step pushes."""
+    """The pushes of one step."""
 
     key: int
-    """The step's own: see above."""
+    """Unique key of the step: see above."""
     gradients: Mapping[str, RowGradients]
-    """Table -> the mean over the batch."""
+    """Mean over the batch, by table."""
     pushes: Mapping[int, PushedRows]
-    """Partition -> what is pushed to it."""
+    """Push to each partition."""
     generation: int
-    """In which it was summed."""
+    """Generation in which the step was summed."""
     known_to_all: bool = False
-    """Every rank has seen its closing."""
+    """True if every rank knows that the step was closed."""
     delivered: bool = False
-    """This rank has pushed its share."""
+    """True if this rank has pushed its share."""
     unseen: set[int] = field(default_factory=set)
-    """Partitions of which this rank does not know that they have it."""
+    """Partitions that are not known to this rank to have received the step."""
 
     def __post_init__(self) -> None:
         self.unseen = set(self.pushes)
 
 
 class ServerStepTables:
-    """Tables whose rows are on the job's parameter servers. A `StepTables`
+    """Tables with rows on the job's parameter servers. A `StepTables`
     (replicated/step_tables.py)."""
 
     def __init__(self, setup: Setup, tables: Sequence[SparseEmbedding]) -> None:
         """Does not connect yet.
 
         Raises:
-            ConfigurationError: two tables, or a table and a parameter, of one name.
+            ConfigurationError: two tables, or a table and a parameter, have the same name.
         """
         check_names(setup.module, tables)
         self._setup = setup
         self._session = setup.session
         self._own = cast(Session, setup.session)
-        """The session itself: its membership, its metrics and its end are of interest here as
-        well."""
+        """The session itself: its membership, metrics and shutdown are also needed here."""
         self._tables = tables
         self._by_name = {table.name: table for table in tables}
         self._options = AsyncOptions()
@@ -142,39 +140,39 @@ class ServerStepTables:
         self._reader: RowReader | None = None
         self._store: StepRowStore | None = None
         self._partitions: dict[str, tuple[int, ...]] = {}
-        """Table -> its buckets' partitions, by the buckets' numbers."""
+        """Partitions of each table, by bucket number."""
         self._here = RowSums(tables)
         self._stale = False
-        """Rows were looked up in this step that lack something of the last one: it must not
-        count."""
+        """True if rows looked up in this step lack part of the last step, so that this step must
+        not commit."""
         self._next_key = 0
-        """Key of the next step that pushes; 0: no step has."""
+        """Key of the next step that pushes; 0 if no step has pushed."""
         self._versions = BucketVersions(
             table_of=self._table_of, lost=self._own.metrics.pushes_lost.inc
         )
         self._staged: _Step | None = None
-        """The step in progress, when it is summed."""
+        """The step in progress, once it is summed."""
         self._pending: _Step | None = None
-        """The last step committed, until all partitions are known to have it."""
+        """The last committed step, until all partitions are known to have it."""
         self._shut_out = False
-        """This rank takes its last steps, and servers take nothing from it any more: the others
-        push its share."""
+        """True if this rank takes its last steps and servers no longer accept its pushes: the
+        others push its share."""
         self._clock = 0
         self._early: Mapping[str, Any] | None = None
-        """A state that came before the servers did."""
+        """State that was loaded before the servers were connected."""
 
     # ----------------------------------------------------------------------------------- StepTables
 
     def connect(self) -> None:
-        """See `StepTables`."""
+        """Implements `StepTables.connect`."""
         unused = nn.Parameter(torch.zeros(0))
         atexit.register(self._close)
         self._own.on_close(self._close)
         try:
             job, self._own_cluster = open_job(self._own, SynchronousJob)
             shard_map = job.declare(table_specs(self._tables))
-            # Servers want an optimizer of dense tensors, of which there are none; each table has
-            # its own.
+            # Servers require an optimizer for dense tensors, of which there are none; each table
+            # has its own.
             schedule = ServerOptimizer(torch.optim.SGD([unused], lr=1.0), {id(unused): ""})
             self._servers = ParameterServers(
                 job, shard_map, (), schedule, self._options, self._own.metrics
@@ -203,16 +201,16 @@ class ServerStepTables:
             self.restore(self._early)
 
     def step_begins(self) -> None:
-        """See `StepTables`."""
+        """Implements `StepTables.step_begins`."""
         self._forget()
         self.deliver()
 
     def micro_batch_ends(self, weight: float) -> None:
-        """See `StepTables`."""
+        """Implements `StepTables.micro_batch_ends`."""
         self._here.take((1.0 if self._sums_losses else weight) if weight else 0.0, weight=weight)
 
     def reduce(self) -> None:
-        """See `StepTables`."""
+        """Implements `StepTables.reduce`."""
         step, group = self._session.step, self._session.group
         if self._staged is not None or step is None or step.share is None:
             return
@@ -245,7 +243,7 @@ class ServerStepTables:
             self._staged = staged
 
     def commit(self) -> None:
-        """See `StepTables`."""
+        """Implements `StepTables.commit`."""
         staged, self._staged = self._staged, None
         self._forget()
         if staged is None:
@@ -269,16 +267,16 @@ class ServerStepTables:
         failpoint("tables.met")
 
     def discard(self) -> None:
-        """See `StepTables`."""
+        """Implements `StepTables.discard`."""
         self._staged = None
         self._forget()
 
     def deliver(self) -> None:
-        """See `StepTables`."""
+        """Implements `StepTables.deliver`."""
         pending = self._pending
         if pending is None or pending.delivered or not self._may_push(pending):
             return
-        # Where the meeting failed a rank is gone perhaps, and with it its share.
+        # If the meeting failed, a rank may be gone, and its share with it.
         ranks, place = self._pushing() if pending.known_to_all else (1, 0)
         self._push(
             pending,
@@ -287,9 +285,9 @@ class ServerStepTables:
         pending.delivered = True
 
     def _pushing(self) -> tuple[int, int]:
-        """How many ranks push, and which of them this one is. Servers take nothing from a rank that
-        is asked to leave, from when the coordinator has a generation without it. Ranks hear of that
-        at different moments: what nobody takes for its share comes late."""
+        """Returns the number of ranks that push and this rank's index among them. Servers reject
+        pushes of a leaving rank as soon as the coordinator has a generation without it. Ranks learn
+        of that at different times, so pushes that nobody considers its share arrive late."""
         membership, group = self._own.membership, self._session.group
         newest = membership.link.newest_generation if membership is not None else None
         ranks, rank = self._session.world_size, self._session.rank
@@ -300,7 +298,7 @@ class ServerStepTables:
         return (len(pushing), pushing.index(rank)) if rank in pushing else (ranks, rank)
 
     def drop_gradients(self) -> None:
-        """See `StepTables`."""
+        """Implements `StepTables.drop_gradients`."""
         for table in self._tables:
             table.drop_gradients()
         if self._session.step is not None:
@@ -308,12 +306,12 @@ class ServerStepTables:
 
     @property
     def store(self) -> StepRowStore:
-        """See `StepTables`."""
+        """The tables' rows, for checkpoints; see `StepTables`."""
         assert self._store is not None
         return self._store
 
     def capture(self) -> dict[str, Any]:
-        """See `StepTables`."""
+        """Implements `StepTables.capture`."""
         if not self._versions:
             return {}
         pending = None
@@ -326,7 +324,7 @@ class ServerStepTables:
         return {"next_key": self._next_key, "versions": self._versions.told(), "pending": pending}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """See `StepTables`."""
+        """Implements `StepTables.restore`."""
         if self._servers is None:
             self._early = state
             return
@@ -349,9 +347,9 @@ class ServerStepTables:
     # -------------------------------------------------------------------------------------- lookups
 
     def look_up(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
-        """The rows with these ids, each named once, as the last step has left them. Raises as
-        `RowReader.read`, PreconditionError (TABLE_AHEAD): somebody else trains them, and
-        DeadlineError: this rank is to leave, and the others have not pushed its last step."""
+        """Returns the rows with these ids, which must be distinct, as of the last step. Raises as
+        `RowReader.read`; PreconditionError (TABLE_AHEAD) if another job trains them; and
+        DeadlineError if this rank should leave and the others have not pushed its last step."""
         waits = _SHORTEST_WAIT_S
         since = time.monotonic()
         looked_anew = False
@@ -392,8 +390,8 @@ class ServerStepTables:
             waits = min(2 * waits, _LONGEST_WAIT_S)
 
     def _note(self, versions: Mapping[int, int]) -> None:
-        """These partitions were found so, and nothing that is known is missing in them. Raises as
-        `BucketVersions.note`."""
+        """Records versions read from these partitions, checking that no known push is missing.
+        Raises as `BucketVersions.note`."""
         self._versions.note(versions)
         self._saw(versions)
 
@@ -403,7 +401,7 @@ class ServerStepTables:
         )
 
     def _saw(self, partitions: Iterable[int]) -> None:
-        """All that counts is in these partitions."""
+        """Records that these partitions have all committed pushes."""
         if self._pending is None:
             return
         self._pending.unseen.difference_update(partitions)
@@ -430,11 +428,12 @@ class ServerStepTables:
         *,
         in_micro_batches: bool,
     ) -> _Step:
-        """What the step pushes, from what all ranks have told; the same on all of them.
+        """Combines the reports of all ranks into the pushes of a step; the same result on all
+        ranks.
 
         Raises:
-            MembershipChanged: the ranks have looked up rows of different times; the step must be
-                done again.
+            MembershipChanged: the ranks have looked up rows of different steps; the step must be
+                redone.
             InvalidRequestError, LimitError: as `StepTables.reduce`.
         """
         metadata = [each for _, each in told]
@@ -470,7 +469,7 @@ class ServerStepTables:
     def _step(
         self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0
     ) -> _Step:
-        """`steps_back`: before the last step committed."""
+        """Creates a step. `steps_back`: number of steps before the last committed one."""
         pushes: dict[int, PushedRows] = {}
         for name, each in gradients.items():
             partitions = self._partitions[name]
@@ -486,7 +485,7 @@ class ServerStepTables:
         return _Step(key=key, gradients=gradients, pushes=pushes, generation=self._generation)
 
     def _may_push(self, step: _Step) -> bool:
-        """No rank will redo it."""
+        """Returns whether no rank will redo the step."""
         return step.known_to_all or not self._session.elastic or self._generation != step.generation
 
     def _push(self, step: _Step, partitions: Sequence[int]) -> None:
@@ -524,7 +523,7 @@ class ServerStepTables:
         self._saw(rows)
 
     def _forget(self) -> None:
-        """Drops what there is of the step in progress."""
+        """Discards the state of the step in progress."""
         self.drop_gradients()
         self._here.clear()
         self._stale = False
@@ -540,7 +539,7 @@ class ServerStepTables:
         return group.generation.number if group is not None else 0
 
     def _close(self) -> None:
-        """Idempotent."""
+        """Closes the tables. Idempotent."""
         atexit.unregister(self._close)
         if self._pending is not None:
             self._push_the_last(self._pending)
@@ -554,8 +553,8 @@ class ServerStepTables:
             self._own_cluster = None
 
     def _push_the_last(self, step: _Step) -> None:
-        """No lookup follows that would find out what another rank has not pushed: this one pushes
-        all that it has not seen there."""
+        """Pushes everything that is not known to be on the servers: no later lookup would detect a
+        missing push of another rank."""
         if self._shut_out:
             return
         if not self._may_push(step):
@@ -580,21 +579,22 @@ class ServerStepTables:
 
 @dataclass(frozen=True)
 class _Rows:
-    """One table's. A `RowSource`."""
+    """The rows of one table. A `RowSource`."""
 
     tables: ServerStepTables
     partitions: tuple[int, ...]
     dim: int
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """See `RowSource`. Raises as `ServerStepTables.look_up`."""
+        """Implements `RowSource.look_up`. Raises as `ServerStepTables.look_up`."""
         return self.tables.look_up(self.partitions, self.dim, ids)
 
     def prefetch(self, ids: Ids) -> None:
-        """Nothing: the rows of the next batch are not there before this step's are pushed."""
+        """Does nothing: the rows of the next batch are not available before this step's are
+        pushed."""
 
 
 def step_tables(setup: Setup) -> ServerStepTables | None:
-    """The model's sparse tables; None: it has none. Raises as `ServerStepTables`."""
+    """Returns the model's sparse tables; None if it has none. Raises as `ServerStepTables`."""
     tables = tables_of(setup.module)
     return ServerStepTables(setup, tables) if tables else None

@@ -1,11 +1,11 @@
-"""The sparse tables of a worker's model, whose rows are on the parameter servers: looked up there
-by forward passes, and pushed by steps.
+"""The sparse tables of a worker's model, with rows on the parameter servers: forward passes look
+them up there, and steps push to them.
 
-Rows are looked up (row_reader.py) on the training thread's behalf, or ahead of it (`prefetch`),
-while pushes are on their way. What a step pushes of them goes with its dense gradients, under the
-same numbers, clock and batch (server_link.py): here it is only made.
+Rows are looked up (row_reader.py) for the training thread, or ahead of it (`prefetch`), while
+pushes are in progress. A step's pushes to tables are sent with its dense gradients, under the same
+numbers, clock and batch (server_link.py); this module only creates them.
 
-All of it belongs to the training thread.
+Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -38,25 +38,26 @@ from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_
 
 _DTYPE: Final = dtype_info("float32")
 _MOST_PREFETCHES: Final = 4
-"""A table has no more of them; the oldest that nobody took are dropped."""
+"""Maximum number of prefetches of a table; the oldest unused ones are dropped."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PushedRows:
-    """What a step pushes to one bucket: the same bytes however often it is attempted."""
+    """A step's push to one bucket: the same bytes in every attempt."""
 
     partition_id: int
     version: int
-    """That the gradients were computed on."""
+    """Version on which the gradients were computed."""
     rows: int
     length: int
-    """Elements of the gradients."""
+    """Number of elements of the gradients."""
     data: memoryview
     dtype: DtypeInfo = _DTYPE
 
 
 def buckets_of_servers(shard_map: coordinator_pb.ShardMap) -> dict[int, tuple[int, ...]]:
-    """Server index -> the partitions that are buckets of tables, of those servers that have any."""
+    """Returns the partitions that are buckets of tables by server index, for servers that have
+    any."""
     found: dict[int, tuple[int, ...]] = {}
     for partition in shard_map.partitions:
         if partition.HasField("bucket"):
@@ -65,7 +66,7 @@ def buckets_of_servers(shard_map: coordinator_pb.ShardMap) -> dict[int, tuple[in
 
 
 def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
-    """Raises ConfigurationError: two tables, or a table and a parameter, of one name."""
+    """Raises ConfigurationError if two tables, or a table and a parameter, have the same name."""
     names = [table.name for table in tables]
     taken = {name for name, _ in module.named_parameters()}
     for name in names:
@@ -77,7 +78,7 @@ def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
 
 
 def table_specs(tables: Iterable[SparseEmbedding]) -> list[coordinator_pb.TensorSpec]:
-    """For DeclareTensors."""
+    """Returns the tables' specifications for DeclareTensors."""
     return [
         coordinator_pb.TensorSpec(
             name=table.name, shape=table.shape, dtype=_DTYPE.name, table=table.spec.message()
@@ -89,7 +90,7 @@ def table_specs(tables: Iterable[SparseEmbedding]) -> list[coordinator_pb.Tensor
 def buckets_of_tables(
     shard_map: coordinator_pb.ShardMap, tables: Iterable[SparseEmbedding]
 ) -> dict[str, tuple[int, ...]]:
-    """Table -> its buckets' partitions, by the buckets' numbers."""
+    """Returns the partitions of each table, by bucket number."""
     found: dict[str, tuple[int, ...]] = {}
     for table in tables:
         index = next(
@@ -109,12 +110,12 @@ def buckets_of_tables(
 def pushed_rows(
     table: SparseEmbedding, partitions: Sequence[int], gradients: RowGradients
 ) -> dict[int, PushedRows]:
-    """Partition -> what a step pushes to it: of all buckets of the table, also those of which it
-    has no row. `partitions`: by the buckets' numbers.
+    """Returns a step's push to each bucket of the table, including those without rows in the step.
+    `partitions`: by bucket number.
 
     Raises:
-        InvalidRequestError (GRADIENT_NOT_FINITE): naming the table; nothing is to be pushed.
-        LimitError (PAYLOAD_TOO_LARGE): more rows than a push may have; nothing is to be pushed.
+        InvalidRequestError (GRADIENT_NOT_FINITE): names the table; nothing may be pushed.
+        LimitError (PAYLOAD_TOO_LARGE): more rows than a push may have; nothing may be pushed.
     """
     _check_finite(table, gradients.ids, gradients.values)
     found: dict[int, PushedRows] = {}
@@ -140,12 +141,12 @@ class Tables:
         """Does not connect yet.
 
         Raises:
-            ConfigurationError: two tables, or a table and a parameter, of one name.
+            ConfigurationError: two tables, or a table and a parameter, have the same name.
         """
         self._tables = tables_of(module)
         check_names(module, self._tables)
         self._partitions: dict[str, tuple[int, ...]] = {}
-        """Table -> its buckets' partitions, by the buckets' numbers."""
+        """Partitions of each table, by bucket number."""
         self._reader: RowReader | None = None
         self.store: ServerRowStore | None = None
         """The rows, for checkpoints; None: there are no tables, or they are not connected yet."""
@@ -154,7 +155,7 @@ class Tables:
         return bool(self._tables)
 
     def specs(self) -> list[coordinator_pb.TensorSpec]:
-        """For DeclareTensors."""
+        """Returns the tables' specifications for DeclareTensors."""
         return table_specs(self._tables)
 
     def connect(
@@ -165,8 +166,9 @@ class Tables:
         patience: timedelta,
         stopped: Callable[[StopTraining], None],
     ) -> None:
-        """From now on the rows come from the servers. `patience`: how long one may be away.
-        `stopped`: told on the training thread that the run ended while rows were waited for.
+        """Connects the tables to the servers, which provide the rows from now on. `patience`: how
+        long a server may be unreachable. `stopped`: notified on the training thread if the run ends
+        while it waits for rows.
 
         Raises:
             ConfigurationError: a table was trained in this process before.
@@ -182,8 +184,8 @@ class Tables:
             )
 
     def pushes(self) -> dict[int, PushedRows]:
-        """Partition -> what this step pushes to it, of each table with a gradient. Call
-        `drop_gradients` when it has been acknowledged. Raises as `pushed_rows`."""
+        """Returns this step's push to each partition, for every table with a gradient. Call
+        `drop_gradients` once it has been acknowledged. Raises as `pushed_rows`."""
         found: dict[int, PushedRows] = {}
         for table in self._tables:
             gradients = table.gradients()
@@ -192,12 +194,12 @@ class Tables:
         return found
 
     def drop_gradients(self) -> None:
-        """The step's gradients were pushed, or are of no use."""
+        """Discards the step's gradients after they were pushed or became useless."""
         for table in self._tables:
             table.drop_gradients()
 
     def close(self) -> None:
-        """Ends lookups that are on their way, and refuses others. Idempotent."""
+        """Ends lookups in progress and rejects further ones. Idempotent."""
         if self._reader is not None:
             self._reader.close()
 
@@ -217,11 +219,11 @@ class ServerRows:
         self._dim = dim
         self._stopped = stopped
         self._ahead: deque[tuple[Ids, Future[LookedUp]]] = deque(maxlen=_MOST_PREFETCHES)
-        """Ids, ascending, and their rows, the oldest first."""
+        """Ascending ids and their rows, the oldest first."""
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """See `RowSource`. Raises as `RowReader.read`; a prefetch that failed is one that was not
-        made."""
+        """Implements `RowSource.look_up`. Raises as `RowReader.read`; failed prefetches are
+        ignored."""
         try:
             return self._prefetched(ids) or self._reader.read(self._partitions, self._dim, ids)
         except StopTraining as stop:
@@ -229,11 +231,11 @@ class ServerRows:
             raise
 
     def prefetch(self, ids: Ids) -> None:
-        """See `RowSource`."""
+        """Implements `RowSource.prefetch`."""
         self._ahead.append((ids, self._reader.read_ahead(self._partitions, self._dim, ids)))
 
     def _prefetched(self, ids: Ids) -> LookedUp | None:
-        """Takes the oldest that has all of these, and drops those before it."""
+        """Takes the oldest prefetch that contains all these ids, and drops earlier ones."""
         for number, (known, future) in enumerate(self._ahead):
             if not len(known) or not len(ids):
                 continue
@@ -252,8 +254,8 @@ class ServerRows:
 
 
 def _check_size(table: SparseEmbedding, rows: int, nbytes: int) -> None:
-    """Before anything is pushed: a server would refuse it when other parts of the step are
-    applied."""
+    """Checks the size before anything is pushed: a server would refuse it after other parts of the
+    step were applied."""
     if nbytes > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
             f"table {table.name!r}: the batch has {rows} rows of one of its {table.spec.buckets} "

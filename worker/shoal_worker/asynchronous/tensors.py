@@ -1,11 +1,11 @@
-"""A module's parameters and gradients in host memory, to be sent from there and received into.
+"""A module's parameters and gradients in host memory, for sending and receiving.
 
-On the CPU these are the tensors' own memory. Tensors of a device, and those that do not lie in one
-piece, go through a host copy each. Belongs to the training thread, except for the values
-themselves, which the servers' threads read and write during an exchange.
+On the CPU this is the tensors' own memory. Tensors on a device, and non-contiguous ones, use a host
+copy each. Belongs to the training thread, except for the values, which the servers' threads read
+and write during an exchange.
 
-Beside them, as plain values: which part of which tensor lies on which server, as the coordinator's
-shard map says, and which gradients of a step travel, and as what (`Iteration`).
+Also defines plain values: the parts of tensors on each server, from the coordinator's shard map,
+and the gradients of a step with their encodings (`Iteration`).
 """
 
 from __future__ import annotations
@@ -52,11 +52,12 @@ class HostTensor:
     def __init__(
         self, name: str, parameter: nn.Parameter, *, trained: bool, apart: bool = False
     ) -> None:
-        """`trained`: the optimizer has it, so that it is pushed and pulled in every step; the
-        others only get their first values. `apart`: it shares a partition with no other.
+        """Declares a parameter. `trained`: it belongs to the optimizer, so that it is pushed and
+        pulled in every step; others only get their initial values. `apart`: it shares a partition
+        with no other tensor.
 
         Raises:
-            ConfigurationError: a dtype that servers do not hold.
+            ConfigurationError: the servers do not support the dtype.
         """
         if parameter.dtype not in _NAMES:
             raise ConfigurationError(
@@ -72,11 +73,11 @@ class HostTensor:
         self._values: torch.Tensor | None = None
         self._gradient: torch.Tensor | None = None
         self._own: torch.Tensor | None = None
-        """The parameter's own memory as `target` gave it last."""
+        """The parameter's own memory as last returned by `target`."""
 
     @property
     def spec(self) -> coordinator_pb.TensorSpec:
-        """For DeclareTensors."""
+        """The specification for DeclareTensors."""
         shape, dtype = list(self._shape), self.dtype.name
         return coordinator_pb.TensorSpec(
             name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart
@@ -84,15 +85,15 @@ class HostTensor:
 
     @property
     def row(self) -> int:
-        """Elements that one index of the first dimension selects."""
+        """Number of elements selected by one index of the first dimension."""
         return math.prod(self._shape[1:])
 
     def target(self) -> torch.Tensor:
-        """Where values are received, flat; `publish` makes them the parameter's.
+        """Returns the flat tensor into which values are received; `publish` makes them the
+        parameter's.
 
         Raises:
-            ConfigurationError: the parameter was given another shape or dtype since
-                `as_distributed`.
+            ConfigurationError: the parameter's shape or dtype has changed since `as_distributed`.
         """
         self._check_unchanged()
         if _is_host_memory(self.parameter):
@@ -101,26 +102,25 @@ class HostTensor:
             return self._own
         if self._values is None:
             self._values = _host_like(self.parameter)
-            # so that a pull of a part leaves the rest as it is
+            # so that a pull of a part leaves the rest unchanged
             self._values.copy_(self.parameter.detach())
         return self._values.reshape(-1)
 
     def values(self) -> torch.Tensor:
-        """The parameter's values as they are now, flat. Raises as `target`."""
+        """Returns the parameter's current values, flat. Raises as `target`."""
         flat = self.target()
         if self._values is not None and not _is_host_memory(self.parameter):
             self._values.copy_(self.parameter.detach())
         return flat
 
     def publish(self) -> None:
-        """What was received becomes the parameter's values; on a device once its stream comes to
-        it."""
+        """Makes the received values the parameter's; on a device, in the order of its stream."""
         if self._values is not None and not _is_host_memory(self.parameter):
             self.parameter.detach().copy_(self._values, non_blocking=True)
 
     def gradient(self) -> torch.Tensor | None:
-        """The gradient, flat; None: there is none in this step. From a device, it is there once its
-        stream has come to the copy."""
+        """Returns the flat gradient; None if there is none in this step. From a device, the copy is
+        complete once its stream has reached it."""
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -145,8 +145,8 @@ class HostTensor:
 
 
 def gradients(tensors: Iterable[HostTensor]) -> dict[str, torch.Tensor]:
-    """The gradients that there are, flat and in host memory, by the tensors' names; blocks until
-    copies from a device are there. They must not change until they are sent."""
+    """Returns the existing gradients, flat and in host memory, by tensor name; blocks until copies
+    from a device are complete. They must not change until they are sent."""
     found: dict[str, torch.Tensor] = {}
     devices: set[torch.device] = set()
     for tensor in tensors:
@@ -158,11 +158,11 @@ def gradients(tensors: Iterable[HostTensor]) -> dict[str, torch.Tensor]:
 
 
 def publish(tensors: Sequence[HostTensor]) -> None:
-    """What was received becomes the parameters' values; returns when it has."""
+    """Makes the received values the parameters' and returns once they are in place."""
     for tensor in tensors:
         tensor.publish()
-    # Written behind autograd's back: a graph that saved the older values must notice, as after any
-    # update in place.
+    # Written without autograd's knowledge: a graph that saved the older values must notice, as
+    # after any in-place update.
     torch.autograd.graph.increment_version([tensor.parameter for tensor in tensors])
     _synchronize({tensor.parameter.device for tensor in tensors})
 
@@ -195,10 +195,11 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
 
 
 def check_outer_gradients(found: Mapping[str, torch.Tensor], *, steps: int) -> None:
-    """Refuses what servers would refuse of a round of `steps` inner steps, before anything is sent.
+    """Checks the result of a round of `steps` inner steps for values that servers would refuse,
+    before anything is sent.
 
     Raises:
-        InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values, naming the parameter.
+        InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values; names the parameter.
     """
     for name, culprits in _not_finite(list(found.items())):
         raise InvalidRequestError(
@@ -211,7 +212,7 @@ def check_outer_gradients(found: Mapping[str, torch.Tensor], *, steps: int) -> N
 
 
 def _not_finite(found: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, str]]:
-    """The names of those that have NaN or infinite values, and how many of how many."""
+    """Yields the names of tensors with NaN or infinite values, and the number of such values."""
     if _surely_finite([tensor for _, tensor in found]):
         return
     for name, tensor in found:
@@ -221,13 +222,13 @@ def _not_finite(found: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 @torch.no_grad()
 def _surely_finite(found: Sequence[torch.Tensor]) -> bool:
-    """A sum is not finite when an element is not, and far cheaper than isfinite(). It can overflow
-    by itself, so it only acquits."""
+    """Returns True if all elements are certainly finite. A sum is not finite if an element is not,
+    and is much cheaper than isfinite(), but can overflow by itself: False is inconclusive."""
     sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in found:
         wide = torch.float64 if gradient.dtype is torch.float64 else torch.float32
         sums.setdefault((gradient.device, wide), []).append(gradient.sum(dtype=wide))
-    # One question for all, since each waits for what the device has to do.
+    # One synchronization for all, since each one waits for the device.
     return all(bool(torch.stack(totals).isfinite().all()) for totals in sums.values())
 
 
@@ -248,7 +249,7 @@ def _host_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def tensor_bytes(tensor: torch.Tensor) -> memoryview:
-    """The memory of a contiguous tensor of the CPU."""
+    """Returns the memory of a contiguous CPU tensor."""
     if tensor.numel() == 0:
         return _EMPTY
     return tensor.reshape(-1).view(torch.uint8).numpy().data
@@ -262,11 +263,11 @@ class Piece:
     begin: int
     """First element."""
     end: int
-    """Behind the last one."""
+    """End of the range, exclusive."""
 
     @property
     def length(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return self.end - self.begin
 
     @property
@@ -275,28 +276,27 @@ class Piece:
         return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
 
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """This piece of the flat tensor, or of memory laid out like it, which `memory` has by the
-        tensor's name."""
+        """Returns this piece of the flat tensor stored in `memory` under the tensor's name."""
         whole = memory[self.tensor.name]
         return whole if self.length == whole.numel() else whole[self.begin : self.end]
 
 
 class Partition:
-    """Pieces of tensors of one dtype, one after another: the unit that is pushed and pulled."""
+    """Pieces of tensors of one dtype, one after another: the unit of pushes and pulls."""
 
     def __init__(self, partition_id: int, pieces: Sequence[Piece]) -> None:
         self.partition_id = partition_id
         self.pieces = tuple(pieces)
         self.dtype: DtypeInfo = pieces[0].tensor.dtype
         self.length = sum(piece.length for piece in pieces)
-        """Elements."""
+        """Number of elements."""
         self.size_bytes = self.length * self.dtype.item_bytes
         self.trained = any(piece.tensor.trained for piece in pieces)
-        """Some of it is pushed and pulled in every step."""
+        """True if part of it is pushed and pulled in every step."""
         self._landing: torch.Tensor | None = None
 
     def absent_from(self, gradients: Collection[str]) -> tuple[int, ...]:
-        """Positions of the pieces whose tensors are not named."""
+        """Returns the positions of the pieces whose tensors are missing in `gradients`."""
         return tuple(
             position
             for position, piece in enumerate(self.pieces)
@@ -304,14 +304,15 @@ class Partition:
         )
 
     def places(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """First element and end, among the partition's, of each piece but those at the positions
-        `absent`."""
+        """Returns the first and end element, within the partition, of each piece except those at
+        the positions `absent`."""
         missing = frozenset(absent)
         bounds = pairwise(accumulate((piece.length for piece in self.pieces), initial=0))
         return tuple(each for position, each in enumerate(bounds) if position not in missing)
 
     def shapes(self, absent: Collection[int]) -> dict[int, tuple[int, int]]:
-        """Rows and columns of each piece but those at the positions `absent`, by its position."""
+        """Returns rows and columns of each piece except those at the positions `absent`, by
+        position."""
         missing = frozenset(absent)
         return {
             position: piece.shape
@@ -322,8 +323,8 @@ class Partition:
     def gathered(
         self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()
     ) -> torch.Tensor:
-        """The pieces, but for those at the positions `absent`, one after another: where they lie if
-        it is one piece alone, else a copy. Any thread may call it."""
+        """Returns the pieces, except those at the positions `absent`, one after another: a single
+        piece in place, otherwise a copy. Any thread may call it."""
         missing = frozenset(absent)
         present = [
             piece.of(memory)
@@ -333,7 +334,7 @@ class Partition:
         return present[0] if len(present) == 1 else torch.cat(present)
 
     def landing(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Where the partition is to be written to; `landed` takes it from there."""
+        """Returns the memory into which the partition is written; `landed` copies it from there."""
         if len(self.pieces) == 1:
             return self.pieces[0].of(memory)
         if self._landing is None:
@@ -343,7 +344,7 @@ class Partition:
         return self._landing
 
     def landed(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """What was written to `landing` is now each tensor's."""
+        """Copies the data written to `landing` into each tensor."""
         if self._landing is not None:
             into = [piece.of(memory) for piece in self.pieces]
             torch._foreach_copy_(
@@ -353,13 +354,13 @@ class Partition:
 
 @dataclass(frozen=True, kw_only=True)
 class ServerShare:
-    """What one server holds."""
+    """The partitions on one server."""
 
     index: int
     address: str
-    """host:port when the map was read; a restarted server may have another one."""
+    """Address (host:port) when the map was read; a restarted server may have another."""
     epoch: int
-    """The shard map's."""
+    """Epoch of the shard map."""
     partitions: tuple[Partition, ...]
     buckets: tuple[int, ...] = ()
     """Partitions that are buckets of sparse tables."""
@@ -368,7 +369,7 @@ class ServerShare:
 def shares(
     shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]
 ) -> tuple[ServerShare, ...]:
-    """The servers that hold something, by index.
+    """Returns the servers that hold something, by index.
 
     Raises:
         PreconditionError (SHARD_MAP_INCOMPLETE): a partition's server is not registered.
@@ -409,56 +410,53 @@ def shares(
 
 # -------------------------------------------------------------------------------- what a step sends
 #
-# One step of a worker as the servers are told of it, and its gradients as the payloads that are
-# sent: as they are, or compressed.
-#
-# Belongs to the thread that speaks to the server: see `ServerLink`.
+# One step of a worker as reported to the servers, and the payloads of its gradients, raw or
+# compressed. Belongs to the thread that talks to the server: see `ServerLink`.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Iteration:
-    """One step of this worker: what every server is told."""
+    """One step of this worker, as reported to every server."""
 
     clock: int
-    """How many iterations this worker has finished, this one included."""
+    """Number of iterations finished by this worker, including this one."""
     revision: Revision
-    """Hyperparameters that the push is to be applied with, or newer ones."""
+    """Hyperparameters with which (or with newer ones) the push is applied."""
     gradients: Mapping[str, torch.Tensor]
-    """The flat gradients of this step in host memory, by the name of the tensor; a tensor without a
-    gradient is left out."""
+    """Flat gradients of this step in host memory, by tensor name; tensors without a gradient are
+    left out."""
     pull: bool
     batch: int = 0
-    """Key of the leased batch that the gradients were computed on; 0: none."""
+    """Key of the leased batch on which the gradients were computed; 0: none."""
     in_part: bool = False
-    """Other calls push the rest of the batch: `ParameterServers.finished` says when all is
-    there."""
+    """True if other calls push the rest of the batch; `ParameterServers.finished` marks its end."""
     rows: Mapping[int, PushedRows] = field(default_factory=dict)
-    """What is pushed to buckets of sparse tables, by partition."""
+    """Pushes to buckets of sparse tables, by partition."""
 
 
 class Payload(NamedTuple):
-    """What is sent of a partition."""
+    """The data sent of a partition."""
 
     partition: Partition | PushedRows
     absent: tuple[int, ...]
-    """Positions of the pieces that are left out."""
+    """Positions of omitted pieces."""
     length: int
-    """Elements of the decoded payload."""
+    """Number of elements of the decoded payload."""
     codec: int
     data: memoryview
     rows: int = 0
-    """How many rows of a sparse table it has."""
+    """Number of rows of a sparse table in it."""
 
 
 class Payloads:
-    """Makes the payloads of partitions. What compression keeps of a partition belongs to the thread
-    that speaks to its server."""
+    """Creates the payloads of partitions. A partition's compression state belongs to the thread
+    that talks to its server."""
 
     def __init__(
         self, compressor: GradientCompressor | None, partitions: Iterable[int], *, stream: int
     ) -> None:
-        """`compressor`: of gradients; None: they are sent as they are. `partitions`: all of the
-        job, by number. `stream`: see `CompressedPushes`."""
+        """Creates the payload factory. `compressor`: of gradients; None: no compression.
+        `partitions`: all of the job, by number. `stream`: see `CompressedPushes`."""
         self._compressed = (
             {}
             if compressor is None
@@ -466,7 +464,7 @@ class Payloads:
         )
 
     def values(self, partitions: Iterable[Partition]) -> Iterator[Payload]:
-        """The tensors' values, made as they are sent."""
+        """Yields the tensors' values, created as they are sent."""
         for partition in partitions:
             memory = {piece.tensor.name: piece.tensor.values() for piece in partition.pieces}
             yield Payload(
@@ -478,8 +476,8 @@ class Payloads:
             )
 
     def gradient(self, partition: Partition, iteration: Iteration) -> Callable[[], Payload]:
-        """Gives the payload of one push of a partition, the same bytes however often the push is
-        attempted. Say what became of it with `settle` before the next push."""
+        """Returns a function that gives the payload of one push of a partition, the same bytes in
+        every attempt. Report the outcome with `settle` before the next push."""
         compressed = self._compressed.get(partition.partition_id)
         if compressed is None:
             return lambda: _as_it_is(partition, iteration.gradients)
@@ -498,14 +496,14 @@ class Payloads:
         return lambda: payload
 
     def rows(self, pushed: PushedRows) -> Callable[[], Payload]:
-        """Gives the payload of rows of a table, as they are."""
+        """Returns a function that gives the uncompressed payload of rows of a table."""
         payload = Payload(pushed, (), pushed.length, pb.CODEC_RAW, pushed.data, pushed.rows)
         return lambda: payload
 
     def settle(self, partitions: Iterable[int], *, applied: Collection[int]) -> None:
-        """Says to which of these partitions the server has applied the last push, each by this very
-        payload: what compression left out of it is then owed to the next. To the others it has not,
-        and will not: there what was owed before is owed still."""
+        """Reports for which of these partitions the server has applied the last push, with this
+        very payload: its compression error then becomes part of the next push. For the others the
+        push was and will not be applied, and the previous compression error remains."""
         for partition_id in partitions:
             compressed = self._compressed.get(partition_id)
             if compressed is not None and compressed.unanswered:
@@ -519,24 +517,24 @@ def _as_it_is(partition: Partition, gradients: Mapping[str, torch.Tensor]) -> Pa
 
 
 class PulledValues:
-    """How values travel from the servers."""
+    """Encoding of values sent by the servers."""
 
     def __init__(self, compression: str | None) -> None:
-        """`compression`: see `AsyncOptions.pull_compression`."""
+        """Parses `compression`: see `AsyncOptions.pull_compression`."""
         self._compressor = parse_compression(compression)
 
     @property
     def codec(self) -> pb.Codec:
-        """What is asked for. A server answers with it, or with CODEC_RAW."""
+        """Requested codec. A server answers with it or with CODEC_RAW."""
         return (
             pb.CODEC_RAW if self._compressor is None else pb.Codec.ValueType(self._compressor.codec)
         )
 
     def room(self, codec: int, length: int) -> torch.Tensor:
-        """Memory for the payload of so many values.
+        """Returns memory for the payload of `length` values.
 
         Raises:
-            CorruptDataError (STREAM_MALFORMED): a codec that was not asked for.
+            CorruptDataError (STREAM_MALFORMED): the codec was not requested.
         """
         if codec != self.codec:
             raise CorruptDataError(
@@ -546,7 +544,7 @@ class PulledValues:
         return torch.empty(codecs.payload_bytes(codec, length), dtype=torch.uint8)
 
     def decode(self, payload: torch.Tensor, into: torch.Tensor) -> None:
-        """Writes the values that came in `room` to where they belong, a flat tensor of the host."""
+        """Decodes the payload received in `room` into a flat host tensor."""
         assert self._compressor is not None, "its codec was answered"
         out = into if into.dtype is torch.float32 else torch.empty(into.shape, dtype=torch.float32)
         self._compressor.decompress_into(payload, out)

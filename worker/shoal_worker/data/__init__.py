@@ -1,12 +1,13 @@
-"""The training loader: in come a dataset and the ranks there are, out come this rank's batches of
-each step.
+"""The training loader: turns a dataset and the current ranks into this rank's batches of each step.
 
-`loader` is what users make, also of torch's (`torch_loaders`). `sampling` says which samples a step
-has, and which rank gets which; `cursor` where a loader stands; `step_batches` where its next step
-comes from (dealt, or leased); `fetch` makes batches, in data workers or here; `iteration` runs the
-loops over epochs, steps and batches. Streams: `streams` says what one is, `stream_reader` reads it
-from any position, here or (`sources`) in data workers; `fingerprints` tell whether it gave the same
-as before. `position_supply` deals its steps, or `shard_supply` by `lanes`, with what
-`stream_supply` has for both; `stream_evaluation` deals it for evaluation. `record` writes down
-which samples were trained on.
+Users create a `loader`, possibly from one of torch's (`torch_loaders`). `sampling` determines the
+samples of a step and their distribution over the ranks; `cursor` records a loader's position, and
+`step_batches` provides its next step (dealt or leased). `fetch` creates batches, in data workers or
+in this process, and `iteration` runs the loops over epochs, steps and batches.
+
+For streams, `streams` defines the supported kinds, and `stream_reader` reads one from any position,
+in this process or in data workers (`sources`). `fingerprints` detect whether a stream repeats its
+items. `position_supply` deals a stream's steps by position, or `shard_supply` by `lanes`;
+`stream_supply` is common to both, and `stream_evaluation` deals a stream for evaluation. `record`
+writes down which samples were trained on.
 """

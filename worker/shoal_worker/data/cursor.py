@@ -1,17 +1,18 @@
-"""Where a training loader stands in its run: its cursor, and which epoch an iteration is. This is
-what checkpoints keep and joiners get.
+"""A training loader's position in its run: its cursor, and the epoch of an iteration. Checkpoints
+store it and joiners receive it.
 
-The cursor counts samples, not steps, so that a run can go on with another global batch size. It is
-pure; one method per move.
+The cursor counts samples, not steps, so that a run can continue with another global batch size. It
+is pure, with one method per transition.
 
-Inside `epochs()`, an iteration is of the epoch that stands there; else the k-th iteration is of
-epoch k, where one that is broken off before its first commit (`next(iter(loader))`, to look at a
-batch) does not count. An iteration of an epoch that is over yields nothing; of the cursor's, the
-rest; of a later one, all of it. Leaving the loop over the batches early, and going on to the next
-epoch, gives up what remained. Leaving `epochs()` as well gives up nothing: a time limit has ended
-the script, and what is resumed goes on within the epoch.
+Inside `epochs()`, an iteration belongs to that loop's epoch. Otherwise the k-th iteration is epoch
+k, not counting iterations that are abandoned before their first commit (`next(iter(loader))`, to
+look at a batch). An iteration of a finished epoch yields nothing; of the cursor's epoch, the rest;
+of a later epoch, everything. Leaving the loop over the batches early and starting the next epoch
+abandons the rest. Leaving `epochs()` as well abandons nothing: a time limit has ended the script,
+and a resumed run continues within the epoch.
 
-Deals nothing and knows no session. Used by the training thread alone."""
+Does not deal samples and knows no session. Used by the training thread only.
+"""
 
 from __future__ import annotations
 
@@ -26,19 +27,19 @@ from shoal_worker.data.sampling import EpochPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """The place after the last committed step."""
+    """The position after the last committed step."""
 
     epoch: int = 0
-    """0-based. After an epoch's last step: the next one."""
+    """0-based. After an epoch's last step: the next epoch."""
     samples: int = 0
-    """Positions of the epoch that are done."""
+    """Number of finished positions of the epoch."""
     step: int = 0
-    """Steps of the epoch that are done."""
+    """Number of finished steps of the epoch."""
     global_step: int = 0
-    """Steps committed in all epochs."""
+    """Number of steps committed in all epochs."""
 
     def after_step(self, step: range, plan: EpochPlan) -> Cursor:
-        """`step`, the one at this cursor, is committed."""
+        """Returns the cursor after `step`, the one at this cursor, was committed."""
         moved = Cursor(
             epoch=self.epoch,
             samples=step.stop,
@@ -48,24 +49,24 @@ class Cursor:
         return moved if plan.step(moved.samples) else moved.at_epoch(self.epoch + 1)
 
     def after_leased_batch(self) -> Cursor:
-        """A leased batch is committed; which ones of the epoch are done is not for one member to
-        know."""
+        """Returns the cursor after a leased batch was committed; no single member knows which
+        batches of the epoch are finished."""
         return replace(self, global_step=self.global_step + 1)
 
     def at_epoch(self, epoch: int) -> Cursor:
-        """At the head of `epoch`."""
+        """Returns the cursor at the beginning of `epoch`."""
         return replace(self, epoch=epoch, samples=0, step=0)
 
     def to_state(self) -> dict[str, Any]:
-        """Returns the cursor as what JSON can hold."""
+        """Returns the cursor as a JSON-able value."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Cursor:
-        """The inverse; other keys are ignored.
+        """Inverse of `to_state`; other keys are ignored.
 
         Raises:
-            CorruptDataError: a field is missing or no count.
+            CorruptDataError: a field is missing or not a count.
         """
         values = {name: state.get(name) for name in ("epoch", "samples", "step", "global_step")}
         for name, value in values.items():
@@ -85,98 +86,101 @@ class Orders(Protocol):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What an order that is not drawn follows from, with the epoch. JSON-able."""
+        """The values that, with the epoch, determine an order that is not drawn. JSON-able."""
         ...
 
     @property
     def identity(self) -> str:
-        """The identity of what is put in order."""
+        """The identity of the ordered dataset."""
         ...
 
     @property
     def drawn(self) -> bool:
-        """Whether a sampler makes the order."""
+        """True if a sampler determines the order."""
         ...
 
     def digest(self, epoch: int) -> str | None:
-        """Digest of a drawn order; None when the order follows from the loader's arguments."""
+        """Returns the digest of a drawn order; None if the order follows from the loader's
+        arguments."""
         ...
 
 
 class LoaderProgress:
-    """The cursor and the count of epochs."""
+    """The cursor and the epoch count."""
 
     def __init__(self, orders: Orders) -> None:
         self.cursor = Cursor()
-        """After the last commit, or at the head of the epoch that an iteration has moved on to."""
+        """Position after the last commit, or the beginning of the epoch to which an iteration has
+        moved."""
         self.within: int | None = None
-        """The epoch that `epochs()` has given out; None outside of it."""
+        """Epoch last yielded by `epochs()`; None outside of it."""
         self._orders = orders
         self._next_epoch = 0
         self._loaded_next_epoch = 0
-        """The next epoch in the state that was loaded last. The script may still have to pass over
+        """Next epoch in the state that was loaded last. The script may still have to skip
         iterations to get there."""
 
     @property
     def next_epoch(self) -> int:
-        """See `StepSource.next_epoch`."""
+        """Implements `StepSource.next_epoch`."""
         return max(self._next_epoch, self._loaded_next_epoch)
 
     @property
     def passed_iterations(self) -> int:
-        """See `StepSource.next_iteration`."""
+        """Implements `StepSource.next_iteration`."""
         return self._next_epoch
 
     def count_from(self, epoch: int | None) -> None:
-        """See `StepSource.count_from`."""
+        """Implements `StepSource.count_from`."""
         self._next_epoch = self._loaded_next_epoch if epoch is None else epoch
 
     @property
     def next_iteration(self) -> int:
-        """The epoch of the iteration that begins now."""
+        """Epoch of an iteration that begins now."""
         return self._next_epoch if self.within is None else self.within
 
     def is_past(self, epoch: int) -> bool:
-        """The run has left this epoch behind."""
+        """Returns whether the run has finished or abandoned this epoch."""
         return epoch < self._loaded_next_epoch or epoch < self.cursor.epoch
 
     def move_to(self, epoch: int) -> None:
-        """An iteration of `epoch` goes on from the cursor, or from the epoch's head if the cursor
-        is before that."""
+        """Makes an iteration of `epoch` continue from the cursor, or from the epoch's beginning if
+        the cursor is before that."""
         if self.cursor.epoch < epoch:
             self.cursor = self.cursor.at_epoch(epoch)
 
     def take_part(self, epoch: int) -> None:
-        """A step of `epoch` begins: the script has come to the place that the loaded state told
-        of."""
+        """Records that a step of `epoch` begins: the script has reached the position in the loaded
+        state."""
         self.move_to(epoch)
         self._next_epoch, self._loaded_next_epoch = epoch, 0
 
     def end_iteration(self, epoch: int) -> None:
-        """The iteration of `epoch` is over, and counts."""
+        """Counts the finished iteration of `epoch`."""
         self._next_epoch = max(self._next_epoch, epoch + 1)
 
     def leave_epochs(self, epoch: int) -> None:
-        """The loop over epochs was left in `epoch`. Its rest, if there is one, is still to be
-        done."""
+        """Records that the loop over epochs was left in `epoch`, the rest of which, if any, remains
+        to be done."""
         if self.cursor.epoch == epoch:
             self._next_epoch = epoch
 
     @property
     def gives_up(self) -> int | None:
-        """The epoch whose rest is given up, since the loop over its batches was left early; None:
+        """Epoch whose rest is abandoned because the loop over its batches was left early; None if
         there is none."""
         cursor = self.cursor
         return cursor.epoch if cursor.step and self._next_epoch > cursor.epoch else None
 
     def end_epoch(self) -> None:
-        """The cursor's epoch has no further step."""
+        """Records that the cursor's epoch has no further step."""
         self.cursor = self.cursor.at_epoch(self.cursor.epoch + 1)
 
     # ---------------------------------------------------------------------------------------- state
 
     def capture(self) -> dict[str, Any]:
-        """The cursor, in samples, and what its meaning depends on. JSON-able."""
+        """Returns the cursor, in samples, and the values on which its meaning depends.
+        JSON-able."""
         return {
             "version": _STATE_VERSION,
             **self.cursor.to_state(),
@@ -187,12 +191,12 @@ class LoaderProgress:
         }
 
     def checked(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> tuple[Cursor, int]:
-        """Reads a captured state, for `take`. `loader`: its name, for errors. `leased`: no rank
-        stands within an epoch.
+        """Reads a captured state, for `take`. `loader`: its name, for errors. `leased`: the
+        loader's ranks have no position within an epoch.
 
         Raises:
-            CorruptDataError: this is no loader's state, or a newer release's.
-            ConfigurationError: the cursor is within an epoch whose order is another one here, so
+            CorruptDataError: this is not a loader's state, or it is from a newer release.
+            ConfigurationError: the cursor is within an epoch that has another order here, so
                 samples would be lost or seen twice.
         """
         if state.get("version") != _STATE_VERSION:
@@ -211,7 +215,7 @@ class LoaderProgress:
         return cursor, next_epoch
 
     def take(self, checked: tuple[Cursor, int]) -> None:
-        """Takes over what `checked` has read."""
+        """Loads the result of `checked`."""
         self.cursor, self._loaded_next_epoch = checked
 
     def _check_order(self, cursor: Cursor, state: Mapping[str, Any], loader: str) -> None:

@@ -1,21 +1,23 @@
-"""Turns planned dataset indices into batches, inline or in worker processes that work ahead.
+"""Turns planned dataset indices into batches, in this process or in worker processes that work
+ahead.
 
-Inline a fetch makes its batch on the spot. For data workers (and pinned memory) torch's DataLoader
-does the work; its `batch_sampler` is a feed of requests. A fetch names the request it needs. While
-that is the next one in the feed, the batch is ready or being made; when it is not (the ranks
-changed, a step is redone), what was made ahead is dropped and the feed starts anew at the request,
-with the same worker processes. They are forked at the first fetch and again after each `close`,
-which the loader calls when an epoch ends, so that a change to the dataset between epochs reaches
-them, as with a plain DataLoader.
+Without data workers a batch is created when it is fetched. For data workers (and pinned memory)
+torch's DataLoader does the work, with a feed of requests as its `batch_sampler`. A fetch names the
+request it needs. If that is the next one in the feed, the batch is ready or in progress; otherwise
+(the ranks have changed, a step is redone) batches made ahead are dropped and the feed restarts at
+the request, with the same worker processes. Workers are forked at the first fetch and again after
+each `close`, which the loader calls at the end of an epoch, so that they see changes to the dataset
+between epochs, as with a plain DataLoader.
 
 Worker processes are forked children: they hold copies of the session's channels and sockets and
 must never use them. The kernel kills them when the thread that started them ends, however it ends:
-otherwise they would keep a killed rank's sockets open, and its peers waiting.
+otherwise they would keep a killed rank's sockets open and its peers waiting.
 
-Datasets and collate functions draw from torch's, numpy's and Python's global generators. Each batch
-is fetched under its own key, so that augmentation is the same in a worker process or inline, in a
-redo, and (with micro-batches) for any number of ranks. CPU generators only. They belong to the
-process: ranks that are threads of one process disturb each other's."""
+Datasets and collate functions draw from the global generators of torch, NumPy and Python. Each
+batch is fetched with its own seed, so that augmentation is the same in a worker process or inline,
+in a redo, and (with micro-batches) for any number of ranks. CPU generators only. The generators
+belong to the process: ranks that are threads of one process disturb each other's.
+"""
 
 from __future__ import annotations
 
@@ -46,8 +48,8 @@ from shoal_worker.randomness import generators_kept
 
 
 def seed(key: Sequence[int]) -> None:
-    """Seeds the three global generators from `key`. Other numbers than those that training draws
-    under the same key."""
+    """Seeds the three global generators from `key`, with other numbers than those that training
+    draws under the same key."""
     digest = xxhash.xxh3_128(b"".join(struct.pack("<Q", part % 2**64) for part in key)).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))
@@ -56,7 +58,7 @@ def seed(key: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def seeded(key: Sequence[int]) -> Iterator[None]:
-    """`seed`, and puts the generators' states back afterwards."""
+    """Seeds the generators with `seed` and restores their previous states afterwards."""
     with generators_kept():
         seed(key)
         yield
@@ -64,17 +66,17 @@ def seeded(key: Sequence[int]) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Request:
-    """One batch to make. Equal requests give equal batches."""
+    """A request for one batch. Equal requests give equal batches."""
 
     epoch: int
     indices: tuple[int, ...]
     """Indices into the dataset, in the order of the batch."""
     key: tuple[int, ...]
-    """What the random numbers follow from: (seed, epoch, step, micro-batch)."""
+    """Source of the random numbers: (seed, epoch, step, micro-batch)."""
 
 
 class Fetcher:
-    """Makes batches of one dataset. Used by one thread."""
+    """Creates batches of one dataset. Used by one thread."""
 
     def __init__(
         self,
@@ -85,8 +87,8 @@ class Fetcher:
         pin_memory: bool,
         leaves_no_trace: bool = True,
     ) -> None:
-        """`leaves_no_trace`: the global random generators are as before after a fetch. False:
-        whoever fetches seeds them anew."""
+        """Creates a fetcher. `leaves_no_trace`: restore the global random generators after a fetch;
+        False if the caller seeds them anyway."""
         self._source = _Source(dataset, collate_fn, keep=leaves_no_trace and num_workers == 0)
         self._num_workers = num_workers
         self._pins = pin_memory and torch.accelerator.is_available()
@@ -96,22 +98,22 @@ class Fetcher:
         self._peeked: tuple[Request, Any] | None = None
 
     def peek(self, request: Request) -> Any:
-        """The batch of `request`, which will probably be fetched next. It is made here and now;
-        with data workers once more by them."""
+        """Returns the batch of `request`, which will probably be fetched next. It is created
+        immediately in this process; data workers create it again."""
         if self._peeked is None or self._peeked[0] != request:
             with seeded(request.key):
                 self._peeked = request, self._source.make(request)
         return self._peeked[1]
 
     def fetch(self, request: Request, following: Callable[[], Iterator[Request]]) -> Any:
-        """The batch of `request`. `following` gives the requests expected from this one on, itself
-        first: what to make ahead."""
+        """Returns the batch of `request`. `following` gives the requests expected from this one on,
+        including itself, to be prepared ahead."""
         peeked, self._peeked = self._peeked, None
         if self._num_workers == 0 and not self._pins:
             if peeked is not None and peeked[0] == request:
                 return peeked[1]
             return self._source.make(request)  # torch's DataLoader would cost 15 us more
-        # Data workers that have nothing on its way get no new requests: torch counts that as the
+        # Data workers without a batch in progress get no new requests: torch treats that as the
         # end.
         idle = self._num_workers > 0 and not self._feed.busy
         if self._batches is None or idle or self._feed.upcoming() != request:
@@ -128,12 +130,12 @@ class Fetcher:
         return batch
 
     def close(self) -> None:
-        """Ends the worker processes and drops what was made ahead. The next fetch starts new
-        ones."""
+        """Ends the worker processes and drops batches made ahead. The next fetch starts new
+        processes."""
         if self._loader is not None and self._num_workers > 0:
-            # Leaving it to the garbage collector takes 5 s where an exception's traceback still
-            # holds the iterator: by then the collector has ended the thread that tells the workers
-            # to end.
+            # Leaving it to the garbage collector takes 5 s if an exception's traceback still holds
+            # the iterator: by then the collector has ended the thread that tells the workers to
+            # exit.
             iterator = getattr(self._loader, "_iterator", None)
             if iterator is not None:
                 iterator._shutdown_workers()
@@ -163,8 +165,7 @@ class Fetcher:
 
 
 class _Feed:
-    """A batch_sampler whose requests can be replaced, and that knows which of them are on their
-    way."""
+    """A batch_sampler with replaceable requests that tracks which of them are in progress."""
 
     def __init__(self) -> None:
         self._requests: Iterator[Request] = iter(())
@@ -178,11 +179,11 @@ class _Feed:
 
     @property
     def busy(self) -> bool:
-        """Whether a batch is being made, or waits."""
+        """True if a batch is in progress or ready."""
         return bool(self._on_their_way)
 
     def upcoming(self) -> Request | None:
-        """The request whose batch arrives next."""
+        """Returns the request whose batch arrives next."""
         if self._on_their_way:
             return self._on_their_way[0]
         if self._next is None:
@@ -190,7 +191,7 @@ class _Feed:
         return self._next
 
     def arrived(self) -> None:
-        """That batch has arrived."""
+        """Records the arrival of that batch."""
         self._on_their_way.popleft()
 
     def __iter__(self) -> _Feed:
@@ -217,11 +218,11 @@ class _Source(Dataset[Any]):
         return request, self.make(request)
 
     def make(self, request: Request) -> Any:
-        """The batch."""
+        """Returns the batch of a request."""
         columns = self._plain_columns()
         if columns is not None:
-            # What stacking its rows would give, in a fifth of the time. It draws no random numbers,
-            # so none need a seed.
+            # The same result as stacking its rows, in a fifth of the time. No random numbers are
+            # drawn, so no seed is needed.
             rows = torch.from_numpy(np.array(request.indices))
             return [column.index_select(0, rows) for column in columns]
         if self._keep:
@@ -231,8 +232,8 @@ class _Source(Dataset[Any]):
         return self._collated(request)
 
     def _plain_columns(self) -> Sequence[torch.Tensor] | None:
-        """The tensors of which a batch is the rows; None: the dataset and the collate function are
-        to be asked."""
+        """Returns the tensors whose rows form a batch; None if the dataset and the collate function
+        have to be called."""
         dataset = self._dataset
         if (
             self._collate is default_collate
@@ -262,13 +263,13 @@ def _begin_worker(number: int) -> None:
 
 
 def tie_to_parent(_worker: int) -> None:
-    """Runs first in each worker process. Ctrl-C reaches the whole foreground group; what it means
-    is the parent's to decide."""
+    """Runs first in each worker process. Ctrl-C reaches the whole foreground group, and the parent
+    decides how to handle it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)
-    # It may have died before that call. That its pipe is closed does not tell: workers that were
-    # started later hold the other end, too.
+    # The parent may have died before that call. Its closed pipe does not show this, since workers
+    # started later hold the other end too.
     parent = multiprocessing.parent_process()
     by_server = multiprocessing.get_start_method(allow_none=True) == "forkserver"
     if parent is None or not parent.is_alive() or (os.getppid() != parent.pid and not by_server):

@@ -1,15 +1,15 @@
-"""Fingerprints of what a stream gives: they tell whether it gave the same when it was iterated once
-more, or on another rank.
+"""Fingerprints of a stream's items: they show whether the stream gave the same items when it was
+iterated again, or on another rank.
 
-What counts of an item: its structure, texts, bytes, whole numbers and truth values, and the dtype,
-shape and whole numbers of tensors and arrays, of long ones the head and the length. Numbers with a
-fraction do not count, since machines round them otherwise; nor do entries of mappings whose names
+A fingerprint covers an item's structure, strings, bytes, integers and booleans, and the dtype,
+shape and integers of tensors and arrays; of long ones, the head and the length. Floating-point
+numbers are excluded, since machines round them differently. So are mapping entries with names that
 begin with two underscores (webdataset's `__url__`, where the same shard has another path on another
-machine), except `__key__`. Objects of other types count by their type alone.
+machine), except `__key__`. Objects of other types count by their type only.
 
-Of those numbers `Probe` tells between ranks whether they are nearly the same.
+For floating-point numbers, `Probe` determines whether they are nearly equal on all ranks.
 
-A fingerprint has 48 bits, so that sums of one over ranks of which all others give 0 are exact in
+A fingerprint has 48 bits, so that sums of one over ranks, of which all others give 0, are exact in
 float64.
 """
 
@@ -26,20 +26,21 @@ import xxhash
 
 _BITS: Final = 48
 _HEAD: Final = 4096
-"""Bytes of one text or array, and items of one container, that count at most."""
+"""Maximum number of bytes of one string or array, and of items of one container, that are
+covered."""
 _DEEPEST: Final = 16
 
 
 def fingerprint(item: Any) -> int:
-    """48 bits that are the same for equal items."""
+    """Returns 48 bits that are the same for equal items."""
     state = xxhash.xxh3_64()
     _add(state, item, 0)
     return state.intdigest() >> (64 - _BITS)
 
 
 def chained(before: int, after: int) -> int:
-    """The fingerprint of a sequence, from that of all but its last item and that of the last. An
-    empty sequence has 0."""
+    """Returns the fingerprint of a sequence from that of all but its last item and that of the last
+    item. An empty sequence has 0."""
     return xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + after.to_bytes(8, "little")) >> (
         64 - _BITS
     )
@@ -101,17 +102,17 @@ def _add_array(state: Any, array: np.ndarray[Any, Any]) -> None:
 
 _SIGNS: Final = np.random.default_rng(0).choice([-1.0, 1.0], size=(3, _HEAD))
 _NEARLY: Final = 0.01
-"""How far apart ranks' numbers of one item may be, as a part of its size: far more than roundings
-of machines, far less than items."""
+"""Maximum relative difference between ranks' numbers of one item: far larger than rounding errors,
+far smaller than differences between items."""
 
 
 class Probe:
-    """What the numbers with a fraction of one item come to, to be summed over the ranks."""
+    """Statistics of the floating-point numbers of one item, to be summed over the ranks."""
 
     @staticmethod
     def of(item: Any) -> list[float]:
-        """This rank's part of the sum: sums of the first numbers with signs of their own, their
-        size, and the squares of these."""
+        """Returns this rank's part of the sum: random-sign sums of the numbers, their magnitude,
+        and the squares of these."""
         values = np.zeros(0)
         for each in _fractions(item, 0):
             values = np.concatenate(
@@ -122,7 +123,7 @@ class Probe:
 
     @staticmethod
     def alike(summed: Sequence[float]) -> bool:
-        """Whether all ranks that gave a part have nearly the same numbers."""
+        """Returns whether all ranks that contributed have nearly the same numbers."""
         ranks, *told = summed
         means = [each / ranks for each in told]
         half = len(means) // 2
@@ -135,7 +136,7 @@ class Probe:
 
 
 def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
-    """The numbers with a fraction within an item, in its order."""
+    """Yields the floating-point numbers within an item, in order."""
     match value:
         case float():
             yield np.array([value])
@@ -160,7 +161,7 @@ def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
-    """The members of a collection that a fingerprint looks at."""
+    """Returns the members of a collection that a fingerprint covers."""
     if not isinstance(value, Mapping):
         return list(value[:_HEAD])
     return [
@@ -171,8 +172,8 @@ def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
 
 
 def tells_apart(value: Any, depth: int = 0) -> bool:
-    """Whether an item has something by which its fingerprint is another one than other items':
-    texts, bytes or whole numbers."""
+    """Returns whether the item contains strings, bytes or integers, so that its fingerprint differs
+    from that of other items."""
     match value:
         case str() | bytes() | bool() | int():
             return True

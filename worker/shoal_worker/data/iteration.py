@@ -1,14 +1,14 @@
 """The user's loops over a training loader: over epochs, over steps, over batches.
 
-An iteration asks the session for a border before each step, takes the step from the `Supply` by the
-placement that it gets, and ends when the run is past its epoch, or is to stop. Which epoch an
-iteration is, `cursor.py` says. Before the first border the loader is made known to the session that
-it is used under, and gets a name there if it has none.
+An iteration requests a step boundary from the session before each step, takes the step from the
+`Supply` according to its placement, and ends when the run is past its epoch or stops. `cursor.py`
+determines the epoch of an iteration. Before the first boundary the loader is registered with its
+session, and gets a name there if it has none.
 
-Owns whether an iteration is under way, whether the last one was stopped, and the loader's name. The
-loader is handed in as `source` and never kept: only loops that run hold it. The session is
-remembered weakly: an iteration may be left while the process ends. All of it runs on the thread of
-the user's training loop.
+Owns the state of the current iteration, whether the last one was stopped, and the loader's name.
+The loader is passed in as `source` and never kept: only running loops hold it. The session is
+referenced weakly, since an iteration may be left while the process exits. Everything runs on the
+thread of the user's training loop.
 """
 
 from __future__ import annotations
@@ -44,20 +44,17 @@ from shoal_worker.torch_internals import pytree
 
 # --------------------------------------------------------------------- a step's batches, handed out
 #
-# Hands the batches of a dealt step to the user's loop: fetches and weighs each, tells the session
-# of it, and records it.
-#
-# What a batch weighs in the mean over a step is its samples, or what the user's `weight_fn` says;
-# so do the parts that a pipeline cuts it into.
-#
-# Owns nothing of the run: what was handed out is noted in the `DealtStep`. Used by the training
-# thread alone.
+# Hands the batches of a dealt step to the user's loop: fetches and weights each, reports it to the
+# session, and records it. A batch's weight in the mean over a step is its number of samples, or the
+# result of the user's `weight_fn`; the same holds for the parts into which a pipeline divides it.
+# Owns no state of the run: batches handed out are recorded in the `DealtStep`. Used by the training
+# thread only.
 
 WeightFn = Callable[[Any], float]
 
 
 def weight_of(batch: Any, weight_fn: WeightFn) -> float:
-    """What `weight_fn` says. Raises ConfigurationError: that is no weight."""
+    """Returns the result of `weight_fn`. Raises ConfigurationError if it is not a valid weight."""
     weight = float(weight_fn(batch))
     if not math.isfinite(weight) or weight < 0:
         raise ConfigurationError(f"weight_fn gave {weight}; expected a finite number of at least 0")
@@ -65,11 +62,11 @@ def weight_of(batch: Any, weight_fn: WeightFn) -> float:
 
 
 def weights_of_rows(batch: Any, weight_fn: WeightFn, rows: Sequence[int]) -> list[float]:
-    """What parts of a batch weigh, of so many rows each.
+    """Returns the weights of parts of a batch with these numbers of rows.
 
     Raises:
-        ConfigurationError: the batch cannot be cut so, or the parts do not weigh together what the
-            whole does.
+        ConfigurationError: the batch cannot be divided in this way, or the parts' weights do not
+            add up to that of the whole.
     """
     leaves, structure = pytree.tree_flatten(batch)
     cut = [one for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0]
@@ -126,9 +123,9 @@ class Delivery:
         record: SampleRecord | None,
     ) -> None:
         self.failed = False
-        """Making a batch raised an error. Whoever begins an iteration sets it back."""
+        """True if creating a batch raised an error. Reset at the start of an iteration."""
         self.batch_weight = 0.0
-        """Weight of the batch handed out last in the mean over its step; 0: it stands in for
+        """Weight, in the mean over its step, of the batch handed out last; 0 for a stand-in for
         samples that this rank does not have."""
         self._warned: set[str] = set()
         self._at_hand: Request | None = None
@@ -139,8 +136,8 @@ class Delivery:
         self._record = record
 
     def step(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Step:
-        """The step for the user's loop. With micro-batches the session hears the share here, else
-        with the batch, which may weigh it."""
+        """Returns the step for the user's loop. With micro-batches the share is reported to the
+        session here, otherwise with the batch, which may determine its weight."""
         if self._in_micro_batches:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
@@ -156,8 +153,8 @@ class Delivery:
         return Step(dealt, self._hand_out(dealt, session, loader))
 
     def peek(self) -> Any:
-        """The batch that will probably follow the one at hand; None: none will in this epoch, or
-        nobody knows."""
+        """Returns the batch that will probably follow the current one; None if there is none in
+        this epoch, or it is unknown."""
         dealt = self._supply.current
         request = (
             self._supply.upcoming(dealt, self._at_hand)
@@ -209,7 +206,7 @@ class Delivery:
             session.finish_batches()
 
     def _warn_once(self, consequence: str, dealt: DealtStep, loader: str) -> None:
-        """Warns once of what a step with few samples means for this rank."""
+        """Warns once about the consequence of a step with few samples for this rank."""
         if consequence in self._warned:
             return
         self._warned.add(consequence)
@@ -259,21 +256,21 @@ class Delivery:
 # -------------------------------------------------------------------------------------------- loops
 
 _unnamed: weakref.WeakKeyDictionary[LoaderSession, int] = weakref.WeakKeyDictionary()
-"""How many loaders without a name each session has seen. Ranks that are threads of one process have
-a session each."""
+"""Number of unnamed loaders in each session. Ranks that are threads of one process have separate
+sessions."""
 
 
 class Introduction:
     """Makes one loader known to the sessions that it meets."""
 
     def __init__(self, name: str) -> None:
-        """`name`: empty for a training loader that was given none."""
+        """Creates the record of a session. `name`: empty for a training loader without a given
+        name."""
         self.name = name
         self._session: weakref.ref[LoaderSession] | None = None
 
     def session(self, source: StepSource) -> LoaderSession:
-        """The session; registers `source`, the loader, with one that it meets for the first
-        time."""
+        """Returns the session; registers `source`, the loader, with a new one."""
         session = current_loader_session()
         if self.met is not session:
             if not self.name:
@@ -285,7 +282,7 @@ class Introduction:
 
     @property
     def met(self) -> LoaderSession | None:
-        """The session met last, if it is still there."""
+        """The last session, if it still exists."""
         return self._session() if self._session is not None else None
 
 
@@ -310,7 +307,7 @@ class Iterations:
         fetcher: Fetcher,
     ) -> None:
         self.under_way = False
-        """See `StepSource.under_way`."""
+        """True if an iteration is in progress; see `StepSource`."""
         self._introduction = introduction
         self._progress = progress
         self._supply = supply
@@ -318,15 +315,15 @@ class Iterations:
         self._fetcher = fetcher
         self._stopped = False
         self._last_epoch = 0
-        """The last epoch of the loop that asks for borders."""
+        """The last epoch of the loop that requests step boundaries."""
 
     @property
     def is_over(self) -> bool:
-        """See `StepSource.is_over`."""
+        """True if the loop is over; see `StepSource`."""
         return self._progress.is_past(self._last_epoch)
 
     def epochs(self, source: StepSource, n: int) -> Iterator[int]:
-        """See `ElasticDataLoader.epochs`."""
+        """Implements `ElasticDataLoader.epochs`."""
         progress, session = self._progress, self._introduction.session
         self._last_epoch = n - 1
         try:
@@ -347,7 +344,7 @@ class Iterations:
             progress.within = None
 
     def steps(self, source: StepSource) -> Iterator[Step]:
-        """One iteration, step by step."""
+        """Yields the steps of one iteration."""
         progress = self._progress
         epoch, began = progress.next_iteration, list[int]()
         # an older iterator that waits at a batch, if there is one
@@ -356,13 +353,13 @@ class Iterations:
         over = stopped_within = False
         try:
             yield from self._epoch_steps(source, epoch, began)
-            # One that training stopped in the middle of is neither over nor left: what is saved now
-            # goes on in it.
+            # An epoch in which training was stopped is neither finished nor abandoned: a checkpoint
+            # saved now continues in it.
             stopped_within = self._stopped and progress.cursor.epoch == epoch
             over = not stopped_within
         except GeneratorExit:
-            # Left early. After an error in the dataset the loop may be entered again, and goes on
-            # with the epoch.
+            # Left early. After an error in the dataset the loop may be entered again, and continues
+            # in the epoch.
             over = (
                 bool(began) and progress.cursor.global_step > began[0] and not self._delivery.failed
             )
@@ -380,16 +377,16 @@ class Iterations:
             self.acknowledge()
 
     def batches(self, source: StepSource) -> Generator[Any, None, str | None]:
-        """One iteration, batch by batch."""
+        """Yields the batches of one iteration."""
         nothing = True
         for step in self.steps(source):
             nothing = False
             yield from step
-        # What `next(iter(loader))` says when it raises StopIteration; a for loop never sees it.
+        # The message of the StopIteration raised by `next(iter(loader))`; a for loop never sees it.
         return _NOTHING_LEFT.format(source.name) if nothing else None
 
     def acknowledge(self) -> None:
-        """The loop is left: see `Supply.acknowledge`."""
+        """Handles the end of the loop: see `Supply.acknowledge`."""
         session = self._introduction.met
         if session is None:
             return
@@ -404,8 +401,8 @@ class Iterations:
             )
 
     def _epoch_steps(self, source: StepSource, epoch: int, began: list[int]) -> Iterator[Step]:
-        """`began` gets the number of steps before this iteration's first one, which a joiner learns
-        at its border."""
+        """Yields the steps of an epoch. `began` receives the number of steps before this
+        iteration's first one, which a joiner learns at its step boundary."""
         progress = self._progress
         if self._is_over(source, epoch, self._introduction.session(source)):
             self._pass_over(source)
@@ -437,18 +434,18 @@ class Iterations:
             self._pass_over(source)
 
     def _pass_over(self, source: StepSource) -> None:
-        """`epochs()` gives out no epoch that the run has left: what follows the rest of one that is
-        over was not done yet."""
+        """Ensures that `epochs()` does not yield an epoch that the run has left, since the rest of
+        it was not done yet."""
         if self._progress.within is None:
             self._introduction.session(source).passed_over(source)
 
     def _is_over(self, source: StepSource, epoch: int, session: LoaderSession) -> bool:
-        """The run is past this epoch, or has left it; or, in a joiner, the peers are somewhere
-        else."""
+        """Returns whether the run has finished or left this epoch or, in a joiner, the peers are
+        elsewhere."""
         return self._progress.is_past(epoch) or session.is_elsewhere(source, epoch)
 
     def _begin(self, source: StepSource, epoch: int, session: LoaderSession) -> Placement | None:
-        """The next border; None when this rank is to stop."""
+        """Begins the next step and returns its placement; None when this rank should stop."""
         self._supply.drop()
         self._stopped = False
         self._last_epoch = epoch
@@ -468,8 +465,7 @@ class Iterations:
 
 
 _DROPS: Final = frozenset({"POP_TOP", "POP_ITER"})
-"""Instructions by which a `for` statement lets go of its iterator where `break` or `return` ends
-it."""
+"""Instructions by which a `for` statement drops its iterator when `break` or `return` ends it."""
 
 
 def _left_by_for() -> bool:

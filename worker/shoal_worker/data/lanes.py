@@ -1,16 +1,15 @@
-"""How a list of shards becomes steps: which lane reads which shard, and how many items of it a step
-takes. Pure.
+"""Converts a list of shards into steps: assigns shards to lanes, and items of each lane to a step.
+Pure.
 
-A step's global batch is cut into as many parts as there are *lanes*, whose number follows from the
-sizes alone. A lane reads one shard after the other; at a time, a rank owns some lanes, and reads
-their shards and no others. A lane that needs a shard gets the next one that nobody has read. When
-no shard is left and some lanes have run dry, the others give more, so that every step but the last
-is whole.
+A step's global batch is divided into *lanes*, the number of which follows from the sizes alone. A
+lane reads one shard after another. At any time a rank owns some lanes and reads only their shards.
+A lane that needs a shard gets the next unread one. When no shards are left and some lanes are
+exhausted, the others contribute more, so that every step but the last is complete.
 
-How many items a shard has only its reader finds out. So a step is settled in rounds (`Allotment`):
-each owner reads what its lanes need, all owners tell each other what they got, and every rank
-decides alike what is read next. Mostly one round is enough; one more is needed where a shard ends.
-What comes out depends on the shards and the sizes, and not on the ranks.
+The number of items in a shard is known only after reading it. A step is therefore determined in
+rounds (`Allotment`): each owner reads what its lanes need, all owners exchange the results, and
+every rank makes the same decision about what is read next. One round is usually sufficient; another
+is needed where a shard ends. The result depends on the shards and sizes, not on the ranks.
 """
 
 from __future__ import annotations
@@ -23,37 +22,37 @@ from shoal_common.errors import CorruptDataError
 
 
 class Place(NamedTuple):
-    """How far a shard was read."""
+    """Reading position in a shard."""
 
     shard: int
-    """Which shard, by its place in the epoch's order of shards."""
+    """Index of the shard in the epoch's order of shards."""
     offset: int
-    """Items of it that are taken."""
+    """Number of its items that were taken."""
     fingerprint: int
-    """The fingerprint of those items."""
+    """Fingerprint of those items."""
     following: int | None = None
-    """The fingerprint of the item after them; None: not known."""
+    """Fingerprint of the next item; None if unknown."""
     state: str | None = None
-    """The state of the shard's reader behind them; None: it has none."""
+    """State of the shard's reader after those items; None if it has none."""
 
 
 class Report(NamedTuple):
-    """What a lane's owner got in a round."""
+    """Result of a round, reported by a lane's owner."""
 
     items: int
-    """How many, at most as many as it was to read."""
+    """Number of items read, at most the number requested."""
     more: bool
-    """The shard has further items."""
+    """True if the shard has further items."""
     fingerprint: int
-    """The fingerprint of the shard's items up to there."""
+    """Fingerprint of the shard's items up to that point."""
     following: int = 0
-    """The fingerprint of the item after them; 0 if there is none."""
+    """Fingerprint of the next item; 0 if there is none."""
     state_bytes: int = 0
-    """How long the state of the shard's reader is there; 0: it has none."""
+    """Size of the state of the shard's reader at that point; 0 if it has none."""
 
 
 class Segment(NamedTuple):
-    """Neighbouring items of one shard."""
+    """Adjacent items of one shard."""
 
     shard: int
     offset: int
@@ -62,22 +61,22 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardsRead:
-    """Where an epoch stands: what is committed of which shards."""
+    """Committed position within an epoch, by shard."""
 
     lanes: tuple[Place | None, ...]
-    """By lane, the number of items that were read of the shard which the lane has; None: the lane
-    has read its last shard to the end."""
+    """Position of each lane in its shard; None: the lane has read its last shard to the end."""
     next_shard: int = 0
-    """First shard, in the epoch's order, that no lane was given."""
+    """First shard, in the epoch's order, that has not been given to a lane."""
     waiting: tuple[Place, ...] = ()
-    """Shards that were begun and are in no lane: the run went on with fewer lanes."""
+    """Partially read shards without a lane, after the run continued with fewer lanes."""
 
     def is_over(self, shards: int) -> bool:
-        """Nothing is left of `shards` shards, as far as one knows without opening any."""
+        """Returns whether none of the `shards` shards is left, as far as is known without opening
+        any."""
         return self.next_shard >= shards and not self.waiting and not any(self.lanes)
 
     def with_lanes(self, lanes: int) -> ShardsRead:
-        """Returns where the same epoch stands when it is read by another number of lanes."""
+        """Returns the position in the same epoch for another number of lanes."""
         kept, given_up = (
             self.lanes[:lanes],
             [place for place in self.lanes[lanes:] if place is not None],
@@ -88,7 +87,7 @@ class ShardsRead:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """Returns it as what JSON can hold."""
+        """Returns the position as a JSON-able value."""
         lanes = [place and list(place) for place in self.lanes]
         return {
             "lanes": lanes,
@@ -98,7 +97,7 @@ class ShardsRead:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ShardsRead:
-        """The inverse. Raises CorruptDataError: this is no such state."""
+        """Inverse of `to_state`. Raises CorruptDataError if this is not such a state."""
         try:
             return cls(
                 lanes=tuple(place and _place(place) for place in state["lanes"]),
@@ -135,7 +134,7 @@ class _Lane:
     want: int
     have: int = 0
     known: bool = True
-    """That the shard at hand has a further item."""
+    """True if the current shard is known to have a further item."""
     segments: list[Segment] = field(default_factory=list)
 
     @property
@@ -144,13 +143,13 @@ class _Lane:
 
 
 class Allotment:
-    """The items of one step, settled round by round. All ranks keep one each, alike."""
+    """The items of one step, determined round by round. Every rank keeps an identical one."""
 
     def __init__(self, read: ShardsRead, *, shards: int, sizes: Sequence[int]) -> None:
-        """`shards`: number of them in the epoch. `sizes`: items of each lane, as long as there are
-        enough."""
+        """Starts a step. `shards`: number of shards in the epoch. `sizes`: items of each lane, as
+        long as there are enough."""
         self.settled = False
-        """The step has all its items: as many as are asked for, or all that are left."""
+        """True if the step has all its items: as many as requested, or all that are left."""
         self._shards = shards
         self._total = sum(sizes)
         self._next = read.next_shard
@@ -161,10 +160,11 @@ class Allotment:
         self._advance()
 
     def to_read(self, lane: int) -> tuple[Place, int] | None:
-        """The place from which the lane's owner is to read in this round, and the most items that
-        it is to read.
+        """Returns the position from which the lane's owner reads in this round, and the maximum
+        number of items.
 
-        0 items: only whether there are more is asked. None: there is nothing to read.
+        With 0 items, only the existence of further items is queried. None: there is nothing to
+        read.
         """
         one = self._lanes[lane]
         return (
@@ -174,7 +174,7 @@ class Allotment:
         )
 
     def hear(self, reports: Sequence[Report | None]) -> None:
-        """One round's reports, by lane; None where nothing was to be read."""
+        """Processes one round's reports, by lane; None where nothing had to be read."""
         for lane, (one, report) in enumerate(zip(self._lanes, reports, strict=True)):
             if report is None or self.to_read(lane) is None:
                 continue
@@ -192,27 +192,27 @@ class Allotment:
         self._advance()
 
     def place(self, lane: int) -> Place | None:
-        """How far the lane's shard is read; None: it has none."""
+        """Returns the lane's position in its shard; None if it has no shard."""
         return self._lanes[lane].at
 
     def hear_states(self, states: Sequence[str | None]) -> None:
-        """The states of the shards' readers at the places that the step leads to, by lane. Heard
-        once the step is settled."""
+        """Records the states of the shards' readers at the positions after the step, by lane.
+        Called once the step is settled."""
         for one, state in zip(self._lanes, states, strict=True):
             if one.at is not None:
                 one.at = one.at._replace(state=state)
 
     def segments(self, lane: int) -> list[Segment]:
-        """The lane's items, in order."""
+        """Returns the lane's items, in order."""
         return self._lanes[lane].segments
 
     def counts(self) -> list[int]:
-        """How many items each lane has."""
+        """Returns the number of items of each lane."""
         return [lane.have for lane in self._lanes]
 
     @property
     def after(self) -> ShardsRead:
-        """Where the epoch stands when the step is committed."""
+        """The position in the epoch after the step is committed."""
         return ShardsRead(
             lanes=tuple(lane.at for lane in self._lanes),
             next_shard=self._next,
@@ -220,7 +220,7 @@ class Allotment:
         )
 
     def _advance(self) -> None:
-        """Decides what is read in the next round; `settled` if there is none."""
+        """Decides what is read in the next round; sets `settled` if there is none."""
         for lane in self._lanes:
             if lane.lacks and lane.at is None:
                 self._give_shard(lane)

@@ -52,12 +52,10 @@ from shoal_worker.state.digest import SAMPLES, identity_of
 
 # ---------------------------------------------------------------------------- loaders without steps
 #
-# The batches of an evaluation loader: a fixed list of pieces of work that any rank can do, so that
-# `evaluate` can deal them.
-#
-# There are no steps here, no cursor and no commits. Every sample is in exactly one batch, in the
-# dataset's order, or that of the sampler's one draw. A batch has a number, and is the same whoever
-# makes it.
+# The batches of an evaluation loader: a fixed list of work items that any rank can process, so that
+# `evaluate` can deal them. There are no steps, no cursor and no commits. Every sample is in exactly
+# one batch, in the dataset's order or in the sampler's order, which is drawn once. A batch has a
+# number and is the same on every rank.
 
 
 class EvaluationBatches:
@@ -66,25 +64,26 @@ class EvaluationBatches:
     def __init__(
         self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int, dealing: str
     ) -> None:
-        """`dealing`: what the batches follow from, the same on all ranks."""
+        """Creates the batches. `dealing`: the values that determine the batches, the same on all
+        ranks."""
         self.dealing = dealing
         self._orders = orders
         self._fetcher = fetcher
-        # a sampler may draw fewer, or more, than its length says
+        # a sampler may draw fewer or more indices than its length
         self._length = len(orders.order(0))
         self._size = size
         self._seed = seed
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Returns the number of batches."""
         return math.ceil(self._length / self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        """All batches of an epoch, in order."""
+        """Iterates over all batches of an epoch, in order."""
         return (batch for _, batch in self.read(range(len(self))))
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """(number, batch) for these numbers, in this order. Data workers make them ahead."""
+        """Yields (number, batch) for these numbers, in order. Data workers prepare them ahead."""
         wanted = [(number, self._request(number)) for number in numbers]
         try:
             for place, (number, request) in enumerate(wanted):
@@ -97,7 +96,7 @@ class EvaluationBatches:
             self._fetcher.close()
 
     def samples(self, number: int) -> int:
-        """In the batch of this number."""
+        """Returns the number of samples in a batch."""
         return min(self._size, self._length - number * self._size)
 
     def _request(self, number: int) -> Request:
@@ -114,14 +113,14 @@ class EvaluationBatches:
 
 
 class ElasticDataLoader:
-    """Deals a dataset or a stream to the ranks of an elastic job: each sample exactly once an
+    """Deals a dataset or a stream to the ranks of an elastic job: each sample exactly once per
     epoch, with a constant global batch.
 
-    Three forms. With `global_batch_size` alone, `for batch in loader` is one step an iteration, and
-    each rank gets its part of the global batch. With `micro_batch_size`,
-    `for step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), whole batches
-    are leased first come first served. `train=False` makes a loader for `evaluate`; iterated
-    directly, it yields every batch here.
+    There are three forms. With only `global_batch_size`, `for batch in loader` runs one step per
+    iteration, and each rank gets its part of the global batch. With `micro_batch_size`, use `for
+    step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), whole batches are
+    leased first come, first served. `train=False` creates a loader for `evaluate`; iterated
+    directly, it yields every batch on this rank.
     """
 
     def __init__(
@@ -145,40 +144,40 @@ class ElasticDataLoader:
     ) -> None:
         """
         Args:
-            dataset: has `__len__` and `__getitem__` (and perhaps `__getitems__`, which takes a list
-                of indices); or is a stream: an `IterableDataset`, of which every rank reads all and
-                trains on its own part, or a `ShardedStream` (docs/streams.md).
-            global_batch_size: samples in a step over all ranks; the same whatever their number.
-            micro_batch_size: samples in a micro-batch, the unit that is dealt to ranks then.
+            dataset: has `__len__` and `__getitem__` (optionally `__getitems__`, which takes a list
+                of indices); or is a stream: an `IterableDataset`, which every rank reads
+                completely, training on its own part, or a `ShardedStream` (docs/streams.md).
+            global_batch_size: samples in a step over all ranks, independent of their number.
+            micro_batch_size: samples in a micro-batch, which is then the unit dealt to ranks.
             batch_size: samples in a leased batch (async_sgd). Exactly one of this and
-                `global_batch_size`.
+                `global_batch_size` is required.
             seed: of the order, and of the random numbers that datasets, models and the loop draw
                 from the global generators of torch, NumPy and Python, which are seeded for each
                 batch; the same on every rank.
-            shuffle: a new order each epoch; else the dataset's. None: yes, but for a stream, whose
-                order is its own; of a `ShardedStream` True shuffles the shards. Without effect
-                beside `sampler` and with `train=False`.
-            drop_last: leave out the last step of an epoch if it is short.
+            shuffle: use a new order each epoch instead of the dataset's. None: yes, except for a
+                stream, which has its own order; for a `ShardedStream` True shuffles the shards. No
+                effect with `sampler` or `train=False`.
+            drop_last: leave out the last step of an epoch if it is incomplete.
             sampler: draws each epoch's indices instead, once per epoch; must draw the same on every
-                rank. So that it does, its `set_epoch` is called, and the random generators that it
-                holds and the global ones are seeded. Ranks that drew differently are stopped in the
-                epoch's first step (RANKS_DIVERGED).
-            collate_fn: makes a batch of a list of samples; None: torch's `default_collate`.
-            num_workers: processes that fetch ahead; 0: fetch in the loop. Of a `ShardedStream` they
-                read this rank's shards ahead, of another stream one may; batches are made of the
-                items in the loop.
-            pin_memory: put batches in page-locked memory, where there is an accelerator.
-            weight_fn: a batch's weight in the mean over the step, in place of its number of samples
-                (unmasked tokens, say).
-            name: tells several loaders apart in checkpoints; the same in every rank and after a
+                rank. To ensure this, its `set_epoch` is called, and the random generators that it
+                holds and the global ones are seeded. Ranks that drew different indices are stopped
+                in the epoch's first step (RANKS_DIVERGED).
+            collate_fn: combines a list of samples into a batch; None: torch's `default_collate`.
+            num_workers: number of processes that fetch ahead; 0: fetch in the loop. For a
+                `ShardedStream` they read this rank's shards ahead, and for another stream a single
+                one may; batches are assembled in the loop.
+            pin_memory: put batches in page-locked memory, if there is an accelerator.
+            weight_fn: a batch's weight in the mean over the step, instead of its number of samples
+                (for example the number of unmasked tokens).
+            name: distinguishes several loaders in checkpoints; the same on every rank and after a
                 restart. None: by order of construction.
-            look_ahead: with `batch_size` hold one leased batch more, so that `peek` knows the next
-                one.
-            train: False for evaluation: takes no part in steps. Batches are those of
-                `micro_batch_size` or, without it, of the other size.
+            look_ahead: with `batch_size`, hold one additional leased batch, so that `peek` knows
+                the next one.
+            train: False for evaluation: takes no part in steps. Batches have `micro_batch_size`
+                samples or, without it, the other size.
 
         Raises:
-            ConfigurationError: arguments that cannot work, or a dataset that cannot be dealt.
+            ConfigurationError: invalid arguments, or a dataset that cannot be dealt.
         """
         streams = is_stream(dataset)
         check_sizes(global_batch_size, micro_batch_size, batch_size, train=train)
@@ -238,7 +237,7 @@ class ElasticDataLoader:
                 supply = PositionSupply(dataset, self._progress, **sizes)
             supply.plan(0)  # refuses sizes that do not fit each other
             self._supply = supply
-            # Data workers read the items; batches are made of them here.
+            # Data workers read the items; the batches are assembled here.
             fetcher = Fetcher(supply.items, collate_fn=collate, **{**workers, "num_workers": 0})
             if not train:
                 batch = micro_batch_size or size
@@ -301,24 +300,24 @@ class ElasticDataLoader:
         name: str | None = None,
         train: bool = True,
     ) -> ElasticDataLoader:
-        """Makes a loader of a torch DataLoader: the same dataset, sampler or shuffling, batches,
-        `collate_fn`, `num_workers`, `pin_memory` and `drop_last`.
+        """Creates a loader from a torch DataLoader with the same dataset, sampler or shuffling,
+        batches, `collate_fn`, `num_workers`, `pin_memory` and `drop_last`.
 
-        The order is another one than torch's generator would draw. `prefetch_factor`,
+        The order differs from the one that torch's generator would draw. `prefetch_factor`,
         `persistent_workers`, `timeout` and `multiprocessing_context` have no effect.
 
         Args:
             loader: the DataLoader of a script for one process.
             global_batch_size: samples in a step over all ranks; None: the loader's `batch_size`.
-            micro_batch_size: see `ElasticDataLoader`, as are all that follow.
+            micro_batch_size: see `ElasticDataLoader`, also for the following arguments.
             seed: of the order.
-            weight_fn: weighs a batch.
-            name: tells several loaders apart.
+            weight_fn: weight of a batch.
+            name: distinguishes several loaders.
             train: False for evaluation.
 
         Raises:
             ConfigurationError: the loader has a batch_sampler, a DistributedSampler or a
-                worker_init_fn, or `ElasticDataLoader` refuses its arguments.
+                worker_init_fn, or `ElasticDataLoader` rejects its arguments.
         """
         arguments = arguments_of(loader, "from_dataloader")
         if global_batch_size is not None:
@@ -334,12 +333,12 @@ class ElasticDataLoader:
 
     @property
     def name(self) -> str:
-        """Stable over restarts, unique among the training loaders of a session."""
+        """Name that is stable over restarts and unique among the training loaders of a session."""
         return self._introduction.name
 
     @property
     def dealing(self) -> str:
-        """See `StepSource.dealing`."""
+        """Implements `StepSource.dealing`."""
         told = self._supply.dealing(self.epoch)
         if self._dealing is None or self._dealing[0] is not told:
             self._dealing = told, json.dumps({**self._arguments, **told})
@@ -347,87 +346,87 @@ class ElasticDataLoader:
 
     @property
     def epoch(self) -> int:
-        """The epoch that the cursor is in."""
+        """Epoch of the cursor."""
         return self._progress.cursor.epoch
 
     @property
     def step(self) -> int:
-        """Steps of that epoch that are committed."""
+        """Number of committed steps of that epoch."""
         return self._progress.cursor.step
 
     @property
     def next_epoch(self) -> int:
-        """See `StepSource.next_epoch`."""
+        """Implements `StepSource.next_epoch`."""
         return self._progress.next_epoch
 
     @property
     def within(self) -> int | None:
-        """See `StepSource.within`."""
+        """Implements `StepSource.within`."""
         return self._progress.within
 
     @property
     def gives_up(self) -> int | None:
-        """See `StepSource.gives_up`."""
+        """Implements `StepSource.gives_up`."""
         return self._progress.gives_up
 
     @property
     def next_iteration(self) -> int:
-        """See `StepSource.next_iteration`."""
+        """Implements `StepSource.next_iteration`."""
         return self._progress.passed_iterations
 
     @property
     def ends_epoch(self) -> bool:
-        """See `StepSource.ends_epoch`."""
+        """Implements `StepSource.ends_epoch`."""
         return self._supply.ends_epoch
 
     @property
     def under_way(self) -> bool:
-        """See `StepSource.under_way`."""
+        """Implements `StepSource.under_way`."""
         return self._iterations.under_way
 
     @property
     def is_over(self) -> bool:
-        """See `StepSource.is_over`."""
+        """Implements `StepSource.is_over`."""
         return self._iterations.is_over
 
     @property
     def step_samples(self) -> int:
-        """See `StepSource.step_samples`."""
+        """Implements `StepSource.step_samples`."""
         dealt = self._supply.current
         if dealt is None:
             return 0
         return dealt.handed_out if self.leased else len(dealt.positions)
 
     def steps_until(self, epoch: int) -> int | None:
-        """See `StepSource.steps_until`."""
+        """Implements `StepSource.steps_until`."""
         if isinstance(self._supply, StreamSupply):
             return None
         cursor = self._progress.cursor
         return max(0, (epoch - cursor.epoch) * len(self.plan) - cursor.step)
 
     def count_from(self, epoch: int | None) -> None:
-        """See `StepSource.count_from`."""
+        """Implements `StepSource.count_from`."""
         self._progress.count_from(epoch)
 
     @property
     def global_step(self) -> int:
-        """Steps committed so far, over all epochs: the count to go by for what happens every k
-        steps, since it is the same on all ranks, also on one that joined. In the leased form those
-        of this rank."""
+        """Number of steps committed so far, over all epochs. Use this count for actions every k
+        steps, since it is the same on all ranks, including those that joined. In the leased form,
+        the steps of this rank."""
         return self._progress.cursor.global_step
 
     @property
     def plan(self) -> EpochPlan:
-        """How the cursor's epoch becomes steps; of a stream, whose end nobody has come to, as if it
-        went on for ever."""
+        """Division of the cursor's epoch into steps; for a stream with unknown end, as if it were
+        infinite."""
         return self._supply.plan(self._progress.cursor.epoch)
 
     def __len__(self) -> int:
-        """Steps in a whole epoch, whatever the world; batches in the leased form (over all ranks)
-        and for evaluation.
+        """Returns the number of steps in a whole epoch, independent of the number of ranks; batches
+        in the leased form (over all ranks) and for evaluation.
 
         Raises:
-            TypeError: of a stream nobody knows.
+            TypeError: the loader reads a stream, which has no known length.
         """
         if isinstance(self._supply, StreamSupply):
             raise TypeError(
@@ -443,7 +442,7 @@ class ElasticDataLoader:
     # ------------------------------------------------------------------------ for the training loop
 
     def epochs(self, n: int) -> Iterator[int]:
-        """The epochs from where the run stands (after a resume, or in a joiner) up to `n`:
+        """Yields the epochs from the run's position (after a resume, or in a joiner) up to `n`:
         `for epoch in loader.epochs(90)`.
 
         Ends early when the job is stopped.
@@ -454,11 +453,12 @@ class ElasticDataLoader:
         return self._iterations.epochs(self, n)
 
     def __iter__(self) -> Iterator[Any]:
-        """This rank's batches, one a step; of an evaluation loader, every batch.
+        """Iterates over this rank's batches, one per step; for an evaluation loader, over every
+        batch.
 
-        A loop may begin within an epoch (after a resume, in a joiner) and gets the batch of a lost
-        step again, dealt anew: `enumerate` over it numbers this process's iterations, and not the
-        run's steps. Those are `global_step`.
+        A loop may begin within an epoch (after a resume, in a joiner), and receives the batch of a
+        lost step again, newly dealt. `enumerate` therefore counts this process's iterations, not
+        the run's steps; use `global_step` for those.
 
         Raises:
             ConfigurationError: the loader has micro-batches; iterate `steps()`.
@@ -474,32 +474,33 @@ class ElasticDataLoader:
         return self._iterations.batches(self)
 
     def steps(self) -> Iterator[Step]:
-        """One `Step` a global batch; iterate each for this rank's batches of it."""
+        """Yields one `Step` per global batch; iterate each for this rank's batches of it."""
         self._refuse_evaluation("steps()")
         return self._iterations.steps(self)
 
     @property
     def batch_weight(self) -> float:
-        """Weight of the batch handed out last in the mean over its step: its number of samples, or
-        what `weight_fn` said.
+        """Weight, in the mean over its step, of the batch that was handed out last: its number of
+        samples, or the result of `weight_fn`.
 
-        0 for a stand-in: in a step with fewer samples than ranks, a rank without any gets a copy of
-        another's sample. So sums over batches multiply by this,
-        `total += loss.detach() * loader.batch_weight`, and not by the length of the batch.
+        0 for a stand-in: in a step with fewer samples than ranks, a rank without samples gets a
+        copy of another's. Sums over batches therefore multiply by this, `total += loss.detach() *
+        loader.batch_weight`, and not by the length of the batch.
         """
         self._refuse_evaluation("batch_weight")
         return self._delivery.batch_weight
 
     def peek(self) -> Any:
-        """The batch that this rank will probably get after the one at hand, to prepare for it:
-        `table.prefetch(...)`, say. Call it inside of the loop. None: there is none in this epoch,
-        or it is not known, as with `batch_size` without `look_ahead` or data workers. It is made
-        where it is asked for, once; data workers make it a second time."""
+        """Returns the batch that this rank will probably get next, to prepare for it (for example
+        with `table.prefetch(...)`). Call it inside the loop. None if there is none in this epoch,
+        or it is not known, as with `batch_size` without `look_ahead` or data workers. The batch is
+        created once in this process; data workers create it again."""
         self._refuse_evaluation("peek()")
         return self._delivery.peek()
 
     def evaluation_batches(self) -> EvaluationBatches | StreamedEvaluation:
-        """The batches of an evaluation loader by number, for `evaluate` to deal to the ranks.
+        """Returns the numbered batches of an evaluation loader, for `evaluate` to deal to the
+        ranks.
 
         Raises:
             ConfigurationError: this is a training loader.
@@ -519,17 +520,17 @@ class ElasticDataLoader:
 
     @property
     def leased(self) -> bool:
-        """See `StepSource.leased`."""
+        """Implements `StepSource.leased`."""
         return self._supply.leased
 
     def leaving(self) -> None:
-        """See `StepSource.leaving`."""
+        """Implements `StepSource.leaving`."""
         self._iterations.acknowledge()
 
     def committed(
         self, placement: Placement, *, known: bool = False, pushed: Sequence[int] | None = None
     ) -> int:
-        """See `StepSource.committed`."""
+        """Implements `StepSource.committed`."""
         dealt = self._supply.commit()
         if dealt is None:
             raise InternalError(
@@ -547,20 +548,20 @@ class ElasticDataLoader:
         return dealt.handed_out if placement.leads_replica else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """The cursor after the last commit, in samples, and what its meaning depends on.
-        JSON-able."""
+        """Returns the cursor after the last commit, in samples, and the values on which its meaning
+        depends. JSON-able."""
         return self.cursor_reader()()
 
     def cursor_reader(self) -> Callable[[], dict[str, Any]]:
-        """See `StepSource.cursor_reader`."""
+        """Implements `StepSource.cursor_reader`."""
         return functools.partial(_read_cursor, self._progress, self._supply)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Takes over a cursor, of a checkpoint or a peer. The global batch size may be another.
+        """Loads a cursor from a checkpoint or a peer. The global batch size may differ.
 
         Raises:
-            CorruptDataError: this is no loader's state, or a newer release's.
-            ConfigurationError: the cursor is within an epoch whose order is another one here, so
+            CorruptDataError: this is not a loader's state, or it is from a newer release.
+            ConfigurationError: the cursor is within an epoch that has another order here, so
                 samples would be lost or seen twice.
         """
         checked = self._progress.checked(state, loader=self.name, leased=self.leased)
@@ -581,7 +582,7 @@ def _read_cursor(progress: LoaderProgress, supply: Supply) -> dict[str, Any]:
 
 
 def _sample_record() -> SampleRecord | None:
-    """Where this process was told to record its samples, if it was."""
+    """Returns the record of samples that this process was configured to write, if any."""
     settings = WorkerSettings()
     return (
         SampleRecord(settings.record_dir, settings.member_id)
@@ -591,8 +592,7 @@ def _sample_record() -> SampleRecord | None:
 
 
 def check_dataset(dataset: Any) -> None:
-    """Raises ConfigurationError unless samples of `dataset` can be had by index, and it has
-    some."""
+    """Raises ConfigurationError unless `dataset` has samples that can be accessed by index."""
     kind = type(dataset)
     indexable = has_items(dataset)
     if not indexable or not hasattr(kind, "__len__"):
@@ -626,7 +626,7 @@ def check_sizes(
     *,
     train: bool,
 ) -> None:
-    """Raises ConfigurationError unless the sizes name exactly one form of the loader."""
+    """Raises ConfigurationError unless the sizes select exactly one form of the loader."""
     sizes = {
         "global_batch_size": global_batch_size,
         "micro_batch_size": micro_batch_size,
@@ -651,7 +651,7 @@ def check_sizes(
 def check_rest(
     *, seed: int, num_workers: int, name: str | None, drop_last: bool, train: bool
 ) -> None:
-    """Raises ConfigurationError for the arguments that stand by themselves."""
+    """Raises ConfigurationError for invalid arguments that are independent of others."""
     if type(seed) is not int:
         raise ConfigurationError(f"seed={seed!r}: expected a whole number, the same on every rank")
     if type(num_workers) is not int or num_workers < 0:

@@ -1,9 +1,9 @@
-"""Deals a stream by position: every rank reads all of it, and passes over what is not its own.
+"""Deals a stream by position: every rank reads the whole stream and skips the items of other ranks.
 
-A step is the next `global_batch_size` items after the cursor. Every rank reads one item further
-than the step goes, and so knows without asking the others whether the step is short, and whether
-the epoch ends with it. What it read is compared with the others' in the step (`Supply.dealing`): a
-source that differs by rank, or ends elsewhere, is found before anything is applied.
+A step is the next `global_batch_size` items after the cursor. Every rank reads one item beyond the
+step, and so knows without communication whether the step is incomplete and whether the epoch ends
+with it. The items read are compared between ranks in the step (`Supply.dealing`), so that a source
+that differs by rank, or ends elsewhere, is detected before anything is applied.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from shoal_worker.state.digest import STREAMED
 
 
 class PositionSupply(StreamSupply):
-    """Every rank reads the whole stream, and passes over what is not its own."""
+    """Makes every rank read the whole stream and skip the items of other ranks."""
 
     def __init__(self, stream: Any, progress: LoaderProgress, **sizes: Any) -> None:
         super().__init__(stream, progress, **sizes)
         self._epoch = -1
-        """Which the mark and the reader are of."""
+        """Epoch of the mark and the reader."""
         self._mark = Mark()
-        """The mark of the cursor."""
+        """Mark of the cursor."""
         self._told_epoch = -1
-        """Which epoch the stream was told last."""
+        """Epoch last passed to the stream."""
         self._reader: Reader | None = None
         self._told: tuple[DealtStep | None, Mark, dict[str, Any]] | None = None
 
@@ -52,11 +52,11 @@ class PositionSupply(StreamSupply):
         return self._reader.items(positions)
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """See `Supply`.
+        """Implements `Supply.take`.
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): the source gave other items than before.
-            ConfigurationError: it gave none.
+            ConfigurationError: the source gave no items.
         """
         cursor = self._progress.cursor
         try:
@@ -67,8 +67,8 @@ class PositionSupply(StreamSupply):
                 states_at=range(cursor.samples, NO_END, self._batch_size),
             )
         except BaseException:
-            # Ctrl-C too: an iterator that raised goes on no more, and the next one begins at the
-            # mark
+            # including Ctrl-C: an iterator that raised cannot continue, and the next one begins at
+            # the mark
             self._close_readers()
             raise
         plan = self.plan(cursor.epoch)
@@ -89,8 +89,8 @@ class PositionSupply(StreamSupply):
         )
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """See `Supply`. Until the end is known, the epoch has as many samples as were dealt of
-        it."""
+        """Implements `Supply.account`. Until the end is known, the epoch has as many samples as
+        were dealt of it."""
         plan = self.plan(dealt.epoch)
         expected = dealt.positions.stop if plan.length == NO_END else plan.counted
         return {
@@ -101,8 +101,8 @@ class PositionSupply(StreamSupply):
         }
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """See `Supply`: what the stream gave up to the end of the step at hand, and whether it ends
-        there."""
+        """Implements `Supply.dealing`: the stream's items up to the end of the current step, and
+        whether it ends there."""
         if (
             self._told is None
             or self._told[0] is not self.current

@@ -59,41 +59,41 @@ class SampleRecord:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochAudit:
-    """What became of the samples of one epoch of one loader."""
+    """The audit of one epoch of one loader."""
 
     loader: str
     epoch: int
     expected: int
-    """Samples that a whole epoch deals."""
+    """Number of samples in a whole epoch."""
     once: int
-    """Samples that count exactly once."""
+    """Number of samples that count exactly once."""
     lost: int
-    """Samples that count nowhere: dropped by a fault, or not reached because the run ended
-    before."""
+    """Number of samples that count nowhere: dropped by a fault, or not reached before the run
+    ended."""
     repeated: int
-    """Samples that count more than once."""
+    """Number of samples that count more than once."""
     lost_samples: tuple[int, ...]
-    """The lost ones, where they can be named (not with `drop_last`, which leaves out some
-    rightly)."""
+    """The lost samples, if they can be named (not with `drop_last`, which leaves out some
+    deliberately)."""
     repeated_samples: tuple[int, ...]
 
     @property
     def exactly_once(self) -> bool:
-        """Whether the epoch is whole, and every sample counts once."""
+        """True if the epoch is complete and every sample counts once."""
         return self.lost == 0 and self.repeated == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
-    """The verdict over a directory of records. Samples are dataset indices; where a sampler drew
-    the order, positions in it."""
+    """The audit of a directory of records. Samples are dataset indices, or positions if a sampler
+    drew the order."""
 
     epochs: tuple[EpochAudit, ...]
-    """By loader, then epoch. Only epochs of which something was handed out."""
+    """Audits by loader, then epoch; only epochs from which something was handed out."""
 
     @property
     def once(self) -> int:
-        """Samples that count exactly once, over all epochs."""
+        """Number of samples that count exactly once, over all epochs."""
         return sum(epoch.once for epoch in self.epochs)
 
     @property
@@ -103,27 +103,27 @@ class Audit:
 
     @property
     def repeated(self) -> int:
-        """Samples that count more than once, over all epochs."""
+        """Number of samples that count more than once, over all epochs."""
         return sum(epoch.repeated for epoch in self.epochs)
 
     @property
     def exactly_once(self) -> bool:
-        """Whether every epoch that began is whole, and every sample in it counts once."""
+        """True if every epoch that was begun is complete, and every sample in it counts once."""
         return all(epoch.exactly_once for epoch in self.epochs)
 
 
 def audit(directory: Path) -> Audit:
     """Reads all records of one job in `directory`.
 
-    A step counts when a rank committed it and no later generation went on from before it: the first
-    position that a generation commits voids whatever lower generations committed from there on. Its
-    samples are those that all members were handed for it in that generation. A leased batch counts
-    as often as members finished it who were the first to push it; once, if each of them was told
-    that it was not, since the first one died with its push.
+    A step counts if a rank committed it and no later generation restarted before it: the first
+    position that a generation commits invalidates everything that lower generations committed from
+    there on. Its samples are those handed to all members for it in that generation. A leased batch
+    counts once for each member that finished it and was the first to push it; once if every member
+    was told that it was not the first, because the first one died with its push.
 
     Raises:
         ConfigurationError: `directory` does not exist.
-        CorruptDataError: a line other than a file's last is no record.
+        CorruptDataError: a line other than a file's last is not a record.
     """
     if not directory.is_dir():
         raise ConfigurationError(
@@ -226,8 +226,8 @@ class _Lines:
                     "it was never handed"
                 )
             counted[epoch].append(self._leased[member, epoch, batch])
-        # A stream's lines know of no more samples than were dealt until then: the one that knows of
-        # most says how many there are.
+        # A stream's lines contain only the number of samples dealt so far: the largest number is
+        # the total.
         by_expected = sorted(
             (line for lines in self._dealt.values() for line in lines.values()),
             key=lambda line: line["expected"],

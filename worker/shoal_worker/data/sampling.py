@@ -1,10 +1,10 @@
-"""Which samples a step consists of, and which rank gets them: arithmetic on positions, and the
-order of the samples in each epoch.
+"""Determines the samples of a step and their distribution over the ranks: arithmetic on positions,
+and the order of samples in each epoch.
 
 An epoch is a fixed order of samples. A *position* is a place in that order. A step is the next
-`global_batch_size` positions after the cursor; it is cut into blocks, one per rank or one per
-micro-batch, and blocks are dealt to whatever ranks there are. So a step's samples depend on the
-cursor alone, and every position is dealt once for any sequence of world sizes.
+`global_batch_size` positions after the cursor; it is divided into blocks, one per rank or one per
+micro-batch, which are dealt to the current ranks. A step's samples therefore depend only on the
+cursor, and every position is dealt once for any sequence of world sizes.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ Order = range | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Neighbouring positions that one rank handles at once: a micro-batch, or its part of a plain
+    """Adjacent positions that one rank processes at once: a micro-batch, or its part of a plain
     step."""
 
     index: int
-    """0-based over the whole step; the rank in a plain step."""
+    """0-based index within the step; the rank in a plain step."""
     positions: range
 
     def __len__(self) -> int:
@@ -45,7 +45,7 @@ class Block:
 
 @dataclass(frozen=True, kw_only=True)
 class EpochPlan:
-    """How the positions of one epoch become steps and blocks."""
+    """Division of an epoch's positions into steps and blocks."""
 
     length: int
     """Samples in the epoch."""
@@ -54,7 +54,7 @@ class EpochPlan:
     micro_batch_size: int | None = None
     """Samples in a micro-batch; None: a step is one plain batch per rank."""
     drop_last: bool = False
-    """Whether a last step of fewer than `global_batch_size` samples is left out."""
+    """True if a last step of fewer than `global_batch_size` samples is left out."""
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -72,29 +72,31 @@ class EpochPlan:
             )
 
     def __len__(self) -> int:
-        """Steps in a whole epoch."""
+        """Returns the number of steps in a whole epoch."""
         whole, rest = divmod(self.length, self.global_batch_size)
         return whole + (rest > 0 and not self.drop_last)
 
     @property
     def counted(self) -> int:
-        """Samples that a whole epoch deals: `length` less those that `drop_last` leaves out."""
+        """Number of samples in a whole epoch: `length` minus those left out by `drop_last`."""
         return min(self.length, len(self) * self.global_batch_size)
 
     def step(self, cursor: int) -> range:
-        """The positions of the step that begins at `cursor`; empty when the epoch has none left."""
+        """Returns the positions of the step that begins at `cursor`; empty if the epoch has none
+        left."""
         stop = min(cursor + self.global_batch_size, self.length)
         if self.drop_last and stop - cursor < self.global_batch_size:
             return range(cursor, cursor)
         return range(cursor, max(cursor, stop))
 
     def deal(self, step: range, rank: int, world_size: int, least: int = 1) -> tuple[Block, ...]:
-        """The blocks of `rank` among `world_size` in a step.
+        """Returns the blocks of `rank` among `world_size` in a step.
 
-        Plain: one contiguous part, perhaps empty; parts differ by at most one sample. In a
-        short step each part has at least `least` samples or none, if whole steps have that many for
-        every rank; the highest ranks then get none. With micro-batches: a contiguous run of whole
-        micro-batches, perhaps none; runs differ by at most one. Lower ranks get the larger parts.
+        Plain: one contiguous part, possibly empty; parts differ by at most one sample. In an
+        incomplete step each part has at least `least` samples or none, if whole steps have that
+        many for every rank; the highest ranks then get none. With micro-batches: a contiguous run
+        of whole micro-batches, possibly none; runs differ by at most one. Lower ranks get the
+        larger parts.
         """
         if not 0 <= rank < world_size:
             raise ConfigurationError(
@@ -115,8 +117,8 @@ class EpochPlan:
 
 
 def part_of(items: int, rank: int, world_size: int) -> slice:
-    """Part `rank` of `items` cut into `world_size` contiguous parts, the first `items % world_size`
-    of which have one more."""
+    """Returns part `rank` of `items` split into `world_size` contiguous parts, the first `items %
+    world_size` of which have one more."""
     each, more = divmod(items, world_size)
     start = rank * each + min(rank, more)
     return slice(start, start + each + (rank < more))
@@ -124,22 +126,21 @@ def part_of(items: int, rank: int, world_size: int) -> slice:
 
 # ------------------------------------------------------------ orders: which sample is at a position
 #
-# The order of the samples in each epoch: `permutation`, or what a user's sampler draws.
-#
-# A sampler is drawn once per epoch and process, and every rank must draw the same, a joiner as
-# well, which has drawn no epoch before. So its `set_epoch` is called if it has one, the random
-# generators that it holds are seeded (torch's, NumPy's and Python's), and so are the global ones
-# while it is drawn. A sampler that differs all the same (one that looks at the rank, or at a
-# generator that it does not hold) is found by the digest of what it drew, which ranks compare in
-# every step and which travels in the loader's state.
+# The order of the samples in each epoch: `permutation`, or the indices drawn by a user's sampler. A
+# sampler is drawn once per epoch and process, and every rank must draw the same, including a
+# joiner, which has drawn no earlier epoch. Its `set_epoch` is therefore called if it has one; the
+# random generators that it holds are seeded (torch's, NumPy's and Python's), and so are the global
+# ones while it is drawn. A sampler that differs nevertheless (because it uses the rank, or a
+# generator that it does not hold) is detected by a digest of its indices, which ranks compare in
+# every step and which is part of the loader's state.
 
 
 def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
-    """The order of an epoch: `length` dataset indices.
+    """Returns the order of an epoch: `length` dataset indices.
 
-    Fixed for ever by its arguments: the indices sorted (stably) by the raw 64-bit outputs of
-    Philox4x64-10 with key (seed, epoch) and counter 0. It is built on raw outputs because numpy
-    keeps those stable over releases, but not `Generator.permutation`. `seed` counts modulo 2^64.
+    The order is fully determined by its arguments: the indices sorted (stably) by the raw 64-bit
+    outputs of Philox4x64-10 with key (seed, epoch) and counter 0. It uses raw outputs because NumPy
+    keeps those stable over releases, unlike `Generator.permutation`. `seed` is taken modulo 2^64.
     """
     if not shuffle:
         return range(length)
@@ -161,7 +162,7 @@ class EpochOrders:
         shuffle: bool,
         sampler: Iterable[int] | None,
     ) -> None:
-        """`identity`: of the dataset whose indices are ordered."""
+        """Creates the orders. `identity`: of the dataset whose indices are ordered."""
         if isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
                 "sampler=DistributedSampler(...): the loader deals samples to the ranks itself; "
@@ -181,23 +182,23 @@ class EpochOrders:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """What an order that is not drawn follows from, with the epoch. JSON-able."""
+        """The values that, with the epoch, determine an order that is not drawn. JSON-able."""
         return {"seed": self._seed, "shuffle": self._shuffle, "length": self.dataset_length}
 
     @property
     def drawn(self) -> bool:
-        """Whether a sampler makes the order, so that indices may come twice or not at all."""
+        """True if a sampler determines the order, so that indices may occur twice or not at all."""
         return self._sampler is not None
 
     def length(self, epoch: int) -> int:
-        """Samples in an epoch; draws it if the sampler does not tell."""
+        """Returns the number of samples in an epoch; draws it if the sampler has no length."""
         if self._sampler is None:
             return self.dataset_length
         length = getattr(self._sampler, "__len__", None)
         return length() if length is not None else len(self.order(epoch))
 
     def order(self, epoch: int) -> Order:
-        """The dataset index at each position.
+        """Returns the dataset index at each position.
 
         Raises:
             ConfigurationError: the sampler draws something other than indices of the dataset.
@@ -211,12 +212,13 @@ class EpochOrders:
         return self._held[1]
 
     def indices(self, epoch: int, positions: range) -> list[int]:
-        """The dataset indices at neighbouring positions."""
+        """Returns the dataset indices at adjacent positions."""
         part = self.order(epoch)[positions.start : positions.stop]
         return list(part) if isinstance(part, range) else part.tolist()
 
     def digest(self, epoch: int) -> str | None:
-        """Digest of a drawn order; None when the order follows from the loader's arguments."""
+        """Returns the digest of a drawn order; None if the order follows from the loader's
+        arguments."""
         if self._sampler is None:
             return None
         return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.order(epoch)).data)
@@ -248,8 +250,8 @@ class EpochOrders:
 
 
 def _generators_of(sampler: object) -> Iterator[object]:
-    """The random generators that a sampler holds, and those that samplers within it do;
-    `generator`, as torch's samplers call it, first."""
+    """Returns the random generators held by a sampler and by samplers within it; `generator`, the
+    name in torch's samplers, first."""
     held = {"generator": getattr(sampler, "generator", None), **getattr(sampler, "__dict__", {})}
     for each in held.values():
         if isinstance(

@@ -1,8 +1,8 @@
-"""Deals a `ShardedStream`: each rank reads the shards of its lanes (`lanes.py`), and no others.
+"""Deals a `ShardedStream`: each rank reads only the shards of its lanes (`lanes.py`).
 
-Each step is settled by what all ranks tell each other of their lanes, in a short sum or two, before
-its batches are handed out. If readers of shards have states, a further sum tells those of the
-places that the step leads to: whoever goes on with a shard seeks there.
+All ranks exchange the results of their lanes in one or two short sums for each step, before its
+batches are handed out. If readers of shards have states, another sum distributes those at the
+positions after the step: a rank that continues a shard seeks to that position.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _log = logging.getLogger(__name__)
 
 _NUMBERS: Final = len(Report._fields)
 _BYTES: Final = 6
-"""Bytes of a text that one float64 carries, so that a sum with noughts is exact."""
+"""Number of bytes that one float64 carries, so that a sum with zeros is exact."""
 _LONGEST_STATE: Final = 64 * 1024
 
 
 class ShardSupply(StreamSupply):
-    """Each rank reads the shards of its lanes."""
+    """Makes each rank read the shards of its lanes."""
 
     def __init__(
         self, stream: ShardedStream, progress: LoaderProgress, *, shuffle: bool, **sizes: Any
@@ -60,23 +60,24 @@ class ShardSupply(StreamSupply):
         ]
         self._sources.ahead = max(self._sizes)
         self._epoch = -1
-        """Which all below is of."""
+        """Epoch of the following attributes."""
         self._read_so_far = self._nothing_read
         self._allotment: Allotment | None = None
-        """The allotment of the step at hand."""
+        """Allotment of the current step."""
         self._order: list[int] = []
-        """The shard at each place."""
+        """Shard at each position of the order."""
         self._readers: dict[int, Reader] = {}
-        """The readers of the shards that are this rank's, by place."""
+        """Readers of this rank's shards, by position in the order."""
         self._items: dict[int, tuple[int, int]] = {}
-        """Place of the shard, and place in it, of this rank's items of the step, by position."""
+        """Shard (by position in the order) and index within the shard of this rank's items of the
+        step, by position."""
         self._told_epoch = -1
-        """Which epoch the stream was told last."""
+        """Epoch last passed to the stream."""
         self._first: tuple[int, int | None] = -1, None
         """An epoch, and the fingerprint of the first item of its first shard, which all ranks read
-        to compare it."""
+        for comparison."""
         self._sample: Any = None
-        """That item."""
+        """The item itself."""
         self._warned_of_length = False
 
     @override
@@ -91,7 +92,7 @@ class ShardSupply(StreamSupply):
         return given
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """See `Supply`.
+        """Implements `Supply.take`.
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): a shard gave other items than before.
@@ -103,7 +104,7 @@ class ShardSupply(StreamSupply):
         if placement.world_size > 1 and self._first[0] != cursor.epoch:
             self._first = cursor.epoch, self._first_item(loader)
         if placement.world_size > 1 and cursor.samples == 0:
-            # else a rank that joins would do it alone
+            # otherwise a joining rank would do it alone
             compare_first(self._sample, session, loader)
         allotment = self._allotment = Allotment(
             self._read_so_far, shards=len(self._order), sizes=self._sizes
@@ -133,8 +134,7 @@ class ShardSupply(StreamSupply):
             self._forget()
             self._progress.end_epoch()
             return None
-        # In a step that a fault has made void already it matters to nobody which positions these
-        # are.
+        # In a step that a fault has already invalidated, these positions do not matter.
         positions = range(cursor.samples, cursor.samples + max(total, 1))
         lanes = self._blocks_of_lanes(allotment, cursor.samples)
         self._items = {
@@ -166,8 +166,8 @@ class ShardSupply(StreamSupply):
         )
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """See `Supply`. A sample is named by its shard and its place in it, so that one that was
-        read twice is seen."""
+        """Implements `Supply.account`. A sample is named by its shard and index in it, so that one
+        that was read twice is detected."""
         samples = [
             (self._order[place] << 32) + offset
             for place, offset in map(self._items.__getitem__, block.positions)
@@ -175,11 +175,12 @@ class ShardSupply(StreamSupply):
         return {"samples": samples, "expected": dealt.positions.stop, "dataset": -1, "drawn": False}
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """See `Supply`: what is read of each shard at the end of the step at hand, and the first
-        item of the epoch's first shard.
+        """Implements `Supply.dealing`: the position in each shard at the end of the current step,
+        and the first item of the epoch's first shard.
 
-        A shard that is read by one rank alone could be read otherwise by another, as where `read`
-        splits by rank: nobody would train on the rest. So one item is read by all.
+        If a shard is read by only one rank, another rank might read it differently, for example if
+        `read` splits by rank; nobody would then train on the rest. All ranks therefore read one
+        common item.
         """
         read, first = self._committed(), None
         if self.current is not None and self._allotment is not None:
@@ -278,8 +279,8 @@ class ShardSupply(StreamSupply):
     def _read_lanes(
         self, wanted: Sequence[tuple[Place, int] | None], loader: str
     ) -> list[Report | None]:
-        """Reads what the lanes of this rank need in a round. Data workers do so at once: all are
-        asked before one is waited for."""
+        """Reads the items that this rank's lanes need in a round. Data workers do so concurrently:
+        all are asked before the first is waited for."""
         try:
             for at, _ in filter(None, wanted):
                 self._open(at, loader)
@@ -304,7 +305,7 @@ class ShardSupply(StreamSupply):
             reader.close()
 
     def _open(self, at: Place, loader: str) -> None:
-        """Sees to it that there is a reader which stands at this place."""
+        """Ensures that there is a reader at this position."""
         reader = self._readers.get(at.shard)
         mark = Mark(
             position=at.offset, fingerprint=at.fingerprint, following=at.following, state=at.state
@@ -318,14 +319,15 @@ class ShardSupply(StreamSupply):
             )
 
     def _range_of(self, lane: int, at: Place, most: int) -> tuple[int, range]:
-        """Up to where a lane's shard is read in a round, and where its state is kept: where the
-        step will probably end, and those that a data worker comes to ahead of them."""
+        """Returns the limit up to which a lane's shard is read in a round, and the positions where
+        its state is kept: the probable end of the step, and those that a data worker reaches ahead
+        of time."""
         stop, each = at.offset + most, self._sizes[lane]
-        # of a shard that is not begun no state is needed
+        # no state is needed of a shard that was not begun
         return stop + 1, range(stop or each, NO_END, each)
 
     def _read_lane(self, lane: int, wanted: tuple[Place, int] | None) -> Report | None:
-        """Reads what one lane needs in a round."""
+        """Reads the items that one lane needs in a round."""
         if wanted is None:
             return None
         at, most = wanted
@@ -352,11 +354,12 @@ class ShardSupply(StreamSupply):
         placement: Placement,
         session: LoaderSession,
     ) -> list[Report | None] | None:
-        """What all ranks' lanes got in this round; None: a rank failed, and the step is void.
+        """Exchanges the results of all ranks' lanes in this round. Returns None if a rank failed
+        and the step is invalid.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): another rank of this replica read something
-                else in this rank's lanes.
+            PreconditionError (STREAM_NOT_REPEATED): another rank of this replica read other items
+            in this rank's lanes.
         """
         nothing = (0,) * _NUMBERS
         reports = [
@@ -384,8 +387,8 @@ class ShardSupply(StreamSupply):
         return told
 
     def _state_of(self, place: int, offset: int) -> bytes:
-        """The state of the reader of a shard of this rank, as it is told to the others; empty:
-        there is none, or it is too long."""
+        """Returns the state of the reader of one of this rank's shards for the exchange; empty if
+        there is none or it is too long."""
         state = (self._readers[place].state_at(offset) or "").encode()
         if len(state) <= _LONGEST_STATE:
             return state
@@ -409,9 +412,9 @@ class ShardSupply(StreamSupply):
         placement: Placement,
         session: LoaderSession,
     ) -> bool:
-        """Tells the states of the readers of this rank's shards at the places that the step leads
-        to, and hears the others'. `lengths`: theirs in bytes, by lane. False: a rank failed, and
-        the step is void."""
+        """Exchanges the states of the readers of all ranks' shards at the positions after the step.
+        `lengths`: their sizes in bytes, by lane. Returns False if a rank failed and the step is
+        invalid."""
         if not any(lengths):
             return True
         own = [b""] * len(lengths)
@@ -440,7 +443,7 @@ class ShardSupply(StreamSupply):
     def _placed(
         self, allotment: Allotment, lane: int, start: int
     ) -> tuple[range, list[tuple[int, int]]]:
-        """The positions of a lane's items, and where they are."""
+        """Returns the positions of a lane's items, and their shards and indices."""
         counts = allotment.counts()
         first = start + sum(counts[:lane])
         places = [
@@ -451,7 +454,7 @@ class ShardSupply(StreamSupply):
         return range(first, first + counts[lane]), places
 
     def _blocks_of_lanes(self, allotment: Allotment, start: int) -> list[list[Block]]:
-        """Each lane's micro-batches, numbered over the step."""
+        """Returns each lane's micro-batches, numbered over the step."""
         assert self._micro_batch_size is not None
         lanes: list[list[Block]] = []
         number = 0
@@ -469,7 +472,7 @@ class ShardSupply(StreamSupply):
 
 
 def _as_numbers(data: bytes, room: int) -> list[float]:
-    """`data` as `room` numbers, for a sum in which all others give noughts."""
+    """Returns `data` as `room` numbers, for a sum in which all others contribute zeros."""
     padded = data.ljust(room * _BYTES, b"\0")
     return [
         float(int.from_bytes(padded[at : at + _BYTES], "little"))
@@ -478,5 +481,5 @@ def _as_numbers(data: bytes, room: int) -> list[float]:
 
 
 def _from_numbers(numbers: Sequence[float], length: int) -> bytes:
-    """The inverse, of data of so many bytes."""
+    """Inverse of `_as_numbers`, for `length` bytes of data."""
     return b"".join(int(number).to_bytes(_BYTES, "little") for number in numbers)[:length]

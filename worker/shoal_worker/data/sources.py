@@ -1,13 +1,13 @@
-"""The sources that a stream has, one or a list of shards, each read by this process or by a data
-worker that reads ahead.
+"""The sources of a stream (one, or a list of shards), each read by this process or by a data worker
+that reads ahead.
 
-A data worker is a process that reads some of the sources and nothing else: what it reads of each
-follows from the source and from where it was opened, and not from which worker it is, nor from how
-far ahead it came. The rank asks for items and gets no more than it would have read itself. Workers
-know nothing of ranks and steps; they live until the epoch ends or the loop is left, and die with
-their rank (`fetch.py`). What a source raises is raised in the rank, when it comes to that item.
+A data worker is a process that only reads some of the sources: its items depend on the source and
+on the position where it was opened, not on the worker or on how far ahead it has read. The rank
+asks for items and gets no more than it would have read itself. Workers know nothing about ranks and
+steps; they live until the epoch ends or the loop is left, and die with their rank (`fetch.py`). An
+error raised by a source is raised in the rank when it reaches that item.
 
-Used by one thread; each worker's side by the one thread of its process.
+Used by one thread; each worker's side by the only thread of its process.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from shoal_worker.data.fetch import tie_to_parent
 from shoal_worker.data.stream_reader import Mark, Reader, SourceReader
 
 _END_WITHIN_S: Final = 2.0
-"""How long a worker that was told to end may take, before it is killed: it may be in the middle of
-an item."""
+"""Time for which a worker may take to exit before it is killed; it may be in the middle of an
+item."""
 
 _SLICE_S: Final = 0.2
-"""A signal's handler runs on the main thread, between two instructions: one that comes just before
-a wait begins does not end it."""
+"""Length of one wait. A signal's handler runs on the main thread between two instructions: a signal
+just before a wait begins does not end it."""
 
 _ANSWERED: Final = ("fill", "items")
-"""Questions that have an answer."""
+"""Requests that have an answer."""
 
 Make = Callable[[], Iterable[Any]]
 
@@ -51,21 +51,22 @@ class Sources:
     """Opens sources by number."""
 
     def __init__(self, makes: Sequence[Make], *, num_workers: int, ahead: int) -> None:
-        """`makes`: give the sources. `num_workers`: how many processes read them; 0: this one does.
-        `ahead`: items of a source that a worker reads beyond those that it was asked for."""
+        """Creates the sources. `makes`: functions that create them. `num_workers`: number of
+        processes that read them; 0: this process does. `ahead`: number of items of a source that a
+        worker reads beyond those requested."""
         self._makes = makes
         self.ahead = ahead
-        """What the workers are told that are started from now on."""
+        """Setting for workers that are started from now on."""
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
 
     def open(self, number: int, *, key: Sequence[int], name: str, at: Mark | None = None) -> Reader:
-        """A reader of source `number`. `key`: of its random numbers. `name`: for errors. `at`:
-        where it is to begin.
+        """Returns a reader of source `number`. `key`: of its random numbers. `name`: for errors.
+        `at`: starting position.
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before
-                `at`. Of a worker, `fill` raises it.
+            `at`. With a worker, `fill` raises it.
         """
         if not self._num_workers:
             return SourceReader(self._makes[number], key=key, name=name, at=at)
@@ -81,17 +82,17 @@ class Sources:
 
     @property
     def has_workers(self) -> bool:
-        """Whether data workers read."""
+        """True if data workers do the reading."""
         return self._num_workers > 0
 
     @property
     def at_once(self) -> int:
-        """How many sources are worth having open at once."""
+        """Number of sources that are worth opening at the same time."""
         return max(1, self._num_workers)
 
     def close(self) -> None:
-        """Ends the workers, and with them their readers. The next `open` starts new ones, which see
-        the sources as they are then."""
+        """Ends the workers and their readers. The next `open` starts new ones, which see the
+        sources in their current state."""
         atexit.unregister(self.close)
         workers, self._workers = self._workers, []
         for worker in workers:
@@ -101,7 +102,7 @@ class Sources:
 
 
 class RemoteReader(Reader):
-    """One source that a data worker reads."""
+    """One source read by a data worker."""
 
     def __init__(
         self, worker: _Worker, number: int, *, key: Sequence[int], name: str, at: Mark
@@ -110,7 +111,7 @@ class RemoteReader(Reader):
         self._worker = worker
         self._name = name
         self._expected: tuple[int, int] | None = None
-        """What the worker was asked to fill up to, and the number of that question."""
+        """Position up to which the worker was asked to read, and the number of that request."""
         self._id = worker.open(number, tuple(key), name, at)
 
     @override
@@ -132,7 +133,7 @@ class RemoteReader(Reader):
         self._states.update(states)
 
     def items(self, positions: Iterable[int]) -> list[Any]:
-        """See `Reader`. What comes from another process is a copy."""
+        """Implements `Reader.items`. Data from another process is already a copy."""
         given: list[Any] = self._worker.answer(
             self._worker.ask("items", self._id, list(positions)), self._name
         )
@@ -165,9 +166,9 @@ class _Worker:
         self._questions = itertools.count()
         self._unanswered: set[int] = set()
         self._forgotten: set[int] = set()
-        """Questions without an answer that nobody waits for."""
+        """Requests whose answers nobody is waiting for."""
         self._answers: dict[int, tuple[Any, tuple[bytes | None, str] | None]] = {}
-        """What came before anybody waited for it."""
+        """Answers that arrived before anybody waited for them."""
         context = multiprocessing.get_context()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, makes, ahead), daemon=True)
@@ -176,11 +177,11 @@ class _Worker:
 
     @property
     def open_readers(self) -> int:
-        """How many sources it reads."""
+        """Number of sources that it is reading."""
         return len(self._open)
 
     def open(self, number: int, key: tuple[int, ...], name: str, at: Mark) -> int:
-        """Begins to read source `number`; returns what the reader is called from then on."""
+        """Opens source `number`; returns the identifier of the reader."""
         reader = next(self._ids)
         self._open.add(reader)
         self.ask("open", reader, number, key, name, at)
@@ -193,10 +194,10 @@ class _Worker:
             self.ask("close", reader)
 
     def ask(self, what: str, *arguments: Any) -> int:
-        """Sends a question, and returns its number. That the worker is dead is said by `answer`.
+        """Sends a request and returns its number. If the worker is dead, `answer` reports it.
 
-        Several of `fill` may be without an answer at once. All others wait for those first: a long
-        question and a long answer would wait for each other.
+        Several `fill` requests may be pending at once. All other requests wait for those first:
+        otherwise a long request and a long answer would block each other.
         """
         question = next(self._questions)
         with contextlib.suppress(EOFError, OSError):
@@ -208,11 +209,11 @@ class _Worker:
         return question
 
     def answer(self, question: int, name: str) -> Any:
-        """Waits for the answer to a question. `name`: of what is read.
+        """Waits for the answer to a request. `name`: of the source.
 
         Raises:
             PreconditionError (DATA_WORKER_DIED): the worker is dead.
-            Exception: what the source raised.
+            Exception: the source raised it.
         """
         try:
             while question not in self._answers:
@@ -225,7 +226,7 @@ class _Worker:
         return told
 
     def forget(self, question: int) -> None:
-        """Nobody waits for the answer to a question any more."""
+        """Discards the answer to a request."""
         self._forgotten.add(question)
         self._answers.pop(question, None)
 
@@ -252,14 +253,14 @@ class _Worker:
         self._connection.close()
 
     def end(self) -> None:
-        """Waits until it has ended, and kills it if that takes long."""
+        """Waits until the worker exits, and kills it if that takes too long."""
         self._process.join(_END_WITHIN_S)
         if self._process.exitcode is None:
             self._process.kill()
             # one that the system holds in a call that cannot be interrupted dies with the call
             self._process.join(_END_WITHIN_S)
         with contextlib.suppress(ValueError):
-            # somebody else has waited for it: multiprocessing takes it for alive
+            # another thread has reaped it, so multiprocessing considers it alive
             self._process.close()
 
     def _died(self, name: str) -> PreconditionError:
@@ -281,11 +282,11 @@ class _Worker:
 
 
 class ReadingFailed(Exception):
-    """The cause of an error that a source raised in a data worker: where that was."""
+    """The cause of an error that a source raised in a data worker: shows where it was raised."""
 
 
 def _raise(error: tuple[bytes | None, str], name: str) -> None:
-    """Raises what was raised in the worker."""
+    """Raises an error from the worker."""
     pickled, trace = error
     where = ReadingFailed(f"in the data worker:\n{trace}")
     if pickled is None:
@@ -296,10 +297,11 @@ def _raise(error: tuple[bytes | None, str], name: str) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Sends a tensor as an array of its values: pickle alone has torch write a file of each."""
+    """Pickles a tensor as an array of its values: by default torch would write each tensor to a
+    file."""
 
     def reducer_override(self, value: Any) -> Any:
-        """See `pickle.Pickler`."""
+        """Implements `pickle.Pickler.reducer_override`."""
         if (
             type(value) is torch.Tensor
             and value.device.type == "cpu"
@@ -318,7 +320,7 @@ def _dumped(value: Any) -> bytes:
 
 
 def _loaded(data: bytes) -> Any:
-    # between a rank and its own child, over a pipe that nobody else has
+    # between a rank and its own child, over a private pipe
     return pickle.loads(data)  # noqa: S301
 
 
@@ -327,14 +329,14 @@ def _loaded(data: bytes) -> Any:
 
 @dataclass
 class _Opened:
-    """One source that this worker reads."""
+    """One source read by this worker."""
 
     reader: SourceReader | None = None
     upto: int = 0
-    """Up to where it is read ahead."""
+    """Position up to which it is read ahead."""
     states_at: Container[int] = ()
     failed: tuple[bytes | None, str] | None = None
-    """What was raised when it was opened or read ahead: an answer to whoever asks for more."""
+    """Error raised while opening or reading ahead, as the answer to the next request."""
 
     @property
     def goes_on(self) -> bool:
@@ -350,9 +352,9 @@ class _Opened:
 def _serve(
     connection: multiprocessing.connection.Connection, makes: Sequence[Make], ahead: int
 ) -> None:
-    """The program of a data worker: answers questions, and reads ahead while there are none."""
+    """Runs a data worker: answers requests, and reads ahead while there are none."""
     tie_to_parent(0)
-    # where it reaches all processes of a machine, the rank decides what it means
+    # if it reaches all processes of a machine, the rank decides how to handle it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     torch.set_num_threads(1)
     opened: dict[int, _Opened] = {}
@@ -384,7 +386,7 @@ def _answer(
     reader: int,
     *arguments: Any,
 ) -> tuple[Any, tuple[bytes | None, str] | None]:
-    """What is answered to a question about one reader, and the error in its place."""
+    """Returns the answer to a request about one reader, or the error instead."""
     if what == "open":
         number, key, name, at = arguments
         one = opened[reader] = _Opened()
@@ -425,7 +427,7 @@ def _read(one: _Opened, upto: int) -> None:
 
 
 def _told(error: Exception) -> tuple[bytes | None, str]:
-    """An error as another process can raise it, and where it was raised."""
+    """Returns an error in a form that another process can raise, and where it was raised."""
     trace = "".join(traceback.format_exception(error))
     try:
         pickled = _dumped(error)

@@ -1,10 +1,11 @@
-"""Where a loader's next step comes from: dealt to the rank by its place in the world, or leased
-first come first served.
+"""Sources of a loader's next step: dealt to the rank by its position in the world, or leased first
+come, first served.
 
 Owns the step that this rank was dealt and that is not committed yet, and the leases: batches that
-this member took first come first served, in the order of leasing, which end by being finished, or
-are given back when the loop is left. Moves the cursor of the `LoaderProgress` when a step commits,
-or when an epoch turns out to have none left. It fetches nothing. Used by the training thread alone.
+this member took first come, first served, in the order of leasing, and that end when they are
+finished, or returned because the loop is left. Moves the cursor of the `LoaderProgress` when a step
+commits, or when an epoch turns out to have no step left. Fetches nothing. Used by the training
+thread only.
 """
 
 from __future__ import annotations
@@ -28,15 +29,13 @@ from shoal_worker.state.digest import DRAWN
 
 # ------------------------------------------------------------------------------------ a step, dealt
 #
-# Deals the step at a cursor to one rank, and says which batches that means: a `DealtStep`, which
-# lasts until it commits or is lost.
-#
-# The dealer keeps no state but the epoch's order and plan.
+# Deals the step at a cursor to one rank and determines its batches: a `DealtStep`, which lasts
+# until it commits or is lost. The dealer keeps no state except the epoch's order and plan.
 
 
 @dataclass(kw_only=True)
 class DealtStep:
-    """What this rank was dealt. Forgotten when the step commits or the next border begins."""
+    """A step dealt to this rank. Dropped when the step commits or at the next step boundary."""
 
     placement: Placement
     epoch: int
@@ -45,15 +44,15 @@ class DealtStep:
     positions: range
     """Positions of the whole global batch in the epoch's order."""
     blocks: tuple[Block, ...]
-    """The blocks of samples that are this rank's."""
+    """This rank's blocks of samples."""
     most_blocks: int = 1
-    """How many the rank has that has the most."""
+    """Largest number of blocks of any rank."""
     handed_out: int = 0
-    """Samples of this rank that the user's loop has got."""
+    """Number of this rank's samples that were handed to the user's loop."""
 
 
 def dealt_by(plan: EpochPlan, positions: range, cursor: Cursor, placement: Placement) -> DealtStep:
-    """The part that the rank of `placement` has in the step of `positions`, which begins at
+    """Returns the part of `placement`'s rank in the step of `positions`, which begins at
     `cursor`."""
     return DealtStep(
         placement=placement,
@@ -66,19 +65,19 @@ def dealt_by(plan: EpochPlan, positions: range, cursor: Cursor, placement: Place
 
 
 class Step:
-    """One global batch, as `ElasticDataLoader.steps()` gives it. Iterate it once: it yields this
-    rank's micro-batches, perhaps none; without `micro_batch_size`, the one batch of this rank."""
+    """One global batch, from `ElasticDataLoader.steps()`. Iterate it once: it yields this rank's
+    micro-batches, possibly none; without `micro_batch_size`, the single batch of this rank."""
 
     def __init__(self, dealt: DealtStep, batches: Iterator[Any]) -> None:
         self.epoch = dealt.epoch
-        """0-based."""
+        """Epoch, 0-based."""
         self.number = dealt.number
-        """0-based within the epoch."""
+        """Step number within the epoch, 0-based."""
         self._length = len(dealt.blocks)
         self._batches: Iterator[Any] | None = batches
 
     def __len__(self) -> int:
-        """How many batches this rank gets."""
+        """Returns the number of batches for this rank."""
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
@@ -104,8 +103,8 @@ class Dealer:
         drop_last: bool,
         seed: int,
     ) -> None:
-        """`batch_size`: samples in a step over all ranks or, where batches are leased, in one of
-        those."""
+        """Creates a dealer. `batch_size`: samples in a step over all ranks or, for leased batches,
+        in one batch."""
         self._orders = orders
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
@@ -114,19 +113,22 @@ class Dealer:
         self._made: EpochPlan | None = None
 
     def drawn(self, epoch: int) -> str | None:
-        """Digest of the order that a sampler drew for `epoch`; None: no sampler did."""
+        """Returns the digest of the order that a sampler drew for `epoch`; None without a
+        sampler."""
         return self._orders.digest(epoch)
 
     def announced_plan(self, epoch: int) -> EpochPlan:
-        """The plan of `epoch` by the length that the sampler tells, without drawing it."""
+        """Returns the plan of `epoch` from the sampler's announced length, without drawing it."""
         return self._plan(self._orders.length(epoch))
 
     def plan(self, epoch: int) -> EpochPlan:
-        """The plan of `epoch` by its order: a sampler may draw fewer than its length says."""
+        """Returns the plan of `epoch` from its order: a sampler may draw fewer indices than its
+        length."""
         return self._plan(len(self._orders.order(epoch)))
 
     def deal(self, cursor: Cursor, placement: Placement) -> DealtStep | None:
-        """This rank's part of the step at `cursor`; None when the epoch has no further one."""
+        """Returns this rank's part of the step at `cursor`; None if the epoch has no further
+        step."""
         plan = self.plan(cursor.epoch)
         positions = plan.step(cursor.samples)
         if not positions:
@@ -134,7 +136,7 @@ class Dealer:
         return dealt_by(plan, positions, cursor, placement)
 
     def leased(self, epoch: int, number: int, placement: Placement) -> DealtStep:
-        """Batch `number` of `epoch` as a step that this rank has to itself."""
+        """Returns batch `number` of `epoch` as a step that belongs to this rank alone."""
         positions = self.plan(epoch).step(number * self._batch_size)
         block = Block(index=0, positions=positions)
         return DealtStep(
@@ -142,8 +144,8 @@ class Dealer:
         )
 
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """The batch that `block` means. A rank without samples in the step gets the step's first
-        ones: it must take part in collectives."""
+        """Returns the request for a block's batch. A rank without samples in the step gets the
+        step's first ones, since it must take part in collectives."""
         positions = block.positions or dealt.positions[: dealt.placement.least_samples]
         indices = tuple(self._orders.indices(dealt.epoch, positions))
         return Request(
@@ -153,7 +155,7 @@ class Dealer:
         )
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """See `Supply.account`."""
+        """Implements `Supply.account`."""
         return {
             "samples": self._orders.indices(dealt.epoch, block.positions),
             "expected": self.plan(dealt.epoch).counted,
@@ -162,12 +164,13 @@ class Dealer:
         }
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """`request` and all that its rank will need after it in the epoch, if the ranks stay as
-        they are."""
+        """Returns `request` and all later requests of its rank in the epoch, assuming that the
+        ranks do not change."""
         return itertools.dropwhile(lambda planned: planned != request, self._planned(dealt))
 
     def following_leases(self, dealt: DealtStep, numbers: Iterable[int]) -> Iterator[Request]:
-        """The batches of `numbers`. Like `numbers`, it may go on after it has run dry."""
+        """Returns the requests for the batches of `numbers`. Like `numbers`, the iterator may
+        continue after it was exhausted."""
 
         def whole(number: int) -> Request:
             step = self.leased(dealt.epoch, number, dealt.placement)
@@ -201,13 +204,14 @@ _SHORTEST_RETRY_S = 0.01
 
 
 class LeasedBatches:
-    """Used by one thread."""
+    """Leased batches of one epoch. Used by one thread."""
 
     def __init__(self, *, loader: str, epoch: int, batches_in_epoch: int, ahead: int) -> None:
-        """`ahead`: leases to hold at once, so that data workers have something to work on."""
+        """Creates the leases. `ahead`: number of leases to hold at once, to keep data workers
+        busy."""
         self.epoch = epoch
         self.done = False
-        """Every batch of the epoch is finished, here or elsewhere."""
+        """True if every batch of the epoch is finished, here or elsewhere."""
         self._loader = loader
         self._batches_in_epoch = batches_in_epoch
         self._ahead = ahead
@@ -217,9 +221,9 @@ class LeasedBatches:
         self._finished: list[int] = []
 
     def take(self, session: LoaderSession) -> int | None:
-        """The next batch to train on: the one handed out last, if it was not finished. None when
-        there is none now: the epoch is `done`, or all batches left are leased elsewhere (then this
-        waits for as long as the coordinator asks before the next try)."""
+        """Returns the next batch to train on: the one handed out last, if it was not finished. None
+        if none is available: the epoch is `done`, or all remaining batches are leased elsewhere
+        (after waiting for the interval requested by the coordinator)."""
         if self._current is not None:
             return self._current
         want = self._ahead - len(self._held)
@@ -243,23 +247,24 @@ class LeasedBatches:
         return tuple(self._held)
 
     def coming(self) -> Iterator[int]:
-        """The batch taken last, then those held in order, then those leased later: at its end it
-        may go on again."""
+        """Yields the batch taken last, then those held in order, then those leased later: it may
+        continue after it was exhausted."""
         self._announced = deque(self._held)
         if self._current is not None:
             self._announced.appendleft(self._current)
         return _Drain(self._announced)
 
     def finish(self) -> None:
-        """The batch taken last is trained on; the coordinator hears of it with the next lease."""
+        """Marks the batch taken last as finished; the coordinator is notified with the next
+        lease."""
         assert self._current is not None
         self._finished.append(self._current)
         self._current = None
 
     def acknowledge(self, session: LoaderSession) -> None:
-        """The loop is left, and there may be no next lease: tells the coordinator what is finished,
-        and gives the other batches back, but one that is handed out, which may still be finished,
-        unless that is within a round of inner steps."""
+        """Reports finished batches to the coordinator when the loop is left, since there may be no
+        further lease, and returns all others, except one that is handed out and may still be
+        finished, unless it is within a round of inner steps."""
         session.wait_for_others(None)
         try:
             if self._lease(session, 0).took_back_at_hand:
@@ -304,51 +309,54 @@ class Supply(abc.ABC):
 
     def __init__(self, progress: LoaderProgress) -> None:
         self.current: DealtStep | None = None
-        """Dealt, and neither committed nor dropped."""
+        """The step that was dealt and neither committed nor dropped."""
         self._progress = progress
 
     @abc.abstractmethod
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """The next step, which becomes the current one; None when there is none now, or the epoch
-        is over."""
+        """Takes the next step, which becomes the current one; None if there is none now, or the
+        epoch is over."""
 
     @abc.abstractmethod
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """The batch that `block` of `dealt` means. A block without samples means a stand-in."""
+        """Returns the request for the batch of `block` in `dealt`. A block without samples stands
+        for a stand-in."""
 
     @abc.abstractmethod
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """`request`, of `dealt`, and what will probably be needed after it."""
+        """Returns `request`, of `dealt`, and the requests that will probably follow it."""
 
     @abc.abstractmethod
     def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
-        """What will probably be needed next after `request`, of `dealt`, in the epoch; None:
-        nothing, or nobody knows."""
+        """Returns the request that will probably follow `request` in the epoch; None if there is
+        none or it is unknown."""
 
     @abc.abstractmethod
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """What the record of samples says of `block` (`record.py`): samples, expected, dataset,
-        drawn."""
+        """Returns the entries of `block` in the record of samples (`record.py`): samples, expected,
+        dataset, drawn."""
 
     @abc.abstractmethod
     def plan(self, epoch: int) -> EpochPlan:
-        """How `epoch` becomes steps, as far as it is known without reading or drawing it."""
+        """Returns the division of `epoch` into steps, as far as it is known without reading or
+        drawing it."""
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """What the batches follow from beside the loader's arguments: the same on all ranks.
-        JSON-able; the same object while it is the same."""
+        """Returns the values that determine the batches in addition to the loader's arguments: the
+        same on all ranks. JSON-able; the same object while unchanged."""
         return {}
 
     def drop(self) -> None:
-        """The current step was not committed."""
+        """Drops the current step, which was not committed."""
         self.current = None
 
     def reset(self) -> None:
-        """The cursor was replaced."""
+        """Handles a replaced cursor."""
         self.drop()
 
     def commit(self) -> DealtStep | None:
-        """The current step is committed: moves the cursor. None when there is no such step."""
+        """Commits the current step by moving the cursor, and returns it. None if there is no such
+        step."""
         dealt, self.current = self.current, None
         if dealt is not None:
             self._advance(dealt)
@@ -361,29 +369,29 @@ class Supply(abc.ABC):
     @property
     @abc.abstractmethod
     def ends_epoch(self) -> bool:
-        """The current step is known to be the last of its epoch."""
+        """True if the current step is known to be the last of its epoch."""
 
     def rest(self) -> None:  # noqa: B027  # most supplies read nothing
-        """The loop is left: ends what reads ahead for it."""
+        """Stops reading ahead after the loop is left."""
 
     def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027
-        # most supplies have nothing to say
-        """The loop is left: tells of finished batches that no further lease would tell of. Raises
-        ShoalError when it could not."""
+        # most supplies have nothing to report
+        """Reports finished batches when the loop is left, since there may be no further lease.
+        Raises ShoalError if that fails."""
 
     def capture(self) -> dict[str, Any]:
-        """What the loader's state has beside the cursor. JSON-able."""
+        """Returns the loader's state in addition to the cursor. JSON-able."""
         return {}
 
     def load(self, state: Mapping[str, Any], *, loader: str) -> None:  # noqa: B027
         # most supplies have no state beside the cursor
-        """Takes over what `capture` gave, of a state whose cursor has been checked, and is taken
-        over behind this. Raises CorruptDataError and ConfigurationError, and then has changed
-        nothing."""
+        """Loads the result of `capture`, from a state whose cursor was checked and is loaded
+        afterwards. Raises CorruptDataError and ConfigurationError without having changed
+        anything."""
 
 
 class IndexedSupply(Supply):
-    """Steps of a dataset whose samples have indices."""
+    """Steps of a dataset with indexable samples."""
 
     def __init__(self, dealer: Dealer, progress: LoaderProgress) -> None:
         super().__init__(progress)
@@ -410,11 +418,11 @@ class IndexedSupply(Supply):
 
 
 class DealtSupply(IndexedSupply):
-    """Every rank has its part of every step."""
+    """Gives every rank its part of every step."""
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """See `Supply`. Where a run with another batch size left the cursor, `drop_last` may leave
-        out what remains."""
+        """Implements `Supply.take`. After a run with another batch size, `drop_last` may leave out
+        the rest at the cursor."""
         self.current = self._dealer.deal(self._progress.cursor, placement)
         if self.current is None:
             self._progress.end_epoch()
@@ -441,12 +449,12 @@ class DealtSupply(IndexedSupply):
 
 
 class LeasedSupply(IndexedSupply):
-    """Every batch is a step that one rank has to itself."""
+    """Makes every batch a step of a single rank."""
 
     leased = True
 
     def __init__(self, dealer: Dealer, progress: LoaderProgress, *, ahead: int) -> None:
-        """`ahead`: leases to hold at once."""
+        """Creates the supply. `ahead`: number of leases to hold at once."""
         super().__init__(dealer, progress)
         self._ahead = ahead
         self._leases: LeasedBatches | None = None
@@ -478,14 +486,14 @@ class LeasedSupply(IndexedSupply):
         return next(self._dealer.following_leases(dealt, self._leases.held), None)
 
     def reset(self) -> None:
-        """See `Supply`. Leases of another epoch than the cursor's are void."""
+        """Implements `Supply.reset`. Leases of an epoch other than the cursor's become invalid."""
         super().reset()
         if self._leases is not None and self._leases.epoch != self._progress.cursor.epoch:
             self._leases = None
 
     @property
     def ends_epoch(self) -> bool:
-        """See `Supply`. Which batches of the epoch are done is not for one member to know."""
+        """Always False: no single member knows which batches of the epoch are finished."""
         return False
 
     def _advance(self, dealt: DealtStep) -> None:

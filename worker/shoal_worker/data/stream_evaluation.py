@@ -1,10 +1,10 @@
-"""The batches of a stream for evaluation, dealt to ranks: how many there are is known at the end of
-what is read.
+"""The batches of a stream for evaluation, dealt to ranks: their number is known only at the end of
+the stream.
 
-A batch lies within one source: the stream, or a shard of a `ShardedStream`. Where there are as many
-sources as ranks, each is read by one rank; where there are fewer, the ranks that share one all read
-it, and each computes its part of the batches. A batch is the same whoever reads it, and its number
-says where it is, so that what a rank computed before a fault counts.
+A batch belongs to one source: the stream, or a shard of a `ShardedStream`. With at least as many
+sources as ranks, each is read by one rank; with fewer, the ranks that share a source all read it,
+and each computes its part of the batches. A batch is the same on every rank, and its number encodes
+its location, so that batches computed before a fault count.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from shoal_worker.data.sources import Sources
 from shoal_worker.data.stream_reader import Mark, Reader
 
 _SHIFT: Final = 32
-"""A batch's number is that of its source, shifted by this, and its place in the source."""
+"""A batch's number is that of its source, shifted by this, plus its index in the source."""
 _FIRST: Final = -1
-"""What stands for the first item of the first source among sources that were read to their end."""
+"""Key of the first item of the first source among fully read sources."""
 
 
 class Part(NamedTuple):
-    """What a rank computes of one source: each `sharing`th of the batches that are wanted, from
-    number `place` on."""
+    """A rank's part of one source: every `sharing`th of the required batches, starting at number
+    `place`."""
 
     source: int
     place: int
     sharing: int
     held: Collection[int]
-    """Numbers of batches that are not wanted."""
+    """Numbers of batches that are not required."""
     first_only: bool = False
-    """Only the first item is read, to be compared with the other ranks'."""
+    """True if only the first item is read, for comparison with the other ranks."""
 
 
 class StreamedEvaluation:
@@ -51,8 +51,9 @@ class StreamedEvaluation:
         seed: int,
         dealing: str,
     ) -> None:
-        """`sources`: gives what opens them, anew. `names`: of the sources, for errors. `size`: of a
-        batch. `dealing`: what the batches follow from, the same on all ranks."""
+        """Creates the batches. `sources`: creates functions that open them again. `names`: of the
+        sources, for errors. `size`: of a batch. `dealing`: the values that determine the batches,
+        the same on all ranks."""
         self._sources = sources
         self._names = names
         self._collate = collate_fn
@@ -60,13 +61,13 @@ class StreamedEvaluation:
         self._seed = seed
         self.dealing = dealing
         self._ends: dict[int, tuple[int, int]] = {}
-        """Number and fingerprint of the items of each source that was read to its end."""
+        """Number and fingerprint of the items of each fully read source."""
         self._first: int | None = None
-        """The fingerprint of the first source's first item, if it was to be compared."""
+        """Fingerprint of the first source's first item, if it had to be compared."""
 
     @property
     def ended(self) -> str:
-        """See `elastic.evaluation.Batches`."""
+        """Implements `elastic.evaluation.Batches.ended`."""
         ends = sorted(self._ends.items())
         told = {
             str(source): [items, f"{self._names[source]}: {items} items, {read:012x}"]
@@ -77,7 +78,7 @@ class StreamedEvaluation:
         return json.dumps(told)
 
     def anew(self) -> StreamedEvaluation:
-        """The same batches, of which nothing is read yet."""
+        """Returns the same batches with nothing read yet."""
         other = copy.copy(self)
         other._ends, other._first = {}, None
         return other
@@ -85,11 +86,11 @@ class StreamedEvaluation:
     def deal(
         self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int
     ) -> list[Part]:
-        """What `rank` computes, for `read`. `held`: numbers of batches that some rank has computed.
-        `ended`: what the ranks say of it.
+        """Returns the parts that `rank` computes, for `read`. `held`: numbers of batches that some
+        rank has computed. `ended`: the ranks' reports about it.
 
-        Of several sources all ranks read the first item of the first, so that a `read` that gives
-        each rank something else is found.
+        With several sources all ranks read the first item of the first, so that a `read` that
+        depends on the rank is detected.
         """
         ends = {
             int(source): items for each in ended for source, (items, _) in json.loads(each).items()
@@ -115,11 +116,11 @@ class StreamedEvaluation:
         ]
 
     def __iter__(self) -> Iterator[Any]:
-        """All batches of the stream, from its first item on."""
+        """Iterates over all batches of the stream from its first item."""
         return (batch for _, batch in self.read(self.deal((), (), 0, 1)))
 
     def read(self, parts: Iterable[Part]) -> Iterator[tuple[int, Any]]:
-        """(number, batch) of all that these parts have, ascending."""
+        """Yields (number, batch) of all these parts, ascending."""
         coming = iter(parts)
         opened: deque[tuple[Part, Reader]] = deque()
         sources = self._sources()
@@ -157,7 +158,7 @@ class StreamedEvaluation:
             missing += number not in part.held
             key = (self._seed, 0, part.source, place)
             with seeded(key):
-                # and one more, by which a worker knows how far to go on meanwhile
+                # and one more, which tells a worker how far to read ahead
                 reader.fill(start + self._size + 1)
                 stop = min(start + self._size, reader.stop)
                 if wanted and stop > start:

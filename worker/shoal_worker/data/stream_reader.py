@@ -1,17 +1,16 @@
-"""Reads one source in order, from any position that was committed: a stream, or one shard of a
-list.
+"""Reads one source in order from any committed position: a stream, or one shard of a list.
 
-What was read is held until it is dropped, so that a lost step costs no reading. Opened within a
-source, the reader seeks, where the source has `state_dict` and `load_state_dict` (or its iterator
-has) and the state of that position was kept. Else it iterates from the source's beginning and
-passes over what comes before. Both are checked by fingerprints: a seek that leads to another item
-is given up for passing over; a source that gives other items than before ends in an error, since
-samples would be lost or seen twice.
+Items are kept until they are dropped, so that a lost step requires no reading. When opened within a
+source, the reader seeks if the source (or its iterator) has `state_dict` and `load_state_dict` and
+the state of that position was kept. Otherwise it iterates from the source's beginning and skips
+earlier items. Fingerprints verify both: a seek that leads to another item is replaced by skipping,
+and a source that gives other items than before causes an error, since samples would be lost or seen
+twice.
 
 The random generators of torch, NumPy and Python are seeded before each item by its position, so
-that what a source draws from them is the same however the reader came there.
+that random numbers drawn by a source do not depend on how the reader got there.
 
-Knows nothing of ranks and steps. Used by one thread.
+Knows nothing about ranks and steps. Used by one thread.
 """
 
 from __future__ import annotations
@@ -39,26 +38,26 @@ _log = logging.getLogger(__name__)
 
 _END: Final = -1
 _UNCHANGING: Final = frozenset({int, float, complex, bool, str, bytes, type(None)})
-"""Types whose values nobody can change in place."""
+"""Types of immutable values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A position in a source, with what is needed to come there again and to know that it is the
+    """A position in a source, with the data needed to return to it and to verify that it is the
     same."""
 
     position: int = 0
     """Items before it."""
     fingerprint: int = 0
-    """The fingerprint of the items before it."""
+    """Fingerprint of the items before it."""
     following: int | None = None
-    """Fingerprint of the item at it; -1: the source ends there; None: not known."""
+    """Fingerprint of the item at it; -1: the source ends there; None: unknown."""
     state: str | None = None
     """The source's own state there; None: it has none, or none that can be saved."""
 
 
 class Reader(abc.ABC):
-    """What is known of one source that is read from a mark on: by this process, or by a data
+    """The known items of a source that is read from a mark on, by this process or by a data
     worker."""
 
     def __init__(self, at: Mark) -> None:
@@ -67,9 +66,9 @@ class Reader(abc.ABC):
         self.end: int | None = None
         """Number of items in the source, once it is known."""
         self._before = at.fingerprint
-        """The fingerprint of all items before `first`."""
+        """Fingerprint of all items before `first`."""
         self._prints: deque[int] = deque()
-        """The fingerprints of the items held, from `first` on."""
+        """Fingerprints of the items held, from `first` on."""
         self._states: dict[int, str | None] = {}
 
     @property
@@ -79,34 +78,35 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def items(self, positions: Iterable[int]) -> list[Any]:
-        """Copies of the items at `positions`, which are held: what is made of them in place is not
-        seen when a step is done again."""
+        """Returns copies of the items at `positions`, which are held: in-place changes do not
+        affect a step that is redone."""
 
     def expect(self, upto: int, *, states_at: Container[int] = ()) -> None:  # noqa: B027
-        # what this process reads, it reads in `fill`
-        """Says what the next `fill` will be called with, for a data worker to begin."""
+        # if this process does the reading, it reads in `fill`
+        """Announces the arguments of the next `fill`, so that a data worker can begin."""
 
     @abc.abstractmethod
     def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
         """Reads until the items before `upto` are held, or the source ends. Keeps the source's
-        state at the positions `states_at`, which is what `mark` gives there.
+        state at the positions `states_at`, for `mark`.
 
-        Raises what the source raises; the reader is of no further use then.
+        Raises the source's errors; the reader cannot be used afterwards.
         """
 
     def holds(self, mark: Mark) -> bool:
-        """Whether this reader stands at `mark`, or before it with all items up to there."""
+        """Returns whether this reader is at `mark`, or before it with all items up to there."""
         return (
             self.first <= mark.position <= self.stop
             and self.mark(mark.position).fingerprint == mark.fingerprint
         )
 
     def state_at(self, position: int) -> str | None:
-        """The source's state at a position where `fill` was to keep it; None: it has none."""
+        """Returns the source's state at a position where `fill` had to keep it; None if it has
+        none."""
         return self._states.get(position)
 
     def mark(self, position: int) -> Mark:
-        """The mark of `position`, from `first` to `stop`."""
+        """Returns the mark of `position`, from `first` to `stop`."""
         before = self._before
         for each in itertools.islice(self._prints, position - self.first):
             before = chained(before, each)
@@ -125,7 +125,7 @@ class Reader(abc.ABC):
         )
 
     def drop(self, position: int) -> None:
-        """The items before `position` are not needed any more."""
+        """Drops the items before `position`."""
         while self.first < position:
             self._before = chained(self._before, self._prints.popleft())
             self.first += 1
@@ -147,12 +147,12 @@ class SourceReader(Reader):
         name: str,
         at: Mark | None = None,
     ) -> None:
-        """`make` gives the source; called once for each time that it is iterated. `key`: of the
+        """Opens a source. `make` creates it; called once for each iteration of it. `key`: of the
         random numbers. `name`: for errors.
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before
-                `at`.
+            `at`.
         """
         at = at or Mark()
         super().__init__(at)
@@ -161,7 +161,7 @@ class SourceReader(Reader):
         self._name = name
         self._items: deque[Any] = deque()
         self._expected = at.following
-        """What the item at `stop` has to be, if that is known."""
+        """Expected fingerprint of the item at `stop`, if known."""
         self._source, self._iterator = self._open(at)
 
     @override
@@ -169,7 +169,7 @@ class SourceReader(Reader):
         return [_copied(self._items[position - self.first]) for position in positions]
 
     def raw_items(self, positions: Iterable[int]) -> list[Any]:
-        """The items themselves, for whoever copies them anyway."""
+        """Returns the items themselves, for callers that copy them anyway."""
         return [self._items[position - self.first] for position in positions]
 
     @override
@@ -180,8 +180,8 @@ class SourceReader(Reader):
             self._pull()
 
     def news(self, known: int, upto: int) -> tuple[list[int], dict[int, str | None], int | None]:
-        """What `fill(upto)` has made known, for a reader elsewhere that knew of the items before
-        `known`: fingerprints, states, the end."""
+        """Returns the data that `fill(upto)` has added for a reader elsewhere that knew the items
+        before `known`: fingerprints, states, the end."""
         stop = min(self.stop, max(known, upto))
         prints = list(itertools.islice(self._prints, known - self.first, stop - self.first))
         states = {at: state for at, state in self._states.items() if known <= at <= stop}
@@ -231,11 +231,11 @@ class SourceReader(Reader):
         return source, iterator
 
     def _seek(self, at: Mark, state: str) -> tuple[Any, Iterator[Any]] | None:
-        """The source at `at` by its own state; None: that is not where it led."""
+        """Seeks to `at` by the source's own state; None if that led elsewhere."""
         told = _decode(state)
         source = self._make()
         if told["of"] == "source":
-            # what load_state_dict leaves in an object may change later iterations of it
+            # changes that load_state_dict makes to an object may affect later iterations of it
             source = _copy(source)
             source.load_state_dict(told["state"])
         iterator: Any = iter(source)
@@ -320,8 +320,8 @@ def _close(iterator: Iterator[Any]) -> None:
 
 
 def _copied(item: Any) -> Any:
-    """A copy of an item, quick for what streams mostly give: texts, numbers, tensors and arrays, in
-    lists, tuples and dictionaries."""
+    """Returns a copy of an item, fast for the types common in streams: strings, numbers, tensors
+    and arrays, in lists, tuples and dictionaries."""
     kind = type(item)
     if kind in _UNCHANGING:
         return item
@@ -335,7 +335,8 @@ def _copied(item: Any) -> Any:
 
 
 def _copy(source: Any) -> Any:
-    """A copy, as deep as the source permits: one that holds an open file or a lock does not."""
+    """Returns a copy, as deep as the source permits: one that holds an open file or a lock cannot
+    be copied deeply."""
     try:
         return copy.deepcopy(source)
     except Exception:  # whatever its parts raise

@@ -1,8 +1,9 @@
-"""What both ways to deal a stream have in common: by position, where every rank reads all of it
+"""Common code of both ways to deal a stream: by position, where every rank reads all of it
 (`position_supply.py`), or by shards, of which each rank reads its own (`shard_supply.py`).
 
-What is read of a source lies in its reader, here or in a data worker, until the step that has it is
-committed. The marks of committed positions are the supply's part of the loader's state.
+Items read from a source are kept in its reader, here or in a data worker, until the step that
+contains them is committed. The marks of committed positions are the supply's part of the loader's
+state.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ from shoal_worker.elastic.loader_interface import LoaderSession
 _log = logging.getLogger(__name__)
 
 STATE: Final = "stream"
-"""The name of a stream's part of its loader's state."""
+"""Name of a stream's part of its loader's state."""
 NO_END: Final = sys.maxsize
-"""The length of an epoch whose end nobody has come to."""
+"""Length of an epoch with unknown end."""
 
 
 class StreamOrders:
-    """The order of a stream's items, as far as `LoaderProgress` asks: it is the source's own."""
+    """The order of a stream's items, in the form required by `LoaderProgress`: the source's own."""
 
     drawn = False
 
@@ -43,12 +44,12 @@ class StreamOrders:
         self.arguments = {"seed": seed, "shuffle": shuffle, "length": None}
 
     def digest(self, epoch: int) -> None:
-        """No sampler draws it."""
+        """Returns None: no sampler draws the order."""
 
 
 class StreamSupply(Supply):
-    """What both ways to deal a stream have in common. `items` is a dataset, by position in the
-    epoch, for the `Fetcher`."""
+    """Common code of both ways to deal a stream. `items` is a dataset, by position in the epoch,
+    for the `Fetcher`."""
 
     def __init__(
         self,
@@ -72,19 +73,20 @@ class StreamSupply(Supply):
 
     @property
     def items(self) -> Sequence[Any]:
-        """The items that are at hand, by position."""
+        """The items that are held, by position."""
         return _Items(self)
 
     @abc.abstractmethod
     def items_at(self, positions: Sequence[int]) -> list[Any]:
-        """The items at positions of the step at hand."""
+        """Returns the items at positions of the current step."""
 
     @abc.abstractmethod
     def _close_readers(self) -> None:
-        """Ends all readers. What they held is read again where it is needed."""
+        """Ends all readers. Their items are read again when needed."""
 
     def rest(self) -> None:
-        """See `Supply`. What this process reads stays open, for a loop that goes on."""
+        """Implements `Supply.rest`. Sources read by this process stay open for a loop that
+        continues."""
         if self._sources.has_workers:
             self._close_readers()
             self._sources.close()
@@ -99,7 +101,7 @@ class StreamSupply(Supply):
         )
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """See `Supply`. What the next step has is read when it begins."""
+        """Implements `Supply.following`. The items of the next step are read when it begins."""
         requests = [self.request(dealt, block) for block in dealt.blocks]
         return iter(requests[requests.index(request) :])
 
@@ -118,7 +120,7 @@ class StreamSupply(Supply):
         )
 
     def _check_not_empty(self, end: int, loader: str) -> None:
-        """Raises ConfigurationError: an epoch of `end` items has no step at all."""
+        """Raises ConfigurationError if an epoch of `end` items has no steps."""
         if self._progress.cursor.samples == 0 and not self._plan(end).step(0):
             raise ConfigurationError(
                 f"loader {loader!r}: the stream gave {end} items in epoch "
@@ -143,7 +145,7 @@ class _Items(Sequence[Any]):
 
 
 def left_behind() -> PreconditionError:
-    """The error for a batch of a step whose readers are closed."""
+    """Returns the error for a batch of a step whose readers are closed."""
     return PreconditionError(
         "this step's batches can no longer be taken: the loop over steps() that gave it was left, "
         "and its data workers ended with it; take them inside of the loop, or leave num_workers "
@@ -152,9 +154,10 @@ def left_behind() -> PreconditionError:
 
 
 def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
-    """Once an epoch, in its first step, all ranks compare the numbers with a fraction of one item,
-    which fingerprints leave out. Where it has nothing else, and they differ, a warning says so: a
-    source may split itself by rank, or only change its items at random."""
+    """Compares the floating-point numbers of one item between all ranks, once per epoch in its
+    first step, since fingerprints exclude them. If the item has nothing else and the numbers
+    differ, logs a warning: the source may split itself by rank, or merely change its items at
+    random."""
     summed = session.sum_numbers(Probe.of(item), or_own=True)
     if summed is not None and not Probe.alike(summed) and not tells_apart(item):
         _log.warning(
@@ -177,8 +180,8 @@ def set_epoch_of(stream: Any, epoch: int) -> None:
 
 
 def part_of_stream(state: Mapping[str, Any], loader: str) -> Mapping[str, Any]:
-    """The stream's part of a loader's state. Raises ConfigurationError: the state is that of a
-    loader of a dataset with indices."""
+    """Returns the stream's part of a loader's state. Raises ConfigurationError if the state is that
+    of a loader of an indexed dataset."""
     of_stream = state.get(STATE)
     if not isinstance(of_stream, Mapping):
         raise ConfigurationError(

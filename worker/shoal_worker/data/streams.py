@@ -1,5 +1,5 @@
-"""What a loader can read as a stream: an iterable without positions, or a list of shards
-(`ShardedStream`); and what it refuses there."""
+"""The streams that a loader can read: an iterable without positions, or a list of shards
+(`ShardedStream`); and the checks of a loader's arguments for them."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class ShardedStream(IterableDataset[Any]):
-    """A stream in shards, such as .tar files, of which an elastic job reads each once an epoch: for
-    sources that are too dear for every rank to read whole.
+    """A stream in shards, such as .tar files, each read once per epoch by an elastic job: for
+    sources that are too expensive for every rank to read completely.
 
     An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: each is read by one
-    data-parallel rank at a time, several at once. A shard whose reader dies is gone on with by
-    another rank, behind the last item of it that a committed step has trained on. Which items a
-    step has depends on the shards and the sizes of the batches, and not on the number of ranks or
-    data workers. `shuffle=True` shuffles the order of the shards each epoch. With `train=False`
-    each shard is evaluated by one rank, if there are as many as ranks.
+    data-parallel rank at a time, several at once. If a shard's reader dies, another rank continues
+    the shard after the last item that a committed step has trained on. The items of a step depend
+    on the shards and the batch sizes, not on the number of ranks or data workers. `shuffle=True`
+    shuffles the order of the shards each epoch. With `train=False` each shard is evaluated by one
+    rank, if there are at least as many shards as ranks.
 
-    Iterated by itself, it gives the items of all shards in their order.
+    Iterated directly, it yields the items of all shards in order.
     """
 
     def __init__(self, shards: Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
         """
         Args:
-            shards: what `read` is called with, such as paths; the same on every rank, in the same
-                order.
-            read: gives a shard's items. It must give the same items in the same order each time
-                that it is called with a shard, on any rank. Random numbers that it draws from the
-                global generators of torch, NumPy and Python do. If what it gives has `state_dict`
-                and `load_state_dict`, or its iterator has, whoever goes on with a shard seeks
-                instead of passing over.
+            shards: arguments for `read`, such as paths; the same on every rank, in the same order.
+            read: returns a shard's items. It must give the same items in the same order each time
+                that it is called with a shard, on any rank. This holds for random numbers drawn
+                from the global generators of torch, NumPy and Python. If its result (or the
+                result's iterator) has `state_dict` and `load_state_dict`, a rank that continues a
+                shard seeks instead of skipping items.
 
         Raises:
             ConfigurationError: there is no shard, or `shards` has no length.
@@ -56,39 +55,39 @@ class ShardedStream(IterableDataset[Any]):
         self.read = read
 
     def __iter__(self) -> Iterator[Any]:
-        """The items of all shards."""
+        """Iterates over the items of all shards."""
         for shard in self.shards:
             yield from self.read(shard)
 
 
 def is_stream(dataset: Any) -> bool:
-    """Whether a loader has to read `dataset` in its own order: it can be iterated, and gives no
-    samples by index."""
+    """Returns whether a loader has to read `dataset` in its own order: it can be iterated but has
+    no samples by index."""
     kind = type(dataset)
     return hasattr(kind, "__iter__") and not is_indexable(dataset)
 
 
 def is_indexable(dataset: Any) -> bool:
-    """Whether `dataset` has a length, and samples by index."""
+    """Returns whether `dataset` has a length and samples by index."""
     return hasattr(type(dataset), "__len__") and has_items(dataset)
 
 
 def has_items(dataset: Any) -> bool:
-    """Whether samples can be had by index. torch's base class has a __getitem__ that only
-    raises."""
+    """Returns whether samples can be accessed by index. torch's base class has a __getitem__ that
+    only raises."""
     getitem = getattr(type(dataset), "__getitem__", None)
     return getitem is not None and getitem is not Dataset.__getitem__
 
 
 def makes_of(stream: Any) -> list[Callable[[], Iterable[Any]]]:
-    """What gives the sources that a stream is read from: its shards, or itself."""
+    """Returns functions that create the sources of a stream: its shards, or the stream itself."""
     if isinstance(stream, ShardedStream):
         return [functools.partial(stream.read, shard) for shard in stream.shards]
     return [functools.partial(_itself, stream)]
 
 
 def names_of(stream: Any) -> list[str]:
-    """What these sources are called in errors."""
+    """Returns the names of these sources for errors."""
     if isinstance(stream, ShardedStream):
         return [f"shard {shard!r}" for shard in stream.shards]
     return [f"the stream {type(stream).__qualname__}"]
@@ -99,8 +98,8 @@ def _itself(stream: Any) -> Any:
 
 
 def identity_of_stream(stream: Any) -> str:
-    """Digest of what is known of a stream without reading it: its shards' number and names, of
-    paths without their folders."""
+    """Returns a digest of the properties of a stream that are known without reading it: its shards'
+    number and names (of paths, without their folders)."""
     if not isinstance(stream, ShardedStream):
         return "a stream"
     names = [
@@ -120,8 +119,8 @@ def check_stream(
     num_workers: int,
     train: bool,
 ) -> None:
-    """Raises ConfigurationError for arguments that mean nothing where the order of the items is a
-    stream's own, or cannot be kept there."""
+    """Raises ConfigurationError for arguments that have no meaning for a stream with its own order,
+    or cannot be honored there."""
     what = f"dataset={type(stream).__qualname__} is a stream"
     if hasattr(type(stream), "__next__"):
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""Arguments of Shoal's loader that mean what those of a torch DataLoader do."""
+"""Converts the arguments of a torch DataLoader into those of Shoal's loader."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
         what: its name in errors.
 
     Raises:
-        ConfigurationError: it is none, or has batches, an order or data workers that Shoal cannot
-            deal.
+        ConfigurationError: it is no DataLoader, or has batches, an order or data workers that Shoal
+            does not support.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
@@ -48,10 +48,11 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
 
 
 def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
-    """Returns the arguments for the order that the loader's sampler means.
+    """Returns the arguments for the order of the loader's sampler.
 
     Raises:
-        ConfigurationError: it makes batches by itself, or deals samples to ranks.
+        ConfigurationError: the dataset creates batches itself, or the sampler deals samples to
+            ranks.
     """
     if loader.batch_size is None or (
         not is_stream(loader.dataset) and type(loader.batch_sampler) is not BatchSampler
@@ -82,7 +83,7 @@ def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
 
 
 def fetching_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns the arguments by which batches are made of samples."""
+    """Returns the arguments that control how batches are made of samples."""
     return {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,

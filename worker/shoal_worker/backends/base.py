@@ -1,5 +1,5 @@
-"""What every communication backend offers: collectives over one process group of its own, and an
-end to them that works.
+"""The interface of every communication backend: collectives over one process group of its own, and
+an end to them that works.
 
 A backend is a thin layer over a real `torch.distributed.ProcessGroup` (`process_group`), so that
 torch's own parallel code runs on it. It does not touch torch's default group: a process can hold
@@ -61,7 +61,7 @@ class GroupEndedError(MembershipChanged, DistBackendError):
 
 
 def cause_of(error: Exception) -> str:
-    """What a library's error says, without where in its source, and without its advice."""
+    """Returns what a library's error says, without where in its source, and without its advice."""
     first_line = _WHERE.sub("", str(error).strip().partition("\n")[0])
     return re.split(r"[.,;]? This is typically", first_line)[0] or type(error).__name__
 
@@ -73,7 +73,7 @@ DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)
 
 
 class ReduceOp(enum.Enum):
-    """How values of several ranks become one."""
+    """Reduction of the values of several ranks to one."""
 
     SUM = "sum"
     AVERAGE = "average"
@@ -94,7 +94,7 @@ _TORCH_OPS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """What a connection has sent, since it was made."""
+    """Bytes that a connection has sent since it was made."""
 
     acknowledged_bytes: int
     busy_s: float
@@ -144,7 +144,7 @@ class Handle:
             finish()
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         return self._work is None or bool(self._work.is_completed())
 
 
@@ -165,14 +165,14 @@ class CommunicationBackend(abc.ABC):
     """
 
     name: ClassVar[str]
-    """What users select it by: "gloo", "nccl"."""
+    """Name by which users select it: "gloo", "nccl"."""
     device_type: ClassVar[str] = "cpu"
     """Type of the device on which tensors of collectives must live, and `sum_numbers` puts its
     own."""
     averages_natively: ClassVar[bool]
-    """Whether the library knows AVERAGE; else it is a sum, divided afterwards."""
+    """True if the library knows AVERAGE; else it is a sum, divided afterwards."""
     finalizes: ClassVar[bool] = False
-    """Whether `finalize` does anything."""
+    """True if `finalize` does anything."""
 
     def __init__(self) -> None:
         self.waits = Waits()
@@ -182,7 +182,7 @@ class CommunicationBackend(abc.ABC):
         self._world_size = 0
         self._members: Sequence[int] | None = None
         self._reason: str | None = None
-        """Why the group is over. Written once, under the lock."""
+        """Reason why the group is over. Written once, under the lock."""
         self._lock = threading.Lock()
 
     # --- life
@@ -199,7 +199,7 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether collectives can be issued: initialized, and neither aborted nor shut down."""
+        """True if collectives can be issued: initialized, and neither aborted nor shut down."""
         return self._process_group is not None and self._reason is None
 
     @property
@@ -225,8 +225,8 @@ class CommunicationBackend(abc.ABC):
         return self.process_group
 
     def traffic(self) -> dict[str, Traffic]:
-        """What the group's connections have sent so far, by the address they lead to; empty where
-        that is not known."""
+        """Returns what the group's connections have sent so far, by the address they lead to; empty
+        where that is not known."""
         return {}
 
     def initialize(
@@ -299,8 +299,9 @@ class CommunicationBackend(abc.ABC):
         self._release()
 
     def all_leave(self, within: timedelta) -> bool:
-        """Whether all ranks of the group call this within that time of each other, with nothing
-        left to do in it. A rank that does not hear of all answers False, though others may have."""
+        """Returns whether all ranks of the group call this within that time of each other, with
+        nothing left to do in it. A rank that does not hear of all answers False, though others may
+        have."""
         return False
 
     def finalize(self) -> Callable[[], None]:
@@ -326,8 +327,8 @@ class CommunicationBackend(abc.ABC):
 
     @abc.abstractmethod
     def _is_broken(self, error: RuntimeError) -> bool:
-        """Whether an error of a collective means that the group is lost, rather than that an
-        argument was wrong."""
+        """Returns whether an error of a collective means that the group is lost, rather than that
+        an argument was wrong."""
 
     # --- collectives
 

@@ -60,7 +60,7 @@ def check_op(op: Any, dtype: torch.dtype) -> None:
 
 
 def premultiplier(op: Any) -> float | torch.Tensor:
-    """What PREMUL_SUM multiplies each rank's part by."""
+    """Returns what PREMUL_SUM multiplies each rank's part by."""
     factor: float | torch.Tensor = op.__getstate__()[1]
     return factor
 
@@ -115,8 +115,8 @@ class UnmatchedCollectiveError(InvalidRequestError, DistBackendError):
 
 
 class Kind(enum.Enum):
-    """What a collective does, and how `Collective.inputs` and `Collective.outputs` hold it, w being
-    the number of ranks."""
+    """Kind of collective, which determines the layout of `Collective.inputs` and
+    `Collective.outputs`; w is the number of ranks."""
 
     ALL_REDUCE = "all_reduce"
     """k tensors, in place: inputs are the outputs."""
@@ -144,7 +144,7 @@ _LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.RE
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """What one rank issued."""
+    """A collective issued by one rank."""
 
     kind: Kind
     inputs: Sequence[torch.Tensor] = ()
@@ -153,7 +153,7 @@ class Collective:
     """torch's ReduceOp; None where nothing is reduced."""
     root: int | None = None
     result: list[Any] = field(default_factory=list)
-    """What the work's future holds: the tensors as the caller gave them."""
+    """Content of the work's future: the tensors as the caller gave them."""
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
@@ -162,7 +162,7 @@ class Collective:
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """What must be equal on all ranks."""
+        """Properties that must be equal on all ranks."""
         sizes = tuple(one.numel() for one in self.inputs) if self.kind in _LIKE_EVERYWHERE else ()
         return (
             self.kind,

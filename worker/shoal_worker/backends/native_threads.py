@@ -87,7 +87,7 @@ _running: set[_Call] = set()
 
 
 class _Call:
-    """What a thread of this module calls."""
+    """A function called by a thread of this module."""
 
     def __init__(
         self,

@@ -19,7 +19,7 @@ _BACKENDS: Final = {
 
 
 def backend_names() -> list[str]:
-    """What `backend=` takes."""
+    """Returns what `backend=` takes."""
     return sorted(_BACKENDS)
 
 

@@ -1,5 +1,5 @@
-"""How long a rank waits for its peers: noted where works are waited for, read by heartbeats and by
-whoever explains a step that stands.
+"""Durations of a rank's waits for its peers: noted where works are waited for, read by heartbeats
+and by whoever explains a step that stands.
 
 The training thread waits; any thread reads. Single values only, so there is no lock: a reader may
 see a wait that has just ended.
@@ -27,15 +27,15 @@ class Waits:
         self._held = False
 
     def of(self, what: str) -> AbstractContextManager[object]:
-        """While open, this rank waits in `what`."""
+        """Records a wait of this rank in `what` while the context is open."""
         return _Wait(self, what) if self._since is None else _PART_OF_ANOTHER
 
     def begin(self, what: str) -> None:
-        """See `of`."""
+        """Begins a wait; see `of`."""
         self._since = (self._clock(), what)
 
     def end(self) -> None:
-        """See `of`."""
+        """Ends a wait; see `of`."""
         since, self._since = self._since, None
         if since is not None:  # else another thread's wait has ended this one
             self._last_s = self._clock() - since[0]

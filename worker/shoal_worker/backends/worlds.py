@@ -50,13 +50,13 @@ class Seat:
     """Shared by all ranks, where the backend needs one. In a launch, waiting on it would keep the
     rank's turn: for what returns at once only."""
     timeout: timedelta
-    """How long a wait for other ranks may take."""
+    """Time for which a wait for other ranks may take."""
     backend: str = "inmemory"
-    """What connects them."""
+    """Backend that connects them."""
 
 
 class World:
-    """What torch knows of groups in one rank: the attributes of c10d's own world."""
+    """torch's knowledge of groups in one rank: the attributes of c10d's own world."""
 
     def __init__(self) -> None:
         self.identity = next(_identities)
@@ -95,14 +95,14 @@ class WorldOfThread:
 
 
 def own_world() -> World | None:
-    """That of the rank that the calling thread is, or was started by."""
+    """Returns the world of the rank that the calling thread is, or by which it was started."""
     world: World | None = getattr(_thread, "world", None)
     return world
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """While this is open, threads can be ranks."""
+    """Lets threads be ranks while the context is open."""
     global _users
     with _lock:
         _users += 1

@@ -87,14 +87,14 @@ class GlooBackend(CommunicationBackend):
         return group
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """See `CommunicationBackend`: by messages of the training thread's own, where Gloo's
-        all-reduce goes through its threads."""
+        """Implements `CommunicationBackend.all_reduce_short`: by messages of the training thread's
+        own, where Gloo's all-reduce goes through its threads."""
         group = self.process_group
         assert isinstance(group, InterruptibleGroup)
         group.all_reduce_short(tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """See `CommunicationBackend`: as `all_reduce_short`."""
+        """Implements `CommunicationBackend.sum_numbers`: as `all_reduce_short`."""
         group = self.process_group
         assert isinstance(group, InterruptibleGroup)
         return group.sum_numbers(values)

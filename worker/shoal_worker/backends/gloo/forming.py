@@ -47,8 +47,8 @@ class GlooGroup:
     """A connected group, its connections, and how long its collectives and messages may take."""
 
     process_group: dist.ProcessGroup
-    """What torch's parallel code takes; made as torch's new_group does, but known to nobody else in
-    the process."""
+    """Group for torch's parallel code; made as by torch's new_group, but unknown to the rest of the
+    process."""
     sockets: GroupSockets
     sums: ShortSums | None
     """None: it has none."""
@@ -305,7 +305,7 @@ class FormingGroup:
         )
 
     def _listening(self, names: Store) -> str:
-        """Where ranks listen, for people."""
+        """Returns where ranks listen, for people."""
         named = [str(rank) for rank in range(min(self._world_size, _MOST_NAMED))]
         addresses = [
             told.decode().partition("|")[0].rpartition(" ") for told in names.multi_get(named)

@@ -89,16 +89,16 @@ class InterruptibleGroup(ForwardingGroup):
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
         self.timeout = formed.timeout
-        """How long a send or receive may take. Without it Gloo would allow the time that was
+        """Time for which a send or receive may take. Without it Gloo would allow the time that was
         allowed for connecting."""
         self.reason: str | None = None
-        """Why the group is over; None: it is not."""
+        """Reason why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
         self._sockets = sockets
         self._sums = sums
         self._ended = ended
         self._unfinished: set[InterruptibleWork | Transfer] = set()
-        """What Gloo itself may still have to do."""
+        """Works that Gloo may still have to do."""
         self._shut_down = False
         self._idle = threading.Event()
         """Set once it is shut down and Gloo has nothing left to do."""
@@ -140,7 +140,7 @@ class InterruptibleGroup(ForwardingGroup):
             self._ended(reason)
 
     def traffic(self) -> dict[str, Traffic]:
-        """See `GroupSockets.traffic`."""
+        """Implements `GroupSockets.traffic`."""
         return self._sockets.traffic()
 
     def shutdown(self) -> None:
@@ -249,7 +249,8 @@ class InterruptibleGroup(ForwardingGroup):
         return self._receive("recv_anysource", tensors, tag)
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """See `CommunicationBackend`: over connections of its own (short_sums.py)."""
+        """Implements `CommunicationBackend.all_reduce_short`: over connections of its own
+        (short_sums.py)."""
         sums = self._sums
         if sums is None or not tensor.is_cpu or not sums.takes(tensor.nbytes):
             self.allreduce([tensor]).wait()
@@ -257,7 +258,7 @@ class InterruptibleGroup(ForwardingGroup):
             self._sum_short(sums.all_reduce, tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """See `CommunicationBackend`."""
+        """Implements `CommunicationBackend.sum_numbers`."""
         sums, numbers = self._sums, array("d", values)
         if sums is None or not sums.takes(len(numbers) * numbers.itemsize):
             tensor = torch.frombuffer(numbers, dtype=torch.float64)
@@ -291,8 +292,8 @@ class InterruptibleGroup(ForwardingGroup):
     # How collectives are followed.
 
     def _gathers_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
-        """Whether that is quicker, or works at all: what does not fit together is left to Gloo to
-        refuse."""
+        """Returns whether that is quicker, or works at all: what does not fit together is left to
+        Gloo to refuse."""
         return (
             self.size() > 1
             and self.size() * input.nbytes >= BROADCASTS_FROM_BYTES
@@ -440,8 +441,8 @@ class InterruptibleGroup(ForwardingGroup):
                 self._idle.set()
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
-        """Why the group is over after this error: all later collectives fail too, and peers must
-        hear of it now, not at their timeout.
+        """Returns why the group is over after this error: all later collectives fail too, and peers
+        must hear of it now, not at their timeout.
 
         None for other errors (an unsupported dtype, say): they are the caller's, and leave the
         group as it is.

@@ -1,4 +1,4 @@
-"""What Gloo's collectives and messages need beyond host memory, where the tensors are on a CUDA
+"""Additional handling of Gloo's collectives and messages if the tensors are on a CUDA
 device.
 
 Collectives of such tensors are Gloo's own: it copies them to pinned memory and back, on streams of
@@ -35,13 +35,12 @@ class Order(Protocol):
         ...
 
     def come_after(self) -> None:
-        """What the calling thread queues from here on comes after all that was queued in
-        `finishing`."""
+        """Orders later work of the calling thread after everything queued in `finishing`."""
         ...
 
 
 class StreamOrder:
-    """That of a collective that is issued now, on the calling thread's current stream of `device`.
+    """Stream order of a collective issued now, on the calling thread's current stream of `device`.
     An `Order`."""
 
     def __init__(self, device: torch.device) -> None:
@@ -51,14 +50,14 @@ class StreamOrder:
 
     @contextlib.contextmanager
     def finishing(self) -> Iterator[None]:
-        """See `Order`."""
+        """Implements `Order.finishing`."""
         self._stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(self._stream):
             yield
         self._done = self._stream.record_event()
 
     def come_after(self) -> None:
-        """See `Order`."""
+        """Implements `Order.come_after`."""
         if self._done is not None:
             torch.cuda.current_stream(self._device).wait_event(self._done)
 
@@ -80,7 +79,7 @@ def _first_device(arguments: Iterable[Any]) -> torch.device | None:
 
 
 def is_elsewhere(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not in host memory."""
+    """Returns whether a tensor is not in host memory."""
     return not tensor.is_cpu
 
 
@@ -115,11 +114,11 @@ class ArrivingElsewhere(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` has returned."""
+        """Returns whether `wait` has returned."""
         return self._host is None
 
     def source_rank(self) -> int:
-        """Who sent what `recv_anysource` received."""
+        """Returns who sent what `recv_anysource` received."""
         return int(self._received.source_rank())
 
     _source_rank = source_rank

@@ -39,7 +39,7 @@ import torch
 from shoal_common.errors import PreconditionError
 
 MOST_BYTES: Final = 1 << 14
-"""What a rank gets in one sum at the most. For more, an all-reduce sends less."""
+"""Maximum number of bytes that a rank receives in one sum. For more, an all-reduce sends less."""
 
 _FEW: Final = 4
 """So many ranks send to all others at once: a message costs less than a round in which the training
@@ -47,12 +47,12 @@ thread sleeps."""
 _HELLO: Final = struct.Struct("<16sI")
 """The door's token, and who is there."""
 _HEADER: Final = struct.Struct("<II")
-"""How many sums there were, this one included, and how many bytes follow."""
+"""Number of sums including this one, and number of bytes that follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Door:
-    """Where a rank is reached. Only ranks of the group know the token."""
+    """Address of a rank. Only ranks of the group know the token."""
 
     host: str
     port: int
@@ -229,8 +229,8 @@ class ShortSums:
         return connection
 
     def _let_in(self, expected: set[int], deadline: float) -> dict[int, socket.socket]:
-        """Who says the token and an expected rank. Strangers may come, say nothing, or go: nobody
-        waits for one of them."""
+        """Returns who says the token and an expected rank. Strangers may come, say nothing, or go:
+        nobody waits for one of them."""
         found: dict[int, socket.socket] = {}
         said: dict[socket.socket, bytes] = {}
         self._listener.setblocking(False)

@@ -61,10 +61,10 @@ Endpoint = tuple[str, int]
 # -------------------------------------------------------------------------------- a group's sockets
 
 GRACE_S: Final = 0.25
-"""How much later than its first rank the last one may complete a collective."""
+"""Maximum delay between the first and the last rank's completion of a collective."""
 
 _SEND_BYTES: Final = 1 << 19
-"""What a connection within this host takes at once to send; the kernel doubles it for its own
+"""Size of the send buffer of a connection within this host; the kernel doubles it for its own
 needs.
 
 By default it takes 4 MiB, copied under a lock for which Gloo's other thread spins in epoll_wait
@@ -137,8 +137,8 @@ class GroupSockets:
         return len(self._copies)
 
     def traffic(self) -> dict[str, Traffic]:
-        """What the connections have sent so far, by the address they lead to; those to one address
-        together. Any thread."""
+        """Returns what the connections have sent so far, by the address they lead to; those to one
+        address together. Any thread."""
         found: dict[str, Traffic] = {}
         for copy in self._copies:
             with contextlib.suppress(OSError):  # closed meanwhile, or broken

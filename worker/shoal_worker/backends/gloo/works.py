@@ -1,4 +1,4 @@
-"""What a caller waits for on an interruptible Gloo group, in place of Gloo's own works. See
+"""Works of an interruptible Gloo group, which replace Gloo's own. See
 interruptible.py for why.
 
 Threads: `wait` and `get_future` are for the thread that issued the work; Gloo's threads and
@@ -39,11 +39,11 @@ _MOMENT_OF_A_MESSAGE_S: Final = 0.25
 kernel."""
 
 _MOMENT_AT_EXIT_S: Final = 1.0
-"""How long the end of the process waits for the thread in which messages are waited for. One in the
-middle of a message sleeps on."""
+"""Time for which the end of the process waits for the thread in which messages are waited for. One
+in the middle of a message sleeps on."""
 
 _WHILE: Final = timedelta(milliseconds=10)
-"""How long a wait stays in C++ before it looks whether the group was ended."""
+"""Time for which a wait stays in C++ before it looks whether the group was ended."""
 
 
 class Owner(Protocol):
@@ -52,7 +52,7 @@ class Owner(Protocol):
     waits: Waits
     waiter: Waiter
     timeout: timedelta
-    """How long a message may take."""
+    """Time for which a message may take."""
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
         """Called with each failure: why the group is over, or None if it is not."""
@@ -123,11 +123,11 @@ class InterruptibleWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         return self._over or self.native_completed
 
     def is_success(self) -> bool:
-        """Whether `wait` has returned."""
+        """Returns whether `wait` has returned."""
         return self._over and self._failure is None
 
     def result(self) -> Any:
@@ -152,7 +152,7 @@ class InterruptibleWork(Work):
 
     @property
     def native_completed(self) -> bool:
-        """Whether Gloo is done."""
+        """True if Gloo is done."""
         native = self._native
         return native is None or bool(native.is_completed())
 
@@ -292,11 +292,11 @@ class Transfer(Work):
                 raise
 
     def is_completed(self) -> bool:
-        """Whether `wait` has returned."""
+        """Returns whether `wait` has returned."""
         return bool(self._native.is_completed())
 
     def source_rank(self) -> int:
-        """Who sent what `recv_anysource` received."""
+        """Returns who sent what `recv_anysource` received."""
         return int(self._native._source_rank())
 
     _source_rank = source_rank
@@ -458,11 +458,11 @@ class AllOf(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         return self._failed or all(part.is_completed() for part in self._parts)
 
     def is_success(self) -> bool:
-        """Whether `wait` has returned."""
+        """Returns whether `wait` has returned."""
         return all(part.is_success() for part in self._parts)
 
     def result(self) -> Any:

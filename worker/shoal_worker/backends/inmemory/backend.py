@@ -77,12 +77,9 @@ class InMemoryGroup(PythonGroup):
 
 
 class _InMemoryWork(Work):
-    """What a collective or a message returns. Its future is complete when it is handed out: so
-    callbacks run in the thread of their own rank, not in a peer's.
-
-    DDP and functional collectives wait for the future in C++, where no other rank could have its
-    turn.
-    """
+    """Work of a collective or a message. Its future is complete when it is handed out, so that
+    callbacks run in the thread of their own rank, not in a peer's. DDP and functional collectives
+    wait for the future in C++, where no other rank could have its turn."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         raise NotImplementedError
@@ -95,7 +92,7 @@ class _InMemoryWork(Work):
         raise NotImplementedError
 
     def is_success(self) -> bool:
-        """Whether the result is in place."""
+        """Returns whether the result is in place."""
         return self.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -123,11 +120,11 @@ class CollectiveWork(_InMemoryWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         return self._meeting.done or self._room.ended is not None
 
     def is_success(self) -> bool:
-        """Whether the result is in place."""
+        """Returns whether the result is in place."""
         return self._meeting.done
 
     def result(self) -> list[Any]:
@@ -168,11 +165,11 @@ class ReceiveWork(_InMemoryWork):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         return self._reception.done or self._room.ended is not None
 
     def is_success(self) -> bool:
-        """Whether the message is in place."""
+        """Returns whether the message is in place."""
         return self._reception.done
 
     def result(self) -> list[Any]:
@@ -180,7 +177,7 @@ class ReceiveWork(_InMemoryWork):
         return [self._reception.tensor]
 
     def _source_rank(self) -> int:
-        """Who sent it; called by torch after `wait`."""
+        """Returns who sent it; called by torch after `wait`."""
         assert self._reception.source is not None
         return self._reception.source
 
@@ -201,7 +198,7 @@ class InMemoryBackend(CommunicationBackend):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether collectives can be issued: initialized, and not over for any rank."""
+        """True if collectives can be issued: initialized, and not over for any rank."""
         return super().is_initialized and self._room is not None and self._room.ended is None
 
     def _connect(

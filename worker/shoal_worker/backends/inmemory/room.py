@@ -1,4 +1,4 @@
-"""Where the threads that are ranks of one in-memory group meet: matches their collectives and
+"""Meeting point of the threads that are ranks of one in-memory group: matches their collectives and
 transfers, and fails all when one fails.
 
 The nth collective that a rank issues meets the nth of every other. The last rank to come does the
@@ -53,7 +53,7 @@ class Reception:
         self.done = False
 
     def takes(self, source: int, destination: int, tag: int) -> bool:
-        """Whether a message is meant for it."""
+        """Returns whether a message is meant for it."""
         return self.rank == destination and self.tag == tag and self.source in (None, source)
 
     def __str__(self) -> str:
@@ -64,19 +64,19 @@ class Reception:
 
 
 class Message:
-    """What was sent and not received yet."""
+    """A message that was sent and not received yet."""
 
     def __init__(self, source: int, destination: int, tag: int, tensor: torch.Tensor) -> None:
         self.source, self.destination, self.tag, self.tensor = source, destination, tag, tensor
 
 
 class Room:
-    """Where `size` ranks meet under `name` to do collectives together."""
+    """Meeting point of `size` ranks under `name` for their collectives."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self.ended: Ending | None = None
-        """Why it is over; None: it is not."""
+        """Reason why it is over; None: it is not."""
         self.has_outsiders = False
         self._turns: Turns | None = None
         self._members: set[int] = set()

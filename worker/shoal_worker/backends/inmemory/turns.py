@@ -39,11 +39,11 @@ _current = threading.local()
 
 
 class Waitable(Protocol):
-    """What ranks wait on: a room."""
+    """An object for which ranks wait: a room."""
 
     @property
     def has_outsiders(self) -> bool:
-        """Whether threads without turns have a part in it."""
+        """True if threads without turns have a part in it."""
         ...
 
     def end_for(self, reason: str) -> None:
@@ -69,7 +69,7 @@ class Turns:
         self.rooms: weakref.WeakSet[Waitable] = weakref.WeakSet()
         """All rooms that its ranks have entered."""
         self.over: str | None = None
-        """Why the launch is over; None: it is not."""
+        """Reason why the launch is over; None: it is not."""
         self._size = size
         self._first_states = _random_states()
         self._running: int | None = None
@@ -115,7 +115,7 @@ class Turns:
 
     @property
     def running(self) -> int | None:
-        """Whose turn it is."""
+        """The rank whose turn it is."""
         return self._running
 
     def wait(
@@ -215,7 +215,7 @@ class _Errand:
             changed(self._turns)
 
     def end_for(self, reason: str) -> None:
-        """See `Waitable`."""
+        """Implements `Waitable.end_for`."""
         self.ended = self.ended or reason
         changed(self._turns)
 

@@ -104,7 +104,7 @@ class MPIBackend(CommunicationBackend):
 
     @property
     def is_initialized(self) -> bool:
-        """Whether collectives can be issued: initialized, and not over, as far as this rank has
+        """True if collectives can be issued: initialized, and not over, as far as this rank has
         heard."""
         return super().is_initialized and self._group is not None and self._group.reason is None
 

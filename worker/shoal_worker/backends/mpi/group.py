@@ -193,7 +193,7 @@ _ABORT_TAG: Final[Any] = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
 
 @dataclass(frozen=True)
 class Issued:
-    """What there is to wait for."""
+    """An operation that can be waited for."""
 
     requests: list[Any]
     """MPI's."""
@@ -211,7 +211,7 @@ class MPIGroup(PythonGroup):
     def __init__(self, communicator: Any, name: str, timeout: timedelta) -> None:
         super().__init__(communicator.rank, communicator.size, name)
         self.reason: str | None = None
-        """Why the group is over; None: it is not."""
+        """Reason why the group is over; None: it is not."""
         self._comm = communicator
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -246,7 +246,7 @@ class MPIGroup(PythonGroup):
 
     @property
     def timeout(self) -> timedelta:
-        """How long a wait for other ranks may take."""
+        """Time for which a wait for other ranks may take."""
         return self._timeout
 
     def check_live(self) -> None:

@@ -1,4 +1,4 @@
-"""What a caller waits for on an MPI group: requests that are tested again and again.
+"""Works of an MPI group: requests that are tested repeatedly.
 
 MPI moves data only while somebody calls it. So waits poll, with longer and longer pauses, and see
 meanwhile whether the group has ended and their deadline has passed. While a future is outstanding,
@@ -36,7 +36,7 @@ class Owner(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """How long a wait for other ranks may take."""
+        """Time for which a wait for other ranks may take."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -128,11 +128,11 @@ class MPIWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         return self.advance()
 
     def is_success(self) -> bool:
-        """Whether the result is in place."""
+        """Returns whether the result is in place."""
         return self._done and self._failure is None
 
     def result(self) -> list[Any]:
@@ -161,7 +161,7 @@ class MPIWork(Work):
             future.set_result(self._result)
 
     def _source_rank(self) -> int:
-        """Who sent what was received from any rank; called by torch after `wait`."""
+        """Returns who sent what was received from any rank; called by torch after `wait`."""
         return int(self._statuses[0].Get_source())
 
     def _failure_of(self, error: Any) -> tuple[type[Exception], str]:

@@ -41,7 +41,7 @@ from shoal_worker.backends.nccl.group import DeviceGroup, DeviceWork, is_refusal
 from shoal_worker.backends.nccl.sharing import check_own_device
 
 CONNECT_LIMIT: Final = timedelta(seconds=60)
-"""How long NCCL may take to connect once all ranks are there; a longer connect_timeout holds
+"""Time for which NCCL may take to connect once all ranks are there; a longer connect_timeout holds
 instead. It takes 2 to 10 s the first time."""
 
 _NUMBERS: Final = itertools.count()
@@ -176,19 +176,20 @@ class NCCLBackend(CommunicationBackend):
         return self._host.process_group
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """See `CommunicationBackend`: over the hosts' own group. A tensor on a device is waited
-        for, and copied there and back."""
+        """Implements `CommunicationBackend.all_reduce_short`: over the hosts' own group. A tensor
+        on a device is waited for, and copied there and back."""
         here = tensor.cpu()
         self._host.all_reduce_short(here)
         if here is not tensor:
             tensor.copy_(here)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """See `CommunicationBackend`: over the hosts' own group."""
+        """Implements `CommunicationBackend.sum_numbers`: over the hosts' own group."""
         return self._host.sum_numbers(values)
 
     def traffic(self) -> dict[str, Traffic]:
-        """See `CommunicationBackend`. Only the hosts' own group tells: NCCL does not."""
+        """Implements `CommunicationBackend.traffic`. Only the hosts' own group tells: NCCL does
+        not."""
         return self._host.traffic()
 
     @override
@@ -209,14 +210,14 @@ class NCCLBackend(CommunicationBackend):
             self._group.settle()
 
     def rest(self) -> None:
-        """See `CommunicationBackend`: an abort has returned, and the device has done all that was
-        queued."""
+        """Implements `CommunicationBackend.rest`: an abort has returned, and the device has done
+        all that was queued."""
         if self._reason is not None:
             self._ending.wait()
 
     def all_leave(self, within: timedelta) -> bool:
-        """See `CommunicationBackend`: by the hosts' own group, once the device is at rest, in this
-        group's parts and elsewhere."""
+        """Implements `CommunicationBackend.all_leave`: by the hosts' own group, once the device is
+        at rest, in this group's parts and elsewhere."""
         deadline = time.monotonic() + within.total_seconds()
         if not self._ending.at_rest(within):
             return False
@@ -227,8 +228,8 @@ class NCCLBackend(CommunicationBackend):
             return False
 
     def finalize(self) -> Callable[[], None]:
-        """See `CommunicationBackend`. The hosts' own group stands meanwhile: a rank may not have
-        heard yet that all leave."""
+        """Implements `CommunicationBackend.finalize`. The hosts' own group stands meanwhile: a rank
+        may not have heard yet that all leave."""
         self._ending.finalize()
         return self._ending.wait
 
@@ -256,7 +257,7 @@ def within(
     *,
     given_up: Callable[[], str | None],
 ) -> dist.ProcessGroup:
-    """What `connect` returns, in a thread of its own.
+    """Returns what `connect` returns, in a thread of its own.
 
     Raises MembershipChanged when it was given up or failed, ConfigurationError where the library
     says that it cannot work, DeadlineError after `limit`, and what else `connect` raises. What it

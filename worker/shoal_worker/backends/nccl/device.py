@@ -60,7 +60,7 @@ QUIET: Final = {
 }
 """Variables that silence warnings about what users cannot change."""
 _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
-"""What torchrun, and `shoal run` for plain scripts, set for all workers."""
+"""Variables that torchrun, and `shoal run` for plain scripts, set for all workers."""
 _NEVER: Final = timedelta(days=3650)
 """A timeout that does not come. torch counts nanoseconds from it, which end after 292 years."""
 _LOOK_S: Final = 0.002
@@ -69,7 +69,7 @@ _SPLITS: Final = (2, 18, 0)
 
 
 class Native(Protocol):
-    """What ends: a ProcessGroupNCCL."""
+    """The native object to be ended: a ProcessGroupNCCL."""
 
     def abort(self) -> None:
         """Ends its kernels, and returns when they have ended. May be called while it connects;
@@ -119,7 +119,7 @@ class Device(Protocol):
 
     @property
     def where(self) -> str:
-        """What messages call it: `cuda:0`."""
+        """Name of the device in messages: `cuda:0`."""
         ...
 
     def identity(self) -> str:
@@ -128,13 +128,13 @@ class Device(Protocol):
 
     @property
     def splits(self) -> bool:
-        """Whether groups are to be split off others, and the library can; the same for all ranks
+        """True if groups are to be split off others, and the library can; the same for all ranks
         with one environment."""
         ...
 
     @property
     def blocks(self) -> bool:
-        """Whether nothing frees `connect` before all ranks have come."""
+        """True if nothing frees `connect` before all ranks have come."""
         ...
 
     def connect(
@@ -161,8 +161,8 @@ class Device(Protocol):
         ...
 
     def has_failed(self, error: RuntimeError) -> bool:
-        """Whether `error` says that the device can do nothing more in this process. Does not
-        block."""
+        """Returns whether `error` says that the device can do nothing more in this process. Does
+        not block."""
         ...
 
 
@@ -187,16 +187,17 @@ class CudaDevice:
 
     @property
     def where(self) -> str:
-        """See `Device`."""
+        """Name of the device in messages; see `Device`."""
         return str(self.device)
 
     def identity(self) -> str:
-        """See `Device`: the UUID that the driver gives it, or its slice."""
+        """Implements `Device.identity`: the UUID that the driver gives it, or its slice."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     @property
     def splits(self) -> bool:
-        """See `Device`. NCCL splits since 2.18, and torch names a private attribute for it."""
+        """True if communicators can be split; see `Device`. NCCL supports it since 2.18, and torch
+        names a private attribute for it."""
         return (
             WorkerSettings().nccl_split
             and self._library().get_runtime_nccl_version() >= _SPLITS
@@ -205,7 +206,7 @@ class CudaDevice:
 
     @property
     def blocks(self) -> bool:
-        """See `Device`."""
+        """True if connecting blocks; see `Device`."""
         return WorkerSettings().nccl_blocking
 
     def connect(
@@ -217,7 +218,7 @@ class CudaDevice:
         life: Life,
         split: Split | None = None,
     ) -> dist.ProcessGroup:
-        """See `Device`."""
+        """Implements `Device.connect`."""
         keep_watchdog_still(timeout)
         deadline = time.monotonic() + timeout.total_seconds()
         library = self._library()
@@ -247,12 +248,12 @@ class CudaDevice:
         return self._grouped(native, store, rank, size)
 
     def synchronize(self) -> None:
-        """See `Device`."""
+        """Implements `Device.synchronize`."""
         torch.cuda.synchronize(self.device)
 
     def has_failed(self, error: RuntimeError) -> bool:
-        """See `Device`. An error that stays is given by every later call; others, as of a kernel
-        that could not be launched, are not."""
+        """Implements `Device.has_failed`. An error that stays is given by every later call; others,
+        as of a kernel that could not be launched, are not."""
         if not isinstance(error, torch.AcceleratorError | dist.DistError):
             # the other: NCCL has met it
             return False

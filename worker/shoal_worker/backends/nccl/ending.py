@@ -45,9 +45,9 @@ from shoal_worker.backends.process_end import end_now
 _log = logging.getLogger(__name__)
 
 LIMIT: Final = timedelta(seconds=30)
-"""How long an abort may take, and the kernels after it."""
+"""Time for which an abort may take, and the kernels after it."""
 FINALIZE_LIMIT: Final = timedelta(seconds=10)
-"""How long a finalization may take once all ranks leave."""
+"""Time for which a finalization may take once all ranks leave."""
 
 
 class Ending:
@@ -65,12 +65,12 @@ class Ending:
         self._device = device
         self._limit_s = limit.total_seconds()
         self._held_s = 0.0
-        """How much longer an abort may take now."""
+        """Additional time that an abort may take now."""
         self._finalize_limit_s = finalize_limit.total_seconds()
         self._end_process = end_process
         self._lock = threading.Lock()
         self._natives: list[Native] = []
-        """What is to be aborted, or finalized. Guarded by the lock, as the next two."""
+        """Groups to be aborted, or finalized. Guarded by the lock, like the next two."""
         self._began = False
         """One of the two has begun, and so the other does not."""
         self._splits = False
@@ -78,7 +78,7 @@ class Ending:
         self._over = threading.Event()
         """Nothing reads or writes the group's memory any more, or the device has failed."""
         self._failure: str | None = None
-        """Why the device cannot be used any more."""
+        """Reason why the device cannot be used any more."""
 
     def splits(self, at_most: timedelta) -> None:
         """Notes that parts are split off the group, until `has_split`.
@@ -171,9 +171,9 @@ class Ending:
         )
 
     def at_rest(self, within: timedelta) -> bool:
-        """Whether the device has done all that was queued on it, by any group, within that time.
-        Only then may a group be finalized: what a kernel waits for that never comes only an abort
-        ends, and no abort can follow a finalization."""
+        """Returns whether the device has done all that was queued on it, by any group, within that
+        time. Only then may a group be finalized: what a kernel waits for that never comes only an
+        abort ends, and no abort can follow a finalization."""
         done = threading.Event()
 
         def look() -> None:

@@ -47,8 +47,8 @@ of its DistBackendError."""
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether `error`, raised where something was asked of the library, says that it cannot work,
-    now or when it is asked again."""
+    """Returns whether `error`, raised where something was asked of the library, says that it cannot
+    work, now or when it is asked again."""
     if isinstance(error, dist.DistError):
         return any(name in str(error) for name in _REFUSALS)
     return True
@@ -93,7 +93,7 @@ class DeviceWork(Work):
 
     @property
     def ended(self) -> bool:
-        """Whether the kernel has run or failed, or the group is over. Any thread."""
+        """True if the kernel has run or failed, or the group is over. Any thread."""
         try:
             return self._group.ending.has_ended(self._native)
         except RuntimeError:  # whoever waits for it is told
@@ -118,7 +118,7 @@ class DeviceWork(Work):
             self._group.lost(self._name, error)
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, soon."""
+        """Returns whether `wait` would return, or raise, soon."""
         return self._group.reason is not None or self._has_ended()
 
     def synchronize(self) -> None:
@@ -135,7 +135,7 @@ class DeviceWork(Work):
         return self._native.get_future()
 
     def source_rank(self) -> int:
-        """Who sent what `recv_anysource` received."""
+        """Returns who sent what `recv_anysource` received."""
         return int(self._native._source_rank())
 
     _source_rank = source_rank
@@ -194,7 +194,7 @@ class SparseWork(Work):
         return True
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, soon."""
+        """Returns whether `wait` would return, or raise, soon."""
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> Any:
@@ -225,13 +225,13 @@ class DeviceGroup(ForwardingGroup):
         self.waits = waits or Waits()
         self.timeout = timeout
         self.reason: str | None = None
-        """Why the group is over; None: it is not."""
+        """Reason why the group is over; None: it is not."""
         self._native: dist.ProcessGroup | None = native
         self._device = device
         self.ending: Final = ending
         self._ended = ended
         self.ordered: Final = OrderedWorks(timeout, self.overdue)
-        """What streams wait for, and the host has not waited for yet."""
+        """Works for which streams wait, and for which the host has not waited yet."""
 
     def abort(self, reason: str = "the process group was aborted") -> None:
         """Ends what is pending and refuses what comes, with GroupEndedError(reason). The first

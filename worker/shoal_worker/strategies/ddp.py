@@ -37,9 +37,9 @@ class DDPModel(ShardedModel):
     )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes inside only add to this rank's gradients, as with torch's DDP; the next
-        one outside reduces what has been added up. What no later pass has reduced,
-        `optimizer.step()` does."""
+        """Backward passes within the context only accumulate this rank's gradients, as with torch's
+        DDP; the next one outside reduces the accumulated gradients. `optimizer.step()` reduces
+        gradients that no later pass has reduced."""
         return cast(ReplicatedEngine, self.engine).no_sync()
 
 

@@ -1,10 +1,10 @@
-"""A whole fit in one call: `optimizer.optimize(OptimizationInputData(...))`, with validation and
+"""A complete fit in one call: `optimizer.optimize(OptimizationInputData(...))`, with validation and
 early stopping, under every strategy.
 
 It is the loop that a user would write, from the same parts: `ElasticDataLoader`, `train_step`,
-`evaluate`. So it survives faults as that loop does, and pipelines work, too. What it has found so
-far is registered state: joiners get it, checkpoints have it. It saves no checkpoints by itself, and
-keeps no copy of the best model: `on_epoch` is the place for either.
+`evaluate`. It therefore survives faults like that loop, and supports pipelines. Its results so far
+are registered state: joiners receive them, and checkpoints contain them. It saves no checkpoints by
+itself, and keeps no copy of the best model: use `on_epoch` for either.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 class Optimizer(Protocol):
-    """What a fit asks of an optimizer: see `ShardedOptimizer`."""
+    """The part of `ShardedOptimizer` that a fit needs."""
 
     def step(self) -> StepStatus: ...
     def zero_grad(self) -> None: ...
@@ -43,58 +43,59 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """What came of one epoch; the same on all ranks (of `async_sgd`: this rank's own)."""
+    """Results of one epoch; the same on all ranks (with `async_sgd`: this rank's own)."""
 
     epoch: int
-    """From 0."""
+    """Epoch number, from 0."""
     training_loss: float
-    """Mean over the samples of the epoch that a rank still there knows of, each when its step was
-    taken; NaN if there are none.
+    """Mean over the epoch's samples known to the remaining ranks, each at the time of its step; NaN
+    if there are none.
 
-    Left out are: samples of ranks that have gone since, and those trained on before a resume. Steps
-    that were undone by going back to a checkpoint count beside those that took their place."""
+    Excludes samples of ranks that have left since, and those trained on before a resume. Steps that
+    were undone by returning to a checkpoint count beside the repeated ones.
+    """
     metric: float
     """Mean over the validation samples after the epoch; without any, `training_loss`."""
     improved: bool
-    """It is the best so far, by more than `min_delta`."""
+    """True if it is the best so far, by more than `min_delta`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationInputData:
-    """What `optimize` fits to, and for how long.
+    """Data, duration and settings of a fit.
 
     Raises:
-        ConfigurationError: values that cannot work, or contradict each other.
+        ConfigurationError: invalid or contradictory values.
     """
 
     training: Any
     """A map-style dataset of (inputs, targets) pairs, or a pair of tensors."""
     validation: Any = None
-    """Validation data, in one of the forms of `training`; None: the training loss decides."""
+    """Validation data, in one of the forms of `training`; None: the training loss is used."""
     loss_fn: Loss | None = None
     """None: the output's `.loss`."""
     metric_fn: Loss | None = None
-    """What is measured on the validation samples; None: `loss_fn`."""
+    """Metric on the validation samples; None: `loss_fn`."""
     epochs: int
-    """At most; >= 1."""
+    """Maximum number of epochs; >= 1."""
     global_batch_size: int
     """Samples in a step over all ranks; with `async_sgd`, in a push. The last step of an epoch may
     have fewer."""
     micro_batch_size: int | None = None
     """Samples in a micro-batch: see `ElasticDataLoader`. None: a step is one batch per rank."""
     seed: int = 0
-    """What the order of the samples follows from."""
+    """Seed of the order of the samples."""
     max_norm: float | None = None
-    """Gradients are clipped to this norm; None: they are not."""
+    """Norm to which gradients are clipped; None: no clipping."""
     scheduler: Any = None
-    """A learning-rate scheduler on the optimizer, not registered, stepped after each committed
-    step; None: the rate stays."""
+    """A learning-rate scheduler for the optimizer, not registered, stepped after each committed
+    step; None: constant rate."""
     patience: int | None = None
-    """Stop when the metric has not improved in so many epochs; None: never early."""
+    """Stop if the metric has not improved in this number of epochs; None: never early."""
     min_delta: float = 0.0
-    """A smaller gain is none; >= 0."""
+    """Smallest improvement that counts; >= 0."""
     mode: str = "min"
-    """Whether the metric is to fall ("min") or to rise ("max")."""
+    """Direction in which the metric should change: decrease ("min") or increase ("max")."""
     on_epoch: Callable[[EpochRecord], object] | None = None
     """Called after each epoch on every rank, between steps: it may save, report or evaluate, on all
     ranks alike."""
@@ -131,24 +132,25 @@ class OptimizationInputData:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationResult:
-    """What `optimize` has done; the same on all ranks (of `async_sgd`: this rank's own)."""
+    """Results of `optimize`; the same on all ranks (with `async_sgd`: this rank's own)."""
 
     best_metric: float
-    """NaN if no epoch gave one."""
+    """Best metric; NaN if no epoch gave one."""
     best_epoch: int | None
     history: tuple[EpochRecord, ...]
-    """By epoch; also those before a resume, or before this rank joined."""
+    """Records by epoch, including those before a resume or before this rank joined."""
     stopped_early: bool
-    """For want of improvement; False: after the last epoch, or because the job was stopped."""
+    """True if it stopped for lack of improvement, and not after the last epoch or because the job
+    was stopped."""
     steps: int
-    """Optimizer steps of the fit, committed; with `async_sgd`, this rank's."""
+    """Number of committed optimizer steps of the fit; with `async_sgd`, this rank's."""
     samples: int
-    """Samples of all ranks that counted, over all epochs; each counts once an epoch."""
+    """Number of committed samples of all ranks, over all epochs; each counts once per epoch."""
 
 
 @dataclass
 class _Progress:
-    """What the fit has found so far: registered state."""
+    """Progress of the fit, as registered state."""
 
     mode: str
     min_delta: float
@@ -189,7 +191,7 @@ class _Progress:
 def fit(
     session: Session, model: ShardedModel, optimizer: Optimizer, data: OptimizationInputData
 ) -> OptimizationResult:
-    """See `ShardedOptimizer.optimize`."""
+    """Implements `ShardedOptimizer.optimize`."""
     if not isinstance(data, OptimizationInputData):
         raise ConfigurationError(
             f"optimize({type(data).__name__}): expected a shoal.OptimizationInputData"
@@ -250,13 +252,14 @@ def _epoch(
     data: OptimizationInputData,
     loader: ElasticDataLoader,
 ) -> tuple[float, float]:
-    """Trains on what is left of the loader's epoch; this rank's summed loss and samples."""
+    """Trains on the rest of the loader's epoch; returns this rank's summed loss and number of
+    samples."""
     total, samples = 0.0, 0.0
     for step in _steps(loader, in_micro_batches=data.micro_batch_size is not None):
         loss_sum, count = 0.0, 0.0
         for inputs, targets in step:
-            # Samples of the batch. A rank without any in a short step is handed a stand-in, which
-            # weighs nothing.
+            # Samples of the batch. A rank without any in an incomplete step gets a stand-in, which
+            # has no weight.
             weight = (session.step.micro_batch if session.step is not None else None) or 0.0
             loss = float(model.train_step(inputs, targets, data.loss_fn))
             loss_sum, count = loss_sum + loss * weight, count + weight
@@ -271,7 +274,7 @@ def _epoch(
 
 
 def _steps(loader: ElasticDataLoader, *, in_micro_batches: bool) -> Iterator[Any]:
-    """The batches of each step."""
+    """Yields the batches of each step."""
     if in_micro_batches:
         yield from loader.steps()
     else:
@@ -280,7 +283,7 @@ def _steps(loader: ElasticDataLoader, *, in_micro_batches: bool) -> Iterator[Any
 
 
 def _mean(session: Session, sums: tuple[float, float]) -> float:
-    """The mean loss over all ranks' samples; an operation."""
+    """Returns the mean loss over all ranks' samples; an operation."""
 
     def body(channel: Channel) -> list[float]:
         everyones = [json.loads(each) for each in channel.exchange(json.dumps(sums).encode())]
@@ -310,8 +313,8 @@ def _validate(
 
 
 class _Counted:
-    """Batches, each with its number of samples: inputs and targets may be of any structure, and do
-    not tell."""
+    """Batches with their numbers of samples, which cannot be determined from inputs and targets of
+    arbitrary structure."""
 
     def __init__(self, batches: EvaluationBatches) -> None:
         self._batches = batches
@@ -321,7 +324,7 @@ class _Counted:
         return len(self._batches)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """See `elastic.evaluation.Batches`."""
+        """Implements `elastic.evaluation.Batches.read`."""
         return (
             (number, (self._batches.samples(number), batch))
             for number, batch in self._batches.read(numbers)

@@ -1,7 +1,7 @@
-"""Fully sharded data parallelism: parameters, gradients and optimizer state are cut over the ranks,
-block by block.
+"""Fully sharded data parallelism: parameters, gradients and optimizer state are sharded over the
+ranks, block by block.
 
-What zero3 does, under the name and with the options that users of torch's FSDP know
+Equivalent to zero3, under the name and with the options that users of torch's FSDP know
 (`shard_modules`). Per rank: (P+G+O)/N bytes and the largest blocks, two at a time; 3P(N-1)/N bytes
 sent per step. (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.)
 """
@@ -18,7 +18,7 @@ from shoal_worker.strategies.zero3 import ZeRO3Model
 
 
 class FSDPModel(ShardedModel):
-    """Parameters, gradients and optimizer state are cut over the ranks."""
+    """Parameters, gradients and optimizer state are sharded over the ranks."""
 
     declaration: ClassVar[Strategy] = dataclasses.replace(ZeRO3Model.declaration, name="fsdp")
 

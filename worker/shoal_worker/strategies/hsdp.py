@@ -1,13 +1,13 @@
-"""Hybrid sharding: replicas of a host's size, each of which cuts parameters, gradients and
+"""Hybrid sharding: replicas of a host's size, each of which shards parameters, gradients and
 optimizer state over its ranks as zero3 does.
 
 Per rank, with S ranks in a replica and R replicas: (P+G+O)/S bytes and the largest blocks, two at a
 time. Sent per step: 3P(S-1)/S within the replica, where links are fast, and 2(P/S)(R-1)/R between
 replicas. (Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.2.2.)
 
-A shard's copies in the other replicas are what mirrors are elsewhere: they get the same sums and
-make the same updates. So nothing is sent for the sake of faults, unless there is one replica alone:
-that one mirrors its shards, and is zero3.
+A shard's copies in the other replicas serve as mirrors: they receive the same sums and make the
+same updates. Fault tolerance therefore needs no additional traffic, unless there is only one
+replica: that one mirrors its shards, like zero3.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ def _engine(setup: Setup) -> ShardedEngine:
 
 
 class HSDPModel(ShardedModel):
-    """Parameters, gradients and optimizer state are cut over the ranks of a replica, and there are
-    several.
+    """Parameters, gradients and optimizer state are sharded over the ranks of a replica, of which
+    there are several.
 
-    `shard_size`: ranks in a replica. None: as many as the largest host has. Where it does not
-    divide the number of ranks, after a death say, replicas have the next larger number of ranks
+    `shard_size`: ranks in a replica. None: as many as the largest host has. If it does not divide
+    the number of ranks, for example after a death, replicas have the next larger number of ranks
     that does.
     """
 

@@ -1,7 +1,7 @@
-"""Pipeline x tensor x data: replicas of the model, each cut into pipeline stages whose layers are
+"""Pipeline x tensor x data: replicas of the model, each divided into pipeline stages with layers
 split over ranks.
 
-Memory and bytes are the product and the sum of the three: docs/strategies/hybrid.md.
+Memory is the product and traffic the sum of the three: docs/strategies/hybrid.md.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 def _sharding(setup: Setup, stage: Stage | None, *, pipelined: bool) -> Sharding | None:
-    """What the data axis cuts."""
+    """Returns the sharding along the data axis."""
     if stage is None:
         return None
     config, blocks = setup.config, None
@@ -119,12 +119,12 @@ def _sharding(setup: Setup, stage: Stage | None, *, pipelined: bool) -> Sharding
 
 class HybridShardedModel(ShardedModel):
     """`pipeline_parallel_size` x `tensor_parallel_size` ranks hold a replica; `data_parallel_size`:
-    the most; -1: as many as there can be.
+    maximum number of replicas; -1: as many as possible.
 
-    `data_parallel_strategy`: "ddp", replicas hold their own gradients and optimizer state; "zero1",
-    each holds a share of the optimizer state; "zero2", and of the summed gradients; "fsdp", and of
-    the parameters, which are gathered for the passes: block by block, or in a pipeline all of a
-    rank's stages. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
+    `data_parallel_strategy`: "ddp": each replica holds its own gradients and optimizer state;
+    "zero1" shards the optimizer state over the replicas; "zero2" also the summed gradients; "fsdp"
+    also the parameters, which are gathered for the passes: block by block, or in a pipeline all of
+    a rank's stages. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
     """
 
     declaration: ClassVar[Strategy] = Strategy(
@@ -141,4 +141,4 @@ class HybridShardedModel(ShardedModel):
 
 
 class HybridShardedOptimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on what this rank holds of its replica."""
+    """The user's optimizer, stepped on this rank's part of its replica."""

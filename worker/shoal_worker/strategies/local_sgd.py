@@ -1,9 +1,9 @@
 """Local SGD: every rank trains its own replica on its own samples, and the ranks average their
 parameters every `sync_every` steps.
 
-Cost per rank: as ddp, and a copy of parameters and optimizer state while a round lasts; 2P(N-1)/(N
-k) bytes sent per step when the ranks meet every k steps. It is no exact substitute for ddp: with k
-= 1 and plain SGD it gives the same parameters, else others. (Stich, "Local SGD Converges Fast and
+Cost per rank: that of ddp, and a copy of parameters and optimizer state during a round; 2P(N-1)/(N
+k) bytes sent per step if the ranks average every k steps. It is not an exact substitute for ddp:
+the parameters are the same only with k = 1 and plain SGD. (Stich, "Local SGD Converges Fast and
 Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017,
 algorithm 1.)
 """
@@ -22,7 +22,7 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
 class LocalSGDModel(ShardedModel):
-    """A replica of the whole model on every rank, trained on its own between averages."""
+    """A replica of the whole model on every rank, trained separately between averages."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="local_sgd",
@@ -40,7 +40,7 @@ class LocalSGDModel(ShardedModel):
 
     @property
     def steps_in_round(self) -> int:
-        """Steps since the last average; 0: all ranks hold the same parameters."""
+        """Number of steps since the last average; 0: all ranks hold the same parameters."""
         return cast(LocalSGDEngine, self.engine).steps_in_round
 
     def no_sync(self) -> AbstractContextManager[None]:
@@ -50,5 +50,5 @@ class LocalSGDModel(ShardedModel):
 
 class LocalSGDOptimizer(ShardedOptimizer):
     """The user's optimizer, stepped on every rank with that rank's own gradients. The last step of
-    a round averages parameters, and gives LOST if that failed: then the round is done again from
+    a round averages parameters, and returns LOST if that failed: the round is then repeated from
     its start."""

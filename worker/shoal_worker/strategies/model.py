@@ -1,4 +1,4 @@
-"""`ShardedModel`: the model that users hold, under every strategy. What it does, its engine does
+"""`ShardedModel`: the user's model under every strategy. Its engine does the work
 (`engine/base.py`)."""
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from shoal_worker.strategies.declaration import Strategy
 class ShardedModel(nn.Module):
     """A model that several ranks train together.
 
-    `model.module` is the user's own, and stays what it is; attributes that this class lacks are
-    looked up there: a `config`, say, as the models of transformers have one. How it is sharded is
-    in `model.sharding_config`.
+    `model.module` is the user's own module and is not replaced; attributes that this class lacks
+    are looked up there, such as the `config` of transformers models. `model.sharding_config`
+    describes the sharding.
     """
 
     declaration: ClassVar[Strategy]
-    """What the strategy is: its engine, its options, its costs."""
+    """The strategy's declaration: its engine, its options, its costs."""
     strategy: ClassVar[str]
     """Name of the strategy."""
 
@@ -57,14 +57,15 @@ class ShardedModel(nn.Module):
         among: ModelSession | None = None,
         **options: Any,
     ) -> None:
-        """`backend`: None chooses by the session's device. `among`: the session of this model where
-        it is one of several; None: it is alone. `options`: those that the strategy declares.
+        """Creates the model of `session`. `backend`: None chooses by the session's device. `among`:
+        the session of this model if it is one of several; None: it is the only one. `options`:
+        those that the strategy declares.
 
         Raises:
-            ConfigurationError: the strategy cannot train it so.
+            ConfigurationError: the strategy cannot train it in this way.
         """
         super().__init__()
-        # What torch.compile gave is called, but state is named as in the user's own module.
+        # The result of torch.compile is called, but state is named as in the user's own module.
         self._call: Callable[..., Any] = module.__call__
         self.module = getattr(module, "_orig_mod", module)
         self.sharding_config = config
@@ -75,7 +76,7 @@ class ShardedModel(nn.Module):
         self._forward_methods: set[str] = set()
         """Names of methods that are passes: see `register_forward_method`."""
         if session.device.type == "cuda":
-            # NCCL binds groups to it, and ranks of one host must not share one
+            # NCCL binds groups to the current device, and ranks of one host must not share one
             torch.cuda.set_device(session.device)
         checkpoint_activations(self.module, config.activation_checkpointing)
         self.on_before_initialize_sharding()
@@ -83,18 +84,18 @@ class ShardedModel(nn.Module):
 
     @property
     def is_one_of_several(self) -> bool:
-        """Others are trained in the same loop."""
+        """True if other models are trained in the same loop."""
         return self._among is not None
 
     def on_before_initialize_sharding(self) -> None:
         """Hook for subclasses: called once, before anything is sharded. `self.module` and
-        `self.sharding_config` are there, and may be changed; what an engine does (`state_dict`,
-        `to`, `full_state_dict`, ...) is not."""
+        `self.sharding_config` exist and may be changed; the engine's operations (`state_dict`,
+        `to`, `full_state_dict`, ...) are not available."""
 
     def initialize_sharding(self) -> None:
         """Makes the engine, which lays the module out over the ranks. Called once, by the
         constructor."""
-        # else the memory of a model that nobody needs any more would wait for Python's collector
+        # otherwise the memory of an unused model would be freed only by Python's collector
         itself = weakref.ref(self)
 
         def call_model(*args: Any, **kwargs: Any) -> Any:
@@ -123,8 +124,7 @@ class ShardedModel(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises PreconditionError: another module, after the engine has taken over the one that
-        was given."""
+        """Raises PreconditionError if the module is replaced after the engine has taken it over."""
         if name == "module" and "engine" in self.__dict__:
             raise PreconditionError(
                 "model.module was replaced: what is trained is the module that as_distributed was "
@@ -146,24 +146,24 @@ class ShardedModel(nn.Module):
     # ------------------------------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; in training its backward pass reduces the gradients, where the
-        strategy does."""
+        """Runs the module's forward pass; in training its backward pass reduces the gradients, if
+        the strategy does so."""
         return self._through(
             self.engine.forward_frozen if self._is_frozen else self.engine.forward, *args, **kwargs
         )
 
     @property
     def _is_frozen(self) -> bool:
-        """It is one of several models, and a pass of another goes through it."""
+        """True if this is one of several models and part of another's pass."""
         return self._among is not None and self._among.frozen and torch.is_grad_enabled()
 
     def register_forward_method(self, name: str) -> None:
-        """Makes `model.NAME(...)` a pass like `model(...)`, for a method of the module that
-        computes with parameters and is not called by `forward`: an `encode` or a `loss`. Every rank
-        calls this once, behind `as_distributed`, and then `model.NAME(...)` in place of
+        """Makes `model.NAME(...)` a pass like `model(...)`, for a method of the module that uses
+        parameters and is not called by `forward`, such as `encode` or `loss`. Every rank calls this
+        once, after `as_distributed`, and then uses `model.NAME(...)` instead of
         `model.module.NAME(...)`. Required under `zero3`, `fsdp` and `hsdp`, where a rank has the
-        parameters in passes only; the forward hooks of the module itself do not run. (FSDP2 has
-        `register_fsdp_forward_method` for the same.)
+        parameters only in passes; the forward hooks of the module itself are not run. (FSDP2 has
+        `register_fsdp_forward_method` for the same purpose.)
 
         Raises:
             ConfigurationError: the module has no such method, the model has one of that name, or
@@ -185,7 +185,7 @@ class ShardedModel(nn.Module):
         self._forward_methods.add(name)
 
     def _through(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """A pass. `call`: the engine's."""
+        """Runs a pass. `call`: the engine's."""
         if self.training and torch.is_grad_enabled():
             self._session.note_inputs(args, kwargs)
         else:
@@ -196,16 +196,16 @@ class ShardedModel(nn.Module):
         return output
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
-        """Compiles the module's forward pass in place, as `torch.nn.Module.compile` does with what
-        it is given. `torch.compile(model)` gives a model that computes the same; either leaves
-        Shoal's own code as it is."""
+        """Compiles the module's forward pass in place, like `torch.nn.Module.compile`.
+        `torch.compile(model)` returns a model that computes the same; neither compiles Shoal's own
+        code."""
         self.module.compile(*args, **kwargs)
 
     def train_step(
         self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None
     ) -> torch.Tensor:
-        """Forward, loss, backward and synchronization. Returns the loss averaged over the whole
-        batch, the same on every rank.
+        """Runs forward, loss, backward and synchronization. Returns the loss averaged over the
+        whole batch, the same on every rank.
 
         A mapping as `inputs` becomes keyword arguments, a tuple positional ones. Without `loss_fn`
         the output's `.loss` is used. In `loader.steps()` the batch is a micro-batch, and the loss
@@ -216,35 +216,35 @@ class ShardedModel(nn.Module):
         return self.engine.train_step(inputs, targets, loss_fn)
 
     def predict(self, inputs: Any) -> Any:
-        """The forward pass in evaluation mode, without gradients; each module's mode is put back
-        afterwards. All ranks of a replica call it, with the same inputs, and get the same
+        """Runs the forward pass in evaluation mode, without gradients; each module's mode is
+        restored afterwards. All ranks of a replica call it with the same inputs and get the same
         outputs."""
         self._session.note_evaluated(inputs)
         return self.engine.predict(inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's own `generate`: transformers' models have one. With `tensor` all ranks of a
-        replica call it, with the same inputs, and get the same tokens, sampled ones too. Outside of
-        `shoal.evaluate` a death meanwhile ends the scripts of the other ranks.
+        """Runs the module's own `generate`, as transformers models have. With `tensor` all ranks of
+        a replica call it with the same inputs and get the same tokens, including sampled ones.
+        Outside of `shoal.evaluate` a death meanwhile ends the scripts of the other ranks.
 
         Raises:
             AttributeError: the module has none.
-            PreconditionError: parameters come together for one pass at a time, and ranks whose
-                texts end earlier would leave the others waiting: `model.clone().generate(...)`,
-                called on every rank, generates with a copy.
+            PreconditionError: parameters are gathered for one pass at a time, and ranks whose texts
+                end earlier would leave the others waiting: `model.clone().generate(...)`, called on
+                every rank, generates with a copy.
         """
         return self.engine.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
-        """Put around a loss that is computed outside of a model made with `loss_parallel=True`: its
-        logits are split over the vocabulary. `train_step` does it itself; without that option it
-        does nothing."""
+        """Encloses a loss that is computed outside of a model with `loss_parallel=True`, whose
+        logits are split over the vocabulary. `train_step` does this itself; without that option it
+        has no effect."""
         return self.engine.loss_parallel()
 
     def synchronize_gradients(self) -> None:
-        """Sums the gradients over the ranks, where that does not happen by itself during the
-        backward pass: with `auto_sync_gradients=False`. What was reduced before is not reduced
-        again."""
+        """Sums the gradients over the ranks if that does not happen automatically during the
+        backward pass, with `auto_sync_gradients=False`. Gradients that were already reduced are not
+        reduced again."""
         self.engine.synchronize_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -252,25 +252,25 @@ class ShardedModel(nn.Module):
         self.engine.zero_grad(lambda: super(ShardedModel, self).zero_grad(set_to_none))
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
-        """The gradients by parameter name, as they are now: of `local_shard`, where gradients are
-        cut over the ranks. Parameters without one are left out."""
+        """Returns the current gradients by parameter name: of `local_shard`, if gradients are
+        sharded over the ranks. Parameters without a gradient are left out."""
         return self.engine.get_gradients()
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
         """Replaces gradients by name.
 
         Raises:
-            ConfigurationError: an unknown name or another shape, or gradients are cut over the
+            ConfigurationError: an unknown name or another shape, or gradients are sharded over the
                 ranks; nothing is changed.
         """
         self.engine.set_gradients(gradients)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their norm over all parameters of all ranks is at most
-        `max_norm`; returns the norm before.
+        `max_norm`; returns the previous norm.
 
         Raises:
-            ConfigurationError: another norm than the Euclidean one, where gradients are cut over
+            ConfigurationError: a norm other than the Euclidean one, if gradients are sharded over
                 the ranks.
         """
         return self.engine.clip_grad_norm_(max_norm, norm_type)
@@ -279,21 +279,21 @@ class ShardedModel(nn.Module):
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """What this rank holds of the parameters, by the parameters' names."""
+        """This rank's part of the parameters, by the parameters' names."""
         return self.engine.local_shard
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Copies of the whole parameters on every rank, by the original module's names. Every rank
-        calls it."""
+        """Returns copies of the whole parameters on every rank, by the original module's names.
+        Every rank calls it."""
         return self.engine.gather_full_parameters()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Copies of parameters and buffers under the original module's names; with `rank0_only`
-        empty on other ranks. Every rank calls it."""
+        """Returns copies of parameters and buffers under the original module's names; with
+        `rank0_only` empty on other ranks. Every rank calls it."""
         return self.engine.full_state_dict(rank0_only=rank0_only)
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Takes over what `full_state_dict` of any strategy gave, the same on every rank.
+        """Loads a result of `full_state_dict` of any strategy, the same on every rank.
 
         Raises:
             CorruptDataError: names or shapes are not the model's; nothing is changed.
@@ -303,19 +303,19 @@ class ShardedModel(nn.Module):
     def with_parameters(
         self, parameters: torch.Tensor | Mapping[str, torch.Tensor]
     ) -> ShardedModel:
-        """This model with other values: a flat vector of all parameters in order, or a dict by
-        name. Returns self. Every rank calls it, with the same values.
+        """Sets the model's values from a flat vector of all parameters in order, or from a dict by
+        name. Returns self. Every rank calls it with the same values.
 
         Raises:
-            ConfigurationError: a name, a shape or the number of elements does not fit, or ranks
+            ConfigurationError: a name, a shape or the number of elements does not match, or ranks
                 differ; nothing is changed.
         """
         self.engine.use_parameters(parameters)
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's own, where this rank has all values. Raises PreconditionError where it has
-        not."""
+        """Returns torch's own state dict if this rank has all values. Raises PreconditionError
+        otherwise."""
         self.engine.check_values_here(
             "state_dict()",
             "model.full_state_dict() gives the whole, under the original module's names",
@@ -323,8 +323,8 @@ class ShardedModel(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """torch's own, where this rank has all values; every rank loads the same. Raises
-        PreconditionError where it has not."""
+        """Loads torch's own state dict if this rank has all values; every rank loads the same.
+        Raises PreconditionError otherwise."""
         self.engine.check_values_here(
             "load_state_dict()",
             "model.load_full(state) takes what model.full_state_dict() gave, and "
@@ -333,16 +333,16 @@ class ShardedModel(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """What `to`, `half`, `float`, `cuda` and the like come down to. Raises PreconditionError
-        where the layout over ranks is fixed."""
+        """Implements `to`, `half`, `float`, `cuda` and the like. Raises PreconditionError if the
+        layout over ranks is fixed."""
         if not self.engine.check_conversion(fn):
             return self
         # torch's is untyped
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def clone(self) -> nn.Module:
-        """A copy of the whole model as it is now, to keep, evaluate or save. It takes no part in
-        training. Every rank calls it."""
+        """Returns a copy of the whole model in its current state, to keep, evaluate or save. It
+        takes no part in training. Every rank calls it."""
         return self.engine.clone(
             lambda module: type(self)(
                 module,
@@ -354,12 +354,12 @@ class ShardedModel(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """A clone: what AveragedModel and other keepers of moving averages ask for. Every rank
-        calls it."""
+        """Returns a clone, which AveragedModel and other moving averages request. Every rank calls
+        it."""
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: what pickle would write is this rank's process as well.
+        """Refuses pickling, which would include this rank's process.
 
         Raises:
             PreconditionError: always.
@@ -381,7 +381,7 @@ class ShardedModel(nn.Module):
         return dump_tensors(tensors, {**self.get_model_metadata(), "structure": structure})
 
     def deserialize(self, data: bytes) -> None:
-        """Loads what `serialize` of any strategy gave. Every rank calls it, with the same bytes.
+        """Loads a result of `serialize` of any strategy. Every rank calls it with the same bytes.
 
         Raises:
             CorruptDataError: damaged, foreign or newer, or not of this model; nothing is changed.
@@ -391,7 +391,7 @@ class ShardedModel(nn.Module):
 
     def save_model(self, path: str | Path) -> None:
         """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every
-        rank calls it; when it returns, the file is there.
+        rank calls it; when it returns, the file exists.
 
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): on all ranks: the first one cannot write it.
@@ -412,12 +412,11 @@ class ShardedModel(nn.Module):
             raise UnavailableError(refused, reason="FILE_NOT_WRITTEN")
 
     def load_model(self, path: str | Path) -> None:
-        """Reads a file of `save_model`, which every rank must see. Raises what `deserialize`
-        raises."""
+        """Reads a file of `save_model`, which every rank must see. Raises as `deserialize`."""
         self.load_full(self.engine.agreed("load_model", lambda: _loaded(*read_tensors(Path(path)))))
 
     def get_model_metadata(self) -> dict[str, Any]:
-        """What the model is and how it is laid out; JSON-able."""
+        """Returns a JSON-able description of the model and its layout."""
         whole, layout = self.engine.whole_parameters(), self.engine.layout()
         return {
             "strategy": self.strategy,
@@ -433,7 +432,7 @@ class ShardedModel(nn.Module):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Which replica of the model this rank belongs to."""
+        """Index of the replica to which this rank belongs."""
         return self.engine.data_parallel_rank
 
     @property
@@ -443,7 +442,7 @@ class ShardedModel(nn.Module):
 
 
 def _loaded(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The state that a file of `serialize` holds; one of an earlier release has tensors alone."""
+    """Returns the state in a file of `serialize`; one of an earlier release has only tensors."""
     state: Mapping[str, Any] = (
         unflatten(metadata["structure"], tensors) if "structure" in metadata else tensors
     )

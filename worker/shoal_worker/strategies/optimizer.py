@@ -1,5 +1,5 @@
-"""`ShardedOptimizer`: the optimizer that users hold, under every strategy. What a step does is its
-engine's (`engine/base.py`)."""
+"""`ShardedOptimizer`: the user's optimizer under every strategy. Its engine performs the steps
+(`engine/base.py`)."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from shoal_worker.torch_internals import _global_optimizer_post_hooks, _global_o
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Torch calls it before any of its optimizers steps. Raises ConfigurationError if that is a
-    second one of the run's model."""
+    """Called by torch before any of its optimizers steps. Raises ConfigurationError if it is
+    another optimizer of the run's model."""
     session = find_session()
     if session is not None:
         session.registered.check_alone(optimizer)
@@ -50,18 +50,18 @@ def _global_hook() -> str:
 
 
 MembershipCallback = Callable[[Placement, Placement], object]
-"""Called with where this process stood, and where it stands now."""
+"""Called with the previous and the current placement of this process."""
 
 
 class ShardedOptimizer(ForwardingOptimizer):
-    """The optimizer that goes with a `ShardedModel`, and goes on with other ranks when some die,
+    """The optimizer of a `ShardedModel`, which continues with the remaining ranks when some die,
     leave or join.
 
-    It shares settings and state with the user's optimizer, so that schedulers and code that looks
-    into them work on either; the parameters in its groups are the model's own. Nothing has to be
-    done about other ranks: the global batch stays what it is, so learning rate and schedule do,
-    too, and steps that a fault made void are taken again. `on_membership_change` is for what lies
-    outside of training: logging, the number of data workers, a cost account.
+    It shares settings and state with the user's optimizer, so that schedulers and code that
+    inspects them work on either; the parameters in its groups are the model's own. Changes of
+    membership need no handling: the global batch stays the same, so learning rate and schedule do
+    too, and steps invalidated by a fault are repeated. `on_membership_change` is for uses outside
+    of training: logging, the number of data workers, cost accounting.
     """
 
     # GradScaler then hands over its scale and its finding instead of skipping step()
@@ -70,7 +70,7 @@ class ShardedOptimizer(ForwardingOptimizer):
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: ShardedModel, session: Session
     ) -> None:
-        """`as_distributed` makes it."""
+        """Created by `as_distributed`."""
         super().__init__(optimizer)
         self._model = model
         self._engine = model.engine
@@ -88,8 +88,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._refuse_step_hooks()
 
     def __getattr__(self, name: str) -> Any:
-        """What this class lacks is the optimizer's; of its own methods those that would change
-        parameters of which it has parts raise."""
+        """Returns missing attributes from the wrapped optimizer; its methods that would change
+        parameters of which it has only parts raise."""
         value = super().__getattr__(name)
         own = (
             inspect.ismethod(value)
@@ -120,8 +120,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def _refuse_step_hooks(self, registered: str | None = None) -> None:
-        """Raises ConfigurationError: the optimizer has a step hook, or is to get one, and it would
-        see parts."""
+        """Raises ConfigurationError if the optimizer has, or would get, a step hook that would see
+        only parts of parameters."""
         own = self.optimizer
         if not self._engine.updates_parts:
             return
@@ -140,20 +140,20 @@ class ShardedOptimizer(ForwardingOptimizer):
             )
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """See `torch.optim.Optimizer`. Raises ConfigurationError where the optimizer does not
+        """Extends `torch.optim.Optimizer`. Raises ConfigurationError if the optimizer does not
         update whole parameters."""
         self._refuse_step_hooks("register_step_pre_hook")
         return super().register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """See `torch.optim.Optimizer`. Raises ConfigurationError where the optimizer does not
+        """Extends `torch.optim.Optimizer`. Raises ConfigurationError if the optimizer does not
         update whole parameters."""
         self._refuse_step_hooks("register_step_post_hook")
         return super().register_step_post_hook(hook)
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
         # torch's returns the closure's loss
-        """Applies the step that the backward pass prepared, on all ranks or on none; see
+        """Applies the step prepared by the backward pass, on all ranks or on none; see
         `StepStatus`.
 
         Raises:
@@ -183,8 +183,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         return status
 
     def _update(self) -> None:
-        """The step counts: updates the parameters. What a GradScaler found it has left on this
-        optimizer, on every rank alike."""
+        """Updates the parameters in a committed step. The result of a GradScaler's check was stored
+        on this optimizer, on every rank alike."""
         found_inf = self._set_by_scaler("found_inf")
         usable = found_inf is None or not float(found_inf) > 0
         grad_scale = self._set_by_scaler("grad_scale")
@@ -195,15 +195,15 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._engine.step_optimizer(usable=usable)
 
     def _set_by_scaler(self, name: str) -> torch.Tensor | None:
-        """What a GradScaler left here for its step. (A `getattr` of what is not there costs as much
-        as a small kernel.)"""
+        """Returns an attribute set by a GradScaler for its step. (A `getattr` of a missing
+        attribute costs as much as a small kernel.)"""
         return self.__dict__.get(name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The settings of the user's optimizer, with the model's own parameters, also where this
-        rank updates pieces of them. Looking at the groups ends the reduction of a plain step, since
-        it may be a GradScaler that looks."""
+        """Settings of the user's optimizer with the model's own parameters, even if this rank
+        updates pieces of them. Reading the groups ends the reduction of a plain step, since the
+        reader may be a GradScaler."""
         self._engine.groups_are_read()
         if self._whole is None:
             return self.optimizer.param_groups
@@ -220,7 +220,7 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     @property
     def state(self) -> Any:
-        """The user's optimizer's own, of what this rank updates."""
+        """State of the user's optimizer for the tensors updated by this rank."""
         own = self.optimizer.state
         return (
             own
@@ -238,28 +238,28 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     @property
     def membership(self) -> Placement:
-        """Where this process stands now: `generation`, `rank` and `world_size`, the last two as
-        `shoal.rank()` and `shoal.world_size()`."""
+        """Current placement of this process: `generation`, `rank` and `world_size`, the latter two
+        as `shoal.rank()` and `shoal.world_size()`."""
         rank, world_size = self._session.place_told
         return Placement(generation=self._session.generation, rank=rank, world_size=world_size)
 
     def on_membership_change(self, callback: MembershipCallback) -> None:
-        """`callback(before, after)` is called on the training thread at the end of the first
-        `step()` that finds other ranks than the one before it, on every rank that had taken that.
-        What it raises comes out of `step()`, which has done its work then."""
+        """Makes the training thread call `callback(before, after)` at the end of the first `step()`
+        that finds other ranks than the previous one, on every rank that took part in that. Its
+        exceptions propagate from `step()`, which has done its work by then."""
         self._callbacks.append(callback)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state that one process would have, whole: it loads under any strategy. Every rank
-        calls it."""
+        """Returns the whole state as one process would have it, which can be loaded under any
+        strategy. Every rank calls it."""
         return self._engine.optimizer_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads what one process's optimizer, or this one under any strategy, gave. Every rank
-        calls it, with the same.
+        """Loads a state from one process's optimizer, or from this one under any strategy. Every
+        rank calls it with the same state.
 
         Raises:
-            CorruptDataError: it is of another optimizer; nothing is changed.
+            CorruptDataError: it belongs to another optimizer; nothing is changed.
             ConfigurationError: ranks were given different states; nothing is changed.
         """
         self._engine.load_optimizer_state_dict(
@@ -276,7 +276,7 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def deserialize(self, data: bytes) -> None:
-        """Loads what `serialize` of any strategy gave. Every rank calls it, with the same bytes.
+        """Loads a result of `serialize` of any strategy. Every rank calls it with the same bytes.
 
         Raises:
             CorruptDataError: damaged, foreign or newer, or not of this optimizer; nothing is
@@ -288,7 +288,7 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refused: the model's layout over the ranks is fixed when it is made.
+        """Refuses to add a group: the model's layout over the ranks is fixed at creation.
 
         Raises:
             PreconditionError: always.
@@ -298,11 +298,12 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def optimize(self, data: OptimizationInputData) -> OptimizationResult:
-        """A whole fit: trains, validates after each epoch, stops early; see
-        `OptimizationInputData`. Every rank calls it, with the same data.
+        """Runs a complete fit: trains, validates after each epoch, stops early; see
+        `OptimizationInputData`. Every rank calls it with the same data.
 
-        It survives faults as a loop of the user's does. After `shoal.resume` it goes on where the
-        checkpoint was saved, from `on_epoch` say. The model ends as the last step left it.
+        It survives faults like a user's loop. After `shoal.resume` it continues where the
+        checkpoint was saved, for example in `on_epoch`. The model keeps the values of the last
+        step.
 
         Raises:
             ConfigurationError: the model is one of several, whose batches end with the steps of all
@@ -316,7 +317,7 @@ class ShardedOptimizer(ForwardingOptimizer):
         return fit(self._session, self._model, self, data)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refused: what pickle would write is what this rank has, and its process as well.
+        """Refuses pickling, which would include this rank's part of the state and its process.
 
         Raises:
             PreconditionError: always.
@@ -328,14 +329,14 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def synchronize_parameters(self) -> None:
-        """Brings the ranks' parameters together, where they may differ between steps: under
-        local_sgd the next step ends the round, under async_sgd this worker pulls what all have
-        reached. Else there is nothing to do. Every rank calls it."""
+        """Synchronizes the ranks' parameters if they may differ between steps: under local_sgd the
+        next step ends the round; under async_sgd this worker pulls the latest values. Otherwise
+        does nothing. Every rank calls it."""
         self._engine.synchronize_parameters()
 
     def synchronize_optimizer_state(self) -> None:
-        """Brings the ranks' optimizer states together, where they may differ between steps: under
-        local_sgd, with the parameters. Else there is nothing to do. Every rank calls it."""
+        """Synchronizes the ranks' optimizer states if they may differ between steps: under
+        local_sgd, with the parameters. Otherwise does nothing. Every rank calls it."""
         self._engine.synchronize_optimizer_state()
 
     def should_early_stop(
@@ -347,14 +348,14 @@ class ShardedOptimizer(ForwardingOptimizer):
         min_delta: float = 0.0,
         name: str | None = None,
     ) -> bool:
-        """One answer for all ranks: has `metric` not improved by more than `min_delta` in the last
-        `patience` calls?
+        """Returns one answer for all ranks: whether `metric` has not improved by more than
+        `min_delta` in the last `patience` calls.
 
-        The ranks' metrics are averaged, so pass what `evaluate` returned, or a rank's own value.
-        Call it on every rank. Each optimizer counts its own calls, and by `mode` and `name`.
+        The ranks' metrics are averaged, so pass the result of `evaluate`, or a rank's own value.
+        Call it on every rank. Each optimizer counts its own calls, separately by `mode` and `name`.
 
         Args:
-            name: of the metric, where the script watches several.
+            name: of the metric, if the script watches several.
 
         Raises:
             ConfigurationError: an unknown mode or a patience below 1; calls from two places of the
@@ -374,7 +375,7 @@ class ShardedOptimizer(ForwardingOptimizer):
 
 
 def _optimizer_state(data: bytes) -> dict[str, Any]:
-    """What `ShardedOptimizer.serialize` was made from. Raises CorruptDataError."""
+    """Returns the state in data from `ShardedOptimizer.serialize`. Raises CorruptDataError."""
     tensors, metadata = load_tensors(data)
     if metadata.get("kind") != "optimizer":
         raise CorruptDataError(

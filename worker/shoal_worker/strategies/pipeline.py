@@ -1,8 +1,8 @@
-"""Pipeline parallelism: the model is cut into stages, one run of layers a rank, and each batch goes
-through them in micro-batches.
+"""Pipeline parallelism: the model is divided into stages, one run of layers per rank, and each
+batch passes through them in micro-batches.
 
 Per rank: the stage's share of parameters, gradients and optimizer state, and the activations of the
-micro-batches in flight; activations and their gradients are sent at the borders. (Huang et al.,
+micro-batches in flight; activations and their gradients are sent between stages. (Huang et al.,
 "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream-2BW"/1F1B, ICML 2021; Qi et al., "Zero Bubble",
 ICLR 2024; docs/explanation/mesh.md#pipelines.) See docs/strategies/pipeline.md.
 """
@@ -31,8 +31,8 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 class PipelineParallelModel(ShardedModel):
-    """A stage on each rank, or on each of `pipeline_parallel_size`; what is left makes further
-    replicas."""
+    """A stage on each rank, or on each of `pipeline_parallel_size` ranks; additional ranks form
+    further replicas."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="pipeline",

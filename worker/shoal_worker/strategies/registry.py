@@ -1,4 +1,4 @@
-"""The strategies by name. Adding one is a file with its declaration, and a line here."""
+"""The strategies by name. To add one, add a file with its declaration, and a line here."""
 
 from __future__ import annotations
 
@@ -49,20 +49,20 @@ _INSTEAD: Final = {
     "shard_modules": "take {known}, which gather parameters by modules, or leave it out",
     "prefetch_blocks": "take {known}, which gather parameters block by block, or leave it out",
 }
-"""Settings that not every strategy knows, and what to do instead."""
+"""Alternatives to settings that not every strategy supports."""
 
 
 _OF_ONE_MODEL: Final[dict[str, Any]] = {"plan": Mapping, "example_inputs": (tuple, list, Mapping)}
-"""Options that are of one model's layers, and their types."""
+"""Options that apply to the layers of one model, and their types."""
 
 
 def names() -> tuple[str, ...]:
-    """All strategies."""
+    """Returns the names of all strategies."""
     return tuple(_STRATEGIES)
 
 
 def find(name: str) -> tuple[type[ShardedModel], type[ShardedOptimizer]]:
-    """The model and optimizer classes of a strategy.
+    """Returns the model and optimizer classes of a strategy.
 
     Raises:
         ConfigurationError: there is none of that name.
@@ -75,13 +75,13 @@ def find(name: str) -> tuple[type[ShardedModel], type[ShardedOptimizer]]:
 
 
 def declarations() -> list[Strategy]:
-    """What all strategies declare."""
+    """Returns the declarations of all strategies."""
     return [find(name)[0].declaration for name in _STRATEGIES]
 
 
 def compressor_for(name: str) -> str | None:
-    """The compressor that suits a strategy over slow links; None: it takes none, or there is no
-    such strategy."""
+    """Returns the suitable compressor of a strategy for slow links; None: it supports none, or
+    there is no such strategy."""
     return find(name)[0].declaration.compressor if name in _STRATEGIES else None
 
 
@@ -97,11 +97,11 @@ def build(
     options: dict[str, Any],
     among: ModelSession | None = None,
 ) -> tuple[ShardedModel, ShardedOptimizer | None]:
-    """Makes the two halves of a strategy and joins them to the session. `among`: its session as one
-    of several models.
+    """Creates the model and optimizer of a strategy and joins them to the session. `among`: its
+    session as one of several models.
 
     Raises:
-        ConfigurationError: options that the strategy does not know, or values that cannot work.
+        ConfigurationError: options that the strategy does not know, or invalid values.
     """
     strategy = model_class.declaration
     unknown = sorted(set(options) - strategy.options)
@@ -151,11 +151,11 @@ def check_several(
 
 
 def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, Any]]:
-    """The strategy's options for each of several models: what is said of a model's layers is given
-    for each, the rest for all.
+    """Returns the strategy's options for each of several models: options about a model's layers are
+    given for each, the others for all.
 
     Raises:
-        ConfigurationError: it was given for one.
+        ConfigurationError: such an option was given for a single model.
     """
     each = [
         {name: value for name, value in options.items() if name not in _OF_ONE_MODEL}
@@ -178,7 +178,8 @@ def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, A
 
 
 def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str | None:
-    """Why `shoal.whole_batch` cannot be used in this run, and what to do; None: it can."""
+    """Returns the reason why `shoal.whole_batch` cannot be used in this run, with an alternative;
+    None: it can."""
     if not strategy.meets_in_passes:
         return (
             f"with strategy={strategy.name!r} a rank cannot ask the others in a pass: take "
@@ -239,8 +240,8 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
 
 
 def _check_embeddings(module: nn.Module) -> None:
-    """Raises ConfigurationError: a forward pass would change parameters, each rank those that its
-    own samples name. Warns where a gradient depends on how a batch is dealt to the ranks."""
+    """Raises ConfigurationError if a forward pass would change parameters depending on each rank's
+    own samples. Warns if a gradient depends on how a batch is dealt to the ranks."""
     for path, each in module.named_modules():
         if not isinstance(each, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -268,6 +269,6 @@ def _those_that_know(setting: str) -> str:
 
 
 def _those(fit: Callable[[Strategy], bool]) -> str:
-    """The strategies that fit, for an error: "zero1, zero2 or fsdp"."""
+    """Lists the strategies that fit, for an error: "zero1, zero2 or fsdp"."""
     fitting = [strategy.name for strategy in declarations() if fit(strategy)]
     return " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))

@@ -1,9 +1,9 @@
 """Tensor parallelism: every layer's weights are split over the ranks, which all work on the same
 batch.
 
-Per rank: split layers 1/N; 2 all-reduces of activations a transformer block and direction. (Shoeybi
-et al., "Megatron-LM", 2019, section 3; docs/explanation/mesh.md#tensor-parallelism.) What is split
-and how is a plan: docs/strategies/tensor.md.
+Per rank: 1/N of the split layers; 2 all-reduces of activations per transformer block and direction.
+(Shoeybi et al., "Megatron-LM", 2019, section 3; docs/explanation/mesh.md#tensor-parallelism.) A
+plan determines what is split and how: docs/strategies/tensor.md.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 class TensorParallelModel(ShardedModel):
-    """Layers are split over all ranks, or over `tensor_parallel_size` of them; what is left makes
-    further replicas."""
+    """Layers are split over all ranks, or over `tensor_parallel_size` of them; additional ranks
+    form further replicas."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="tensor",

@@ -1,11 +1,11 @@
-"""An optimizer's parameter groups and state as a script sees them, where the optimizer updates
-pieces of parameters.
+"""An optimizer's parameter groups and state as seen by a script, if the optimizer updates pieces of
+parameters.
 
 The user's optimizer holds this rank's pieces: flat parts of parameters, its own and those that it
-mirrors. A norm, a shape or a number of elements read there would be of these. So the groups that a
-script gets have the settings of the optimizer's, read and written through, and the model's own
-parameters, as the script made the optimizer. Those are whole, or they raise and name what to call
-(`hidden_parameters.py`).
+mirrors. A norm, a shape or a number of elements read there would refer to these. The groups that a
+script gets therefore have the settings of the optimizer's groups (reads and writes are forwarded)
+and the model's own parameters, as the script created the optimizer. Those are whole, or they raise
+and name the function to call (`hidden_parameters.py`).
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ _MEMBERS: Final = "params"
 
 
 class WholeGroup(dict[str, Any]):
-    """One parameter group. A dict for those who ask, since torch's groups are dicts; what is in it
-    is the optimizer's group."""
+    """One parameter group. A dict, since torch's groups are dicts; its contents are those of the
+    optimizer's group."""
 
-    # All that a dict does by itself it would do to its own, empty entries.
+    # The inherited dict methods would operate on its own, empty entries.
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
     get = Mapping.get  # type: ignore[assignment]
     pop, popitem = MutableMapping.pop, MutableMapping.popitem
@@ -34,8 +34,8 @@ class WholeGroup(dict[str, Any]):
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
     def __init__(self, find: Callable[[], dict[str, Any]], members: Sequence[torch.Tensor]) -> None:
-        """`find` returns the optimizer's group, which may be another object after its state was
-        loaded."""
+        """Creates the view. `find` returns the optimizer's group, which may be another object after
+        its state was loaded."""
         super().__init__()
         self._find = find
         self._members: Any = members
@@ -104,8 +104,8 @@ class WholeGroups:
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        """`optimizer`: as the user made it, over whole parameters. `parameters`: those of the
-        model, by name."""
+        """Creates the groups. `optimizer`: as the user created it, over whole parameters.
+        `parameters`: those of the model, by name."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._names = [
             [names.get(id(member), "") for member in group[_MEMBERS]]
@@ -117,7 +117,7 @@ class WholeGroups:
             WholeGroup(self._finder(number), group[_MEMBERS])
             for number, group in enumerate(optimizer.param_groups)
         ]
-        """What a script gets."""
+        """The groups seen by a script."""
         self._given = tuple(self.groups)
         self._known.begin(self.groups)
 
@@ -125,8 +125,7 @@ class WholeGroups:
         return lambda: self._optimizer.param_groups[number]
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Other objects may be the model's parameters now, which are these, by name: those that
-        took the places of the first ones."""
+        """Replaces the parameters by those that are now the model's, given by name."""
         self.check()
         for group, names in zip(self.groups, self._names, strict=True):
             found = [
@@ -151,8 +150,8 @@ class WholeGroups:
 
 
 class StateOfPieces(MutableMapping[Any, Any]):
-    """The optimizer's state by piece. Asked for that of one of the model's parameters it raises,
-    where torch's would make an empty one."""
+    """The optimizer's state by piece. A lookup of one of the model's parameters raises, where
+    torch's would create an empty entry."""
 
     def __init__(
         self, state: MutableMapping[Any, Any], groups: Sequence[dict[str, Any]], strategy: str
@@ -171,7 +170,7 @@ class StateOfPieces(MutableMapping[Any, Any]):
         return self._state[key]
 
     def get(self, key: Any, default: Any = None) -> Any:
-        """That of a piece; `default` where there is none, which stays so."""
+        """Returns the state of a piece, or `default` without creating an entry."""
         return self[key] if key in self else default  # noqa: SIM401 - its own get makes an entry
 
     def __setitem__(self, key: Any, value: Any) -> None:

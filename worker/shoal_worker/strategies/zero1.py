@@ -19,7 +19,7 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
 class ZeRO1Model(ShardedModel):
-    """Optimizer state is cut over the ranks."""
+    """Optimizer state is sharded over the ranks."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="zero1",

@@ -18,7 +18,7 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
 class ZeRO2Model(ShardedModel):
-    """Gradients and optimizer state are cut over the ranks, in zero1's buckets."""
+    """Gradients and optimizer state are sharded over the ranks, in zero1's buckets."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="zero2",

@@ -1,5 +1,5 @@
-"""ZeRO stage 3: parameters, gradients and optimizer state are cut over the ranks; a block is whole
-only while it computes.
+"""ZeRO stage 3: parameters, gradients and optimizer state are sharded over the ranks; a block is
+whole only while it computes.
 
 Per rank: (P+G+O)/N bytes and the largest blocks, two at a time; 3P(N-1)/N bytes sent per step
 (parameters are gathered for the forward and again for the backward pass, gradients
@@ -19,7 +19,7 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 
 
 class ZeRO3Model(ShardedModel):
-    """Parameters, gradients and optimizer state are cut over the ranks."""
+    """Parameters, gradients and optimizer state are sharded over the ranks."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="zero3",

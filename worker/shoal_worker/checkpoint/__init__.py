@@ -1,10 +1,10 @@
-"""Checkpoints on disk: in comes a committed state, or this rank's part of it; out comes a directory
-that is whole or is not there.
+"""Checkpoints on disk: writes a committed state, or this rank's part of it, to a directory that is
+either complete or absent.
 
-`saving` is what `shoal.save_checkpoint`, `shoal.resume` and a return to a checkpoint call: which
-ranks write what, and when. `files` makes and finds checkpoints in a directory, and reads them;
-`shards` has what is particular to a state that is cut over the ranks. `manifest` has the file that
-says what a checkpoint is, the directories that appear whole, and one file of tensors; `writer` is
-the thread that writes beside the training, and how ranks wait for a disk. `rows` has the rows of
-sparse tables, which the servers hold.
+`saving` implements `shoal.save_checkpoint`, `shoal.resume` and the return to a checkpoint: it
+decides which ranks write what, and when. `files` creates, finds and reads checkpoints in a
+directory; `shards` handles states that are split over the ranks. `manifest` implements the file
+that describes a checkpoint, atomic directories, and files of tensors; `writer` is the thread that
+writes during training, and lets ranks wait for a disk. `rows` handles the rows of sparse tables,
+which are on the servers.
 """

@@ -52,28 +52,29 @@ _STEP = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _WHOLE = "~whole"
 """Name in its file of a tensor that is itself a top-level entry. Names made by the state tree never
-hold "~w" or "~m"."""
+contain "~w" or "~m"."""
 _RESERVED = {"__metadata__": "~metadata"}
-"""Names that safetensors keeps for itself."""
+"""Names reserved by safetensors."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
-    """A checkpoint that was read whole and found undamaged."""
+    """A checkpoint that was read completely and is undamaged."""
 
     info: CheckpointInfo
     state: Any
-    """Its tensors are on the CPU and share memory with nothing."""
+    """The state. Its tensors are on the CPU and share memory with nothing."""
     rows: SavedRows
-    """Those of sparse tables; their files are there, and were not read."""
+    """Rows of sparse tables; their files exist but were not read."""
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Makes the directory in which the checkpoint of `step` is written; `finish` publishes it. What
-    killed processes of this host have left is removed first: it may be what the disk is full of.
+    """Creates the directory in which the checkpoint of `step` is written; `finish` publishes it.
+    Leftovers of killed processes on this host are removed first, since they may be filling the
+    disk.
 
     Raises:
-        ConfigurationError: it cannot be made.
+        ConfigurationError: the directory cannot be created.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -123,14 +124,14 @@ def write_checkpoint(
 
     Args:
         snapshot: of a mapping; its top-level keys name the tensor files.
-        temporary: where it is written, as `begin` gave it; some of its files may be there already.
-            None: nothing was begun.
-        rows: sees that the rows of sparse tables are in a directory, and returns what the manifest
-            is to say of them.
+        temporary: the directory from `begin`, which may already contain some of its files. None:
+            nothing was begun.
+        rows: ensures that the rows of sparse tables are in a directory, and returns their entry for
+            the manifest.
 
     Raises:
-        ConfigurationError: `keep` below 1, a directory that cannot be made, or a top-level key that
-            cannot be a file's name.
+        ConfigurationError: `keep` below 1, a directory that cannot be created, or a top-level key
+            that cannot be a file's name.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing; nothing has changed.
     """
     if keep < 1:
@@ -155,18 +156,18 @@ def write_sharded(
     keep: int,
 ) -> Path | None:
     """Completes a checkpoint that the ranks write in `temporary`, once their shards are there: see
-    `finish`. The first rank's part.
+    `finish`. Called on the first rank.
 
-    Returns None, having removed all of it, if a rank went away and its shard did not come: what was
-    there before is still the newest.
+    Returns None, having removed all of it, if a rank left without writing its shard: the previous
+    checkpoint remains the newest.
 
     Args:
-        shards: all that this rank knows of the state, and the shards that it writes itself.
-        gone: whether the rank that writes a shard is no more.
+        shards: this rank's knowledge of the state, and the shards that it writes itself.
+        gone: returns whether the rank that writes a shard has left.
 
     Raises:
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): a disk is full or failing, or shards did not come
-            in time; nothing has changed.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): a disk is full or failing, or shards did not
+        arrive in time; nothing has changed.
     """
     try:
         with disk_errors(temporary.parent / f"step-{info.step}"):
@@ -188,10 +189,10 @@ def write_sharded(
 
 
 def latest(directory: Path, *, run: str | None = None) -> Path | None:
-    """The checkpoint of the highest step in `directory`, of that run unless it is None; None if
-    there is none, or no such directory.
+    """Returns the checkpoint of the highest step in `directory` (of the given run unless that is
+    None); None if there is none, or no such directory.
 
-    One that does not say, or cannot be read, counts as that run's.
+    A checkpoint without a readable run counts as that run's.
     """
     newest_first = sorted(_checkpoints(directory), reverse=True)
     return next(
@@ -200,8 +201,8 @@ def latest(directory: Path, *, run: str | None = None) -> Path | None:
 
 
 def check_place(directory: Path, step: int, run: str) -> None:
-    """Raises ConfigurationError if a checkpoint of another run lies in `directory` that is ahead of
-    `step`: it would go on counting as the newest."""
+    """Raises ConfigurationError if `directory` contains a checkpoint of another run that is ahead
+    of `step`, since it would remain the newest."""
     for other, path in sorted(_checkpoints(directory), reverse=True):
         if run and other > step and _run_of(path) not in (run, ""):
             raise ConfigurationError(
@@ -232,15 +233,15 @@ def read_checkpoint(path: Path) -> Checkpoint:
             rows=SavedRows.of(path, content),
         )
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
-        # torch's and Python's, of what cannot be
+        # errors of torch and Python for invalid content
         raise damaged(
             path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}"
         ) from error
 
 
 def rows_of(path: Path) -> SavedRows:
-    """The rows of sparse tables in one checkpoint (`.../step-<n>`), whose files are there, and were
-    not read.
+    """Returns the rows of sparse tables in one checkpoint (`.../step-<n>`), whose files exist but
+    were not read.
 
     Raises:
         CorruptDataError: as `read_checkpoint`.
@@ -254,8 +255,8 @@ def rows_of(path: Path) -> SavedRows:
 
 
 def read_model(path: Path, number: int | None = None) -> dict[str, torch.Tensor]:
-    """The model's state of one checkpoint, or of the newest one in a directory of them. `number`:
-    of several models, which one.
+    """Returns the model's state from one checkpoint, or from the newest in a directory. `number`:
+    index among several models.
 
     Raises:
         ConfigurationError: there is none; or it has several models, and `number` is not that of one
@@ -289,7 +290,7 @@ def read_model(path: Path, number: int | None = None) -> dict[str, torch.Tensor]
 
 
 def _by_part(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
-    """The tensors of each top-level key, by their name in its file."""
+    """Returns the tensors of each top-level key, by their name in its file."""
     if not isinstance(snapshot.structure, Mapping) or not all(
         _PART.fullmatch(key) for key in snapshot.structure
     ):
@@ -330,8 +331,8 @@ def _fill(
 
 
 def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
-    """Removes what is no longer wanted of a run. A failure here takes nothing from the checkpoint
-    that was written."""
+    """Removes checkpoints of a run that are no longer wanted. A failure here does not affect the
+    checkpoint that was written."""
     newest_first = [
         path
         for _, path in sorted(_checkpoints(directory), reverse=True)
@@ -343,7 +344,7 @@ def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
 
 
 def _run_of(checkpoint: Path) -> str:
-    """Empty: it does not say."""
+    """Returns the run of a checkpoint; empty if it does not name one."""
     try:
         return manifest.read_info(checkpoint, (_WHOLE_LAYOUT, SHARDED)).run
     except CorruptDataError:

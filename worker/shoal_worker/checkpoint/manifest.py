@@ -1,7 +1,7 @@
-"""`checkpoint.json`: what a checkpoint says about itself, and the mark that it is complete.
+"""`checkpoint.json`: the description of a checkpoint, and the mark that it is complete.
 
-It is written last, carries a digest of itself, and names size and digest of every other file. What
-its fields mean for the state is up to its layout: `files.py` knows "whole", `shards.py` "sharded".
+It is written last, contains a digest of itself, and names size and digest of every other file. The
+meaning of its fields depends on its layout: `files.py` implements "whole", `shards.py` "sharded".
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from shoal_common.errors import CorruptDataError, UnavailableError
 
 # ------------------------------------------------------------------------------ one file of tensors
 #
-# One safetensors file of a checkpoint: written with its size and digest told, read only if both are
-# as they were told.
+# One safetensors file of a checkpoint: written with its size and digest recorded, and read only if
+# both match.
 
 SUFFIX: Final = ".safetensors"
 STORED_DTYPES: Final = frozenset(
@@ -53,12 +53,12 @@ STORED_DTYPES: Final = frozenset(
         *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
     )
 )
-"""What every reader of safetensors understands; other dtypes are stored as their bytes."""
+"""Dtypes that every reader of safetensors understands; others are stored as bytes."""
 _READ_BLOCK = 8 << 20
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` as it lies in a file."""
+    """Returns `tensor` in the form stored in a file."""
     return tensor if tensor.dtype in STORED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
@@ -72,8 +72,8 @@ def write_tensors(
         OSError, SafetensorError: the disk is full or failing.
     """
     file.touch()
-    # as the umask has it; safetensors puts a file that its owner alone may read in the place of
-    # this one
+    # with the permissions of the umask; safetensors replaces this file by one that only its owner
+    # may read
     mode = file.stat().st_mode
     safetensors.torch.save_file(
         {name: stored(tensor) for name, tensor in tensors.items()}, file, metadata
@@ -83,17 +83,17 @@ def write_tensors(
 
 
 def told_of(file: Path) -> dict[str, Any]:
-    """Waits until a file is on the disk; returns what the manifest says of it: {"bytes",
-    "xxh3_64"}. Raises OSError."""
+    """Waits until a file is on the disk; returns its entry for the manifest: {"bytes", "xxh3_64"}.
+    Raises OSError."""
     sync_file(file)
     return {"bytes": file.stat().st_size, "xxh3_64": _file_digest(file)}
 
 
 def verify_file(path: Path, name: str, about: Mapping[str, Any]) -> Path:
-    """`path/name.safetensors`, if it is what `told_of` told.
+    """Returns `path/name.safetensors` if it matches the result of `told_of`.
 
     Raises:
-        CorruptDataError: it is not.
+        CorruptDataError: it does not.
     """
     file = file_of(path, name, about)
     try:
@@ -105,10 +105,10 @@ def verify_file(path: Path, name: str, about: Mapping[str, Any]) -> Path:
 
 
 def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
-    """`path/name.safetensors`, if it is of the size that `write_tensors` told.
+    """Returns `path/name.safetensors` if its size matches the result of `write_tensors`.
 
     Raises:
-        CorruptDataError: it is not.
+        CorruptDataError: it does not.
     """
     if "/" in name:
         raise damaged(path, f"it names a file {name!r} elsewhere")
@@ -125,10 +125,11 @@ def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
 def read_tensors(
     path: Path, name: str, about: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """The tensors of `path/name.safetensors` and its metadata, if it is what `write_tensors` told.
+    """Returns the tensors of `path/name.safetensors` and its metadata, if it matches the result of
+    `write_tensors`.
 
     Raises:
-        CorruptDataError: it is not.
+        CorruptDataError: it does not.
     """
     file = verify_file(path, name, about)
     try:
@@ -143,7 +144,8 @@ def read_tensors(
 
 @contextlib.contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """What the disk has against `target` comes out as UnavailableError (CHECKPOINT_NOT_WRITTEN)."""
+    """Converts errors of the disk within the context to UnavailableError
+    (CHECKPOINT_NOT_WRITTEN)."""
     try:
         yield
     except (OSError, SafetensorError) as error:  # the library reports a full disk as its own error
@@ -171,11 +173,9 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9
 
 # -------------------------------------------------------------------- directories that appear whole
 #
-# Directories that appear and disappear whole, also when the process is killed or the machine loses
-# power in between.
-#
-# A directory under way has a name `.<name>.<host>.<pid>.<random>.tmp`. A dead process may leave
-# one; the next writer on that host removes it.
+# Directories that appear and disappear atomically, even if the process is killed or the machine
+# loses power in between. An unfinished directory has a name `.<name>.<host>.<pid>.<random>.tmp`. A
+# dead process may leave one; the next writer on that host removes it.
 
 
 def make_temporary(parent: Path, name: str) -> Path:
@@ -186,8 +186,8 @@ def make_temporary(parent: Path, name: str) -> Path:
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames `temporary` to `target`, in place of what is there, and waits until that is on the
-    disk. Raises OSError."""
+    """Renames `temporary` to `target`, replacing it, and waits until that is on the disk. Raises
+    OSError."""
     if target.exists():
         _exchange(temporary, target)
     else:
@@ -196,11 +196,11 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory so that it is never seen in part; logs what it cannot remove. Nothing
-    happens if it is not there.
+    """Removes a directory so that it is never seen incomplete; logs files that it cannot remove.
+    Does nothing if it does not exist.
 
-    It is renamed first: who still writes to it by its name is told at once that it is not there,
-    and adds nothing to what is removed.
+    It is renamed first: a process still writing to it by name fails immediately and adds nothing to
+    the removed files.
     """
     under_way = _TEMPORARY.fullmatch(path.name)
     doomed = _temporary_path(path.parent, under_way["name"] if under_way else path.name)
@@ -215,7 +215,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes what processes of this host that are no more have left under way."""
+    """Removes unfinished directories left by dead processes of this host."""
     for path in parent.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
         if found is not None and found["host"] == _host() and not _alive(int(found["pid"])):
@@ -228,7 +228,7 @@ def sync_file(path: Path) -> None:
 
 
 def sync_directory(path: Path) -> None:
-    """Waits until the directory's entries are on the disk, where the file system knows how to."""
+    """Waits until the directory's entries are on the disk, if the file system supports that."""
     try:
         _sync(path, os.O_RDONLY | os.O_DIRECTORY)
     except OSError as error:
@@ -245,8 +245,8 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _exchange(temporary: Path, target: Path) -> None:
-    """Swaps the two at once, where the file system can; else there is a moment in which `target` is
-    not there."""
+    """Swaps the two atomically, if the file system supports that; otherwise `target` is briefly
+    absent."""
     libc = ctypes.CDLL(None, use_errno=True)
     if (
         libc.renameat2(
@@ -302,25 +302,25 @@ _ENVELOPE = frozenset({"format", "version", "xxh3_64"})
 
 @dataclass(frozen=True, kw_only=True)
 class CheckpointInfo:
-    """What a checkpoint says about itself."""
+    """Description of a checkpoint."""
 
     step: int
-    """Optimizer steps that the run had committed; it names the directory."""
+    """Number of optimizer steps that the run had committed; it names the directory."""
     strategy: str
     world_size: int
-    """Ranks at the time. A checkpoint loads into any number."""
+    """Number of ranks at the time. A checkpoint can be loaded into any number."""
     generation: int
-    """The generation that saved it."""
+    """Generation that saved it."""
     run: str = ""
-    """The run that it is of: one that began from nothing, whatever came and went since, and however
-    often it was resumed."""
+    """Run to which it belongs: one that began from nothing, including later changes of membership
+    and resumes."""
     shoal_version: str = field(default_factory=lambda: version("shoal-worker"))
-    """The release that wrote it."""
+    """Release that wrote it."""
 
 
 def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content: Any) -> None:
-    """Writes it and waits until it, and all else in the directory, is on the disk. Raises
-    OSError."""
+    """Writes the manifest and waits until it, and everything else in the directory, is on the disk.
+    Raises OSError."""
     content = {"info": asdict(info), "layout": layout, **content}
     document = {"format": _FORMAT, "version": _VERSION, "xxh3_64": _digest_of(content), **content}
     manifest = directory / NAME
@@ -330,7 +330,7 @@ def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content
 
 
 def read_info(path: Path, layouts: Collection[str]) -> CheckpointInfo:
-    """What the checkpoint in `path` says about itself. Raises as `read_manifest`."""
+    """Reads the description of the checkpoint in `path`. Raises as `read_manifest`."""
     try:
         return CheckpointInfo(**read_manifest(path, layouts)["info"])
     except (KeyError, TypeError) as error:
@@ -340,7 +340,7 @@ def read_info(path: Path, layouts: Collection[str]) -> CheckpointInfo:
 
 
 def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
-    """Its content, of one of these layouts, undamaged.
+    """Returns the content of an undamaged manifest with one of these layouts.
 
     Raises:
         CorruptDataError: damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or of a newer release
@@ -374,8 +374,8 @@ def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
 
 
 def digest_of(path: Path) -> str:
-    """Tells the checkpoint in `path` from all others: its manifest has the digests of all files.
-    Empty: there is none to be read."""
+    """Returns a digest that distinguishes the checkpoint in `path` from all others, since its
+    manifest contains the digests of all files. Empty if it cannot be read."""
     try:
         return _file_digest(path / NAME)
     except OSError:
@@ -383,7 +383,7 @@ def digest_of(path: Path) -> str:
 
 
 def damaged(path: Path, what: str) -> CorruptDataError:
-    """The error for a checkpoint that is not as it was written."""
+    """Returns the error for a checkpoint that has changed since it was written."""
     return CorruptDataError(
         f"checkpoint {path} is damaged: {what}; use an older one, or a copy", reason="FILE_CORRUPT"
     )

@@ -47,11 +47,11 @@ _CHUNK: Final = 1 << 20
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 
 Files = dict[str, dict[str, Any]]
-"""Bucket, as a string, of each table -> what is told of its file."""
+"""Entry of each file, by table and bucket (as a string)."""
 
 
 def file_name(table: str, number: int, buckets: int) -> str:
-    """The name of a bucket's file, without its suffix."""
+    """Returns the name of a bucket's file, without its suffix."""
     if not _PLAIN.fullmatch(table):
         digest = xxhash.xxh3_64_hexdigest(table.encode())
         table = f"{re.sub(r'[^A-Za-z0-9_.]', '_', table)[:40]}_{digest}"
@@ -68,8 +68,8 @@ def write_rows(
     share: tuple[int, int] = (0, 1),
     given_up: Event | None = None,
 ) -> dict[str, Files]:
-    """Writes a rank's share of all buckets (rank, and of how many), and waits until they are on the
-    disk. Returns, by table, what the manifest is to say of them.
+    """Writes a rank's share (rank, number of ranks) of all buckets, and waits until they are on the
+    disk. Returns their entries for the manifest, by table.
 
     Raises:
         UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
@@ -91,7 +91,7 @@ def write_rows(
 
 
 def described(store: RowStore, shares: Sequence[Mapping[str, Files]]) -> dict[str, Any]:
-    """What the manifest says of all tables, whose buckets the ranks have written."""
+    """Returns the manifest's entry for all tables, the buckets of which the ranks have written."""
     content: dict[str, Any] = {
         table: {"declared": dict(declared), "files": {}}
         for table, declared in store.declared().items()
@@ -103,7 +103,7 @@ def described(store: RowStore, shares: Sequence[Mapping[str, Files]]) -> dict[st
 
 
 def _all_buckets(store: RowStore) -> list[tuple[str, int, int]]:
-    """Table, bucket, and how many the table has."""
+    """Returns table, bucket, and the table's number of buckets."""
     counts = {
         table: int(declared["spec"]["buckets"]) for table, declared in store.declared().items()
     }
@@ -122,15 +122,14 @@ class SavedRows:
     """The rows of all tables of a checkpoint. A `StoredRows` (elastic/row_store.py)."""
 
     path: Path
-    """The checkpoint."""
+    """Path of the checkpoint."""
     tables: Mapping[str, Any]
-    """What its manifest says of them: see `described`."""
+    """The manifest's entry for the tables: see `described`."""
 
     @classmethod
     def of(cls, path: Path, content: Mapping[str, Any]) -> SavedRows:
-        """`content`: the manifest's. Raises CorruptDataError where a file is missing or of another
-        size; KeyError, TypeError, ValueError and AttributeError for a manifest that says what
-        cannot be."""
+        """Reads `content`, a manifest. Raises CorruptDataError if a file is missing or has another
+        size; KeyError, TypeError, ValueError and AttributeError for an invalid manifest."""
         saved = cls(path=path, tables=content.get("rows", {}))
         for table in saved.tables:
             for number in range(saved._buckets(table)):
@@ -139,7 +138,7 @@ class SavedRows:
 
     @property
     def nbytes(self) -> int:
-        """Size of all files."""
+        """Total size of all files."""
         return sum(
             int(about["bytes"]) for each in self.tables.values() for about in each["files"].values()
         )
@@ -164,14 +163,14 @@ class SavedRows:
             _check_same(self.path, name, then, now)
 
     def version(self, table: str, bucket: int, buckets: int) -> int:
-        """See `StoredRows`. Of buckets that are made anew the newest: under ddp all are the
-        same."""
+        """Implements `StoredRows.version`. For newly formed buckets, the newest version: under ddp
+        all are equal."""
         if buckets == self._buckets(table):
             return int(self._file(table, bucket)[1]["version"])
         return max(int(about["version"]) for about in self.tables[table]["files"].values())
 
     def bucket(self, table: str, number: int, buckets: int) -> StoredBucket:
-        """See `StoredRows`."""
+        """Implements `StoredRows.bucket`."""
         if buckets != self._buckets(table):
             return _Made(self._made(table, number, buckets).encoded())
         name, about = self._file(table, number)
@@ -182,7 +181,7 @@ class SavedRows:
         )
 
     def verify(self) -> None:
-        """See `StoredRows`. Once."""
+        """Implements `StoredRows.verify`; runs once."""
         _ = self._is_verified
 
     @cached_property
@@ -191,7 +190,7 @@ class SavedRows:
         return True
 
     def verify_share(self, share: tuple[int, int], given_up: Event | None = None) -> None:
-        """`verify`, of a rank's share: rank, and of how many."""
+        """Verifies a rank's share (rank, number of ranks)."""
         rank, ranks = share
         every = [
             (table, number)
@@ -204,7 +203,8 @@ class SavedRows:
             verify_file(self.path, *self._file(table, number))
 
     def _made(self, table: str, number: int, buckets: int) -> BucketImage:
-        """One of another number of buckets: of all files that may have ids of it."""
+        """Returns a bucket for another number of buckets, from all files that may contain its
+        ids."""
         before = self._buckets(table)
         step = math.gcd(before, buckets)
         parts = []
@@ -245,7 +245,7 @@ class _InFile:
     checksum: int
 
     def chunks(self) -> Iterator[memoryview]:
-        """See `StoredBucket`. Raises CorruptDataError."""
+        """Implements `StoredBucket.chunks`. Raises CorruptDataError."""
         try:
             with self.file.open("rb") as opened:
                 while piece := opened.read(_CHUNK):
@@ -256,22 +256,22 @@ class _InFile:
 
 @dataclass(frozen=True)
 class _Made:
-    """A `StoredBucket` that was made of others."""
+    """A `StoredBucket` formed from others."""
 
     data: EncodedBucket
 
     @property
     def nbytes(self) -> int:
-        """See `StoredBucket`."""
+        """Size in bytes; see `StoredBucket`."""
         return self.data.nbytes
 
     @cached_property
     def checksum(self) -> int:
-        """See `StoredBucket`."""
+        """Checksum; see `StoredBucket`."""
         return self.data.checksum()
 
     def chunks(self) -> Iterator[memoryview]:
-        """See `StoredBucket`."""
+        """Implements `StoredBucket.chunks`."""
         return self.data.chunks(_CHUNK)
 
 
@@ -303,7 +303,7 @@ def _check_same(path: Path, name: str, then: Mapping[str, Any], now: Mapping[str
 
 
 def _optimizer(declared: Mapping[str, Any]) -> tuple[str, int]:
-    """Its name, and what it keeps for a row."""
+    """Returns the optimizer's name and the size of its state per row."""
     spec = declared["spec"]
     return str(spec["optimizer"]), TABLE_OPTIMIZERS[spec["optimizer"]].state_tensors(
         dict(spec["hyperparameters"])
@@ -321,7 +321,7 @@ def _chosen(rows: RowsImage, places: Any) -> RowsImage:
 
 
 def _joined(parts: Sequence[RowsImage]) -> RowsImage:
-    """All rows of these, by ascending id."""
+    """Returns all rows, by ascending id."""
     ids = np.concatenate([each.ids for each in parts])
     whole = RowsImage(
         ids=ids,

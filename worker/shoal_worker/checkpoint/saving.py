@@ -1,11 +1,11 @@
-"""Checkpoints of a session: what `shoal.save_checkpoint` and `shoal.resume` do on each rank.
+"""Checkpoints of a session: implements `shoal.save_checkpoint` and `shoal.resume` on each rank.
 
-Saving copies the state on the training thread, at a border between steps, and writes it on another.
-Where the state is in parts each rank copies and writes its own, and the first rank completes the
-checkpoint; else the first rank that holds the state does it all. Rows of sparse tables are read
-from the servers: under ddp by all ranks, before a save returns; under async_sgd by the writer's
-thread. Resuming reads on that rank and sends the state to the others as a joiner would get it. A
-rank that was put out of the job meanwhile publishes nothing (`fence`).
+Saving copies the state on the training thread, at a step boundary, and writes it on another thread.
+If the state is sharded each rank copies and writes its own part, and the first rank completes the
+checkpoint; otherwise the first rank that holds the state does everything. Rows of sparse tables are
+read from the servers: under ddp by all ranks, before a save returns; under async_sgd by the
+writer's thread. Resuming reads on that rank and sends the state to the others as to a joiner. A
+rank that was removed from the job meanwhile publishes nothing (`fence`).
 """
 
 from __future__ import annotations
@@ -59,9 +59,10 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ASK_GONE = timedelta(seconds=1)
-"""How often a rank asks whether the one that completes the last checkpoint is still there."""
+"""Interval at which a rank checks whether the one that completes the last checkpoint still
+exists."""
 _LOOK = timedelta(seconds=0.05)
-"""How often it looks whether the checkpoint is."""
+"""Interval at which it checks for the checkpoint."""
 
 _FILES = frozenset({"registered", "sources", "loops", "steps", "samples", "run"})
 """Parts of the captured state beside the replica's own (model, optimizer)."""
@@ -73,27 +74,27 @@ class CheckpointSaver:
     def __init__(self) -> None:
         self._writer = CheckpointWriter()
         self._given_up = threading.Event()
-        """The save under way waits for no further shards of other ranks."""
+        """Set if the current save waits for no further shards of other ranks."""
         self._given_up_last: str | None = None
-        """What the newest save was, if it was given up, since a rank went away with its part.
+        """Description of the newest save if it was abandoned because a rank left with its part.
         Written by the writer's thread."""
         self._collects = False
-        """The save under way, if there is one, waits for shards that other ranks write."""
+        """True if the current save, if any, waits for shards of other ranks."""
         self._elsewhere: _Elsewhere | None = None
-        """The newest save, where another rank completes it."""
+        """The newest save, if another rank completes it."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
-        """The saver of `session`. Before this process leaves its job, it has written what it has
-        copied: the first rank waits for that."""
+        """Returns the saver of `session`. Before this process leaves its job, it writes everything
+        it has copied: the first rank waits for that."""
         if session not in _savers:
             saver = _savers[session] = cls()
             session.on_close(lambda: saver._leave(session))
         return _savers[session]
 
     def save(self, session: Session, directory: Path, *, keep: int, sharded: bool | None) -> None:
-        """One rank's part of a save. Returns when the state is copied. Raises what an earlier save
-        on this rank raised."""
+        """Performs one rank's part of a save. Returns when the state is copied. Raises the error of
+        an earlier save on this rank."""
         # the script may change its directory while the writer works
         named, directory = str(directory), directory.absolute()
         if _holds_nothing_new(session):
@@ -181,23 +182,22 @@ class CheckpointSaver:
             self._submit(session, write, what=what)
 
     def settle_together(self, channel: Channel) -> None:
-        """Returns when no rank's save is under way: what was written can be read. Part of an
-        operation."""
+        """Waits until no rank is saving, so that checkpoints can be read. Part of an operation."""
         in_company(channel, self._writer.done_within)
 
     def give_up_incomplete(self, channel: Channel) -> None:
-        """Returns when all shards are written that will be: a save that lacks one is given up. A
-        rank that found the state lost before it had ended the save does not write its own. Part of
-        an operation."""
+        """Waits until all shards that will be written are written, abandoning a save that lacks
+        one. A rank that found the state lost before it had finished the save does not write its
+        shard. Part of an operation."""
         in_company(channel, lambda timeout: self._collects or self._writer.done_within(timeout))
         self._given_up.set()
 
     def close(self, timeout: timedelta) -> None:
-        """Waits for the save under way. Raises what it raised, or DeadlineError."""
+        """Waits for the current save. Raises its error, or DeadlineError."""
         self._writer.close(timeout)
 
     def _submit(self, session: Session, job: Callable[[], bool], *, what: str) -> None:
-        """Has the writer do it, and counts what comes of it. `job` returns False if it gave up."""
+        """Runs `job` on the writer and counts its outcome. `job` returns False if it gave up."""
         metrics = session.metrics
 
         def counted() -> None:
@@ -231,8 +231,7 @@ class CheckpointSaver:
             session.missed = f"the last checkpoint is not there: {failed}"
 
     def _settle(self, timeout: timedelta) -> Exception | None:
-        """Waits for this rank's save under way, if there is one; what there is to say against
-        it."""
+        """Waits for this rank's current save, if any, and returns its error."""
         try:
             self._writer.wait(timeout)
         except Exception as error:  # of any kind: raised by `save`, later
@@ -246,16 +245,16 @@ class _Elsewhere:
 
     path: Path
     member: str
-    """The member that does."""
+    """The member that completes it."""
     shared: bool
-    """All ranks see the directory; else perhaps."""
+    """True if all ranks are known to see the directory."""
 
     def wait(self, session: Session) -> None:
-        """Returns when the checkpoint is there, or nothing can be known of it here. On the writer's
-        thread.
+        """Waits until the checkpoint exists, or its state cannot be determined here. On the
+        writer's thread.
 
         Raises:
-            UnavailableError (CHECKPOINT_NOT_WRITTEN): the member has gone, and it is not there.
+            UnavailableError (CHECKPOINT_NOT_WRITTEN): the member has left without completing it.
             DeadlineError (CHECKPOINT_SLOW): it takes too long.
         """
         if not self.shared and latest(self.path.parent, run=session.run) is None:
@@ -281,34 +280,34 @@ class _Elsewhere:
 
 @dataclass
 class _Copy:
-    """The state, as one save copies it; anew, if the membership changes on the way."""
+    """One save's copy of the state, taken again if the membership changes meanwhile."""
 
     session: Session
     directory: Path
     sharded: bool | None
     whole: dict[str, Any] | None = None
-    """All of it, on the first rank. Shares memory with the state."""
+    """The whole state, on the first rank. Shares memory with the state."""
     shards: Shards | None = None
-    """This rank's part, if it is written in parts."""
+    """This rank's part, if the state is written in shards."""
     temporary: Path | None = None
-    """Where the parts are written."""
+    """Directory in which the shards are written."""
     first: bool = False
-    """This rank completes the checkpoint."""
+    """True if this rank completes the checkpoint."""
     completed_by: str = ""
-    """The member that does."""
+    """The member that completes it."""
     _writers: dict[int, str] = field(default_factory=dict)
     """The member that writes each shard."""
     _rows: dict[str, Any] | None = None
-    """What the manifest says of the rows of sparse tables, whose files are in `temporary`; None:
-    they are not there."""
+    """The manifest's entry for the rows of sparse tables, the files of which are in `temporary`;
+    None if they are not."""
 
     def take(self, channel: Channel) -> None:
-        """One rank's part of the operation. Nothing is held of an earlier try."""
+        """Performs one rank's part of the operation. Nothing is kept of an earlier attempt."""
         part = self.session.part(channel) if self.sharded is not False else None
         if part is not None and self._make_room(channel):
             self._take_part(part, channel)
         else:
-            # first: what the last step has left to push is of no interest any more then
+            # first: pending pushes of the last step are irrelevant afterwards
             self._take_rows(channel)
             whole = self.session.assemble(channel)
             if channel.rank == 0:
@@ -317,14 +316,14 @@ class _Copy:
             "refused": self._refused() if channel.rank == 0 else "",
             "member": self.session.member_id,
         }
-        # who comes out of this knows that all is copied
+        # a rank that returns from this knows that everything is copied
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])
         if told["refused"]:
             raise ConfigurationError(told["refused"])
         self.completed_by = told["member"]
 
     def drop(self) -> None:
-        """Nothing is written."""
+        """Discards the copy."""
         if self.first and self.temporary is not None:
             remove(self.temporary)
         self.whole, self.shards, self.temporary, self.first, self._rows = (
@@ -336,16 +335,16 @@ class _Copy:
         )
 
     def rows(self) -> Callable[[Path], Mapping[str, Any]]:
-        """For `write_checkpoint`. Rows that other workers train meanwhile are read when it
-        writes."""
+        """Returns the `rows` for `write_checkpoint`. Rows that other workers train meanwhile are
+        read at the time of writing."""
         store, known = self.session.row_store, self._rows
         if store is None or known is not None:
             return lambda temporary: known or {}
         return lambda temporary: described(store, [write_rows(temporary, store)])
 
     def _take_rows(self, channel: Channel) -> None:
-        """All ranks write the rows of the step, each its share: the next step would change them. If
-        not all see the directory, the first rank does it alone."""
+        """Writes the rows of the step, each rank its share, since the next step would change them.
+        If not all ranks see the directory, the first rank writes all."""
         store = self.session.row_store
         if store is None or not store.steady or _holds_nothing_new(self.session):
             return
@@ -363,7 +362,7 @@ class _Copy:
         self._rows = described(store, on_each(channel, work))
 
     def is_gone(self, shard: int) -> bool:
-        """The rank that writes it left the run. On any thread."""
+        """Returns whether the rank that writes a shard has left the run. On any thread."""
         return self.session.is_gone(self._writers[shard])
 
     def _take_part(self, part: StatePart, channel: Channel) -> None:
@@ -378,7 +377,8 @@ class _Copy:
         self.shards = shards
 
     def _refused(self) -> str:
-        """Why nothing is to be written to this directory."""
+        """Returns the reason why nothing may be written to this directory; empty if there is
+        none."""
         try:
             check_place(self.directory, self.session.steps, self.session.run)
         except ConfigurationError as error:
@@ -386,7 +386,8 @@ class _Copy:
         return ""
 
     def _make_room(self, channel: Channel) -> bool:
-        """The first rank makes the directory in which all write. False: not all ranks see it."""
+        """Creates the directory for all ranks on the first rank. Returns False if not all ranks see
+        it."""
         told: dict[str, str] = {}
         if channel.rank == 0:
             try:
@@ -421,7 +422,7 @@ class _Copy:
 
 def _check_named_alike(channel: Channel, what: str, named: str) -> None:
     """Raises ConfigurationError, on all ranks alike, if they name different directories. A relative
-    one may mean another place on each machine. Part of an operation."""
+    path may mean another place on each machine. Part of an operation."""
     everyones = [told.decode() for told in channel.exchange(named.encode())]
     other = next((rank for rank, each in enumerate(everyones) if each != everyones[0]), None)
     if other is not None:
@@ -433,7 +434,8 @@ def _check_named_alike(channel: Channel, what: str, named: str) -> None:
 
 
 def _holds_nothing_new(session: Session) -> bool:
-    """What it holds is not the run's, or is a checkpoint's that is there already."""
+    """Returns whether the session's state is not the run's, or is that of an existing
+    checkpoint."""
     return session.is_joining or session.is_redoing
 
 
@@ -441,7 +443,7 @@ _savers: weakref.WeakKeyDictionary[Session, CheckpointSaver] = weakref.WeakKeyDi
 
 
 def load_newest(session: Session, directory: Path) -> bool:
-    """One rank's part of a resume: see `shoal.resume`."""
+    """Performs one rank's part of a resume: see `shoal.resume`."""
     saver = CheckpointSaver.of(session)
     named, directory = str(directory), directory.absolute()
     if session.is_joining:
@@ -465,7 +467,7 @@ def load_newest(session: Session, directory: Path) -> bool:
 
 
 def _go_back(session: Session, directory: Path) -> str | None:
-    """See `Session.go_back_by`."""
+    """Implements `Session.go_back_by`."""
     saver = CheckpointSaver.of(session)
 
     def body(channel: Channel) -> str | None:
@@ -490,7 +492,7 @@ def _go_back(session: Session, directory: Path) -> str | None:
 
 
 def _load_alone(session: Session, directory: Path) -> bool:
-    """Whether there was a checkpoint."""
+    """Loads the newest checkpoint in a world of one; returns whether there was one."""
     captured, told = _read(session, directory)
     if told["error"] is not None:
         raise _refusal(told)
@@ -502,21 +504,22 @@ def _load_alone(session: Session, directory: Path) -> bool:
 def _take_up(
     session: Session, channel: Channel, captured: dict[str, Any] | None, path: Path
 ) -> None:
-    """All ranks have the state of the checkpoint at `path`, which the first one has read
-    (`captured`; None on the others), and the servers the rows of its tables. Part of an operation.
+    """Distributes the state of the checkpoint at `path` to all ranks (`captured`, which the first
+    rank has read; None on the others), and the rows of its tables to the servers. Part of an
+    operation.
 
     Raises:
         CorruptDataError: rows are damaged; nothing is changed then.
-        ConfigurationError: rows are to be given under async_sgd from a directory that not all ranks
-            share.
-        DeadlineError (SERVER_AWAY): a server was away for too long.
+        ConfigurationError: under async_sgd, rows would have to be restored from a directory that
+            not all ranks share.
+        DeadlineError (SERVER_AWAY): a server was unreachable for too long.
     """
     store = session.row_store
     if store is None:
         session.replace_state(channel, captured)
         return
-    # On disks of their own machines may have other checkpoints of the step, whose rows are not
-    # those of this model.
+    # Ranks with separate disks may have other checkpoints of the step, with rows that do not belong
+    # to this model.
     digests = channel.exchange(manifest.digest_of(path).encode())
     sees = [each == digests[0] for each in digests]
     if not store.steady:
@@ -556,8 +559,8 @@ def _take_up(
 def _read(
     session: Session, directory: Path, *, run: str | None = None
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """The newest checkpoint, of that run unless it is None, and what to tell the other ranks about
-    it."""
+    """Returns the newest checkpoint (of the given run unless that is None) and the report for the
+    other ranks."""
     found = latest(directory, run=run)
     if found is None and (directory.is_file() or (directory / manifest.NAME).is_file()):
         what = (
@@ -582,7 +585,7 @@ def _read(
 
 
 def _refusal(told: dict[str, Any]) -> ShoalError:
-    """What a rank raises when the one that reads has told of an error."""
+    """Returns the error that a rank raises after the reading rank has reported one."""
     kind = (
         ConfigurationError
         if told["reason"] == ConfigurationError.default_reason

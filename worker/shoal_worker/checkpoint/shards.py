@@ -52,16 +52,16 @@ _log = logging.getLogger(__name__)
 
 SHARDED: Final = "sharded"
 _TIMEOUT = timedelta(minutes=30)
-"""For the other ranks' shards."""
+"""Time allowed for the other ranks' shards."""
 _POLL = timedelta(milliseconds=20)
 _ASK_GONE = timedelta(seconds=0.5)
-"""Between two looks at whether a rank has gone: the coordinator is asked."""
+"""Interval between checks whether a rank has left, each of which asks the coordinator."""
 _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
-"""Where torch.distributed.checkpoint looks for a tensor's offset
+"""Metadata keys under which torch.distributed.checkpoint stores a tensor's offset
 (torch/distributed/checkpoint/_hf_utils.py)."""
 
 Span = tuple[int, int]
-"""First element and number of elements, of a tensor as it is stored."""
+"""First element and number of elements of a stored tensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,22 +70,21 @@ class Shards:
 
     structure: Json
     outline: Mapping[str, torch.Tensor]
-    """All tensors of the whole, on the meta device."""
+    """All tensors of the whole state, on the meta device."""
     count: int
     mine: Mapping[int, Mapping[str, tuple[int, torch.Tensor]]]
-    """What this rank writes, by the number of the shard and the name of the tensor: the place of
-    the first element, and a flat copy of the run of elements from there, which is filled once
-    `copies` have arrived."""
+    """Data written by this rank, by shard number and tensor name: the index of the first element,
+    and a flat copy of the run of elements from there, which is filled once `copies` have
+    arrived."""
     copies: HostCopies
 
     @classmethod
     def take(cls, part: StatePart) -> Shards:
-        """Copies what this rank is to write, and which may change once this has returned. What lies
-        on a device may still be on its way.
+        """Copies the data that this rank writes, which may be changed once this has returned.
+        Copies from a device may still be in progress.
 
         Raises:
-            ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be
-                carried.
+            ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
         """
         structure, tensors = flatten(part.state, outlines=True)
         copies = HostCopies()
@@ -103,7 +102,7 @@ class Shards:
         return cls(structure=structure, outline=outline, count=part.count, mine=mine, copies=copies)
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Dtype and shape of every tensor, for the manifest."""
+        """Returns dtype and shape of every tensor, for the manifest."""
         return {
             name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
             for name, t in self.outline.items()
@@ -133,12 +132,12 @@ class Shards:
             self._note(temporary, number, {**about, "spans": spans})
 
     def write_aside(self, temporary: Path) -> None:
-        """`write`, on a rank that does not complete the checkpoint: what goes wrong is told to the
-        one that does.
+        """Runs `write` on a rank that does not complete the checkpoint; failures are reported to
+        the rank that does.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
-            Exception: what else went wrong.
+            Exception: any other error.
         """
         try:
             self.write(temporary)
@@ -167,8 +166,8 @@ class Shards:
             raise
 
     def collect(self, temporary: Path, *, gone: Callable[[int], bool]) -> dict[str, Any] | None:
-        """Waits for all ranks' shards, and returns what the manifest says of them; None if a rank
-        went away without its own.
+        """Waits for all ranks' shards, and returns their entry for the manifest; None if a rank
+        left without writing its shard.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): a rank could not write, or is too slow.
@@ -242,12 +241,12 @@ class Shards:
 
 
 def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """The whole tensors of a checkpoint in shards, by name; `content`: its manifest's.
+    """Returns the whole tensors of a sharded checkpoint by name; `content` is that of its manifest.
 
     Raises:
-        CorruptDataError: a file is damaged or missing, or the shards do not make up the tensors.
-        KeyError, TypeError, AttributeError, ValueError, RuntimeError: the manifest lacks something,
-            or says what cannot be.
+        CorruptDataError: a file is damaged or missing, or the shards do not cover the tensors.
+        KeyError, TypeError, AttributeError, ValueError, RuntimeError: the manifest is incomplete or
+            invalid.
     """
     outline = {
         name: torch.empty(about["shape"], dtype=getattr(torch, about["dtype"]), device="meta")
@@ -287,7 +286,7 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
 def _cut_out(
     tensors: Mapping[str, torch.Tensor], runs: Iterable[Run], copies: HostCopies
 ) -> dict[str, tuple[int, torch.Tensor]]:
-    """Copies what the runs hold of the tensors that are views of their vectors."""
+    """Copies the parts of the tensors (views of the runs' vectors) that the runs contain."""
     views: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         if tensor.is_meta:
@@ -309,7 +308,7 @@ def _cut_out(
 
 
 def _width(dtype: torch.dtype) -> int:
-    """How many elements of a file one element takes."""
+    """Returns the number of file elements per tensor element."""
     return 1 if dtype in STORED_DTYPES else dtype.itemsize
 
 
@@ -320,7 +319,7 @@ def _stored_sizes(outline: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _not_covered(sizes: Mapping[str, int], files: Iterable[Mapping[str, Any]]) -> str | None:
-    """A tensor whose elements are not each there once; None: there is none."""
+    """Returns a tensor whose elements are not covered exactly once; None if there is none."""
     spans: dict[str, list[Span]] = {name: [] for name in sizes}
     name: str
     for about in files:

@@ -1,8 +1,8 @@
-"""Writes checkpoints beside the training: one at a time, on a thread of its own.
+"""Writes checkpoints during training: one at a time, on a separate thread.
 
-The training thread calls every method; the job runs on the writer's thread and shares nothing with
-the training but what it was given. `_lock` guards `_error`; all else is the training thread's own.
-The thread is no daemon: a process that ends normally finishes the checkpoint under way first.
+The training thread calls every method; the job runs on the writer's thread and shares with training
+only its arguments. `_lock` guards `_error`; everything else belongs to the training thread. The
+thread is not a daemon: a process that exits normally finishes the current checkpoint first.
 """
 
 from __future__ import annotations
@@ -41,38 +41,38 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """At most one job is under way; the next waits for it.
+    """Runs at most one job at a time; the next waits for it.
 
-    An error of a job is raised once, by the next call of any method, and logged at once.
+    An error of a job is raised once, by the next call of any method, and logged immediately.
     """
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._begun = 0.0
-        """When the job under way did."""
+        """Start time of the current job."""
         self._lock = threading.Lock()
         self._error: Exception | None = None
 
     @property
     def busy(self) -> bool:
-        """Whether a job is under way."""
+        """True if a job is in progress."""
         return self._thread is not None and self._thread.is_alive()
 
     def done_within(self, timeout: timedelta) -> bool:
-        """Waits for the job under way, but no longer than that. True: none is."""
+        """Waits for the current job, up to `timeout`. Returns True if none is in progress."""
         thread = self._thread
         if thread is not None and thread.is_alive():
-            # Aside: where ranks take turns, it may wait for what another rank writes.
+            # Aside: where ranks take turns, it may wait for another rank's write.
             run_aside(lambda: thread.join(timeout.total_seconds()), f"until {thread.name} is done")
         return not self.busy
 
     def wait(self, timeout: timedelta) -> None:
-        """Returns when no job is under way. To be called before the next copy is made, so that
-        there is never more than one.
+        """Waits until no job is in progress. Call it before the next copy is made, so that there is
+        never more than one.
 
         Raises:
-            DeadlineError: the job takes `timeout` longer; it goes on.
-            Exception: what the last job raised.
+            DeadlineError: the job takes longer than `timeout`; it continues.
+            Exception: the error of the last job.
         """
         if not self.done_within(timeout):
             assert self._thread is not None
@@ -88,8 +88,7 @@ class CheckpointWriter:
             raise error
 
     def submit(self, job: Callable[[], object], *, what: str, timeout: timedelta) -> None:
-        """Starts `job` after the one under way. `what` names it in errors: "writing step-5 to
-        ckpt/".
+        """Starts `job` after the current one. `what` names it in errors: "writing step-5 to ckpt/".
 
         Raises as `wait` does, without starting the job.
         """
@@ -101,7 +100,7 @@ class CheckpointWriter:
         self._thread.start()
 
     def close(self, timeout: timedelta) -> None:
-        """Waits for the job under way. Raises as `wait` does. The writer can be used again."""
+        """Waits for the current job. Raises as `wait` does. The writer can be used again."""
         self.wait(timeout)
 
     def _run(self, job: Callable[[], object], what: str) -> None:
@@ -115,23 +114,19 @@ class CheckpointWriter:
 
 # ------------------------------------------------------------------------------- waiting for a disk
 #
-# Waiting for a disk within an operation.
-#
-# A disk may take longer than a collective may, and ranks that wait in one for a rank that waits for
-# its disk would take it for stuck. So all of them tell each other, again and again, whether they
-# are done.
-#
-# Runs on the training threads; what the first rank does with its disk, it does on a thread of its
-# own.
+# Waiting for a disk within an operation. A disk may take longer than a collective may, and ranks
+# that wait in one for a rank that waits for its disk would consider it stuck. All ranks therefore
+# tell each other repeatedly whether they are done. Runs on the training threads; the first rank's
+# disk access is on a separate thread.
 
 T = TypeVar("T")
 
 _LOOK: Final = timedelta(seconds=0.5)
-"""How often ranks tell each other: well within a collective's time."""
+"""Interval between these exchanges: well within a collective's timeout."""
 
 
 DISK_PATIENCE: Final = timedelta(minutes=30)
-"""How long a disk may take."""
+"""Time allowed for a disk."""
 
 
 def in_company(
@@ -140,9 +135,9 @@ def in_company(
     *,
     patience: timedelta = DISK_PATIENCE,
 ) -> None:
-    """Returns when all ranks are done, or have waited for `patience`. Part of an operation.
-    `done_within(timeout)` waits at most so long. The first rank says every ten seconds in the log
-    who is not done.
+    """Waits until all ranks are done, or have waited for `patience`. Part of an operation.
+    `done_within(timeout)` waits at most that long. The first rank logs every ten seconds who is not
+    done.
 
     Raises:
         MembershipChanged: the group is over.
@@ -165,13 +160,13 @@ def in_company(
 def on_first(
     channel: Channel, work: Callable[[], T], *, patience: timedelta = DISK_PATIENCE
 ) -> T | None:
-    """What `work`, which reads or writes files, gives on the channel's first rank, once it is
-    there; None on the others. Part of an operation.
+    """Runs `work`, which accesses files, on the channel's first rank and returns its result there;
+    None on the others. Part of an operation.
 
     Raises:
-        MembershipChanged: the group is over; `work` is left to itself.
-        DeadlineError: it took longer than `patience`, and is left to itself.
-        Exception: what `work` raised.
+        MembershipChanged: the group is over; `work` is abandoned.
+        DeadlineError: it took longer than `patience`, and is abandoned.
+        Exception: the error of `work`.
     """
     if channel.rank != 0:
         in_company(channel, lambda _: True)
@@ -194,14 +189,14 @@ def on_first(
 def on_each(
     channel: Channel, work: Callable[[threading.Event], Any], *, patience: timedelta = DISK_PATIENCE
 ) -> list[Any]:
-    """What `work`, which may take longer than a collective, gives on each rank, by rank: JSON
-    values. It is on a thread of its own, and is to end soon once the event that it gets is set.
-    Part of an operation.
+    """Runs `work`, which may take longer than a collective, on each rank and returns the results by
+    rank: JSON values. It runs on a separate thread, and should return soon once the event that it
+    gets is set. Part of an operation.
 
     Raises:
         MembershipChanged: the group is over; `work` has ended.
-        ShoalError: what `work` raised, on all ranks: on those where it did not, with the rank's
-            number.
+        ShoalError: the error of `work`, on all ranks; on ranks where it did not fail, with the
+            failing rank's number.
     """
     given_up = threading.Event()
     pool = ThreadPoolExecutor(1, thread_name_prefix="shoal-rows")
@@ -242,7 +237,7 @@ _TOLD: Final[tuple[type[ShoalError], ...]] = (
     LimitError,
     PreconditionError,
 )
-"""What other ranks raise as it is."""
+"""Error types that other ranks raise unchanged."""
 
 
 def _is_done(working: Future[T], timeout: timedelta) -> bool:

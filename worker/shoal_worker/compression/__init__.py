@@ -1,13 +1,14 @@
-"""Gradient compression: fewer bytes on the wire for an error that is bounded and, where it has to
-be, made up for in later steps.
+"""Gradient compression: less traffic at the cost of an error that is bounded and, if necessary,
+compensated in later steps.
 
 A `GradientCompressor` turns a tensor into a payload and back. `CompressedReduction` sums buckets of
-gradients over ranks with one, so that every rank ends with the same bits, and keeps what
-compression left out (error feedback). `parse_compression` reads what users write.
+gradients over ranks with one, with bitwise equal results on every rank, and keeps the compression
+error (error feedback). `parse_compression` reads the user's setting.
 
-The compressors are in `quantized`, `sign`, `sparse` and `powersgd`, over `base`, and `registry` has
-them by name; `optimizer` is the other way to name one. `reduction` sums over ranks, `pushes` sends
-to parameter servers, and `memory` is what compression leaves behind.
+The compressors are in `quantized`, `sign`, `sparse` and `powersgd`, on top of `base`, and
+`registry` lists them by name; `optimizer` is an alternative way to select one. `reduction` sums
+over ranks, `pushes` encodes pushes to parameter servers, and `memory` holds the state of
+compression between steps.
 """
 
 from __future__ import annotations

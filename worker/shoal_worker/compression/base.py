@@ -1,9 +1,9 @@
-"""What every gradient compressor offers: a tensor as fewer bytes, and back; and what an exchange of
-compressed gradients is given.
+"""The interface of gradient compressors: converts a tensor to fewer bytes and back, and sums
+compressed gradients over ranks.
 
-A compressor is a frozen value: it has settings and no state. What a step leaves behind (error
-feedback, warm starts) lies in a `Memory`, per rank and bucket; the ways to sum compressed gradients
-over ranks are exchanges. Payloads are those of shoal_common.codecs.
+A compressor is an immutable value: it has settings and no state. The state between steps (error
+feedback, warm starts) is in a `Memory`, per rank and bucket; the methods of summing compressed
+gradients over ranks are exchanges. Payloads are those of shoal_common.codecs.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _MASK: Final = (1 << 64) - 1
 
 
 class KeyedRandom:
-    """A stream of random numbers named by integers: (seed, step, rank, bucket), say. Belongs to one
-    thread."""
+    """A stream of random numbers identified by integers, such as (seed, step, rank, bucket).
+    Belongs to one thread."""
 
     def __init__(self, *key: int) -> None:
         self._key = [part & _MASK for part in key]
@@ -46,7 +46,7 @@ class KeyedRandom:
         self._torch: torch.Generator | None = None
 
     def noise16(self, count: int, device: torch.device) -> torch.Tensor:
-        """`count` int16 values, each of the 65536 as likely as any."""
+        """Returns `count` int16 values, uniformly distributed over all 65536 values."""
         if scratch.in_host_memory(device):
             words = self.numpy().bit_generator.random_raw(-(-count // 4))
             return torch.from_numpy(words.view(np.int16)[:count])
@@ -55,11 +55,12 @@ class KeyedRandom:
         )
 
     def normal(self, rows: int, columns: int) -> torch.Tensor:
-        """Standard normal float32 values in host memory, the same wherever they are to be used."""
+        """Returns standard normal float32 values in host memory, independent of the device on which
+        they are used."""
         return torch.from_numpy(self.numpy().standard_normal((rows, columns), dtype=np.float32))
 
     def numpy(self) -> np.random.Generator:
-        """The stream itself, of the CPU."""
+        """Returns the CPU's stream itself."""
         if self._numpy is None:
             self._numpy = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self._key)))
         return self._numpy
@@ -74,11 +75,11 @@ class KeyedRandom:
 # -------------------------------------------------------------------------------------- compressors
 
 PieceShapes = Mapping[int, tuple[int, int]]
-"""Position of a piece in its partition -> its rows and columns (`codecs.piece_shape`),
+"""Rows and columns of each piece (`codecs.piece_shape`) by its position in the partition,
 ascending."""
 
 _TILE: Final = 1 << 17
-"""Values that are worked on at a time on the CPU: 512 KiB stay in a core's own cache over several
+"""Number of values processed at a time on the CPU: 512 KiB stay in a core's own cache over several
 operations."""
 
 
@@ -91,20 +92,20 @@ class GradientCompressor(abc.ABC):
     """
 
     name: ClassVar[str]
-    """What users select it by."""
+    """Name by which users select it."""
     codec: ClassVar[int]
-    """shoal.v1.Codec of what a worker pushes to parameter servers."""
+    """shoal.v1.Codec of a worker's pushes to parameter servers."""
     of_matrices: ClassVar[bool] = False
-    """It takes tensors for matrices: where gradients are cut over ranks it cannot be used."""
+    """True if it treats tensors as matrices, so that it cannot be used with sharded gradients."""
     alignment: ClassVar[int] = 1
-    """Parts of a tensor that are compressed on their own begin at multiples of this, so that they
+    """Parts of a tensor that are compressed separately begin at multiples of this, so that they
     share no block."""
 
     error_feedback: bool = False
-    """Adds what compression left out of a step to the next step's gradient (Karimireddy et al.
-    2019). One float32 per gradient element and rank, twice while a step is under way."""
+    """Adds a step's compression error to the next step's gradient (Karimireddy et al. 2019). One
+    float32 per gradient element and rank, two during a step."""
     seed: int = 0
-    """Where its random numbers begin; the same on all ranks."""
+    """Seed of its random numbers; the same on all ranks."""
 
     @abc.abstractmethod
     def payload_bytes(self, shape: Sequence[int]) -> int:
@@ -115,8 +116,8 @@ class GradientCompressor(abc.ABC):
     def compress_into(
         self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
     ) -> None:
-        """Writes the payload of `tensor` into `payload`, which is of its size. `tensor` is left as
-        it is."""
+        """Writes the payload of `tensor` into `payload`, which has the right size. `tensor` is not
+        changed."""
 
     @abc.abstractmethod
     def decompress_into(
@@ -128,11 +129,11 @@ class GradientCompressor(abc.ABC):
     def compress_pieces(
         self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom
     ) -> torch.Tensor:
-        """The payload of a push to a parameter server: of pieces of tensors, one after another in
-        `values`; to most compressors one vector.
+        """Returns the payload of a push to a parameter server, for pieces of tensors one after
+        another in `values`; most compressors treat them as one vector.
 
-        `shapes`: rows and columns of each, by its position in the partition. What the next push is
-        to begin with is proposed to `memory`.
+        `shapes`: rows and columns of each, by its position in the partition. The starting point of
+        the next push is proposed to `memory`.
         """
         payload = torch.zeros(
             self.payload_bytes(values.shape), dtype=torch.uint8, device=values.device
@@ -143,19 +144,19 @@ class GradientCompressor(abc.ABC):
     def take_off_pieces(
         self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes
     ) -> None:
-        """Takes what a server makes of such a payload off `values`, which are then what was left
-        out."""
+        """Subtracts the server's decoding of such a payload from `values`, which then hold the
+        compression error."""
         self.decompress_into(payload, values, alpha=-1)
 
     @abc.abstractmethod
     def exchange(self) -> Exchange:
-        """How buckets compressed with it are summed over ranks."""
+        """Returns the method of summing buckets over ranks."""
 
     def compress(
         self, tensor: torch.Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> torch.Tensor:
-        """The payload of `tensor`. Random numbers are keyed by the seed and the three numbers:
-        equal ones give equal bits.
+        """Returns the payload of `tensor`. Random numbers are keyed by the seed and the three
+        numbers: equal ones give equal bits.
 
         Raises:
             ConfigurationError: the tensor is not float32 and contiguous.
@@ -168,7 +169,7 @@ class GradientCompressor(abc.ABC):
         return payload
 
     def decompress(self, payload: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """The float32 tensor of that shape that a payload of `compress` stands for."""
+        """Returns the float32 tensor of that shape encoded in a payload of `compress`."""
         out = torch.empty(tuple(shape), dtype=torch.float32, device=payload.device)
         self.decompress_into(payload, out)
         return out
@@ -176,11 +177,12 @@ class GradientCompressor(abc.ABC):
     def wire_bytes(
         self, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None = None
     ) -> int:
-        """Bytes that each rank sends to sum one bucket of `numel` elements over `world_size` ranks.
+        """Returns the number of bytes that each rank sends to sum one bucket of `numel` elements
+        over `world_size` ranks.
 
-        `shapes`: of the tensors in the bucket, in order, for compressors that look at matrices;
-        None: the bucket is one vector. The transport's own framing is not counted; an all-reduce of
-        b bytes counts as 2 b (world_size - 1) / world_size.
+        `shapes`: of the tensors in the bucket, in order, for compressors that use matrices; None:
+        the bucket is one vector. The transport's own framing is not counted; an all-reduce of b
+        bytes counts as 2 b (world_size - 1) / world_size.
         """
         if world_size == 1 or numel == 0:
             return 0
@@ -188,16 +190,15 @@ class GradientCompressor(abc.ABC):
 
 
 def tiles(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Pieces of a tensor to work on one after another: of cache size on the CPU, the whole on a
-    device."""
+    """Yields ranges of a tensor to be processed one after another: of cache size on the CPU, the
+    whole tensor on a device."""
     size = _TILE if scratch.in_host_memory(device) else max(1, length)
     for start in range(0, length, size):
         yield start, min(start + size, length)
 
 
 def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiplies each block of `block` values, the last of which may be short, by its scale, in
-    place."""
+    """Multiplies each block of `block` values (the last may be shorter) by its scale, in place."""
     whole = values.numel() // block
     values[: whole * block].view(-1, block).mul_(scales[:whole, None])
     if whole < scales.numel():
@@ -205,7 +206,7 @@ def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None
 
 
 def blocked_payload_bytes(codec: int, shape: Sequence[int], kept: int = 0) -> int:
-    """`codecs.payload_bytes` of a tensor's shape."""
+    """Returns `codecs.payload_bytes` for a tensor's shape."""
     return codecs.payload_bytes(codec, math.prod(shape), kept)
 
 
@@ -222,28 +223,28 @@ Steps = Generator[Handle, None, None]
 """Yields each collective that an exchange has issued; resumed when it is complete."""
 
 _STAGES = 2
-"""At most so many stages of an exchange draw random numbers."""
+"""Maximum number of stages of an exchange that draw random numbers."""
 _EVERYBODY = -1
-"""In place of a rank: random numbers that all ranks draw alike."""
+"""Used instead of a rank for random numbers that all ranks draw alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """One bucket on its way."""
+    """The transfer of one bucket."""
 
     backend: CommunicationBackend
     memory: BucketMemory
     scratch: ScratchMemory
     bucket: int
-    """Its index: the same on all ranks."""
+    """Index of the bucket: the same on all ranks."""
     step: int
     shapes: Sequence[Sequence[int]] | None
     """Shapes of the tensors in it, in order; None: one vector."""
     round: int = 0
-    """How often it was sent before in the step."""
+    """Number of times it was sent before in the step."""
 
     def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
-        """Random numbers for one stage of the exchange, of this rank or of all."""
+        """Returns random numbers for one stage of the exchange, of this rank or of all."""
         return KeyedRandom(
             seed,
             self.step,
@@ -264,7 +265,7 @@ class Exchange(abc.ABC):
         world_size: int,
         shapes: Sequence[Sequence[int]] | None,
     ) -> int:
-        """See `GradientCompressor.wire_bytes`."""
+        """Implements `GradientCompressor.wire_bytes`."""
 
     @abc.abstractmethod
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
@@ -297,7 +298,7 @@ class Exchange(abc.ABC):
 
 @dataclass(frozen=True)
 class Chunks:
-    """A bucket cut into one part for each rank. Those of the last ranks may be shorter, or
+    """A bucket divided into one part for each rank. Those of the last ranks may be shorter or
     empty."""
 
     numel: int
@@ -307,12 +308,12 @@ class Chunks:
 
     @classmethod
     def of(cls, numel: int, world_size: int, alignment: int) -> Chunks:
-        """Parts that begin at multiples of `alignment`."""
+        """Returns parts that begin at multiples of `alignment`."""
         share = -(-numel // world_size)
         return cls(numel, -(-share // alignment) * alignment, world_size)
 
     def bounds(self, rank: int) -> slice:
-        """Where the part of that rank lies."""
+        """Returns the range of a rank's part."""
         return slice(min(self.numel, rank * self.length), min(self.numel, (rank + 1) * self.length))
 
 
@@ -335,7 +336,7 @@ class Chunked(Exchange):
         total = values[own]
         sent, received = yield from scatter_sum(compressor, values, total, chunks, errand)
 
-        # Both buffers have done their service, and now serve the other way round.
+        # Both buffers are free now and are reused with swapped roles.
         gathered, payload = sent, received[0]
         if compressor.error_feedback:
             total = errand.memory.compensated_sum(own.start, total)
@@ -359,7 +360,7 @@ def scatter_sum(
     """Sums each part of the bucket on the rank that owns it: writes this rank's into `total`, which
     may be that part of `values`.
 
-    Returns the buffers sent and received, for further use; their taker gives them back.
+    Returns the buffers sent and received, for further use; the caller gives them back.
     """
     own = chunks.bounds(errand.backend.rank)
     if compressor.error_feedback:
@@ -390,7 +391,7 @@ def _compress_part(
     chunks: Chunks,
     random: KeyedRandom,
 ) -> None:
-    # What the payload does not fill goes on the wire as well, and is not to be old memory.
+    # The unused rest of the payload is sent as well, and must not contain old memory.
     (payload if part.numel() < chunks.length else payload[-4:]).zero_()
     compressor.compress_into(part, payload, random)
 
@@ -428,6 +429,6 @@ class Gathered(Exchange):
 
 
 def all_reduce_bytes(size: int, world_size: int) -> int:
-    """Bytes that a rank sends in an all-reduce of `size` bytes, on average over ranks, rounded
-    up."""
+    """Returns the number of bytes that a rank sends in an all-reduce of `size` bytes, averaged over
+    ranks and rounded up."""
     return -(-2 * (world_size - 1) * size // world_size)

@@ -1,14 +1,14 @@
-"""What compression leaves behind on this rank from one step to the next, and when it counts.
+"""This rank's compression state between steps, and when it takes effect.
 
-Two kinds: **residuals** (error feedback: what was left out, owed to later steps), which every rank
-has its own of, and **warm starts** (PowerSGD's factors), which are the same on all ranks. A step
-only *proposes* new ones. They count when the step commits; a step that is lost leaves none, so that
-its redo starts from what its first attempt started from.
+There are two kinds: **residuals** (error feedback: the compression error, added to later steps),
+which every rank has its own of, and **warm starts** (PowerSGD's factors), which are equal on all
+ranks. A step only *proposes* new ones. They take effect when the step commits; a lost step leaves
+none, so that its redo starts from the same state as its first attempt.
 
-The residuals of a rank that dies or leaves are lost with it. That is bounded: a residual is at most
-a fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4
-(1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most one such update goes
-missing, once. A rank that joins owes nothing. Warm starts must be given to it with the model.
+The residuals of a rank that dies or leaves are lost with it. The loss is bounded: a residual is at
+most a fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2
+<= 4 (1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most one such update is
+lost, once. A joining rank has no residuals. Warm starts must be sent to it with the model.
 
 Belongs to the training thread.
 """
@@ -23,32 +23,32 @@ from shoal_common.errors import CorruptDataError
 from torch.nn import functional
 
 RESIDUAL = "residual"
-"""What this rank left out of its own gradients."""
+"""Part of its own gradients that this rank has not sent yet."""
 _OWNED = "owned@"
-"""What it left out of sums on their way back; with the place of its part in the bucket."""
+"""Part of the sums that was not sent back yet, with the position of the part in the bucket."""
 _WARM = "warm."
 
 
 class BucketMemory:
-    """What compression has left out of one bucket, to be added to its next gradient."""
+    """Compression error of one bucket, to be added to its next gradient."""
 
     def __init__(self) -> None:
         self._committed: dict[str, torch.Tensor] = {}
         self._proposed: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
-        """Memory of the state before the committed one, to be written over."""
+        """Memory of the state before the committed one, to be overwritten."""
         self._sound = False
-        """The step's result was seen to be finite on all ranks."""
+        """True if the step's result was finite on all ranks."""
         self._rounds = 0
 
     def next_round(self) -> int:
-        """How often this bucket was sent before in the step: so that each time draws random numbers
-        of its own."""
+        """Returns how often this bucket was sent before in the step, so that each time draws
+        different random numbers."""
         self._rounds += 1
         return self._rounds - 1
 
     def resize(self, numel: int) -> None:
-        """The bucket has so many elements now: it got more or less padding at its end."""
+        """Adapts to a bucket of `numel` elements, with more or less padding at its end."""
         for slot in [slot for slot in self._committed if slot == RESIDUAL]:
             owed = self._committed[slot]
             if owed.numel() != numel:
@@ -59,12 +59,12 @@ class BucketMemory:
     def compensated_gradient(
         self, values: torch.Tensor, owned: slice | None = None
     ) -> torch.Tensor:
-        """`values` plus what is owed from before, in memory that becomes the new residual: the
-        caller takes off what it sends.
+        """Returns `values` plus the residual, in memory that becomes the new residual: the caller
+        subtracts what it sends.
 
-        `owned`: the part of the bucket whose sum this rank holds. What it owes to other parts,
-        which it held before the world changed, is taken back into its own residual. What is owed to
-        a tensor of another size is owed no longer: the bucket was laid out anew.
+        `owned`: the part of the bucket whose sum this rank holds. Residuals of other parts, which
+        it held before the world changed, are moved to its own residual. A residual for a tensor of
+        another size is dropped, since the bucket has a new layout.
         """
         first = RESIDUAL not in self._proposed
         target = self._compensated(RESIDUAL, values)
@@ -79,8 +79,8 @@ class BucketMemory:
         return target
 
     def compensated_sum(self, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Adds to this rank's part of a sum, which begins at `start` in the bucket, what was left
-        out of it before; see `compensated_gradient`."""
+        """Adds earlier compression errors to this rank's part of a sum, which begins at `start` in
+        the bucket; see `compensated_gradient`."""
         return self._compensated(f"{_OWNED}{start}", values)
 
     def _compensated(self, slot: str, values: torch.Tensor) -> torch.Tensor:
@@ -95,20 +95,20 @@ class BucketMemory:
         return torch.add(values, owed, out=target) if owed is not None else target.copy_(values)
 
     def warm_start(self, number: int) -> torch.Tensor | None:
-        """The factor that the last step ended with."""
+        """Returns the final factor of the last step."""
         return self._newest(f"{_WARM}{number}")
 
     def propose_warm_start(self, number: int, factor: torch.Tensor) -> None:
-        """The factor to start the next step with."""
+        """Proposes the initial factor of the next step."""
         self._proposed[f"{_WARM}{number}"] = factor
 
     def keep_warm_starts(self) -> None:
-        """The factors that nothing new was proposed for are those to start with next time, too."""
+        """Keeps the current factors for which no new ones were proposed."""
         for slot, factor in self.items(warm=True):
             self._proposed.setdefault(slot, factor)
 
     def conclude(self, *, finite: bool) -> None:
-        """The bucket is reduced. A result that is not finite leaves nothing behind: residuals would
+        """Concludes the reduction of the bucket. A non-finite result leaves no residual: it would
         carry NaN into all later steps."""
         if finite:
             self._sound = True
@@ -116,7 +116,7 @@ class BucketMemory:
             self.rollback()
 
     def commit(self) -> None:
-        """What was proposed counts."""
+        """Makes the proposed state current."""
         if not self._sound and not all(is_finite(tensor) for tensor in self._proposed.values()):
             self._proposed = {}
         if self._proposed:
@@ -124,22 +124,23 @@ class BucketMemory:
         self._proposed, self._sound, self._rounds = {}, False, 0
 
     def rollback(self) -> None:
-        """What was proposed never was."""
+        """Discards the proposed state."""
         self._spare.update(self._proposed)
         self._proposed, self._sound, self._rounds = {}, False, 0
 
     def _newest(self, slot: str) -> torch.Tensor | None:
-        """A bucket that is reduced twice in a step goes on from its first time."""
+        """Returns the newest tensor: a bucket that is reduced twice in a step continues from its
+        first time."""
         found = self._proposed.get(slot)
         return self._committed.get(slot) if found is None else found
 
     def rescale(self, factor: float) -> None:
-        """Residuals are `factor` times what they were."""
+        """Multiplies residuals by `factor`."""
         for _, owed in self.items(warm=False):
             owed.mul_(factor)
 
     def items(self, *, warm: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """The committed tensors of one kind."""
+        """Yields the committed tensors of one kind."""
         return (
             (slot, tensor)
             for slot, tensor in self._committed.items()
@@ -147,7 +148,7 @@ class BucketMemory:
         )
 
     def replace(self, found: Mapping[str, torch.Tensor], *, warm: bool) -> None:
-        """Takes over all tensors of one kind."""
+        """Replaces all tensors of one kind."""
         kept = dict(self.items(warm=not warm))
         self.rollback()
         self._spare = {}
@@ -155,44 +156,43 @@ class BucketMemory:
 
 
 class Memory:
-    """What compression has left out, for all buckets of a model, by index."""
+    """Compression state of all buckets of a model, by index."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, BucketMemory] = {}
 
     def bucket(self, index: int) -> BucketMemory:
-        """Made when first asked for."""
+        """Returns a bucket's memory, created on first use."""
         return self._buckets.setdefault(index, BucketMemory())
 
     def commit(self) -> None:
-        """What the step proposed counts."""
+        """Makes the step's proposals current."""
         for memory in self._buckets.values():
             memory.commit()
 
     def rollback(self) -> None:
-        """The step never was."""
+        """Discards the step's proposals."""
         for memory in self._buckets.values():
             memory.rollback()
 
     def forget(self, first: int, end: int) -> None:
-        """The buckets from `first` to before `end` are others now: nothing is left behind of
-        them."""
+        """Drops the state of the buckets from `first` to before `end`, which have changed."""
         for index in [index for index in self._buckets if first <= index < end]:
             del self._buckets[index]
 
     def resize(self, index: int, numel: int) -> None:
-        """See `BucketMemory`."""
+        """Adapts a bucket to a new size; see `BucketMemory`."""
         if index in self._buckets:
             self._buckets[index].resize(numel)
 
     def rescale(self, factor: float) -> None:
-        """All residuals are `factor` times what they were."""
+        """Multiplies all residuals by `factor`."""
         for memory in self._buckets.values():
             memory.rescale(factor)
 
     def state_dict(self, *, warm: bool) -> dict[str, torch.Tensor]:
-        """Committed tensors by "bucket/slot". References, valid until the next commit: copy what is
-        to be kept."""
+        """Returns committed tensors by "bucket/slot". References, valid until the next commit: copy
+        those to be kept."""
         return {
             f"{index}/{slot}": tensor
             for index, memory in self._buckets.items()
@@ -200,11 +200,11 @@ class Memory:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, warm: bool) -> None:
-        """Takes over (copies of) what `state_dict` gave, in place of all of that kind.
+        """Loads (copies of) the result of `state_dict`, replacing everything of that kind.
 
         Raises:
             CorruptDataError (STATE_INVALID): a name or tensor that no state_dict of this kind has;
-                nothing is changed.
+            nothing is changed.
         """
         found: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in state.items():
@@ -226,13 +226,13 @@ class Memory:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Looks at the sum, which is far cheaper. That may overflow by itself: then a residual is not
-    renewed, which does no harm."""
+    """Returns whether the sum is finite, which is much cheaper than checking each element. The sum
+    may overflow by itself: then a residual is not renewed, which does no harm."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
 def _like(found: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
-    """`found`, if it is of the size of `values` and on its device."""
+    """Returns `found` if it has the size and device of `values`."""
     return (
         found
         if found is not None and found.shape == values.shape and found.device == values.device

@@ -1,8 +1,8 @@
-"""The pair of an optimizer and a compressor, as the specification spells it: the same as
+"""The pair of an optimizer and a compressor, as in the specification: equivalent to
 `gradient_compression=`.
 
-It compresses nothing by itself: gradients are compressed on their way between ranks, which is the
-engine's work. `as_distributed` takes the pair apart.
+It does not compress anything itself: the engine compresses gradients on their way between ranks.
+`as_distributed` separates the pair.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shoal_worker.state.forwarding import ForwardingOptimizer
 
 
 class GradientCompressionOptimizer(ForwardingOptimizer):
-    """An optimizer whose gradients are to travel compressed.
+    """An optimizer whose gradients are sent compressed.
 
     `as_distributed(model, GradientCompressionOptimizer(optimizer, "topk"))` is
-    `as_distributed(model, optimizer, gradient_compression="topk")`. Until then, and without it, it
-    is the optimizer given: a world of one sends nothing. What compression leaves behind is a part
-    of the run's state, not of `state_dict()`.
+    `as_distributed(model, optimizer, gradient_compression="topk")`. Before and without that call,
+    it behaves like the given optimizer: a world of one sends nothing. The state of compression is
+    part of the run's state, not of `state_dict()`.
     """
 
     def __init__(
@@ -32,10 +32,10 @@ class GradientCompressionOptimizer(ForwardingOptimizer):
         optimizer: torch.optim.Optimizer,
         compressor: str | Mapping[str, Any] | GradientCompressor,
     ) -> None:
-        """`compressor`: what `gradient_compression=` takes.
+        """Pairs an optimizer with a compressor in any form accepted by `gradient_compression=`.
 
         Raises:
-            ConfigurationError: no optimizer, an unknown compressor, or settings that cannot work.
+            ConfigurationError: no optimizer, an unknown compressor, or invalid settings.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
@@ -58,7 +58,7 @@ class GradientCompressionOptimizer(ForwardingOptimizer):
 def take_apart(
     optimizer: torch.optim.Optimizer | None, configured: GradientCompressor | None
 ) -> tuple[torch.optim.Optimizer | None, GradientCompressor | None]:
-    """The optimizer and the compressor that a pair, or an optimizer and a configuration, stand for.
+    """Returns the optimizer and the compressor of a pair, or of an optimizer and a configuration.
 
     Raises:
         ConfigurationError: both name a compressor, and not the same.

@@ -1,5 +1,5 @@
-"""PowerSGD: the gradient of each matrix as the product of two thin ones, found by one step of
-subspace iteration."""
+"""PowerSGD: approximates the gradient of each matrix by the product of two thin ones, using one
+step of subspace iteration."""
 
 from __future__ import annotations
 
@@ -55,11 +55,11 @@ class PowerSGDCompressor(GradientCompressor):
 
     error_feedback: bool = True
     rank: int = 4
-    """Columns of P and Q; at least 1."""
+    """Number of columns of P and Q; at least 1."""
     warm_start: bool = True
-    """Begin with the last step's Q; else with a new random one each step."""
+    """Begins with the last step's Q instead of a new random one in each step."""
     minimum_saving: float = 2.0
-    """Matrices are compressed if P and Q together are at least so many times smaller; at least
+    """Matrices are compressed if P and Q together are at least this many times smaller; at least
     1."""
 
     def __post_init__(self) -> None:
@@ -71,7 +71,7 @@ class PowerSGDCompressor(GradientCompressor):
             )
 
     def factor_sizes(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Rows, columns and rank that a tensor of that shape is compressed with; None: it is not
+        """Returns rows, columns and rank for compressing a tensor of that shape; None if it is not
         compressed."""
         if len(shape) < 2 or 0 in shape:
             return None
@@ -90,7 +90,8 @@ class PowerSGDCompressor(GradientCompressor):
     def compress_into(
         self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
     ) -> None:
-        """P and Q^T of the tensor alone, from a random start; or the tensor itself."""
+        """Computes P and Q^T of the tensor alone, from a random start; or copies the tensor
+        itself."""
         factors = payload.view(torch.float32)
         sizes = self.factor_sizes(tensor.shape)
         if sizes is None:
@@ -158,7 +159,7 @@ class PowerSGDCompressor(GradientCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """A tensor of the bucket that is compressed, and where."""
+    """A compressed tensor of the bucket and its location."""
 
     at: slice
     rows: int
@@ -249,8 +250,8 @@ class _PowerIteration(Exchange):
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """An orthonormal basis of a space that holds the columns (Householder QR: also when they are
-    dependent, or zero)."""
+    """Returns an orthonormal basis of a space that contains the columns (Householder QR, which also
+    handles dependent or zero columns)."""
     basis: torch.Tensor = torch.linalg.qr(matrix).Q
     return basis
 
@@ -263,7 +264,7 @@ def _start(
     shape: tuple[int, int],
     device: torch.device,
 ) -> torch.Tensor:
-    """The Q to begin with, of `shape` columns x rank: orthonormal, so that the size of gradients
+    """Returns the initial Q, of `shape` columns x rank: orthonormal, so that the size of gradients
     does not multiply from step to step."""
     columns, rank = shape
     warm = memory.warm_start(number) if power.warm_start else None
@@ -276,7 +277,7 @@ def _start(
 def _layout(
     power: PowerSGDCompressor, numel: int, shapes: Sequence[Sequence[int]] | None
 ) -> tuple[list[_Matrix], list[slice]]:
-    """The matrices of a bucket, and the pieces that are summed as they are."""
+    """Returns the matrices of a bucket, and the parts that are summed uncompressed."""
     matrices, plain = [], []
     for shape, at in _places(numel, shapes):
         sizes = power.factor_sizes(shape)

@@ -1,12 +1,12 @@
 """Compressed gradients for parameter servers: payloads that a server decodes by itself, with error
 feedback per partition.
 
-A push to a partition is applied as a whole or refused as a whole, so what compression left out of
-it counts once it is known that the server has applied this very payload. Until then the partition's
-next push cannot be encoded. So what the server has applied of this worker's, and what is owed, add
-up to the gradients of the pushes that were applied, whatever failed in between.
+A push to a partition is applied or refused as a unit, so its compression error is recorded only
+once it is known that the server has applied this very payload. Until then the partition's next push
+cannot be encoded. The gradients applied by the server plus the residual therefore always equal the
+sum of the gradients of the applied pushes, regardless of failures.
 
-It does not send: the asynchronous engine does. Belongs to one thread at a time.
+Sending is done by the asynchronous engine. Belongs to one thread at a time.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ class CompressedPushes:
     """Encodes one worker's pushes."""
 
     def __init__(self, compressor: GradientCompressor, *, stream: int) -> None:
-        """`stream`: a number of this worker's own, so that workers do not round alike."""
+        """Creates the encoder. `stream`: a number unique to this worker, so that workers do not
+        round alike."""
         self.compressor = compressor
         self._stream = stream
         self._memory = Memory()
@@ -40,19 +41,19 @@ class CompressedPushes:
         length: int = 0,
         shapes: PieceShapes | None = None,
     ) -> tuple[int, memoryview]:
-        """Codec and payload of one partition's gradient, for PushHeader and PushChunk. Retries of
-        the push send the same payload.
+        """Returns codec and payload of one partition's gradient, for PushHeader and PushChunk.
+        Retries of the push send the same payload.
 
-        `gradient` is floating-point, of one dimension, and is left as it is. `sequence` is the
-        push's, which its random numbers follow from. A NaN or infinity in it reaches the server,
-        which refuses the push. `places`: where `gradient` lies in a partition of `length` elements,
-        of which the rest has no gradient and keeps what it is owed; none: it is the whole.
-        `shapes`: of the pieces that `gradient` consists of; None: it is one vector.
+        `gradient` is floating-point, of one dimension, and is not changed. `sequence` is the push's
+        number, which determines its random numbers. A NaN or infinity in it reaches the server,
+        which refuses the push. `places`: position of `gradient` in a partition of `length`
+        elements, the rest of which has no gradient and keeps its residual; empty: it is the whole.
+        `shapes`: of the pieces of `gradient`; None: it is one vector.
 
         Raises:
             ConfigurationError: a gradient that cannot be compressed.
-            PreconditionError (PUSH_UNANSWERED): it was not said yet what became of the partition's
-                last push.
+            PreconditionError (PUSH_UNANSWERED): the outcome of the partition's last push has not
+            been reported.
         """
         if not gradient.is_floating_point() or gradient.dim() != 1:
             raise ConfigurationError(
@@ -84,9 +85,9 @@ class CompressedPushes:
         return compressor.codec, payload.cpu().numpy().data
 
     def settle(self, partition: int, *, applied: bool) -> None:
-        """What became of a partition's last push. `applied`: what was left out of it is owed to the
-        next. Else it was refused, or another push had brought its batch, and what was owed before
-        is owed still."""
+        """Reports the outcome of a partition's last push. `applied`: its compression error is added
+        to the next push. Otherwise it was refused, or another push had delivered its batch, and the
+        previous residual remains."""
         self._unanswered.discard(partition)
         memory = self._memory.bucket(partition)
         if applied:
@@ -96,18 +97,17 @@ class CompressedPushes:
 
     @property
     def unanswered(self) -> frozenset[int]:
-        """Partitions whose last push was encoded, and of which it was not said yet what became of
-        it."""
+        """Partitions whose last push was encoded and whose outcome has not been reported."""
         return frozenset(self._unanswered)
 
     def owed(self, partition: int) -> torch.Tensor | None:
-        """What pushes to a partition have left out so far, in its layout; None: nothing is kept. A
-        reference, valid until the next push."""
+        """Returns the residual of a partition in its layout; None if nothing is kept. A reference,
+        valid until the next push."""
         return dict(self._memory.bucket(partition).items(warm=False)).get(RESIDUAL)
 
 
 def _spread(values: torch.Tensor, places: Sequence[tuple[int, int]], length: int) -> torch.Tensor:
-    """Zeros, but for `values` at `places`."""
+    """Returns zeros with `values` at `places`."""
     whole = values.new_zeros(length)
     _put(values, places, whole)
     return whole

@@ -1,9 +1,9 @@
-"""Fewer bits for each value: half precision (half the bytes, an error of one rounding), and 8-bit
-integers with a scale per block, rounded at random so that the mean is right.
+"""Fewer bits per value: half precision (half the bytes, one rounding error), and 8-bit integers
+with a scale per block and stochastic rounding, so that the mean is exact.
 
-Sums over ranks are taken in float32 (`Chunked` in base.py), never in half precision: an element is
-rounded once by each rank that sends it and once as a sum, whatever the number of ranks. No error
-feedback by default: the error is relative to each element and unbiased enough to need none.
+Sums over ranks are computed in float32 (`Chunked` in base.py), never in half precision: an element
+is rounded once by each sending rank and once as a sum, regardless of the number of ranks. No error
+feedback by default: the error is relative to each element and sufficiently unbiased.
 """
 
 from __future__ import annotations
@@ -159,8 +159,7 @@ def _quantize(
     scales.masked_fill_(largest < _SMALLEST, 0)
     inverse = torch.where(scales > 0, scales.reciprocal(), 0)
     scaled = (rows * inverse[:, None]).view(-1)[: values.numel()]
-    # Between -1/2 and 1/2: so the nearest whole number is the upper one as often as the value is
-    # close to it.
+    # Between -1/2 and 1/2: so the probability of rounding up is the fractional part of the value.
     scaled.add_(noise, alpha=2**-16).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
     levels.copy_(scaled)
 

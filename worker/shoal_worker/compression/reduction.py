@@ -1,8 +1,8 @@
-"""Sums buckets of gradients over ranks, compressed, and keeps what compression leaves behind.
+"""Sums buckets of gradients over ranks with compression, and keeps the compression state.
 
-It does not weigh gradients, know about steps or decide when one commits: engines do. In a step they
+It does not weight gradients, know steps or decide when one commits: engines do. In a step they
 `start` buckets, `wait` for them, and then `commit` or `rollback` once for all. Belongs to the
-training thread; collectives run on the backend's own.
+training thread; collectives run on the backend's threads.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from shoal_worker.scratch import ScratchMemory
 
 
 class Reduction:
-    """A bucket on its way. All ranks must call `advance` and `wait` on their reductions in the same
-    order."""
+    """The reduction of one bucket. All ranks must call `advance` and `wait` on their reductions in
+    the same order."""
 
     def __init__(self, steps: Steps, result: torch.Tensor) -> None:
         self._steps: Steps | None = steps
@@ -30,11 +30,9 @@ class Reduction:
         self._resume()
 
     def advance(self) -> None:
-        """Goes on to the next collective without waiting for that one. Waits for the collective
-        that is running.
+        """Proceeds to the next collective without waiting for it. Waits for the running collective.
 
-        Call it on all buckets before waiting for the first, so that their second halves are under
-        way together.
+        Call it on all buckets before waiting for the first, so that their second halves overlap.
 
         Raises:
             MembershipChanged: the group failed. The bucket's contents are undefined, and the step
@@ -51,13 +49,13 @@ class Reduction:
         self._resume()
 
     def wait(self) -> torch.Tensor:
-        """The bucket, holding the sum over ranks. May be called again. Raises as `advance`."""
+        """Returns the bucket with the sum over ranks. May be called again. Raises as `advance`."""
         while self._steps is not None:
             self.advance()
         return self._result
 
     def abandon(self) -> None:
-        """Returns when nothing of it is in flight any more. The step is lost, or was not meant."""
+        """Waits until nothing is in flight any more. The step is lost, or was not intended."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(MembershipChanged):
@@ -65,7 +63,7 @@ class Reduction:
 
     @property
     def done(self) -> bool:
-        """Whether the result is there."""
+        """True if the result is available."""
         return self._steps is None
 
     def _resume(self) -> None:
@@ -176,55 +174,55 @@ class CompressedReduction:
     def wire_bytes(
         self, numel: int, world_size: int, shapes: Sequence[Sequence[int]] | None = None
     ) -> int:
-        """Bytes that each rank sends for one bucket in `start`; see
+        """Returns the number of bytes that each rank sends for one bucket in `start`; see
         `GradientCompressor.wire_bytes`."""
         return self.compressor.wire_bytes(numel, world_size, shapes)
 
     def scatter_wire_bytes(self, numel: int, world_size: int) -> int:
-        """Bytes that each rank sends for one bucket of `numel` elements in `start_scatter`."""
+        """Returns the number of bytes that each rank sends for one bucket of `numel` elements in
+        `start_scatter`."""
         return (world_size - 1) * self.compressor.payload_bytes((numel // world_size,))
 
     # ---------------------------------------------------------------------------------------- state
 
     def commit(self) -> None:
-        """The step counts, and with it what compression left out of it. Reductions that are not
-        done are given up."""
+        """Commits the step and its compression errors. Unfinished reductions are abandoned."""
         self._memory.commit()
 
     def rollback(self) -> None:
-        """The step never was: residuals and warm starts are those from before it."""
+        """Discards the step: residuals and warm starts are those from before it."""
         self._memory.rollback()
 
     def rescale(self, factor: float) -> None:
-        """Residuals are in the units of the gradients given. When those change between steps (a
-        GradScaler's new scale over its old one), so must they."""
+        """Multiplies the residuals by `factor`. They are in the units of the given gradients, which
+        change with a GradScaler's scale."""
         self._memory.rescale(factor)
 
     def forget(self, first: int, end: int) -> None:
-        """The buckets with indices from `first` to before `end` are others from now on: what was
-        owed to them is owed no longer."""
+        """Drops the residuals of the buckets with indices from `first` to before `end`, which
+        change."""
         self._memory.forget(first, end)
 
     def resize(self, index: int, numel: int) -> None:
-        """A bucket has `numel` elements from now on: it gets more padding at its end, or less."""
+        """Adapts to a bucket of `numel` elements, with more or less padding at its end."""
         self._memory.resize(index, numel)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """The committed residuals, which differ from rank to rank. References, valid until the next
-        commit."""
+        """Returns the committed residuals, which differ between ranks. References, valid until the
+        next commit."""
         return self._memory.state_dict(warm=False)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over this rank's residuals; none, for a rank that the saved world did not have.
+        """Loads this rank's residuals; none for a rank that the saved world did not have.
 
         Raises:
-            CorruptDataError (STATE_INVALID): not what `state_dict` gives; nothing is changed.
+            CorruptDataError (STATE_INVALID): not a result of `state_dict`; nothing is changed.
         """
         self._memory.load_state_dict(state, warm=False)
 
     def shared_state_dict(self) -> dict[str, torch.Tensor]:
-        """The committed warm starts, equal on all ranks: they go to joiners with the model.
-        References, valid until the next commit."""
+        """Returns the committed warm starts, equal on all ranks, which are sent to joiners with the
+        model. References, valid until the next commit."""
         return self._memory.state_dict(warm=True)
 
     def load_shared_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
@@ -250,15 +248,15 @@ class CompressedReduction:
         errand.scratch.give_back(
             *(yield from scatter_sum(self.compressor, values, total, chunks, errand))
         )
-        # Another rank's part may be the one that is not finite: so this rank's residual is looked
-        # at too, when the step commits.
+        # Another rank's part may be the non-finite one: this rank's residual is therefore checked
+        # too, when the step commits.
         if not is_finite(total):
             errand.memory.conclude(finite=False)
         if out.dtype is not torch.float32:
             out.view(-1).copy_(total)
 
     def _pay(self, bucket: torch.Tensor, values: torch.Tensor, memory: BucketMemory) -> Steps:
-        """A world of one: nothing is sent, so nothing is left out."""
+        """Handles a world of one: nothing is sent, so there is no compression error."""
         yield from ()
         if self.compressor.error_feedback:
             given = memory.compensated_gradient(values, slice(0, 0))
@@ -272,7 +270,7 @@ class CompressedReduction:
 
 
 def _checked(bucket: torch.Tensor) -> torch.Tensor:
-    """The bucket's values as float32, its own memory if it can be."""
+    """Returns the bucket's values as float32, in its own memory if possible."""
     if not bucket.is_floating_point() or not bucket.is_contiguous():
         raise ConfigurationError(
             f"a bucket of {bucket.dtype}, {'' if bucket.is_contiguous() else 'not '}contiguous, "

@@ -1,5 +1,5 @@
-"""The compressors by name. Adding one is a class and a line here; its module is imported when it is
-asked for."""
+"""The compressors by name. To add one, define a class and add a line here; its module is imported
+on first use."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _COMPRESSORS: Final = {
 
 
 def compressor_names() -> tuple[str, ...]:
-    """What `gradient_compression=` takes."""
+    """Returns the names accepted by `gradient_compression=`."""
     return tuple(_COMPRESSORS)
 
 
 def compressor_class(name: str) -> type[GradientCompressor]:
-    """The class of that name.
+    """Returns the compressor class of that name.
 
     Raises:
         ConfigurationError: there is none.
@@ -46,11 +46,11 @@ def compressor_class(name: str) -> type[GradientCompressor]:
 def parse_compression(
     value: str | Mapping[str, Any] | GradientCompressor | None,
 ) -> GradientCompressor | None:
-    """What `gradient_compression=` means: a name ("topk"), a name with settings ({"name": "topk",
-    "ratio": 0.001}), a compressor, or None.
+    """Returns the compressor for a value of `gradient_compression=`: a name ("topk"), a name with
+    settings ({"name": "topk", "ratio": 0.001}), a compressor, or None.
 
     Raises:
-        ConfigurationError: an unknown name or setting, or a value that cannot work.
+        ConfigurationError: an unknown name or setting, or an invalid value.
     """
     if value is None or isinstance(value, GradientCompressor):
         return value

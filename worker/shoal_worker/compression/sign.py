@@ -1,4 +1,4 @@
-"""One bit a value."""
+"""Compression to one bit per value."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIGNS_OF_BYTES: Final = (
         np.float32
     )
 ).copy()
-"""Row b: the eight signs that byte b stands for."""
+"""Row b: the eight signs encoded in byte b."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +106,7 @@ def _pack(negative: torch.Tensor, out: torch.Tensor) -> None:
 
 
 def _signs(packed: torch.Tensor) -> torch.Tensor:
-    """Eight values of 1 or -1 for each byte."""
+    """Returns eight values of 1 or -1 for each byte."""
     if scratch.in_host_memory(packed.device):
         return torch.from_numpy(np.take(_SIGNS_OF_BYTES, packed.numpy(), axis=0, mode="clip")).view(
             -1

@@ -1,4 +1,4 @@
-"""A few of the values and their places: the largest, or some drawn at random."""
+"""Compression to a few values with their positions: the largest, or randomly chosen ones."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ from shoal_worker.compression.base import (
 )
 
 _SAMPLES: Final = 1 << 16
-"""Values looked at to guess a threshold."""
+"""Number of values sampled to estimate a threshold."""
 _SURPLUS: Final = 1.25
-"""How many times k a guessed threshold should let through: too few means a search among all
-values."""
+"""Multiple of k that an estimated threshold should let through: too few would require a search
+among all values."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _SparseCompressor(GradientCompressor):
     error_feedback: bool = True
     ratio: float = 0.01
-    """Share of the values that are sent; above 0, at most 1. At least one value is."""
+    """Fraction of the values that is sent, above 0 and at most 1. At least one value is sent."""
 
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
@@ -53,7 +53,7 @@ class _SparseCompressor(GradientCompressor):
             )
 
     def kept(self, count: int) -> int:
-        """k, for `count` values."""
+        """Returns k for `count` values."""
         return min(count, max(1, math.ceil(self.ratio * count)))
 
     def payload_bytes(self, shape: Sequence[int]) -> int:
@@ -147,11 +147,11 @@ class RandomKCompressor(_SparseCompressor):
         )
 
     def draw(self, count: int, random: KeyedRandom, device: torch.device) -> torch.Tensor:
-        """The places of `count` values that are sent."""
+        """Returns the positions of the values that are sent."""
         return self._places(*randomk_draw(random.numpy(), count), count, device)
 
     def select_into(self, values: torch.Tensor, out: torch.Tensor, places: torch.Tensor) -> None:
-        """What is sent of `values`."""
+        """Writes the sent part of `values` to `out`."""
         torch.index_select(values, 0, places, out=out)
         if not self.error_feedback:
             out.mul_(values.numel() / max(1, out.numel()))
@@ -173,7 +173,7 @@ class RandomKCompressor(_SparseCompressor):
 
 @dataclass(frozen=True)
 class _Summed(Exchange):
-    """All-reduce of the values at places that all ranks know."""
+    """All-reduce of the values at positions known to all ranks."""
 
     chosen: RandomKCompressor
 
@@ -203,8 +203,8 @@ class _Summed(Exchange):
 def _topk_parts(
     payload: torch.Tensor, count: int, kept: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """How many of each block, the values, and the places within their blocks (unsigned, though
-    torch calls them int16)."""
+    """Returns the number of values in each block, the values, and their positions within the blocks
+    (unsigned, although torch calls them int16)."""
     values_at = 4 * blocks(count, TOPK_BLOCK)
     within_at = values_at + 4 * kept
     parts = (
@@ -216,7 +216,7 @@ def _topk_parts(
 
 
 def _largest(values: torch.Tensor, kept: int) -> torch.Tensor:
-    """The places of the `kept` values of largest magnitude, ascending."""
+    """Returns the positions of the `kept` values of largest magnitude, ascending."""
     if scratch.in_host_memory(values.device):
         return torch.from_numpy(_largest_on_cpu(values.numpy(), kept))
     return torch.topk(values.abs(), kept, sorted=False).indices.sort().values
@@ -238,8 +238,8 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
 
 
 def _candidates(values: NDArray[np.float32], kept: int) -> NDArray[np.int64] | None:
-    """Places, ascending, among which the `kept` largest are; fewer than `kept` if all others are
-    zeros. None: no good guess."""
+    """Returns positions, ascending, that include the `kept` largest; fewer than `kept` if all
+    others are zeros. None if the estimate was not good enough."""
     count = values.size
     if count <= _SAMPLES or kept * _SURPLUS * 2 > count:
         return None

@@ -1,14 +1,14 @@
-"""Carries out a schedule: one rank's stages, micro-batch by micro-batch.
+"""Executes a schedule: one rank's stages, micro-batch by micro-batch.
 
-torch gives the order (schedule.py) and the split of a backward pass in two (`_backward`); the
+torch provides the order (schedule.py) and the split of a backward pass in two (`_backward`); the
 stages themselves are run here and not by torch's PipelineStage, for the reasons in
-docs/explanation/mesh.md#pipelines. Gradients are added to the parameters, weighted as told; nothing
-is averaged or reduced.
+docs/explanation/mesh.md#pipelines. Gradients are added to the parameters with the given weights;
+nothing is averaged or reduced.
 
-Shapes of what goes between stages are learned from the first micro-batch of each kind of input,
-which sends them ahead of its activation; for later ones buffers are posted at once. Every step
-begins with one small all-reduce that checks that all ranks were given the same batch; the first
-stage computes meanwhile.
+Shapes of tensors between stages are learned from the first micro-batch of each kind of input, which
+sends them ahead of its activation; for later ones buffers are posted immediately. Every step begins
+with one small all-reduce that checks that all ranks were given the same batch; the first stage
+computes meanwhile.
 
 Threads: one, the caller's.
 """
@@ -37,7 +37,7 @@ stage_backward_input, stage_backward_weight = stage_backwards()
 _HEADER_BYTES: Final = 1024
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""(output of the last stage, targets) -> a scalar."""
+"""Maps (output of the last stage, targets) to a scalar."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _BorderShape:
-    """What the receiver of a Border must know."""
+    """The shapes that the receiver of a Border needs."""
 
     shapes: tuple[_Shape, ...]
     wrapped: int
@@ -91,7 +91,7 @@ class _BorderShape:
 
 @dataclass
 class _Arriving:
-    """A Border whose tensors are on their way."""
+    """A Border with its tensors in transit."""
 
     shape: _BorderShape
     tensors: tuple[torch.Tensor, ...]
@@ -107,30 +107,30 @@ class _Arriving:
 
 @dataclass
 class _Held:
-    """What a forward pass leaves for the backward pass."""
+    """Data kept from a forward pass for the backward pass."""
 
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor | None, ...] | None = None
-    """Gradients of the outputs; None: the outputs are losses, whose gradients are ones."""
+    """Gradients of the outputs; None: the outputs are losses, with gradients of one."""
     weights_later: list[dict[str, Any]] | None = None
-    """torch's notes for the second half of a split backward pass; None: that half is the whole of
-    it."""
+    """torch's data for the second half of a split backward pass; None: that half is the whole
+    pass."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ran:
-    """What came out of one pass through the schedule."""
+    """The results of one pass through the schedule."""
 
     losses: list[torch.Tensor]
-    """By micro-batch, detached; empty unless the last stage is here and there was a loss."""
+    """Losses by micro-batch, detached; empty unless the last stage is here and there was a loss."""
     outputs: list[Any]
-    """By micro-batch; empty unless the last stage is here and there was no loss."""
+    """Outputs by micro-batch; empty unless the last stage is here and there was no loss."""
 
 
 class _IntoStage(torch.autograd.Function):
-    """The value received is a leaf; a stage may begin with an operation in place, which a leaf does
-    not take. Costs nothing."""
+    """Identity for a received value, which is a leaf: a stage may begin with an in-place operation,
+    which a leaf does not allow. Costs nothing."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
@@ -145,13 +145,13 @@ class ScheduleExecutor:
     """One rank's part of a pipeline."""
 
     def __init__(self, stages: Mapping[int, PartialModel], stage_count: int, links: Links) -> None:
-        """`stages`: those on this rank."""
+        """Creates the executor of `stages`, those on this rank."""
         self._stages = dict(stages)
         self._last = stage_count - 1
         self._links = links
         self._shapes: dict[tuple[int, int, bool, bool], _BorderShape] = {}
-        """Shapes of what a stage (the first key) hands on, for a micro-batch's signature, with or
-        without gradients, in training mode or not."""
+        """Shapes of a stage's outputs, by stage and a micro-batch's signature, with or without
+        gradients, in training mode or not."""
         self._trainable: tuple[bool, ...] = ()
 
     def run(
@@ -163,14 +163,14 @@ class ScheduleExecutor:
         scales: Sequence[float] = (),
         observe: Callable[[str, int, int], None] | None = None,
     ) -> Ran:
-        """Takes the micro-batches through the pipeline. All ranks call it, with the same schedule
-        and micro-batches.
+        """Runs the micro-batches through the pipeline. All ranks call it with the same schedule and
+        micro-batches.
 
         Args:
-            schedule: For as many micro-batches.
+            schedule: For this number of micro-batches.
             micro_batches: In order.
-            loss: None: forward passes alone, without gradients.
-            scales: What each micro-batch's loss is multiplied by before its backward pass.
+            loss: None: forward passes only, without gradients.
+            scales: Factors of the micro-batches' losses before their backward passes.
             observe: Called with ("before" or "after", stage, micro-batch) around each forward pass.
 
         Raises:
@@ -189,9 +189,9 @@ class ScheduleExecutor:
         return ran
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
-        """Asks whether all ranks were given the same kind of batch, and whether any has learned
-        shapes that no longer hold. The function returned waits for the answer and goes by it; until
-        then nothing is to be sent to another stage."""
+        """Starts checking whether all ranks were given the same kind of batch, and whether any has
+        learned shapes that are no longer valid. Returns a function that waits for the answer and
+        applies it; nothing may be sent to another stage before."""
         trainable = tuple(
             p.requires_grad for stage in self._stages.values() for p in stage.held_parameters
         )
@@ -259,8 +259,8 @@ class _Pass:
         self._results: list[Any] = []
 
     def run(self, agree: Callable[[], None]) -> Ran:
-        """`agree` is called before anything is sent to or received from another stage; the first
-        stage computes meanwhile."""
+        """Runs the pass. `agree` is called before anything is sent to or received from another
+        stage; the first stage computes meanwhile."""
         does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -297,7 +297,7 @@ class _Pass:
         received = None if arriving is None else arriving.wait()
         self._observe("before", stage, index)
         if batch.seed is not None:
-            # what is drawn depends neither on the schedule, nor on which rank has the stage
+            # the random numbers depend neither on the schedule nor on the rank that has the stage
             seed_generators((batch.seed, stage))
         output = self._stages[stage](
             None if received is None else _into_stage(received), batch.call
@@ -312,7 +312,7 @@ class _Pass:
             self._held[stage, index] = _Held(() if received is None else received.tensors, outputs)
 
     def _finish(self, output: Any, index: int) -> tuple[torch.Tensor, ...]:
-        """The last stage's end: the loss, or the output as it is."""
+        """Finishes the last stage: returns the loss, or the output unchanged."""
         if self._loss is None:
             self._results.append(output)
             return ()
@@ -324,13 +324,15 @@ class _Pass:
             )
         weighs = self._scales[index] != 0
         if not weighs:
-            # it may hold anything: the mean over no token, say, has gradients that are no numbers
+            # it may hold anything: the mean over no tokens, for example, has gradients that are not
+            # finite
             keep_gradients_from(output)
         self._results.append(loss.detach().clone() if weighs else torch.zeros_like(loss.detach()))
         return (loss * self._scales[index],)
 
     def _hand_on(self, border: Border, stage: int, index: int) -> tuple[torch.Tensor, ...]:
-        """What the next stage gets; kept until it is sent, unless that stage is here."""
+        """Passes a value to the next stage and keeps it until it is sent, unless that stage is
+        here."""
         if self._splits and any(one._is_view() for one in border.tensors):
             # torch's split backward pass detaches outputs in place, which views do not allow.
             border = Border(
@@ -414,8 +416,8 @@ class _Pass:
                     f"the output of stage {stage} does not depend on its input, so its backward "
                     "pass cannot be split: use another schedule"
                 )
-        # Without an input that wants a gradient torch's split finds no parameters at all: the
-        # second half is the whole then.
+        # Without an input that requires a gradient torch's split finds no parameters at all: the
+        # second half is then the whole pass.
         self._hand_back(held, stage, index)
 
     def _backward_weight(self, stage: int, index: int) -> None:
@@ -445,8 +447,8 @@ class _Pass:
             )
 
     def _hand_back(self, held: _Held, stage: int, index: int) -> None:
-        """The gradients that the stage before gets, one for each tensor that it gave and that wants
-        one."""
+        """Returns gradients to the previous stage, one for each tensor that it passed and that
+        requires one."""
         if stage == 0:
             return
         gradients = tuple(
@@ -494,7 +496,7 @@ def _into_stage(received: Border) -> Border:
 def _generators_kept(
     micro_batches: Sequence[MicroBatch], device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
-    """torch's go on afterwards as if no micro-batch had seeded them."""
+    """Restores torch's generators afterwards, as if no micro-batch had seeded them."""
     seeded = any(one.seed is not None for one in micro_batches)
     devices = [device] if device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices) if seeded else contextlib.nullcontext()

@@ -1,10 +1,10 @@
-"""What the ranks of one pipeline say to each other: transfers between stages, and small
-collectives, over one process group.
+"""Communication between the ranks of one pipeline: transfers between stages, and small collectives,
+over one process group.
 
-Any `torch.distributed.ProcessGroup` will do, known to torch's world or not. Transfers between two
-ranks arrive in the order in which they were sent (schedule.py sees to it that both sides agree), so
-they carry no tags, which NCCL lacks. Every wait ends with the group's timeout, or when the group
-ends. A failure ends the group, so that no other rank waits for this one.
+Any `torch.distributed.ProcessGroup` is suitable, whether or not it is known to torch's world.
+Transfers between two ranks arrive in the order in which they were sent (schedule.py ensures that
+both sides agree), so they need no tags, which NCCL lacks. Every wait ends with the group's timeout,
+or when the group ends. A failure ends the group, so that no other rank waits for this one.
 
 Threads: one thread issues everything.
 """
@@ -27,13 +27,13 @@ from torch.distributed.tensor import DTensor
 from shoal_worker.backends.base import GroupEndedError
 
 _SENDS_AHEAD: Final = 2
-"""Sends to one peer that may be under way; a further one waits for the first. They keep their
-tensors alive."""
+"""Maximum number of sends in progress to one peer; a further one waits for the first. They keep
+their tensors alive."""
 
 
 @dataclass
 class Traffic:
-    """Bytes that this rank has sent."""
+    """Bytes sent by this rank."""
 
     activations: int = 0
     gradients: int = 0
@@ -56,9 +56,9 @@ class Links:
         end: Callable[[str], None] | None = None,
         come_after: Callable[[dist.Work], None] | None = None,
     ) -> None:
-        """`end(reason)` ends the group for all ranks; None: the group's own `abort`.
-        `come_after(work)` has what is computed next come after a transfer of floating-point
-        numbers, which the host does not go by; None: the host waits for it."""
+        """Connects the ranks. `end(reason)` ends the group for all ranks; None: the group's own
+        `abort`. `come_after(work)` orders later computations after a transfer of floating-point
+        numbers that does not influence the host; None: the host waits for it."""
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -71,7 +71,7 @@ class Links:
         )
 
     def end(self, reason: str) -> None:
-        """Ends the group, here and soon at all other ranks. Idempotent; any thread."""
+        """Ends the group, here and soon on all other ranks. Idempotent; any thread."""
         if self._end is not None:
             self._end(reason)
         else:
@@ -79,7 +79,8 @@ class Links:
 
     @contextmanager
     def ending_on_failure(self, what: str) -> Iterator[None]:
-        """Whatever is raised inside ends the group, so that the other ranks hear of it at once."""
+        """Ends the group if an exception is raised within the context, so that the other ranks
+        notice immediately."""
         try:
             yield
         except BaseException as error:  # an interrupt leaves the others waiting as an error does
@@ -96,7 +97,7 @@ class Links:
     # ------------------------------------------------------------------------------------ transfers
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
-        """Starts to send `tensor`, which must stay as it is until `finish_sends`; `what` is for
+        """Starts sending `tensor`, which must not change until `finish_sends`; `what` is for
         errors."""
         pending = self._sends[peer]
         while len(pending) >= _SENDS_AHEAD:
@@ -111,7 +112,7 @@ class Links:
             return Incoming(self, self._group.recv([into], peer, 0), into, peer, what)
 
     def finish_sends(self) -> None:
-        """Waits until all that was sent has been taken."""
+        """Waits until everything sent has been received."""
         for peer in self._sends:
             while self._sends[peer]:
                 self._finish_send(peer)
@@ -161,7 +162,7 @@ class Links:
 
 
 class Incoming:
-    """Something that is on its way."""
+    """A transfer in progress."""
 
     def __init__(
         self, links: Links, work: dist.Work, into: torch.Tensor, peer: int, what: str
@@ -169,8 +170,8 @@ class Incoming:
         self._links, self._work, self._into, self._peer, self._what = links, work, into, peer, what
 
     def wait(self) -> None:
-        """Returns when what is computed next finds it there. Raises MembershipChanged when it will
-        not come."""
+        """Waits until later computations find the data in place. Raises MembershipChanged if it
+        will not arrive."""
         with self._links._translated(self._what, self._peer):
             self._links._await(self._work, self._into)
 
@@ -206,7 +207,8 @@ def start_all_reduce(
 
 
 def end_group(group: Any, reason: str) -> None:
-    """Ends a process group. Shoal's groups tell all ranks the reason; torch's own take none."""
+    """Ends a process group. Shoal's groups report the reason to all ranks; torch's own accept
+    none."""
     try:
         group.abort(reason)
     except TypeError:
@@ -215,8 +217,8 @@ def end_group(group: Any, reason: str) -> None:
 
 @contextmanager
 def _group_errors(what: str) -> Iterator[None]:
-    """A transfer or collective that fails means that the group is over: no later one can be trusted
-    to pair up."""
+    """Treats a failed transfer or collective as the end of the group, since later ones might no
+    longer match."""
     try:
         yield
     except MembershipChanged as error:
@@ -229,16 +231,14 @@ def _group_errors(what: str) -> Iterator[None]:
 
 # ------------------------------------------------------------ a model's output, for the other ranks
 #
-# The output of a model whose last stage is on one rank, for the other ranks: any nesting of
-# mappings, sequences, tensors and numbers.
-#
-# Mappings come as plain dicts, tuples as tuples. It knows nothing of stages. Threads: one, which is
-# the links'.
+# Distributes the output of a model whose last stage is on one rank to the other ranks: any nesting
+# of mappings, sequences, tensors and numbers. Mappings arrive as plain dicts, tuples as tuples. It
+# knows nothing about stages. Threads: one, which is the links'.
 
 
 def plain(value: Any) -> Any:
-    """Mappings of any class as dicts, and tensors whole: of layers that are split over ranks,
-    logits may not be."""
+    """Returns the value with all mappings as dicts and all tensors whole, since logits of layers
+    that are split over ranks may not be."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, Mapping):
@@ -253,11 +253,11 @@ def plain(value: Any) -> Any:
 
 
 def broadcast_output(value: Any, source: int, links: Links) -> Any:
-    """`value` of rank `source`, which is `plain`, on all: first what it looks like, then its
+    """Sends `value` of rank `source`, which is `plain`, to all ranks: first its structure, then its
     tensors. All ranks call it.
 
     Raises:
-        ConfigurationError: on `source`: it holds something that cannot be sent.
+        ConfigurationError: on `source`: it contains something that cannot be sent.
         MembershipChanged: a rank failed or is gone.
     """
     tensors: list[torch.Tensor] = []

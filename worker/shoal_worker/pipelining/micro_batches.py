@@ -1,8 +1,8 @@
-"""A batch, cut into the micro-batches that go through the pipeline one after the other.
+"""Division of a batch into the micro-batches that pass through the pipeline one after another.
 
-Every rank of a pipeline cuts the same batch in the same way. Micro-batches may be of unequal size:
-sizes differ by one sample at most, and a batch of fewer samples than micro-batches gives one per
-sample.
+Every rank of a pipeline divides the same batch in the same way. Micro-batches may be of unequal
+size: sizes differ by at most one sample, and a batch with fewer samples than micro-batches gives
+one per sample.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from shoal_worker.torch_internals import pytree
 
 # ------------------------------------------------------- what goes into a stage and comes out of it
 #
-# What goes into a stage and what comes out of it.
-#
-# A `Call` is what the model is called with; every stage has it, since ranks of one replica are
-# given the same batch. A `Border` is what goes from one stage to the next: tensors, and how the
-# model wraps them.
+# Inputs and outputs of a stage. A `Call` contains the model's arguments; every stage has it, since
+# ranks of one replica are given the same batch. A `Border` is passed from one stage to the next:
+# tensors, and how the model wraps them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,8 @@ class Call:
 
     @classmethod
     def of(cls, inputs: Any) -> Call:
-        """A mapping is keyword arguments, a tuple positional ones, all else one argument."""
+        """Returns the call for `inputs`: a mapping is keyword arguments, a tuple positional ones,
+        anything else one argument."""
         if isinstance(inputs, Mapping):
             return cls(kwargs=dict(inputs))
         return cls(args=inputs if isinstance(inputs, tuple) else (inputs,))
@@ -44,18 +43,19 @@ class Call:
 
 @dataclass(frozen=True, kw_only=True)
 class Border:
-    """What one stage hands to the next."""
+    """The value that one stage passes to the next."""
 
     tensors: tuple[torch.Tensor, ...]
     wrapped: int = 0
-    """Length of the tuple that the model wraps them in; 0: it is a bare tensor."""
+    """Length of the tuple in which the model wraps them; 0: it is a bare tensor."""
     given: int = 0
-    """Layered models hand on the first element of that tuple alone. Bits of the other elements that
-    are there too, and not None."""
+    """Bit mask of the other elements of that tuple that are present and not None; layered models
+    pass only the first element."""
 
     @classmethod
     def of(cls, value: Any, what: str) -> Border:
-        """A chain's value between two blocks: a tensor, or a tuple of tensors.
+        """Returns the border for a chain's value between two blocks: a tensor, or a tuple of
+        tensors.
 
         Raises:
             TypeError: it is something else, which cannot be sent.
@@ -74,7 +74,7 @@ class Border:
         )
 
     def value(self) -> Any:
-        """The value as the next block of a chain takes it."""
+        """Returns the value in the form taken by the next block of a chain."""
         return self.tensors if self.wrapped else self.tensors[0]
 
 
@@ -92,7 +92,7 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def keep_gradients_from(output: Any) -> None:
-    """What comes back to an output in the backward pass becomes zero, also what is no number."""
+    """Replaces the gradient of an output by zero in the backward pass, even if it is not finite."""
     for one in pytree.tree_leaves(output):
         if isinstance(one, torch.Tensor) and one.requires_grad:
             one.register_hook(torch.zeros_like)
@@ -100,10 +100,10 @@ def keep_gradients_from(output: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """What goes through the pipeline at once."""
+    """A unit of data that passes through the pipeline."""
 
     inputs: Any
-    """A mapping is keyword arguments of the model, a tuple positional ones, all else one
+    """A mapping is keyword arguments of the model, a tuple positional ones, anything else one
     argument."""
     targets: Any = None
     weight: float
@@ -112,8 +112,8 @@ class MicroBatch:
     samples: int
     """Rows."""
     seed: int | None = None
-    """Random numbers of each stage are drawn from it and the stage's index; None: from the
-    generator as it stands."""
+    """Seed of each stage's random numbers, together with the stage's index; None: the generator's
+    current state is used."""
 
     @property
     def call(self) -> Call:
@@ -122,7 +122,7 @@ class MicroBatch:
 
     @functools.cached_property
     def signature(self) -> int:
-        """Equal for inputs of the same structure, shapes and dtypes; 62 bits."""
+        """Hash of 62 bits, equal for inputs of the same structure, shapes and dtypes."""
         leaves, structure = pytree.tree_flatten(self.inputs)
         shapes = [
             f"{tuple(one.shape)}{one.dtype}"
@@ -141,16 +141,17 @@ def cut_batch(
     weight_fn: Callable[[Any, Any], float] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """Cuts a batch into `count` micro-batches along the first dimension, or one for each sample if
-    those are fewer.
+    """Divides a batch into `count` micro-batches along the first dimension, or one for each sample
+    if those are fewer.
 
-    Tensors of one dimension or more are cut and must have the same number of rows; all else is the
-    same for all micro-batches. A tensor that is no batch and has as many rows by chance, such as a
-    mask of T x T with T samples, cannot be told from one, and is cut as well.
+    Tensors of one dimension or more are divided and must have the same number of rows; everything
+    else is the same for all micro-batches. A tensor that is not a batch but has the same number of
+    rows by chance, such as a mask of T x T with T samples, cannot be distinguished and is divided
+    as well.
 
     Args:
         inputs: See `MicroBatch`.
-        targets: Likewise cut.
+        targets: Divided likewise.
         count: At least 1.
         weight_fn: Weight of a micro-batch, from its inputs and targets; None: its samples.
         seeds: One for each micro-batch.
@@ -200,8 +201,8 @@ def cut_batch(
 
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
-    """The outputs of the micro-batches as one: tensors joined along the first dimension, numbers
-    and scalar tensors as the mean by samples."""
+    """Combines the outputs of the micro-batches: tensors are joined along the first dimension;
+    numbers and scalar tensors are averaged by samples."""
     flattened = [pytree.tree_flatten(one) for one in outputs]
     merged: list[Any] = []
     for leaves in zip(*(leaves for leaves, _ in flattened), strict=True):

@@ -34,16 +34,13 @@ from shoal_worker.torch_internals import DisableTorchFunctionSubclass
 
 # ------------------------------------------------------------------------------------- placeholders
 #
-# Tensors that stand for what only another stage has.
-#
-# A `Placeholder` stands for a value: right shape, dtype and device, no meaning. What is computed
-# from one is one again, so that a result which secretly needs what only another stage has can be
-# told from one that does not, and refused. A fresh tensor that merely looks like a placeholder
-# (zeros_like, new_full) is none.
-#
-# An `Absent` stands for a parameter, takes no memory, and cannot be computed with. Being on `meta`
-# would not do for that: a matrix product of a CPU tensor and one on `meta` is a CPU tensor of
-# arbitrary values (torch 2.13), without any error.
+# Tensors that represent data held only by another stage. A `Placeholder` represents a value: right
+# shape, dtype and device, no meaning. Results computed from one are placeholders too, so that a
+# result that secretly needs data of another stage can be detected and refused. A fresh tensor that
+# merely has the same shape (zeros_like, new_full) is not one. An `Absent` represents a parameter,
+# takes no memory, and cannot be used in computations. A tensor on `meta` would not be sufficient: a
+# matrix product of a CPU tensor and one on `meta` is a CPU tensor of arbitrary values (torch 2.13),
+# without any error.
 
 _FRESH: Final = frozenset(
     {
@@ -92,15 +89,14 @@ _LOOKS: Final = frozenset(
     }
     | {"detach", "requires_grad_", "t", "__repr__", "__len__", "__hash__", "data_ptr", "get_device"}
 )
-"""What can be done with an Absent."""
+"""Operations permitted on an Absent."""
 
 
 class Placeholder(torch.Tensor):
     """Stands for a value that only another stage has: see above."""
 
     received: torch.Tensor | None = None
-    """The value that took its place, once it did: what runs again (activation checkpointing) finds
-    it here."""
+    """The value that has replaced it, if any, for a repeated run (activation checkpointing)."""
 
     @classmethod
     def __torch_function__(
@@ -124,8 +120,8 @@ class Placeholder(torch.Tensor):
 
 
 class Absent(torch.Tensor):
-    """Stands for a parameter that another stage has: see above. Attributes can be looked at; a
-    transposed or detached one is Absent again."""
+    """Represents a parameter of another stage: see above. Attributes can be read; a transposed or
+    detached one is Absent again."""
 
     @classmethod
     def __torch_function__(
@@ -147,7 +143,7 @@ class Absent(torch.Tensor):
 
 
 def absent_like(tensor: torch.Tensor) -> torch.Tensor:
-    """An Absent in the place of a parameter or buffer."""
+    """Returns an Absent that replaces a parameter or buffer."""
     with DisableTorchFunctionSubclass():
         # not like a DTensor
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(Absent)
@@ -159,7 +155,7 @@ def absent_like(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
-    """A placeholder of the shape and dtype of `value`, which may be on `meta`."""
+    """Returns a placeholder of the shape and dtype of `value`, which may be on `meta`."""
     with DisableTorchFunctionSubclass():
         return torch.zeros(value.shape, dtype=value.dtype, device=device).as_subclass(Placeholder)
 
@@ -167,7 +163,8 @@ def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
 # ----------------------------------------------------------------------------------- a stage's part
 
 Inside = Callable[[Callable[[], Any], bool], Any]
-"""What a part of the model's forward pass, and whether it is its end, becomes: its result."""
+"""Wraps a part of the model's forward pass (second argument: whether it is the end) and returns its
+result."""
 
 
 def _as_it_is(run: Callable[[], Any], _: bool) -> Any:
@@ -178,23 +175,24 @@ class PartialModel(nn.Module):
     """One stage's part. Its parameters and buffers are the original model's own."""
 
     _modes: Sequence[tuple[nn.Module, nn.Module]]
-    """Each module of its own, and the one of the whole model that it is in training mode with."""
+    """Each of its modules, paired with the module of the whole model whose training mode it
+    follows."""
 
     def forward(self, received: Border | None, call: Call) -> Any:
-        """What the next stage gets, as a Border; the model's output on the last stage. `received`:
-        None on the first stage."""
+        """Returns the next stage's input, as a Border; the model's output on the last stage.
+        `received`: None on the first stage."""
         raise NotImplementedError
 
     @functools.cached_property
     def held_parameters(self) -> list[nn.Parameter]:
-        """Those that have values here."""
+        """Parameters that have values here."""
         return [p for p in self.parameters() if not p.is_meta]
 
     def follow_modes(self) -> None:
-        """Takes over which parts of the whole model are in training mode."""
+        """Copies the training mode of each part of the whole model."""
         for mine, original in self._modes:
             if mine.training != original.training:
-                # setting a module's attribute takes longer than all else here
+                # setting a module's attribute takes longer than everything else here
                 mine.training = original.training
 
 
@@ -205,12 +203,12 @@ def partial_model(
     plain: Callable[[nn.Module], None] | None = None,
     inside: Inside | None = None,
 ) -> PartialModel:
-    """The part of `module` that a stage runs, sharing its tensors. What the stage does not hold may
-    be on `meta`.
+    """Returns the part of `module` that a stage runs, sharing its tensors. Parts that are not on
+    the stage may be on `meta`.
 
-    `plain`: makes a module, which another stage runs, one that can be run for the shape of its
-    output alone; None: it is. `inside`: runs blocks as within the model's own forward pass, which a
-    chain's stages do not have; None: they need nothing of it.
+    `plain`: converts a module of another stage so that it can be run for its output's shape only;
+    None: no conversion is needed. `inside`: runs blocks as within the model's own forward pass,
+    which a chain's stages do not have; None: not needed.
 
     Raises:
         ConfigurationError: a layered model that cannot be copied.
@@ -264,7 +262,7 @@ class _ChainPart(PartialModel):
 
 class _StageEnds(BaseException):
     """Raised where the next stage's part begins, through the model's forward. Not an Exception, so
-    that no handler of the model takes it."""
+    that no handler of the model catches it."""
 
     def __init__(self, border: Border) -> None:
         self.border = border
@@ -275,18 +273,18 @@ class _Run:
     """One forward."""
 
     received: Border | None
-    """What is still to be put in place."""
+    """The received value that still has to be inserted."""
 
 
 @dataclass
 class _State:
-    """What a stage's forwards change. Not in the module itself: setting an attribute of one takes
-    long."""
+    """Mutable state of a stage's forwards. Not in the module itself, since setting an attribute of
+    a module is slow."""
 
     run: _Run | None = None
     wrapped: int = 0
     given: int = 0
-    """How this model's layers wrap what they hand on: see `Border`."""
+    """Structure of the layers' outputs: see `Border`."""
 
 
 class _LayeredPart(PartialModel):
@@ -349,7 +347,7 @@ class _LayeredPart(PartialModel):
         return output
 
     def _check_values(self, tensors: Iterable[torch.Tensor]) -> None:
-        """What is handed on was computed from no placeholder."""
+        """Checks that the values passed on were not computed from a placeholder."""
         for one in tensors:
             if isinstance(one, Placeholder):
                 raise ConfigurationError(
@@ -361,8 +359,8 @@ class _LayeredPart(PartialModel):
     # --------------------------------------------------------------------------------------- layers
 
     def _arrange_layer(self, name: str, index: int, first: int, end: int, layers: int) -> None:
-        """`first`: the layer at which the received value comes in (-1: nothing is received); `end`:
-        the one that is the next stage's."""
+        """Replaces a layer's forward. `first`: the layer that takes the received value (-1: nothing
+        is received); `end`: the first layer of the next stage."""
         layer = self.shell.get_submodule(name)
         original = layer.forward
         if max(first, 0) <= index < end:
@@ -379,7 +377,7 @@ class _LayeredPart(PartialModel):
             layer.forward = self._ending_after(layer.forward)
 
     def _skipped(self, *args: Any, **kwargs: Any) -> Any:
-        """A layer of an earlier stage."""
+        """Runs a layer of an earlier stage."""
         received = self._running.received
         slot = _hidden_slot(args, kwargs)
         hidden = args[0] if slot is None else kwargs[slot]
@@ -393,7 +391,7 @@ class _LayeredPart(PartialModel):
         return (hidden, *others)
 
     def _entering(self, name: str, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The stage's first layer."""
+        """Returns the forward of the stage's first layer."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             slot = _hidden_slot(args, kwargs)
@@ -419,7 +417,8 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _entering_after(self) -> Callable[..., Any]:
-        """The last layer, for a stage that has only what comes after the layers."""
+        """Returns the forward of the last layer, for a stage that has only the modules after the
+        layers."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = self._skipped(*args, **kwargs)
@@ -431,8 +430,8 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _take(self, name: str, stand_in: Any) -> torch.Tensor:
-        """The received value. Where the layer runs again in the backward pass, the one it had
-        then."""
+        """Returns the received value. If the layer runs again in the backward pass, the value from
+        the first run."""
         known = getattr(stand_in, "received", None)
         if known is not None:
             return known  # type: ignore[no-any-return]  # torch's attributes are untyped
@@ -449,7 +448,7 @@ class _LayeredPart(PartialModel):
         return stand_in.received
 
     def _ending(self, *args: Any, **kwargs: Any) -> Any:
-        """The next stage's first layer."""
+        """Runs the next stage's first layer."""
         slot = _hidden_slot(args, kwargs)
         value = args[0] if slot is None else kwargs[slot]
         raise _StageEnds(
@@ -457,7 +456,8 @@ class _LayeredPart(PartialModel):
         )
 
     def _ending_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """The last layer, for a stage in front of one that has only what comes after the layers."""
+        """Returns the forward of the last layer, for a stage before one that has only the modules
+        after the layers."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             output = original(*args, **kwargs)
@@ -468,8 +468,8 @@ class _LayeredPart(PartialModel):
     # -------------------------------------------------------------------- modules before the layers
 
     def _stand_in(self, name: str) -> None:
-        """Makes a module that is on another stage give placeholders. What they look like follows
-        from what it is given, and is kept for the next time: micro-batches are alike."""
+        """Makes a module of another stage return placeholders. Their shapes follow from its inputs
+        and are cached, since micro-batches are alike."""
         module = self.shell.get_submodule(name)
         original = module.forward
         module.eval()
@@ -522,8 +522,8 @@ def _copy(
     others: Sequence[str],
     plain: Callable[[nn.Module], None],
 ) -> nn.Module:
-    """The model's structure again, with the same tensors where the stage holds them, and without
-    values what is in `others`."""
+    """Returns a copy of the model's structure, with the same tensors where the stage holds them,
+    and without values for those in `others`."""
     named = named_tensors(module)
     valueless = {id(tensor): absent_like(tensor) for tensor in named.values()}
     elsewhere: dict[int, Any] = {}
@@ -536,7 +536,7 @@ def _copy(
 
 
 def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A parameter or buffer of the same shape and kind, without its values."""
+    """Returns a parameter or buffer of the same shape and kind, without its values."""
     empty = torch.empty_like(tensor, device=device)
     return (
         nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -546,8 +546,8 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Where a layer takes what the one before it handed on: None: its first argument; else the name
-    of the first that is a tensor."""
+    """Returns the name of a layer's argument for the previous layer's output; None: its first
+    argument; otherwise the first that is a tensor."""
     if args:
         return None
     for name, value in kwargs.items():
@@ -576,8 +576,8 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(value: Any) -> Any:
-    """Equal for what a module gives the same shapes for. What is not known to be alike is like
-    nothing else."""
+    """Returns a key that is equal for inputs for which a module's output shapes are equal. Unknown
+    values are equal to nothing else."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, dict):

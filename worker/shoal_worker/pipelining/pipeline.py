@@ -35,11 +35,9 @@ from shoal_worker.pipelining.split import SharedParameter, Split, split_model
 # ------------------------------------------------------------------- gradients of shared parameters
 #
 # After the schedule: the gradients of parameters that several stages hold are summed over their
-# copies.
-#
-# It comes after the schedule, and not from hooks in the backward pass: the reducer of torch's DDP
-# does not see the second half of a split backward pass and leaves its gradients unreduced, without
-# a word. Gradients that no copy has stay None, as in one process.
+# copies. Done after the schedule, and not from hooks in the backward pass: the reducer of torch's
+# DDP does not see the second half of a split backward pass and silently leaves its gradients
+# unreduced. Gradients that no copy has stay None, as in one process.
 
 
 def sum_shared(
@@ -49,7 +47,7 @@ def sum_shared(
     links: Links,
     here: Sequence[bool],
 ) -> None:
-    """Each copy of a shared parameter gets the sum of all copies' gradients, added in the order of
+    """Gives each copy of a shared parameter the sum of all copies' gradients, added in the order of
     their stages.
 
     Args:
@@ -89,7 +87,7 @@ def sum_shared(
 def shared_exist(
     shared: Sequence[SharedParameter], parameters: Mapping[str, nn.Parameter], links: Links
 ) -> list[bool]:
-    """Whether any copy of each shared parameter has a gradient."""
+    """Returns for each shared parameter whether any copy has a gradient."""
     if not shared:
         return []
     own = [parameters.get(one.names[0]) for one in shared]
@@ -105,18 +103,18 @@ def shared_exist(
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """How a model is pipelined."""
+    """Settings of a pipeline."""
 
     schedule: str = "1f1b"
     """One of `schedule_names()`."""
     micro_batches: int = 4
-    """How many a batch is cut into; fewer if it has fewer samples."""
+    """Number of micro-batches per batch; fewer if it has fewer samples."""
     stages_per_rank: int | None = None
     """None: 1 for gpipe and 1f1b, 2 for the others."""
     cut_points: Sequence[str] | None = None
     """Names of the submodules that begin a new stage; None: stages of balanced parameter bytes."""
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """How micro-batches' losses make up the batch's: their mean by weight, or their sum."""
+    """Combination of the micro-batches' losses: their mean by weight, or their sum."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
@@ -126,7 +124,7 @@ class PipelineSettings:
 
 
 class Pipeline:
-    """One rank's stages of a model, and what runs them."""
+    """One rank's stages of a model, and their executor."""
 
     def __init__(
         self,
@@ -145,7 +143,7 @@ class Pipeline:
         """Splits `module` over the ranks of `group`; sends nothing.
 
         Args:
-            module: The model, the same on every rank; what this rank does not hold may be on
+            module: The model, the same on every rank; parts that this rank does not hold may be on
                 `meta`. It is kept, and shares the tensors of this rank's stages.
             settings: The same on every rank.
             group: The ranks of one replica, in the order of the stages.
@@ -153,7 +151,7 @@ class Pipeline:
             end: Ends the group for all ranks, with a reason; None: the group's own `abort`.
             come_after: See `Links`.
             observe: See `ScheduleExecutor.run`.
-            split: As it is to be split; None: by the settings.
+            split: Predetermined split; None: by the settings.
             plain, inside: See `partial_model`.
 
         Raises:
@@ -182,8 +180,8 @@ class Pipeline:
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor:
-        """Forward and backward passes of micro-batches, as `take_through` makes them. Returns the
-        loss of this replica's batch, on every rank of the pipeline."""
+        """Runs forward and backward passes of micro-batches like `take_through`. Returns the loss
+        of this replica's batch, on every rank of the pipeline."""
         told = self.take_through(micro_batches, loss)
         total = self._zero() if told is None else told
         with self.links.ending_on_failure("a pipeline step"):
@@ -193,15 +191,15 @@ class Pipeline:
     def take_through(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor | None:
-        """Forward and backward passes of micro-batches; adds the gradients of the batch's loss to
-        the parameters'. Returns that loss, of this replica's batch, where the last stage is, and
-        None elsewhere. Without `loss`, it is the output's `.loss`.
+        """Runs forward and backward passes of micro-batches; adds the gradients of the batch's loss
+        to the parameters'. Returns the loss of this replica's batch on the last stage, and None
+        elsewhere. Without `loss`, it is the output's `.loss`.
 
-        All ranks of the replica call it with the same micro-batches. Of a parameter that is on
-        several stages, each has its stage's part of the gradient.
+        All ranks of the replica call it with the same micro-batches. If a parameter is on several
+        stages, each has its stage's part of the gradient.
 
         Raises:
-            MembershipChanged: a rank failed or is gone. The gradients are worthless then.
+            MembershipChanged: a rank failed or is gone. The gradients are then invalid.
         """
         weights = [
             one.weight if self.settings.loss_reduction == "mean" else 1.0 for one in micro_batches
@@ -239,8 +237,8 @@ class Pipeline:
     # ----------------------------------------------------------------------------------- evaluation
 
     def predict(self, inputs: Any) -> Any:
-        """The model's output in evaluation mode, without gradients, on all ranks; mappings come as
-        plain dicts. All ranks of the replica call it with the same batch."""
+        """Returns the model's output in evaluation mode, without gradients, on all ranks; mappings
+        arrive as plain dicts. All ranks of the replica call it with the same batch."""
         batches = cut_batch(inputs, count=self.settings.micro_batches)
         with evaluating(self.module):
             self._follow_modes()
@@ -257,7 +255,7 @@ class Pipeline:
 
 
 def own_loss(output: Any, targets: Any) -> torch.Tensor:
-    """The loss that the model computed itself.
+    """Returns the loss that the model computed itself.
 
     Raises:
         ConfigurationError: it has none.

@@ -1,8 +1,9 @@
-"""In which order each rank computes and communicates: torch's pipeline schedules as plain values.
+"""The order in which each rank computes and communicates: torch's pipeline schedules as plain
+values.
 
 torch.distributed.pipelining computes the orders, and places the sends and receives so that they
-cannot deadlock; executor.py carries them out. Schedules that want more micro-batches than there are
-get them, and what concerns the missing ones is left out: an order stays valid without them. The
+cannot deadlock; executor.py executes them. Schedules that require more micro-batches than there are
+get them, and the actions of the missing ones are left out: an order stays valid without them. The
 names are torch's, or the short ones below.
 """
 
@@ -24,13 +25,13 @@ _Action, _add_send_recv = schedule_parts()
 
 
 class Kind(enum.StrEnum):
-    """What a rank does. The values are torch's."""
+    """Kind of action. The values are torch's."""
 
     FORWARD = "F"
     BACKWARD = "B"
     """The whole backward pass of a stage."""
     BACKWARD_INPUT = "I"
-    """Only what the stage before needs."""
+    """Only the part needed by the previous stage."""
     BACKWARD_WEIGHT = "W"
     """The rest of it, later."""
     SEND_FORWARD = "SEND_F"
@@ -44,7 +45,7 @@ _COMPUTES: Final = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKW
 
 @dataclass(frozen=True)
 class Action:
-    """One thing that a rank does for one stage and micro-batch."""
+    """One action of a rank for one stage and micro-batch."""
 
     kind: Kind
     stage: int
@@ -60,11 +61,11 @@ class ScheduleKind:
     stages_per_rank: int | None
     """None: any number, from 1."""
     v_shaped: bool = False
-    """Whether ranks take the stages forth and back (0 1 1 0) rather than in rounds (0 1 0 1)."""
+    """True if ranks take the stages forth and back (0 1 1 0) rather than in rounds (0 1 0 1)."""
 
     @property
     def default_stages_per_rank(self) -> int:
-        """What is taken when it is left open."""
+        """Value used by default."""
         return self.stages_per_rank or 2
 
 
@@ -83,12 +84,12 @@ _KINDS: Final = {
 
 
 def schedule_names() -> list[str]:
-    """What `schedule=` takes."""
+    """Returns the names accepted by `schedule=`."""
     return list(_KINDS)
 
 
 def schedule_kind(name: str) -> ScheduleKind:
-    """A schedule by its short name, or by torch's.
+    """Returns a schedule by its short name, or by torch's.
 
     Raises:
         ConfigurationError: an unknown name; lists the known ones.
@@ -117,12 +118,12 @@ class Schedule:
         return len(self.rank_of)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """The stages of one rank, ascending."""
+        """Returns the stages of one rank, ascending."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
 
 def stage_ranks(kind: ScheduleKind, ranks: int, stages_per_rank: int) -> tuple[int, ...]:
-    """The rank of each stage."""
+    """Returns the rank of each stage."""
     there = tuple(range(ranks))
     if kind.v_shaped:
         return there + there[::-1]
@@ -130,7 +131,7 @@ def stage_ranks(kind: ScheduleKind, ranks: int, stages_per_rank: int) -> tuple[i
 
 
 def checked_stages_per_rank(kind: ScheduleKind, stages_per_rank: int | None) -> int:
-    """The number of stages on each rank.
+    """Returns the number of stages on each rank.
 
     Raises:
         ConfigurationError: the schedule does not work with that number.
@@ -148,7 +149,8 @@ def checked_stages_per_rank(kind: ScheduleKind, stages_per_rank: int | None) -> 
 def training_schedule(
     name: str, *, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> Schedule:
-    """The order of a training step: forward and backward passes of `micro_batches` micro-batches.
+    """Returns the order of a training step: forward and backward passes of `micro_batches`
+    micro-batches.
 
     Raises:
         ConfigurationError: the schedule does not work with these numbers.
@@ -165,8 +167,8 @@ def training_schedule(
 
 @functools.lru_cache(maxsize=64)
 def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
-    """The order of forward passes alone, breadth first: each rank takes all micro-batches through
-    one of its stages and then the next."""
+    """Returns the order of forward passes only, breadth first: each rank takes all micro-batches
+    through one of its stages and then the next."""
     order = {
         rank: [
             _Action(stage, torch_schedules.FORWARD, index)
@@ -180,7 +182,7 @@ def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
 
 
 class _StandIn:
-    """Has as much of a stage as torch's schedules look at when they compute their order."""
+    """Provides the attributes of a stage that torch's schedules read to compute their order."""
 
     def __init__(self, index: int, stages: int, rank: int, ranks: int) -> None:
         self.stage_index, self.num_stages, self.group_rank, self.group_size = (
@@ -212,7 +214,8 @@ def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[
 def _check_complete(
     name: str, rank_of: Sequence[int], micro_batches: int, order: Mapping[int, Sequence[Any]]
 ) -> None:
-    """Each micro-batch passes each stage once forward and once backward, on the stage's rank."""
+    """Checks that each micro-batch passes each stage once forward and once backward, on the stage's
+    rank."""
     expected = {(stage, index) for stage in range(len(rank_of)) for index in range(micro_batches)}
     done: dict[Kind, list[tuple[int, int]]] = {kind: [] for kind in _COMPUTES}
     for rank, actions in order.items():
@@ -241,8 +244,8 @@ def _check_complete(
 def _torch_order(
     kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> dict[int, list[Any]]:
-    """torch's order of computations, by rank, for as many micro-batches as it needs; those that are
-    not there left out."""
+    """Returns torch's order of computations, by rank, for as many micro-batches as it needs,
+    without the missing ones."""
     make: Callable[..., Any] = torch_schedules.get_schedule_class(kind.torch_class)
     stages = [
         _StandIn(rank * stages_per_rank, ranks * stages_per_rank, 0, ranks)

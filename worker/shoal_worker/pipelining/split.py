@@ -1,17 +1,17 @@
-"""Where a model can be cut, and which stage holds which part of it: a plain value, the same on
-every rank, that can be printed.
+"""Possible cuts of a model, and the parts held by each stage: a plain, printable value that is the
+same on every rank.
 
 Stages are contiguous runs of blocks. By default their parameter bytes are balanced: the largest
-stage is as small as it can be (dynamic programming, not greedy), and among those splits the one
-with the least sum of squares. Nothing here looks at values or devices: a model on `meta` is split
-as well as any other.
+stage is as small as possible (dynamic programming, not greedy), and among those splits the one with
+the least sum of squares is chosen. Values and devices are ignored: a model on `meta` is split in
+the same way.
 
-The sequence of blocks is found by structure and not by tracing. Three forms are known. A model that
-**offers** its blocks (`pipeline_blocks()`) and an `nn.Sequential` are **chains**: each block takes
-what the one before it returned. A model with a `ModuleList` of equal layers (GPT, BERT, Llama and
-their kin, wherever the list is nested) is **layered**: what is registered before the list
-(embeddings) runs before it, what is registered after it (norm, head) after it. A layered model
-keeps its own `forward`; partial.py says how a part of it runs.
+The sequence of blocks is found by structure and not by tracing. Three forms are supported. A model
+that **offers** its blocks (`pipeline_blocks()`) and an `nn.Sequential` are **chains**: each block
+takes the output of the previous one. A model with a `ModuleList` of equal layers (such as GPT, BERT
+and Llama, wherever the list is nested) is **layered**: modules registered before the list
+(embeddings) run before it, and modules registered after it (norm, head) after it. A layered model
+keeps its own `forward`; partial.py runs parts of it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REMEDY: Final = (
 
 @runtime_checkable
 class OffersBlocks(Protocol):
-    """A model that says how it is cut."""
+    """A model that declares its own cuts."""
 
     def pipeline_blocks(self) -> list[nn.Module]:
         """Returns the model's submodules in the order in which they run. The first takes the
@@ -48,7 +48,7 @@ class OffersBlocks(Protocol):
 
 
 class Form(enum.StrEnum):
-    """How the parts of a model hang together."""
+    """Structure of a model."""
 
     CHAIN = "chain"
     LAYERED = "layered"
@@ -56,15 +56,15 @@ class Form(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """A piece that is not cut: one or more submodules that run one after the other."""
+    """An indivisible part: one or more submodules that run one after another."""
 
     names: tuple[str, ...]
     """Names of its submodules in the model. In a layered model those before and after the layers
-    make one block each."""
+    form one block each."""
 
     @property
     def name(self) -> str:
-        """What a cut point in front of it is called."""
+        """Name of a cut point before it."""
         return self.names[0]
 
 
@@ -86,11 +86,11 @@ class Blocks:
 
 
 def find_blocks(module: nn.Module) -> Blocks:
-    """The blocks of a model.
+    """Returns the blocks of a model.
 
     Raises:
-        ConfigurationError: the model has none of the three forms, or what it offers does not add
-            up.
+        ConfigurationError: the model has none of the three forms, or the blocks that it offers are
+            inconsistent.
     """
     if isinstance(module, OffersBlocks):
         return _offered(module)
@@ -109,7 +109,7 @@ def find_blocks(module: nn.Module) -> Blocks:
 
 
 def stateful(module: nn.Module) -> bool:
-    """Whether a module belongs to one stage: it has parameters, or statistics that training
+    """Returns whether a module belongs to one stage: it has parameters, or statistics that training
     changes. Others (dropout, activations, tables of constants) may be on several."""
     if next(module.parameters(), None) is not None:
         return True
@@ -155,9 +155,9 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """The parts of a Sequential, and of those in it."""
+    """Yields the parts of a Sequential and of nested ones."""
     for name, part in module._modules.items():
-        # not named_children(), which gives a module that is used twice once
+        # not named_children(), which yields a module that is used twice only once
         if part is not None and _is_plain_sequential(part) and part._modules:
             yield from _flattened(part, f"{prefix}{name}.")
         elif part is not None:
@@ -165,8 +165,8 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _longest_list(module: nn.Module) -> str | None:
-    """The outermost ModuleList of most parameters whose entries are all of one class, two at
-    least."""
+    """Returns the outermost ModuleList with the most parameters whose entries (at least two) are
+    all of one class."""
     candidates = [
         (sum(p.numel() for p in part.parameters()), -name.count("."), name)
         for name, part in module.named_modules()
@@ -179,8 +179,8 @@ def _longest_list(module: nn.Module) -> str | None:
 
 
 def _layered(module: nn.Module, layers: str) -> Blocks:
-    """What is registered before the list, in any of the modules around it, comes before it; what is
-    registered after it, after it."""
+    """Returns the blocks around a list of layers: modules registered before the list, in any of the
+    modules around it, come before it; those registered after it, after it."""
     entries = list(module.get_submodule(layers)._modules.items())
     if len({id(layer) for _, layer in entries}) < len(entries):
         raise ConfigurationError(
@@ -221,7 +221,7 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """What one stage holds."""
+    """The part of one stage."""
 
     index: int
     first: int
@@ -231,13 +231,13 @@ class StagePlan:
     modules: tuple[str, ...]
     """Names of its submodules, in the order in which they run."""
     parameters: int
-    """Number of elements, those shared with other stages included."""
+    """Number of elements, including those shared with other stages."""
     parameter_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParameter:
-    """One parameter that several stages hold a copy of: tied weights, or a parameter of a module
+    """A parameter of which several stages hold a copy: tied weights, or a parameter of a module
     around the layers. Its gradients are summed over these stages."""
 
     names: tuple[str, ...]
@@ -248,12 +248,12 @@ class SharedParameter:
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """Where each part of a model is."""
+    """The stage of each part of a model."""
 
     blocks: Blocks
     stages: tuple[StagePlan, ...]
     placement: Mapping[str, tuple[int, ...]]
-    """The stages of each parameter and buffer, by name, tied ones under each of their names; in the
+    """Stages of each parameter and buffer, by name (tied ones under each of their names), in the
     model's order. The first stage is the owner."""
     shared: tuple[SharedParameter, ...]
 
@@ -280,12 +280,12 @@ def split_model(
 
     Args:
         module: The whole model; parameters may be on `meta`.
-        stages: How many, at least 1 and at most the number of blocks.
+        stages: Number of stages, at least 1 and at most the number of blocks.
         cut_points: Names of the submodules that begin a new stage, in order, one fewer than stages;
             None: balanced by parameter bytes.
 
     Raises:
-        ConfigurationError: the model cannot be cut, has too few blocks, or a cut point is not one
+        ConfigurationError: the model cannot be split, has too few blocks, or a cut point is not one
             of them.
     """
     blocks = find_blocks(module)
@@ -373,7 +373,7 @@ def _named_borders(blocks: Blocks, stages: int, cut_points: Sequence[str]) -> li
 def _placement(
     blocks: Blocks, borders: Sequence[tuple[int, int]], named: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Tied parameters are wherever one of their names is."""
+    """Returns the stages of each tensor. Tied parameters are wherever one of their names is."""
     prefixes = [
         tuple(f"{name}." for block in blocks.blocks[first:last] for name in block.names)
         for first, last in borders
@@ -440,8 +440,8 @@ def _stage_plan(
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Parameters and buffers by name, in the order of a state dict as far as it has them; tied ones
-    under each name."""
+    """Returns parameters and buffers by name, in the order of a state dict if it has them; tied
+    ones under each name."""
     found: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:

@@ -1,4 +1,4 @@
-"""Which strategies, on which meshes, are worth a look for a number of ranks."""
+"""Selects strategies and meshes that are worth considering for a number of ranks."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from shoal_worker.replicated.rounds import RoundOptions
 from shoal_worker.sharding.unit import Stage
 
 _MOST_STAGES: Final = 16
-"""Longer pipelines wait more than they compute, for batches of a usual size."""
+"""Maximum number of stages: longer pipelines wait more than they compute, for usual batch sizes."""
 MICRO_BATCHES_PER_STAGE: Final = 4
-"""So a pipeline waits for about a fifth of the step."""
+"""Number of micro-batches per stage, with which a pipeline waits for about a fifth of the step."""
 STAGES: Final = {
     "zero1": Stage.OPTIMIZER,
     "zero2": Stage.GRADIENTS,
@@ -21,7 +21,7 @@ STAGES: Final = {
     "fsdp": Stage.PARAMETERS,
     "hsdp": Stage.PARAMETERS,
 }
-"""What the strategies cut that cut anything over the ranks; along the data axis too."""
+"""State that each strategy shards over the ranks; also along the data axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,9 @@ class Choice:
     strategy: str
     axes: Axes
     along_data: str = "ddp"
-    """What the data axis of a hybrid does."""
+    """Strategy of a hybrid's data axis."""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Keyword arguments of `as_distributed`, beside `strategy`, and beside `micro_batches` of a
-    pipeline."""
+    """Keyword arguments of `as_distributed`, except `strategy` and a pipeline's `micro_batches`."""
 
     @property
     def label(self) -> str:
@@ -52,7 +51,7 @@ class Choice:
 
 
 def choices(world_size: int, ranks_per_host: int) -> Iterator[Choice]:
-    """The simplest first."""
+    """Yields the candidates, the simplest first."""
     alone = Axes(pipeline=1, tensor=1, data=world_size)
     for strategy in ("ddp", "zero1", "zero2", "fsdp", "zero3"):
         if world_size > 1 or strategy == "ddp":
@@ -86,7 +85,7 @@ def _on_mesh(axes: Axes) -> Iterator[Choice]:
 
 
 def _replica_sizes(world_size: int, ranks_per_host: int) -> Iterator[int]:
-    """Replicas of a host, and of two, four and more hosts; where there is one host, of its
+    """Yields replica sizes: one host, and two, four and more hosts; with a single host, its
     halves."""
     size = ranks_per_host if ranks_per_host < world_size else world_size // 2
     while 1 < size < world_size:

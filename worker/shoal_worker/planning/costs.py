@@ -1,4 +1,4 @@
-"""What a rank holds, by role, and what it sends in a step."""
+"""A rank's memory, by role, and its traffic in a step."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ class Memory:
 
     parameters: float
     gradients: float
-    """Gradients as the optimizer gets them: those that are on their way count as staging."""
+    """Gradients in the form that the optimizer gets; those in transit count as staging."""
     optimizer: float
     """The optimizer's state."""
     mirrors: float = 0.0
     """Parameters, gradients and state that the rank holds for another one, so that a death loses
     nothing."""
     staging: float = 0.0
-    """What is needed for a while: blocks that are gathered, sums on their way, the start of a
-    round; and the model's buffers."""
+    """Temporary memory: gathered blocks, reductions in progress, the start of a round; and the
+    model's buffers."""
     activations: float | None = None
-    """What autograd keeps for the backward pass; None: there was no example."""
+    """Memory kept by autograd for the backward pass; None: there was no example."""
 
     @property
     def held(self) -> float:
@@ -37,20 +37,20 @@ class Memory:
 
     @property
     def total(self) -> float:
-        """All roles together. They need not all be at their largest at once, so a step's peak is
-        seldom higher."""
+        """Sum of all roles. They need not all be at their largest at once, so a step's peak is
+        rarely higher."""
         return sum(self.roles().values())
 
 
 class When(enum.StrEnum):
-    """Beside which part of the step something is sent."""
+    """Part of the step during which something is sent."""
 
     FORWARD = "forward"
     BACKWARD = "backward"
     ALONE = "alone"
     """Nothing is computed meanwhile."""
     IN_PIPELINE = "in pipeline"
-    """Between stages: what waits for it is in the pipeline's time."""
+    """Between stages: waits for it are part of the pipeline's time."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,26 +60,26 @@ class Traffic:
     what: str
     """gradients, parameters, mirrors, activations or averages."""
     sent: float
-    """Bytes that a rank sends in a step, in the mean over the ranks."""
+    """Bytes that a rank sends in a step, averaged over the ranks."""
     when: When
     group: int
-    """How many neighbouring ranks the message's path spans: up to a host's size it stays on the
+    """Number of adjacent ranks that the message's path spans: up to a host's size it stays on the
     host."""
     messages: float = 1.0
-    """In how many collectives."""
+    """Number of collectives."""
 
 
 def all_reduce(size: float, ranks: int) -> float:
-    """Bytes that a rank sends to sum `size` bytes over so many ranks, in a ring."""
+    """Returns the bytes that a rank sends to sum `size` bytes over `ranks` ranks in a ring."""
     return 2.0 * size * (ranks - 1) / ranks
 
 
 def gather(size: float, ranks: int) -> float:
-    """Bytes that a rank sends so that all have `size` bytes of which each had a part; and to
-    scatter a sum of them."""
+    """Returns the bytes that a rank sends to gather `size` bytes of which each rank has a part, or
+    to reduce-scatter them."""
     return size * (ranks - 1) / ranks
 
 
 def sent(traffic: Iterable[Traffic]) -> float:
-    """Bytes of all of it."""
+    """Returns the total bytes sent."""
     return sum(each.sent for each in traffic)

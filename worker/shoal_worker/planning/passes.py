@@ -1,10 +1,10 @@
-"""A forward and a backward pass on tensors without values: what autograd keeps, what modules are
-given and give back, and what is computed.
+"""A forward and a backward pass on tensors without values: records memory kept by autograd, inputs
+and outputs of modules, and the number of operations.
 
 The passes run under torch's FakeTensorMode, as if on the CPU: shapes and storages are those of a
-real run, and nothing is computed. What a GPU's kernels keep beside that (workspaces, other
-attention kernels) is not seen. Modules whose activations are computed again keep their inputs
-alone, and count as computed twice.
+real run, and nothing is computed. Additional memory of a GPU's kernels (workspaces, other attention
+kernels) is not included. Modules with activation checkpointing keep only their inputs, and count as
+computed twice.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 
 def _as(known: Any) -> Callable[..., Any]:
-    """The operations of one of torch's functions, counted as those of another one with the same
-    first arguments."""
+    """Returns a counter of a function's operations that counts them as those of another torch
+    function with the same first arguments."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
         return flop_registry[known](*args, **kwargs)
 
-    # the counter's own mark: it is not to be given shapes for tensors once more
+    # the counter's own mark: it must not be passed shapes for tensors again
     counted._get_raw = True  # type: ignore[attr-defined]
     return counted
 
@@ -48,24 +48,24 @@ _CPU_ATTENTION: Final = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""What torch's counter does not know."""
+"""Functions unknown to torch's counter."""
 _ENTERING: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATTENTION)
 
 
 @dataclass(kw_only=True)
 class ModulePass:
-    """What went through one module, in all its calls."""
+    """Inputs and outputs of one module, over all its calls."""
 
     input_bytes: int = 0
-    """Size of the first tensor that it is given."""
+    """Size of its first input tensor."""
     input_needs_gradient: bool = False
     output_bytes: int = 0
-    """Size of the first tensor that it gives back."""
+    """Size of its first output tensor."""
     inputs: set[int] = field(default_factory=set)
-    """Storages."""
+    """Storages of the inputs."""
     outputs: set[int] = field(default_factory=set)
     flops: int = 0
-    """Operations of the forward pass, with those of the modules in it."""
+    """Operations of the forward pass, including nested modules."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +76,7 @@ class Saved:
     size: int
     """Bytes."""
     module: str
-    """Path of the innermost module that computed with it first; "" is the model itself, or the
-    loss."""
+    """Path of the innermost module that used it first; "" is the model itself, or the loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,31 +89,31 @@ class Passes:
     """Forward and backward."""
     saved: tuple[Saved, ...]
     recomputed: tuple[Saved, ...]
-    """What is kept for a moment when the largest of the modules that compute their activations
-    again does so; empty: none does."""
+    """Memory kept temporarily while the largest module with activation checkpointing recomputes;
+    empty if there is none."""
     modules: Mapping[str, ModulePass]
 
     def io_of(self, *paths: str) -> ModulePass:
-        """What went through the first of these modules that was called at all. Some modules are
-        used without being called."""
+        """Returns the record of the first of these modules that was called. Some modules are used
+        without being called."""
         return next((self.modules[path] for path in paths if path in self.modules), ModulePass())
 
     def flops_of(self, names: Sequence[str]) -> int:
-        """Operations of the forward passes of these modules."""
+        """Returns the operations of these modules' forward passes."""
         return sum(self.io_of(name).flops for name in names)
 
     def kept_at_most(self, plan: TensorParallelPlan | None = None) -> float:
-        """Bytes that autograd keeps on a rank; see `kept`."""
+        """Returns the bytes that autograd keeps on a rank; see `kept`."""
         return sum(self.kept(plan).values()) + sum(self.kept(plan, self.recomputed).values())
 
     def kept(
         self, plan: TensorParallelPlan | None = None, saved: Sequence[Saved] | None = None
     ) -> dict[str, float]:
-        """Bytes of `saved`, by default of all that autograd keeps from the forward to the backward
-        pass, by the module that they are of.
+        """Returns the bytes of `saved` (by default everything that autograd keeps from the forward
+        to the backward pass) by module.
 
-        With a `plan`, tensors inside of a block that is split count as one part of it, but for
-        those that every rank has whole: what enters the block, and its sum.
+        With a `plan`, tensors inside a split block count as one part of it, except for those that
+        every rank holds entirely: the block's input, and its sum.
         """
         split, whole = (set[str](), set[int]()) if plan is None else self._split_in(plan)
         kept: dict[str, float] = {}
@@ -149,11 +148,11 @@ def measure(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None) 
 
     Args:
         module: the whole model.
-        inputs, targets, loss_fn: as `train_step` takes them; values do not matter. Without
-            `loss_fn` the output's `.loss` is used, or the mean of the output.
+        inputs, targets, loss_fn: arguments of `train_step`; values do not matter. Without `loss_fn`
+            the output's `.loss` is used, or the mean of the output.
 
     Raises:
-        ConfigurationError: the model cannot be run so.
+        ConfigurationError: the model cannot be run in this way.
     """
     samples = next(
         (
@@ -208,8 +207,8 @@ def _run(
 
 
 class _Step(nn.Module):
-    """Both passes as one call, in which the model has the stand-ins of its parameters: also while
-    it computes activations again."""
+    """Both passes as one call, in which the model has stand-ins for its parameters, also while it
+    recomputes activations."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -218,8 +217,8 @@ class _Step(nn.Module):
     def forward(
         self, inputs: Any, targets: Any, loss_fn: Loss | None, recorder: _Recorder
     ) -> tuple[int, tuple[Saved, ...]]:
-        """Returns the operations of the forward pass, and what is kept where the largest
-        checkpointed module computes again."""
+        """Returns the operations of the forward pass, and the memory kept while the largest
+        checkpointed module recomputes."""
         with (
             recorder.hooked(self.model),
             torch.autograd.graph.saved_tensors_hooks(recorder.keep, _same),
@@ -261,20 +260,20 @@ class _Recorder:
     """Owned by the thread that runs the passes."""
 
     def __init__(self, counter: FlopCounterMode, own: Any) -> None:
-        """`own`: parameters and buffers, which are no activations."""
+        """Creates a recorder. `own`: parameters and buffers, which are not activations."""
         self.modules: dict[str, ModulePass] = {}
         self.saved: dict[int, Saved] = {}
         self.beside = 0
         """Operations counted that are of neither pass."""
         self._counter = counter
         self._checkpointed: dict[tuple[type, int], tuple[str, Callable[..., Any], Any, Any]] = {}
-        """Modules that compute their activations again, one of each kind and size: path, own
-        forward, and what it was given."""
+        """Modules that recompute their activations, one of each kind and size: path, original
+        forward, and arguments."""
         self._own = {_storage(tensor) for tensor in own}
         self._alive: list[torch.Tensor] = []
-        """All that was seen: so that no other storage gets the identity of one that is gone."""
+        """All tensors seen, so that no other storage gets the identity of a freed one."""
         self._open: list[tuple[str, int]] = []
-        """The modules that are computing, with the operations counted before."""
+        """The running modules, with the operations counted before each."""
 
     @property
     def counted(self) -> int:
@@ -283,7 +282,7 @@ class _Recorder:
 
     @contextlib.contextmanager
     def hooked(self, module: nn.Module) -> Iterator[None]:
-        """Within, passes through the modules are recorded."""
+        """Records passes through the modules within the context."""
         handles: list[RemovableHandle] = []
         for path, inner in module.named_modules():
             handles.append(inner.register_forward_pre_hook(self._before(path), with_kwargs=True))
@@ -295,7 +294,7 @@ class _Recorder:
                 handle.remove()
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Autograd keeps `tensor`."""
+        """Records that autograd keeps `tensor`."""
         storage = _storage(tensor)
         if storage not in self._own and storage not in self.saved:
             self._alive.append(tensor)
@@ -306,8 +305,8 @@ class _Recorder:
         return tensor
 
     def largest_recomputed(self) -> tuple[Saved, ...]:
-        """What autograd keeps when the module that keeps most, of those that compute again, does
-        so. Called within `hooked`."""
+        """Returns the memory kept by autograd while the recomputing module that keeps most does so.
+        Called within `hooked`."""
         kept, modules = self.saved, self.modules
         largest: dict[int, Saved] = {}
         for path, forward, args, kwargs in self._checkpointed.values():
@@ -362,5 +361,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def scaled(amount: float, samples: float, passes: Passes) -> float:
-    """What so many samples come to, where the example's come to `amount`."""
+    """Scales an `amount` measured with the example to `samples` samples."""
     return amount * math.ceil(samples) / passes.samples

@@ -1,5 +1,5 @@
-"""A pipeline's schedule played through: how long a step takes, how much of it ranks wait, and what
-they keep meanwhile."""
+"""Simulates a pipeline's schedule: the duration of a step, the fraction that ranks wait, and their
+memory meanwhile."""
 
 from __future__ import annotations
 
@@ -16,21 +16,21 @@ _COMPUTES = (Kind.FORWARD, Kind.BACKWARD, Kind.BACKWARD_INPUT, Kind.BACKWARD_WEI
 
 @dataclass(frozen=True, kw_only=True)
 class StageCosts:
-    """What one micro-batch costs, by stage."""
+    """Costs of one micro-batch, by stage."""
 
     forward_flops: tuple[float, ...]
     backward_share: float
-    """Operations of a backward pass for each of the forward pass."""
+    """Operations of a backward pass relative to those of the forward pass."""
     kept: tuple[float, ...]
     """Bytes that autograd keeps until the backward pass."""
     recomputed: float
-    """Bytes that are kept for a moment where activations are computed again."""
+    """Bytes kept temporarily while activations are recomputed."""
     border_bytes: tuple[float, ...]
     """Between each stage and the next."""
 
 
 def most_in_flight(schedule: Schedule, costs: StageCosts) -> list[float]:
-    """Bytes of activations that each rank keeps at most."""
+    """Returns the maximum bytes of activations that each rank keeps."""
     most = []
     for actions in schedule.actions:
         kept = highest = 0.0
@@ -52,8 +52,9 @@ def play(
     bytes_per_second: float,
     latency: float = 0.0,
 ) -> tuple[float, float]:
-    """Seconds from the first forward to the last backward pass, and the share of that in which
-    ranks wait, in the mean. `latency`: seconds that each action takes beside its operations."""
+    """Returns the seconds from the first forward to the last backward pass, and the average
+    fraction of that during which ranks wait. `latency`: seconds per action in addition to its
+    operations."""
     ends: dict[tuple[bool, int, int], float] = {}
     queues = [
         [action for action in actions if action.kind in _COMPUTES] for actions in schedule.actions
@@ -88,7 +89,7 @@ def _ready(
     ends: dict[tuple[bool, int, int], float],
     bytes_per_second: float,
 ) -> float | None:
-    """When what an action takes is there; None: not known yet."""
+    """Returns the time when an action's inputs are available; None if not known yet."""
     if action.kind is Kind.BACKWARD_WEIGHT:
         return 0.0  # its rank has made the rest of this backward pass before
     forward = action.kind is _FORWARD

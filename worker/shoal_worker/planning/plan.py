@@ -1,4 +1,4 @@
-"""A plan: what strategies cost, as a value and as text for terminals of 100 columns."""
+"""A plan: the costs of strategies, as a value and as text for terminals of 100 columns."""
 
 from __future__ import annotations
 
@@ -20,39 +20,39 @@ class PlannedStrategy:
 
     strategy: str
     label: str
-    """The strategy and its mesh, short: `hybrid t8 p2 d4 zero1`."""
+    """Short name of the strategy and its mesh: `hybrid t8 p2 d4 zero1`."""
     options: Mapping[str, Any]
-    """Keyword arguments of `as_distributed`, beside `strategy`."""
+    """Keyword arguments of `as_distributed`, except `strategy`."""
     data: int
-    """Replicas, or ranks that the batch is dealt over."""
+    """Number of replicas, or of ranks over which the batch is dealt."""
     tensor: int
     pipeline: int
     samples: int
-    """How many of a step each of `data` takes."""
+    """Number of samples of a step for each of `data`."""
     memory: Memory | None
     """Bytes on the rank that holds most; None: the model cannot be trained so."""
     traffic: tuple[Traffic, ...]
     estimate: Estimate | None
-    """None: there was no example."""
+    """Estimated time; None: there was no example."""
     fits: bool
     reason: str
-    """Why it does not fit, or cannot be; empty: it fits."""
+    """Reason why it does not fit or is impossible; empty: it fits."""
 
     @property
     def exact(self) -> bool:
-        """The result is that of one process on the whole batch."""
+        """True if the result equals that of one process on the whole batch."""
         return self.strategy != "local_sgd"
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends in a step, in the mean over the ranks; without an example those
-        of activations are missing."""
+        """Bytes that a rank sends in a step, averaged over the ranks; excludes activations without
+        an example."""
         return sent(self.traffic)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """What strategies cost, the best first. `print(plan)` is the table."""
+    """Costs of strategies, the best first. `print(plan)` is the table."""
 
     model: str
     parameters: int
@@ -66,12 +66,12 @@ class Plan:
     """Bytes of each rank; None: not bounded."""
     assumptions: Assumptions
     strategies: tuple[PlannedStrategy, ...]
-    """All that were planned: first those that fit, the quickest first; then those that fit and
-    change the result (local_sgd); then those that do not fit; then those that cannot be."""
+    """All planned strategies: first those that fit, the fastest first; then those that fit and
+    change the result (local_sgd); then those that do not fit; then those that are impossible."""
 
     @property
     def recommended(self) -> PlannedStrategy | None:
-        """The quickest that fits and gives the result of one process; without an example the
+        """The fastest that fits and gives the result of one process; without an example the
         simplest. None: nothing fits."""
         return next((each for each in self.strategies if each.fits and each.exact), None)
 
@@ -79,7 +79,7 @@ class Plan:
         return render(self)
 
     def to_json(self) -> dict[str, Any]:
-        """The whole plan as JSON's types; memory in bytes, times in seconds."""
+        """Returns the plan as JSON types; memory in bytes, times in seconds."""
         best = self.recommended
         content = dataclasses.asdict(self)
         for told, each in zip(content["strategies"], self.strategies, strict=True):
@@ -94,11 +94,11 @@ class Plan:
 WIDTH: Final = 100
 _NOTHING: Final = "-"
 _MOST: Final = 16
-"""Rows of each kind that are shown, unless all are wanted."""
+"""Number of rows of each kind that are shown by default."""
 
 
 def render(plan: Plan, *, everything: bool = False) -> str:
-    """The plan as lines of at most `WIDTH` columns. `everything`: all rows."""
+    """Returns the plan as lines of at most `WIDTH` columns. `everything`: all rows."""
     fitting = [each for each in plan.strategies if each.fits]
     too_large = [each for each in plan.strategies if not each.fits and each.memory is not None]
     impossible = [each for each in plan.strategies if each.memory is None]
@@ -136,7 +136,7 @@ def render(plan: Plan, *, everything: bool = False) -> str:
 
 
 def _shown(rows: Sequence[PlannedStrategy], most: int) -> list[PlannedStrategy]:
-    """The first ones, and the first of each strategy that is not among them."""
+    """Returns the first rows, and the first of each strategy that is not among them."""
     first = list(rows[:most])
     there = {each.strategy for each in first}
     for each in rows[most:]:

@@ -1,4 +1,5 @@
-"""`shoal.plan`: plans every strategy and mesh that a number of ranks can make, and ranks them."""
+"""`shoal.plan`: plans every strategy and mesh that is possible for a number of ranks, and ranks
+them."""
 
 from __future__ import annotations
 
@@ -32,7 +33,7 @@ from shoal_worker.strategies import registry
 from shoal_worker.tensor_parallel.plan import Style
 
 RESERVE: Final = 0.1
-"""The share of a device's memory that a plan leaves to the allocator, the runtime and kernels'
+"""Fraction of a device's memory that a plan leaves to the allocator, the runtime and kernels'
 workspaces."""
 
 
@@ -53,34 +54,35 @@ def plan(
     bandwidth: float | str = Assumptions.bandwidth,
     local_bandwidth: float | str = Assumptions.local_bandwidth,
 ) -> Plan:
-    """What every strategy would cost the model on so many ranks: memory by role, bytes sent, a
-    pipeline's bubble, a step's estimated time.
+    """Estimates the costs of every strategy for the model on `world_size` ranks: memory by role,
+    traffic, a pipeline's bubble, and a step's time.
 
-    Nothing is trained or sent, and the model and the optimizer stay as they are; the model may be
-    on the meta device.
+    Nothing is trained or sent, and the model and the optimizer are not changed; the model may be on
+    the meta device.
 
     Args:
-        model: as it would be given to `as_distributed`.
+        model: as for `as_distributed`.
         optimizer: over the model's parameters.
         world_size: number of ranks, at least 1.
         device_memory: of each rank: bytes, "80GB" or "80GiB"; None: everything fits.
-        example: inputs of the model as `train_step` takes them, for one rank: a tensor, a tuple of
-            positional or a mapping of keyword arguments, whose values do not matter. Without it
-            activations, times and the messages of tensor and pipeline are not known.
-        targets, loss_fn: as `train_step` takes them. Without `loss_fn` the output's `.loss`, or the
+        example: inputs of the model as for `train_step`, for one rank: a tensor, a tuple of
+            positional or a mapping of keyword arguments, the values of which do not matter. Without
+            it activations, times and the messages of tensor and pipeline are unknown.
+        targets, loss_fn: as for `train_step`. Without `loss_fn` the output's `.loss`, or the
             output's mean, is the loss.
         global_batch_size: samples of a step, dealt over the replicas; None: the example's for each
             rank.
-        config: settings that are common to all strategies; None: the defaults.
-        ranks_per_host: how many ranks share a host's links. Tensor parallelism stays within a host.
-        device_flops, efficiency: operations a second of a device at its best, and the share of them
-            that training reaches.
-        bandwidth, local_bandwidth: bytes a second that a rank sends to other hosts, and within its
-            own.
+        config: settings common to all strategies; None: the defaults.
+        ranks_per_host: number of ranks that share a host's links. Tensor parallelism stays within a
+            host.
+        device_flops, efficiency: peak operations per second of a device, and the fraction that
+            training reaches.
+        bandwidth, local_bandwidth: bytes per second that a rank sends to other hosts, and within
+            its own.
 
     Raises:
-        ConfigurationError: values that cannot work, nothing to train, or an example that cannot be
-            passed through the model without values.
+        ConfigurationError: invalid values, nothing to train, or an example that cannot be passed
+            through the model without values.
     """
     if type(world_size) is not int or world_size < 1:
         raise ConfigurationError(
@@ -138,7 +140,8 @@ def _batch(given: int | None, subject: Subject, world_size: int) -> int | None:
 
 
 def _order(each: PlannedStrategy) -> tuple[int, float, float]:
-    """Sorting is stable, so what costs the same stays in the order of simplicity."""
+    """Returns the sort key. Sorting is stable, so candidates with equal costs stay in order of
+    simplicity."""
     if each.memory is None:
         return 3, 0.0, 0.0
     if not each.fits:
@@ -170,7 +173,7 @@ class _Planner:
         self._cut: dict[bool, Blueprints] = {}
 
     def planned(self, choice: Choice) -> PlannedStrategy:
-        """What it costs, or why it cannot be."""
+        """Returns its costs, or the reason why it is impossible."""
         axes = choice.axes
         samples = 1 if self._batch is None else math.ceil(self._batch / axes.data)
         options, costs, reason = dict(choice.options), None, ""

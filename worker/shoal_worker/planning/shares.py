@@ -1,10 +1,10 @@
-"""What a rank holds and sends under each strategy, read off the layouts by which the engines cut a
-model.
+"""Memory and traffic of a rank under each strategy, derived from the layouts that the engines use
+to split a model.
 
 The layouts are those of a run: buckets (`replicated/buckets.py`), units and shards with their
-padding (`sharding/layout.py`), parts of layers and pipeline stages (`mesh/layouts.py`). What is
-written here is which of these each engine keeps, and which it sends; tests and docs/planner.md hold
-it against runs.
+padding (`sharding/layout.py`), parts of layers and pipeline stages (`mesh/layouts.py`). This module
+defines which of these each engine keeps and sends; tests and docs/planner.md compare it with real
+runs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ from shoal_worker.tensor_parallel.plan import Style, TensorParallelPlan
 
 _META = torch.device("meta")
 _IN_FLIGHT = 2
-"""Reductions of units on their way at once."""
+"""Number of concurrent reductions of units."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
-    """What one strategy costs on one mesh."""
+    """Costs of one strategy on one mesh."""
 
     memory: Memory
     traffic: tuple[Traffic, ...]
     schedule: Schedule | None = None
-    """The order of a pipeline; None: there is none."""
+    """Schedule of a pipeline; None: there is none."""
     stages: StageCosts | None = None
-    """What a pipeline's stages cost; None: there is none, or no example."""
+    """Costs of a pipeline's stages; None: there is none, or no example."""
 
 
 def _activations(subject: Subject, samples: float) -> float | None:
@@ -54,7 +54,7 @@ def _activations(subject: Subject, samples: float) -> float | None:
 
 
 def _whole(subject: Subject) -> tuple[float, float]:
-    """Bytes of all parameters, and of the optimizer's state of them."""
+    """Returns the bytes of all parameters, and of their optimizer state."""
     return (
         sum(p.nbytes for p in subject.parameters.values()),
         sum(subject.state_of(name).of(p.numel()) for name, p in subject.trained.items()),
@@ -65,8 +65,8 @@ def _whole(subject: Subject) -> tuple[float, float]:
 
 
 def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
-    """What `ddp` costs: each rank holds all of the model, and its gradients lie in the buckets that
-    are summed."""
+    """Returns the costs of `ddp`: each rank holds the whole model, and its gradients are in the
+    buckets that are summed."""
     parameters, state = _whole(subject)
     trained = list(subject.trained.values())
     buckets = lay_out(
@@ -96,8 +96,8 @@ def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
 
 
 def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int) -> Costs:
-    """All of the model on each rank, and its start of the round; parameters are averaged at the
-    round's end."""
+    """Returns the costs of `local_sgd`: each rank holds the whole model and its start of the round;
+    parameters are averaged at the round's end."""
     parameters, state = _whole(subject)
     memory = Memory(
         parameters=parameters,
@@ -118,7 +118,7 @@ def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """What is gathered or reduced at once."""
+    """A unit that is gathered or reduced at once."""
 
     names: tuple[str, ...]
     layout: UnitLayout
@@ -129,7 +129,7 @@ class _Unit:
     """Dtype of gradients that are summed."""
     trained: bool
     stays: bool = False
-    """Once gathered it is whole until the pass is over: the outermost unit."""
+    """True if it stays whole after gathering until the pass is over: the outermost unit."""
 
     @property
     def whole(self) -> int:
@@ -143,7 +143,7 @@ class _Unit:
 
     @property
     def gradient(self) -> int:
-        """Bytes of the whole gradient on its way."""
+        """Bytes of the whole gradient in transit."""
         return self.layout.padded_numel * self.wire_dtype.itemsize if self.trained else 0
 
 
@@ -157,8 +157,8 @@ def _unit(
     mixed: bool = True,
     turn: int | None = None,
 ) -> _Unit:
-    """`mixed`: the configuration's dtypes hold. `turn`: tensors are dealt whole, beginning with
-    this rank; None: they are cut."""
+    """Creates a unit. `mixed`: the configuration's dtypes apply. `turn`: tensors are dealt whole,
+    beginning with this rank; None: they are split."""
     config, dtype = subject.config, parameters[0].dtype
     summed = (
         torch.float64
@@ -188,8 +188,8 @@ def _cut_memory(
     *,
     gathered: bool = False,
 ) -> Memory:
-    """What the rank holds that holds most, as if it mirrored a shard that is as full. `gathered`:
-    all is whole while the passes go on."""
+    """Returns the memory of the rank that holds most, assuming that it mirrors an equally full
+    shard. `gathered`: everything is whole during the passes."""
     apart = [stage is Stage.PARAMETERS or unit.whole_dtype != unit.dtype for unit in units]
     gradients, state = max(
         (_updated(subject, units, position) for position in _fullest(units, division)), key=sum
@@ -207,13 +207,13 @@ def _cut_memory(
 
 
 def _fullest(units: Sequence[_Unit], division: Division) -> Iterable[int]:
-    """Shards of which one is the fullest: the first, where parameters are cut; any, where tensors
+    """Returns shards that include the fullest: the first if parameters are split; any if tensors
     are dealt whole."""
     return range(division.shards) if any(unit.layout.whole_tensors for unit in units) else (0,)
 
 
 def _updated(subject: Subject, units: Sequence[_Unit], position: int) -> tuple[float, float]:
-    """Bytes of the gradients and of the optimizer's state of one shard."""
+    """Returns the bytes of the gradients and of the optimizer state of one shard."""
     gradients = state = 0.0
     for unit in (unit for unit in units if unit.trained):
         for name, piece in zip(unit.names, unit.layout.pieces(position), strict=True):
@@ -223,8 +223,8 @@ def _updated(subject: Subject, units: Sequence[_Unit], position: int) -> tuple[f
 
 
 def _staged(units: Sequence[_Unit], stage: Stage, *, gathered: bool, ahead: int) -> float:
-    """Gradients of units that are added up or on their way, each with what comes in for it; and
-    what is gathered of cut parameters, so many blocks of them ahead."""
+    """Returns the temporary memory: gradients of units being accumulated or reduced, each with its
+    receive buffer; and gathered parameters, `ahead` blocks in advance."""
     gradients = sorted((unit.gradient for unit in units), reverse=True)
     staged = 2.0 * sum(gradients[:_IN_FLIGHT])
     if gathered:
@@ -243,8 +243,8 @@ def _cut_traffic(
     *,
     gathers: int | None = None,
 ) -> list[Traffic]:
-    """`gathers`: how often cut parameters are gathered in a step; None: as blocks are, once for
-    each pass."""
+    """Returns the traffic. `gathers`: how often split parameters are gathered in a step; None: as
+    blocks are, once for each pass."""
     shards, replicas = division.shards, division.replicas
     trained = sum(unit.trained for unit in units)
 
@@ -290,7 +290,8 @@ def _cut_traffic(
 def sharded(
     subject: Subject, world_size: int, samples: float, stage: Stage, shards: int | None = None
 ) -> Costs:
-    """zero1, zero2, zero3 and fsdp; with `shards`, hsdp with so many ranks in a replica."""
+    """Returns the costs of zero1, zero2, zero3 and fsdp; with `shards`, of hsdp with this number of
+    ranks per replica."""
     division = Division(world_size=world_size, shards=shards or world_size)
     groups = subject.blocks if stage is Stage.PARAMETERS else subject.buckets
     parts = [
@@ -323,11 +324,12 @@ def _with(memory: Memory, *, activations: float | None) -> Memory:
 # ---------------------------------------------------------------------------------------- on a mesh
 
 Blueprints = Callable[[Axes], Blueprint]
-"""Raises ConfigurationError: the model cannot be cut so."""
+"""Returns the division along these axes. Raises ConfigurationError if the model cannot be split in
+this way."""
 
 
 def blueprints(template: Template) -> Blueprints:
-    """How a model is cut along the axes, each way once: replicas are alike."""
+    """Returns a cached function that splits a model along the axes; replicas are equal."""
 
     @functools.cache
     def cut(tensor: int, pipeline: int) -> Blueprint:
@@ -345,14 +347,14 @@ def on_mesh(
     stage: Stage | None = None,
     micro_batches: int = 1,
 ) -> Costs:
-    """tensor, pipeline and hybrid.
+    """Returns the costs of tensor, pipeline and hybrid.
 
     Args:
-        subject: what is planned.
-        axes: how the ranks are divided.
-        blueprint: how the model is cut along them.
+        subject: the model and optimizer.
+        axes: division of the ranks.
+        blueprint: division of the model along them.
         samples: of a replica.
-        stage: what the data axis cuts; None: nothing.
+        stage: state sharded by the data axis; None: nothing.
         micro_batches: of a pipeline.
     """
     pipelined = axes.pipeline > 1
@@ -411,8 +413,8 @@ def _mean(traffic: Sequence[Traffic]) -> Traffic:
 def _place(
     subject: Subject, axes: Axes, blueprint: Blueprint, stage: Stage | None, pipeline: int
 ) -> tuple[Memory, list[Traffic]]:
-    """What the first tensor-parallel part of a pipeline's place holds, and sends to other
-    replicas."""
+    """Returns the memory of the first tensor-parallel part at a pipeline position, and its traffic
+    to other replicas."""
     at = Coordinate(pipeline, 0, 0)
     parameters = subject.parameters
     pieces = {
@@ -473,8 +475,8 @@ def _mesh_units(
 
 
 def _stage_costs(passes: Passes, blueprint: Blueprint, samples: float) -> StageCosts:
-    """Returns what one micro-batch of so many samples costs. What is of no stage's modules, the
-    loss above all, is the last one's."""
+    """Returns the costs of one micro-batch of `samples` samples. Operations of no stage's modules,
+    mainly the loss, belong to the last stage."""
     assert blueprint.split is not None
     tensor = blueprint.axes.tensor
     names = [stage.modules for stage in blueprint.split.stages]
@@ -511,8 +513,8 @@ def _stage_of(module: str, stages: Sequence[Sequence[str]]) -> int:
 def _tensor_traffic(
     passes: Passes, plan: TensorParallelPlan | None, samples: float, axes: Axes
 ) -> list[Traffic]:
-    """Sums and gatherings of activations: of each block that is split, its outputs forward, and the
-    gradient of what enters it backward."""
+    """Returns the traffic of activations: of each split block, its outputs in the forward pass, and
+    the gradient of its input in the backward pass."""
     if plan is None:
         return []
     ranks = plan.size
@@ -547,8 +549,8 @@ def _tensor_traffic(
 
 
 def _tied(subject: Subject, blueprint: Blueprint) -> float:
-    """Bytes that all ranks of a pipeline send for the gradients of parameters that several stages
-    hold."""
+    """Returns the bytes that all ranks of a pipeline send for the gradients of parameters that
+    several stages hold."""
     assert blueprint.split is not None
     sizes = {name: parameter.nbytes for name, parameter in subject.parameters.items()}
     sent = 0.0

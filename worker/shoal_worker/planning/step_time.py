@@ -24,23 +24,23 @@ from shoal_worker.planning.shares import Costs
 
 @dataclass(frozen=True, kw_only=True)
 class Assumptions:
-    """What a step is estimated with."""
+    """Assumptions of the estimate of a step's time."""
 
     device_flops: float = 312e12
-    """Operations a second of a rank's device at its best: by default an A100's in bfloat16."""
+    """Peak operations per second of a rank's device; by default an A100's in bfloat16."""
     efficiency: float = 0.4
-    """The share of it that training reaches."""
+    """Fraction of the peak that training reaches."""
     bandwidth: float = 12.5e9
     """Bytes a second that a rank sends to other hosts: by default its own 100 Gbit/s."""
     local_bandwidth: float = 150e9
     """Bytes a second that a rank sends to others of its host."""
     latency: float = 20e-6
-    """Seconds that a collective takes, or a micro-batch in a stage, however small: for a collective
-    times the logarithm of its ranks."""
+    """Minimum duration of a collective, or of a micro-batch in a stage, in seconds; for a
+    collective multiplied by the logarithm of its ranks."""
     ranks_per_host: int = 8
 
     def seconds(self, traffic: Traffic) -> float:
-        """How long it takes by itself."""
+        """Returns the duration of the traffic alone."""
         return traffic.sent / self._speed(
             traffic.group
         ) + traffic.messages * self.latency * math.log2(max(2, traffic.group))
@@ -54,19 +54,19 @@ class Assumptions:
         return self.device_flops * self.efficiency
 
     def border_speed(self, group: int) -> float:
-        """Bytes a second between pipeline stages of a replica of so many ranks."""
+        """Returns bytes per second between pipeline stages of a replica of `group` ranks."""
         return self._speed(group)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Estimate:
-    """How long a step takes."""
+    """Estimated duration of a step."""
 
     seconds: float
     computing: float
-    """Seconds of it, the pipeline's bubble among them."""
+    """Seconds of computation, including the pipeline's bubble."""
     bubble: float
-    """The share of the pipeline's time in which ranks wait, in the mean; 0 without a pipeline."""
+    """Average fraction of the pipeline's time during which ranks wait; 0 without a pipeline."""
 
 
 def estimate(
@@ -78,7 +78,7 @@ def estimate(
     tensor: int,
     replica_size: int,
 ) -> Estimate:
-    """A step of which a replica takes so many samples."""
+    """Estimates a step in which a replica processes `samples` samples."""
     bubble = 0.0
     if costs.schedule is not None and costs.stages is not None:
         speed = assumptions.border_speed(replica_size)

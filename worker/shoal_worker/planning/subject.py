@@ -1,4 +1,4 @@
-"""What is planned: a model and its optimizer, as sizes."""
+"""The subject of a plan: a model and its optimizer, as sizes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ from shoal_worker.state.fits import WHOLE_TENSORS
 
 @dataclass(frozen=True, kw_only=True)
 class StateSize:
-    """What the optimizer keeps of one parameter."""
+    """Size of the optimizer's state of one parameter."""
 
     per_element: float
-    """Bytes, of what has the parameter's shape, or grows with it."""
+    """Bytes per element, for state that has the parameter's shape or grows with it."""
     fixed: int
-    """Bytes, of the rest: a count of steps."""
+    """Bytes of the rest, such as a step count."""
 
     def of(self, elements: int) -> float:
-        """Bytes for a piece of so many elements."""
+        """Returns the bytes for `elements` elements."""
         return self.per_element * elements + self.fixed if elements else 0.0
 
 
@@ -41,7 +41,7 @@ NO_STATE = StateSize(per_element=0.0, fixed=0)
 
 @dataclass(frozen=True, kw_only=True)
 class Subject:
-    """A model without values, and what is known of it."""
+    """A model without values, and its known properties."""
 
     module: nn.Module
     """On the meta device."""
@@ -54,36 +54,37 @@ class Subject:
     """None: there was no example."""
     buffer_bytes: int
     shared_buffer_elements: int
-    """Elements of the buffers that the ranks agree on in each step: statistics and counters."""
+    """Number of elements of the buffers that the ranks synchronize in each step: statistics and
+    counters."""
 
     @functools.cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Each once."""
+        """Parameters, each once."""
         return dict(self.module.named_parameters())
 
     @functools.cached_property
     def blocks(self) -> list[ParameterGroup]:
-        """What is gathered at once where parameters are cut, the outermost module first."""
+        """Groups that are gathered at once if parameters are split, the outermost module first."""
         return in_blocks(self.module, self.config)
 
     @functools.cached_property
     def buckets(self) -> list[ParameterGroup]:
-        """What is reduced at once where they are not."""
+        """Groups that are reduced at once if they are not."""
         return in_buckets(self.module, self.config)
 
     @functools.cached_property
     def trained(self) -> dict[str, nn.Parameter]:
-        """Those that have gradients."""
+        """Parameters that have gradients."""
         return {name: p for name, p in self.parameters.items() if p.requires_grad}
 
     @property
     def whole_tensors(self) -> bool:
-        """The optimizer looks at whole tensors: where state is in shards, each tensor is dealt to
-        one rank."""
+        """True if the optimizer needs whole tensors, so that with sharded state each tensor is
+        dealt to one rank."""
         return self.optimizer in WHOLE_TENSORS
 
     def state_of(self, name: str) -> StateSize:
-        """What the optimizer keeps of a parameter."""
+        """Returns the size of the optimizer's state of a parameter."""
         return self.state.get(name, NO_STATE)
 
 
@@ -96,11 +97,11 @@ def subject_of(
     targets: Any,
     loss_fn: Loss | None,
 ) -> Subject:
-    """Takes the sizes of a model and its optimizer, which are left as they are.
+    """Determines the sizes of a model and its optimizer, which are not changed.
 
     Raises:
-        ConfigurationError: there is nothing to train, the optimizer is of another model or cannot
-            be stepped without values, or the example cannot be passed through the model.
+        ConfigurationError: there is nothing to train, the optimizer belongs to another model or
+            cannot be stepped without values, or the example cannot be passed through the model.
     """
     if not isinstance(model, nn.Module):
         raise ConfigurationError(f"plan: model={type(model).__name__}: expected a torch.nn.Module")
@@ -136,7 +137,7 @@ def subject_of(
 def _state_sizes(
     model: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, StateSize]:
-    """By parameter; see `_state_size`."""
+    """Returns the state sizes by parameter; see `_state_size`."""
     names = {id(p): name for name, p in model.named_parameters()}
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -160,8 +161,8 @@ def _state_sizes(
 def _state_size(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter
 ) -> StateSize:
-    """What a copy of the optimizer keeps of one parameter after a step: without values, or, where
-    it asks for some, with zeros."""
+    """Returns the size of the state that a copy of the optimizer keeps of one parameter after a
+    step: without values or, if it requires some, with zeros."""
     try:
         state = _stepped(optimizer, group, nn.Parameter(torch.empty_like(like, device="meta")))
     except Exception:  # whatever its code raises, over a tensor that has no values

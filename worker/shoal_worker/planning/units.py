@@ -1,4 +1,4 @@
-"""Amounts as people write and read them: bytes, and rates."""
+"""Parses and formats amounts: bytes and rates."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ _SCALES: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
 
 
 def parse_bytes(what: str, value: str | float) -> int:
-    """Bytes, or bytes a second: a number, or "80GB" (10^9), "80GiB" (2^30), "25GB/s", "200Gbit/s".
+    """Returns bytes, or bytes per second, from a number, or "80GB" (10^9), "80GiB" (2^30),
+    "25GB/s", "200Gbit/s".
 
     Raises:
         ConfigurationError: it is none of these, or not above 0. `what` names it.
@@ -30,7 +31,7 @@ def parse_bytes(what: str, value: str | float) -> int:
 
 
 def parse_flops(what: str, value: str | float) -> float:
-    """Floating-point operations a second: a number, or "312T", "312TFLOP/s".
+    """Returns floating-point operations per second from a number, or "312T", "312TFLOP/s".
 
     Raises:
         ConfigurationError: it is none of these, or not above 0. `what` names it.
@@ -60,18 +61,18 @@ def _parse(value: str | float, units: dict[str, float], factors: dict[str, int])
 
 
 def readable_bytes(amount: float) -> str:
-    """An amount with the unit that gives it one to four digits before the point."""
+    """Returns an amount with a unit that gives one to four digits before the decimal point."""
     unit, scale = scale_for(amount)
     return f"{amount:.0f} B" if scale == 1 else f"{amount / scale:.1f} {unit}"
 
 
 def scale_for(amount: float) -> tuple[str, int]:
-    """The unit in which an amount is at least 1, and its bytes."""
+    """Returns the largest unit in which an amount is at least 1, and its bytes."""
     return next((each for each in _SCALES if amount >= each[1]), _SCALES[-1])
 
 
 def readable_seconds(seconds: float) -> str:
-    """Three digits with a unit."""
+    """Returns three significant digits with a unit."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):

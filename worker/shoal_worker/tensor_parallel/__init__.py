@@ -1,11 +1,10 @@
-"""Tensor parallelism: one model's layers split over several ranks, on torch's DTensor and
+"""Tensor parallelism: one model's layers split over several ranks, based on torch's DTensor and
 `parallelize_module`.
 
-`plan` says how layers are split, and `derive` makes a plan for a model, from the `blocks` that it
-finds by name or by data flow. `layers` splits them (`multihead` is torch's attention layer, split).
-A forward pass runs in a `region`, with rules for `attention` and the `loss`; `context` has what
-they need to know of the ranks. The engine that ties this to sessions and optimizers is
-mesh/engine.py.
+`plan` defines how layers are split, and `derive` creates a plan for a model from the `blocks` that
+it finds by name or by data flow. `layers` splits the layers (`multihead` handles torch's attention
+layer). A forward pass runs in a `region`, with rules for `attention` and the `loss`; `context`
+describes the ranks. The engine that connects this to sessions and optimizers is mesh/engine.py.
 """
 
 from shoal_worker.tensor_parallel.context import DropoutRandomness as DropoutRandomness

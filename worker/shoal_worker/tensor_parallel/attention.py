@@ -27,26 +27,25 @@ from shoal_worker.tensor_parallel.context import (
 # ------------------------------------------------------------------------------------------ dropout
 #
 # Dropout within a tensor-parallel block: shards of one activation must draw different numbers,
-# replicas the same ones.
-#
-# Both rest on the ranks of a group having the same default random state when a step begins. Shoal's
-# loaders set it for each batch; where there is none, the strategy does (mesh/rank_mesh.py).
+# replicas the same ones. Both require that the ranks of a group have the same default random state
+# when a step begins. Shoal's loaders set it for each batch; without one, the strategy does
+# (mesh/rank_mesh.py).
 
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSlice:
-    """Which part of a whole a rank's tensor is."""
+    """The part of a whole tensor held by a rank."""
 
     dimension: int
     start: int
     shape: tuple[int, ...]
     """Shape of the whole."""
     stride: tuple[int, ...] | None = None
-    """Stride of the whole; None: contiguous. One process draws in the order of memory."""
+    """Stride of the whole; None: contiguous. One process draws in memory order."""
 
 
 def slice_of(tensor: DTensor) -> LocalSlice | None:
-    """None: every rank holds it whole."""
+    """Returns the slice of a tensor; None if every rank holds it entirely."""
     dimension = split_dimension(tensor)
     if dimension is None:
         return None
@@ -65,7 +64,7 @@ def dropout(
     training: bool = True,
     inplace: bool = False,
 ) -> DTensor:
-    """F.dropout on a DTensor. Never in place."""
+    """Applies F.dropout to a DTensor, never in place."""
     if not training or p == 0:
         return activation
     cut = slice_of(activation)
@@ -85,7 +84,7 @@ def dropout(
 def drop(
     context: ParallelContext, local: torch.Tensor, cut: LocalSlice | None, p: float
 ) -> torch.Tensor:
-    """Dropout with probability `p` on this rank's part of an activation."""
+    """Applies dropout with probability `p` to this rank's part of an activation."""
     if cut is None:
         return F.dropout(local, p)
     if context.dropout is DropoutRandomness.PER_SHARD:
@@ -102,11 +101,11 @@ def drop(
 
 @contextlib.contextmanager
 def shard_randomness(context: ParallelContext, device: torch.device) -> Iterator[None]:
-    """Within, this rank draws numbers of its own. All ranks' default generators stand alike
-    afterwards, if they did before.
+    """Makes this rank draw its own numbers within the context. Afterwards all ranks' default
+    generators are in the same state, if they were before.
 
-    The seed is drawn from the default generator, so activation checkpointing, which sets that back,
-    draws the same again.
+    The seed is drawn from the default generator, so that activation checkpointing, which restores
+    that, draws the same again.
     """
     seed = int(torch.empty((), dtype=torch.int64).random_())
     generator = (
@@ -138,8 +137,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> DTensor:
-    """F.scaled_dot_product_attention on DTensors: on each rank's own heads (or batch), or on the
-    whole where they are split otherwise."""
+    """Implements F.scaled_dot_product_attention on DTensors: on each rank's own heads (or batch),
+    or on the whole if they are split otherwise."""
     tensors = [query_BHTD, key_BHSD, value_BHSD]
     cuts = {split_dimension(t) for t in tensors}
     dimension = cuts.pop() if len(cuts) == 1 else None
@@ -190,8 +189,8 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Attention spelled out, on local tensors: its output, and its weights after dropout.
-    `weights_cut`: of the weights, BHTS."""
+    """Computes attention explicitly on local tensors: returns its output, and its weights after
+    dropout. `weights_cut`: of the weights, BHTS."""
     if enable_gqa:
         groups = query_BHTD.shape[-3] // key_BHSD.shape[-3]
         key_BHSD, value_BHSD = (t.repeat_interleave(groups, dim=-3) for t in (key_BHSD, value_BHSD))
@@ -217,8 +216,8 @@ def attend(
 
 
 def _local_mask(mask: DTensor, query: DTensor) -> torch.Tensor:
-    """The part of the mask for this rank's heads; the whole of it if it is the same for all of
-    them."""
+    """Returns the part of the mask for this rank's heads; the whole mask if it is the same for all
+    of them."""
     dimension = split_dimension(query)
     own = None if dimension is None else dimension - query.ndim + mask.ndim
     if own is None or own < 0 or mask.shape[own] == 1:

@@ -22,25 +22,25 @@ from shoal_worker.torch_internals import pytree
 
 # ------------------------------------------------------------------------------------ linear layers
 #
-# Layers that multiply by a matrix, whichever way round they keep it: nn.Linear (out x in) and
-# Hugging Face's Conv1D (in x out).
+# Layers that multiply by a matrix, in either orientation: nn.Linear (out x in) and Hugging Face's
+# Conv1D (in x out).
 
 
 @dataclass(frozen=True)
 class LinearLike:
-    """What is known of such a layer without its values."""
+    """Properties of such a layer that are known without its values."""
 
     in_features: int
     out_features: int
     output_dimension: int
-    """Dimension of the weight along which outputs lie: 0 for nn.Linear, 1 for Conv1D."""
+    """Dimension of the weight that corresponds to outputs: 0 for nn.Linear, 1 for Conv1D."""
 
 
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def linear_like(module: nn.Module) -> LinearLike | None:
-    """The layer's shape; None for any other module, and for one whose weight is computed
+    """Returns the layer's shape; None for any other module, and for one whose weight is computed
     (parametrizations)."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
@@ -53,15 +53,15 @@ def linear_like(module: nn.Module) -> LinearLike | None:
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Parameters that the module itself holds, the weight first."""
+    """Returns parameters that the module itself holds, the weight first."""
     own = [(name, p) for name, p in module._parameters.items() if p is not None]
     return sorted(own, key=lambda item: "weight" not in item[0])
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Whether each of its output channels is computed from all input channels and from weights of
-    its own, so that it can be split by them: a convolution of torch's, with torch's own forward
-    pass. A class of others may do more, such as standardizing its weight."""
+    """Returns whether each output channel is computed from all input channels and its own weights,
+    so that the module can be split by them: a torch convolution with torch's own forward pass.
+    Other classes may do more, such as standardizing the weight."""
     own = next((kind for kind in _CONVOLUTIONS if isinstance(module, kind)), None)
     if own is None or module.groups != 1 or "weight" not in module._parameters:
         return False
@@ -103,8 +103,8 @@ PACKED: Final[tuple[str, ...]] = (
     "query_key_value",
 )
 PACKED_BY_HEAD: Final[tuple[str, ...]] = ("query_key_value",)
-"""Their output is query, key and value of the first head, then of the second: one contiguous split
-cuts it between heads."""
+"""Layers whose output is query, key and value of the first head, then of the second: one contiguous
+split cuts it between heads."""
 OUTPUT: Final[tuple[str, ...]] = (
     "o_proj",
     "out_proj",
@@ -177,14 +177,14 @@ _ELEMENTWISE_MODULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Layers whose outputs are split, and the one that sums them up again."""
+    """Layers with split outputs, and the layer that sums them."""
 
     path: str
-    """The module that contains all of them."""
+    """Path of the module that contains all of them."""
     kind: str
     """"attention" or "mlp"."""
     columns: Mapping[str, int]
-    """Path of each layer that begins the block -> how many parts its output consists of."""
+    """Number of parts of the output, by path of each layer that begins the block."""
     row: str
     heads: int | None = None
     """Number of heads of the queries; None for an MLP."""
@@ -194,7 +194,7 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """All blocks that names and structure tell, none overlapping."""
+    """Returns all non-overlapping blocks that names and structure reveal."""
     found: list[Block] = []
     taken: set[str] = set()
     for path, module in model.named_modules():
@@ -212,7 +212,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
 
 
 def joined(path: str, name: str) -> str:
-    """The path of a submodule."""
+    """Returns the path of a submodule."""
     return f"{path}.{name}" if path else name
 
 
@@ -268,8 +268,8 @@ def _attention(path: str, module: nn.Module, parent: nn.Module | None) -> Iterat
 def _heads(
     module: nn.Module, parent: nn.Module | None, width: int, key_width: int
 ) -> tuple[int | None, int | None]:
-    """Returns the numbers of heads of queries and of keys, as attributes of the attention module,
-    of the one around it or of their configurations say."""
+    """Returns the numbers of heads of queries and of keys, from attributes of the attention module,
+    of the one around it or of their configurations."""
     places = [
         p
         for m in (module, parent)
@@ -314,7 +314,7 @@ def _mlp(path: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _sequential(path: str, module: nn.Module) -> Iterator[Block]:
-    """Linear, elementwise modules, Linear."""
+    """Finds sequences of Linear, elementwise modules, Linear."""
     if not isinstance(module, nn.Sequential):
         return
     begun: tuple[str, LinearLike] | None = None
@@ -336,7 +336,7 @@ def _sequential(path: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _layers(module: nn.Module) -> dict[str, LinearLike]:
-    """Its linear layers by name: children, and children of children."""
+    """Returns its linear layers by name: children, and children of children."""
     found = {}
     for name, child in module.named_children():
         for inner, candidate in (
@@ -351,13 +351,11 @@ def _layers(module: nn.Module) -> dict[str, LinearLike]:
 
 # ------------------------------------------------------------------------------ blocks by data flow
 #
-# Finds attention and MLP blocks where names do not tell: from the data flow of one forward pass on
-# meta, which computes nothing.
-#
-# Two patterns are known: linear layers whose outputs reach one other linear layer through
-# elementwise functions only, and linear layers whose outputs reach scaled_dot_product_attention as
-# query, key and value, and the layer that takes its output. Attention that is spelled out as matmul
-# and softmax has no mark to know it by: that needs names, or a plan.
+# Finds attention and MLP blocks that names do not reveal, from the data flow of one forward pass on
+# meta, which computes nothing. Two patterns are supported: linear layers whose outputs reach one
+# other linear layer through elementwise functions only, and linear layers whose outputs reach
+# scaled_dot_product_attention as query, key and value, with the layer that takes its output.
+# Attention implemented with matmul and softmax cannot be recognized: it needs names, or a plan.
 
 
 _ELEMENTWISE_CALLS: Final = frozenset(
@@ -372,18 +370,18 @@ _ELEMENTWISE_CALLS: Final = frozenset(
         "clone",
     )
 )  # fmt: skip
-"""Functions by name, which give each element of the output from that of the inputs."""
+"""Names of functions that compute each element of the output from that of the inputs."""
 
 
 @dataclass(frozen=True)
 class _Flow:
-    """What a tensor is made of, back to the nearest linear layers."""
+    """Origin of a tensor, back to the nearest linear layers."""
 
     layers: frozenset[str] = frozenset()
     elementwise: bool = True
-    """Only elementwise functions lie between."""
+    """True if only elementwise functions are in between."""
     attention: int | None = None
-    """The attention call that it is the output of."""
+    """The attention call whose output it is."""
 
 
 def trace_blocks(model: nn.Module, inputs: Any) -> list[Block]:
@@ -544,7 +542,8 @@ class _Recorder(TorchFunctionMode):
 
 
 def _keeps_elements(func: Callable[..., Any]) -> bool:
-    """Functions that look at a tensor, or name its elements anew, without using them."""
+    """Returns whether a function only reads a tensor's properties or rearranges its elements,
+    without using them."""
     return getattr(func, "__name__", "") in (
         "__get__",
         "size",
@@ -561,7 +560,7 @@ def _keeps_elements(func: Callable[..., Any]) -> bool:
 
 
 def _common(paths: list[str]) -> str:
-    """The module that contains all of them."""
+    """Returns the module that contains all of them."""
     split = [p.split(".")[:-1] for p in paths]
     shared = []
     for parts in zip(*split, strict=False):

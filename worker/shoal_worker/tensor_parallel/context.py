@@ -1,9 +1,9 @@
-"""The tensor-parallel group as the layers see it, and the ways a tensor enters, leaves and is cut
-in it.
+"""The tensor-parallel group as seen by the layers, and the ways in which a tensor enters, leaves
+and is split in it.
 
 Between blocks activations are plain tensors, the same on every rank (with sequence parallelism:
 DTensors split along the sequence). Within a block they are DTensors, so that the model's own code
-sees whole shapes: heads, hidden sizes and reshapes need no change.
+sees full shapes: heads, hidden sizes and reshapes need no change.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from shoal_worker.torch_internals import compute_local_shape_and_global_offset, 
 
 
 class DropoutRandomness(StrEnum):
-    """Where dropout on split activations takes its random numbers from. On whole activations all
-    ranks draw alike."""
+    """Source of the random numbers for dropout on split activations. On whole activations all ranks
+    draw alike."""
 
     PER_SHARD = "per_shard"
-    """Each rank draws for its own shard, seeded by a draw that all share. Costs 1/N of one
-    process's random numbers."""
+    """Each rank draws for its own shard, seeded by a common draw. Costs 1/N of one process's random
+    numbers."""
     AS_ONE_PROCESS = "as_one_process"
     """Every rank draws the mask of the whole activation and takes its part: the numbers are those
     that one process would draw."""
@@ -58,19 +58,20 @@ class ParallelContext:
         return self.mesh.size()
 
     def replicated(self, tensor: torch.Tensor) -> DTensor:
-        """A tensor that is the same on all ranks. Backward: what the ranks' parts of its gradient
-        sum up to."""
+        """Returns a tensor that is the same on all ranks as a DTensor. Backward: the sum of the
+        ranks' parts of its gradient."""
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
     def sharded(self, local: torch.Tensor, dimension: int) -> DTensor:
-        """The whole of which `local` is this rank's part; all parts are of one size."""
+        """Returns the whole tensor of which `local` is this rank's part; all parts have the same
+        size."""
         return DTensor.from_local(
             local, self.mesh, [Shard(dimension % local.ndim)], run_check=False
         )
 
     def leave(self, output: DTensor) -> torch.Tensor:
-        """What a block hands on: summed over the ranks, whole; with sequence parallelism split
-        along the sequence."""
+        """Returns the output of a block: summed over the ranks, whole; with sequence parallelism
+        split along the sequence."""
         if self.sequence_dimension is not None and output.ndim > max(2, self.sequence_dimension):
             length, ranks = output.shape[self.sequence_dimension], self.mesh.size()
             if length % ranks:
@@ -84,25 +85,25 @@ class ParallelContext:
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
-    """The whole tensor on every rank. Its gradient must be the same on all of them."""
+    """Returns the whole tensor on every rank. Its gradient must be the same on all of them."""
     return tensor.redistribute(placements=[Replicate()]).to_local()
 
 
 def placement_of(tensor: DTensor) -> Placement:
-    """On the one dimension of the mesh."""
+    """Returns the placement on the only dimension of the mesh."""
     return tensor.placements[0]
 
 
 def split_dimension(tensor: DTensor) -> int | None:
-    """Along which the tensor is cut in contiguous pieces; None if it is whole, pending a sum, or
-    cut in another way."""
+    """Returns the dimension along which the tensor is split in contiguous pieces; None if it is
+    whole, pending a sum, or split in another way."""
     placement = placement_of(tensor)
     # _StridedShard is no subclass of it
     return placement.dim if isinstance(placement, Shard) else None
 
 
 def local_offset(tensor: DTensor, dimension: int) -> int:
-    """The index along `dimension` at which this rank's piece begins."""
+    """Returns the index along `dimension` at which this rank's piece begins."""
     _, offsets = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )
@@ -110,19 +111,20 @@ def local_offset(tensor: DTensor, dimension: int) -> int:
 
 
 def grad_partial(tensor: DTensor) -> torch.Tensor:
-    """The local part of a replicated tensor, for code whose gradient for it is a part of a sum."""
+    """Returns the local part of a replicated tensor, for code whose gradient for it is a part of a
+    sum."""
     return tensor.to_local(grad_placements=[Partial()])
 
 
 def holds_dtensor(values: Any) -> bool:
-    """Whether one of them, or of the lists and tuples among them, is a DTensor."""
+    """Returns whether one of the values, or of the lists and tuples among them, is a DTensor."""
     return any(
         isinstance(v, DTensor) or (isinstance(v, list | tuple) and holds_dtensor(v)) for v in values
     )
 
 
 def plain(value: Any) -> Any:
-    """Whole plain tensors for the DTensors in an argument; lists and tuples of them too."""
+    """Replaces the DTensors in an argument by whole plain tensors, also in lists and tuples."""
     if isinstance(value, DTensor):
         return whole(value)
     if isinstance(value, list | tuple) and holds_dtensor(value):

@@ -1,8 +1,8 @@
-"""Makes the plan of a model: what the user says, then what its structure says, and a refusal where
-neither does.
+"""Creates the plan of a model from the user's instructions, then from its structure; refuses if
+neither is sufficient.
 
-Nothing large is replicated but by request. Small parameters are (norms, biases and other vectors,
-and what has fewer elements than the minimum), and the plan gives the reason of each.
+Nothing large is replicated unless requested. Small parameters are (norms, biases and other vectors,
+and parameters with fewer elements than the minimum), and the plan gives the reason for each.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ def make_plan(
     loss_parallel: bool = False,
     example_inputs: Any = None,
 ) -> TensorParallelPlan:
-    """The plan for `model` on `size` ranks. Looks at shapes only; the parameters may be on `meta`.
+    """Returns the plan for `model` on `size` ranks. Uses shapes only; the parameters may be on
+    `meta`.
 
     Args:
-        plan: what is to be done with some or all modules: path pattern -> style. A pattern is a
-            path whose components may hold wildcards, `layers.*.mlp.up`; later patterns win. The
-            path of a parameter that a module holds by itself is a pattern too, with "replicate".
-            What no pattern names is derived, but a block of which a layer is named is not: its
-            other layers stand alone.
+        plan: styles of some or all modules, by path pattern. A pattern is a path whose components
+            may hold wildcards, `layers.*.mlp.up`; later patterns win. The path of a parameter that
+            a module holds itself is a pattern too, with "replicate". Modules that match no pattern
+            are derived, but a block with a matching layer is not: its other layers stand alone.
         minimum_parameter_group_size: modules (blocks: the largest layer) with fewer elements may be
             replicated.
         sequence_dimension: split activations between blocks along this dimension (sequence
-            parallelism): usually 1; 0 where it comes first.
+            parallelism): usually 1; 0 if it comes first.
         loss_parallel: leave the logits, the output of a layer that stands alone at the model's end,
             split over the vocabulary.
         example_inputs: a tuple of positional or a mapping of keyword arguments of `model`, for
-            tracing where names do not tell the blocks. Only shapes count; nothing is computed.
+            tracing if names do not reveal the blocks. Only shapes matter; nothing is computed.
 
     Raises:
         ConfigurationError: something large cannot be split: names the module, its size and what to
@@ -78,7 +78,7 @@ def make_plan(
     if size < 1:
         raise ConfigurationError(f"tensor parallelism over {size} ranks: expected at least 1")
     if size > 1:
-        # 2.11 does not flatten what is split
+        # 2.11 does not flatten split dimensions
         needs_torch(2, 12, f"tensor parallelism over {size} ranks", "take zero3 or fsdp")
     return _Planner(
         model,
@@ -93,7 +93,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Role:
-    """What a module is to be, and why."""
+    """Style of a module, and the reason."""
 
     split: Split
     block: str
@@ -121,7 +121,7 @@ class _Planner:
         self._inputs = example_inputs
         self._roles: dict[str, _Role] = {}
         self._first: dict[int, tuple[str, ParameterLayout]] = {}
-        """Each parameter by identity, with the module that it was met under first."""
+        """Layout of each parameter by identity, with the module under which it was found first."""
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def plan(self) -> TensorParallelPlan:
@@ -320,9 +320,9 @@ class _Planner:
         )
 
     def _holders(self, owners: Sequence[tuple[str, nn.Module]]) -> set[str]:
-        """Modules that are no layers, all of whose own parameters are also those of layers: BERT's
-        head holds its decoder's bias. How these are split is for the layers to say; a DTensor is
-        whole to the code of whoever holds it."""
+        """Returns modules that are not layers and whose own parameters all belong to layers too:
+        BERT's head holds its decoder's bias. The layers determine how these are split; to the code
+        of the other module a DTensor appears whole."""
         layers = {
             path
             for path, m in owners
@@ -352,7 +352,7 @@ class _Planner:
         )
 
     def _alone(self, path: str, module: nn.Module) -> _Role:
-        """A module that belongs to no block."""
+        """Returns the role of a module that belongs to no block."""
         elements = _elements(module)
         if isinstance(module, _NORMS) or _is_norm(module):
             return _Role(Split(style=Style.REPLICATE), path, "norm")
@@ -406,7 +406,8 @@ class _Planner:
         )
 
     def _first_dimension(self, module: nn.Module) -> int | None:
-        """Along which the parameter that this module shares was split where it was met first."""
+        """Returns the dimension along which this module's shared parameter was split when it was
+        found first."""
         return next(
             (
                 self._first[id(p)][1].dimension
@@ -417,7 +418,7 @@ class _Planner:
         )
 
     def _check(self, path: str, module: nn.Module, role: _Role) -> None:
-        """That the style fits the module, and that every rank gets some of it."""
+        """Checks that the style fits the module, and that every rank gets a part of it."""
         style, layer = role.split.style, linear_like(module)
         fits = {
             Style.VOCABULARY: type(module) is nn.Embedding,
@@ -522,19 +523,19 @@ class _Planner:
 
 
 def _elements(module: nn.Module) -> int:
-    """Returns how many elements the largest parameter has that the module itself holds."""
+    """Returns the number of elements of the largest parameter that the module itself holds."""
     return max((p.numel() for _, p in own_parameters(module)), default=0)
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """A norm that is none of torch's: T5's or Llama's RMSNorm."""
+    """Returns whether the module is a norm that is not torch's, such as T5's or Llama's RMSNorm."""
     return type(module).__name__.lower().endswith("norm") and all(
         p.ndim == 1 for _, p in own_parameters(module)
     )
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Component by component, as parallelize_module does."""
+    """Matches component by component, as parallelize_module does."""
     parts, wanted = path.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(
         fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True)
@@ -544,7 +545,7 @@ def _matches(path: str, pattern: str) -> bool:
 def _stored(
     module: nn.Module, name: str, shape: tuple[int, ...], split: Split
 ) -> tuple[tuple[int, ...], int | None]:
-    """The shape that a parameter is stored in, and the dimension of that which is split."""
+    """Returns the shape in which a parameter is stored, and its split dimension."""
     style = split.style
     if style is Style.REPLICATE:
         return shape, None

@@ -1,13 +1,13 @@
-"""What each style makes of a module: its class gains a mixin whose `forward` works with parameters
+"""Implements each style for a module: its class gains a mixin whose `forward` works with parameters
 that are DTensors.
 
-The class is changed in place, as FSDP2 does, so that names, attributes and isinstance stay as they
-were, and a copy of the model works by itself. Every module that contains a split one opens a region
-(region.py) around its forward pass: submodules can be called directly, and activation checkpointing
-can run them again by themselves.
+The class is changed in place, as FSDP2 does, so that names, attributes and isinstance are
+unaffected, and a copy of the model works by itself. Every module that contains a split one opens a
+region (region.py) around its forward pass: submodules can be called directly, and activation
+checkpointing can run them again by themselves.
 
-Lays a model out over the ranks of a tensor-parallel group, as a plan says. The result is the same
-module, changed in place.
+Distributes a model over the ranks of a tensor-parallel group according to a plan. The result is the
+same module, changed in place.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from shoal_worker.tensor_parallel.plan import (
 from shoal_worker.tensor_parallel.region import region
 from shoal_worker.torch_internals import pytree, uncompiled
 
-# torch.compile cannot follow a region (a packed DTensor's placement fails in Dynamo): within one,
-# the model runs as it is.
+# torch.compile cannot trace a region (a packed DTensor's placement fails in Dynamo): within one,
+# the model is not compiled.
 
 
 class Region(nn.Module):
-    """A module that contains split ones: plain tensors and DTensors may meet in its code."""
+    """A module that contains split ones: plain tensors and DTensors may be mixed in its code."""
 
     _shoal_context: ParallelContext
 
@@ -61,7 +61,7 @@ class Region(nn.Module):
 
 
 class Root(nn.Module):
-    """The model itself: what it returns is plain, but for logits that a parallel loss will take."""
+    """The model itself: its results are plain, except for logits for a parallel loss."""
 
     _shoal_context: ParallelContext
     _shoal_keeps_logits: bool
@@ -79,11 +79,11 @@ class Root(nn.Module):
 
 
 def run_inside(root: nn.Module, run: Callable[[], Any], *, last: bool) -> Any:
-    """What `run`, which does a part of a model's forward pass, returns, with that model's region
+    """Returns the result of `run`, a part of a model's forward pass, with that model's region
     around it and as plain tensors.
 
     `last`: it is the end of the pass, where split logits are left to a parallel loss. A model that
-    is not split runs as it is.
+    is not split runs unchanged.
     """
     if not isinstance(root, Root):
         return run()
@@ -115,14 +115,14 @@ class ColumnGathered(Column):
 
 
 class Convolution(nn.Module):
-    """A convolution by output channels, whose output is whole. The channels come before as many
+    """A convolution split by output channels, with a whole output. The channels come before as many
     dimensions as its kernel has."""
 
     _shoal_context: ParallelContext
     weight: nn.Parameter
     bias: nn.Parameter | None
     _conv_forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    """torch's own, with padding."""
+    """torch's own implementation, including padding."""
 
     @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class Convolution(nn.Module):
 
 
 class PackedColumn(nn.Module):
-    """A linear layer whose output is several parts side by side, each split by itself. The weight
+    """A linear layer whose output is several parts side by side, each split separately. The weight
     has a dimension for the parts."""
 
     _shoal_context: ParallelContext
@@ -174,8 +174,8 @@ class Row(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """nn.Embedding by rows: each rank looks up those that it has; the others' outputs are zero, and
-    all are summed."""
+    """nn.Embedding split by rows: each rank looks up its own rows; the others' outputs are zero,
+    and all are summed."""
 
     _shoal_context: ParallelContext
 
@@ -201,8 +201,8 @@ class Vocabulary(nn.Module):
 
 
 class EmbeddingDimension(nn.Module):
-    """nn.Embedding or nn.EmbeddingBag by columns, which knows any mode of bag; the output is
-    whole."""
+    """nn.Embedding or nn.EmbeddingBag split by columns, which supports any mode of bag; the output
+    is whole."""
 
     _shoal_context: ParallelContext
 
@@ -245,7 +245,7 @@ _MIXINS: Mapping[Style, type[nn.Module]] = {
 
 
 class ShoalStyle(ParallelStyle):
-    """One module's part of a plan, in the form that `parallelize_module` applies."""
+    """One module's part of a plan, in the form applied by `parallelize_module`."""
 
     def __init__(
         self,
@@ -258,8 +258,8 @@ class ShoalStyle(ParallelStyle):
         loss_parallel: bool,
         runs: bool,
     ) -> None:
-        """`entry`: None for a module without parameters of its own. `runs`: it does so on this
-        rank."""
+        """Creates the style. `entry`: None for a module without its own parameters. `runs`: whether
+        this rank runs it."""
         super().__init__()
         self._context = context
         self._distributor = distributor
@@ -311,7 +311,7 @@ def _add_mixins(module: nn.Module, mixins: Sequence[type[nn.Module]]) -> None:
 
 
 _ADDED: Final = frozenset({"_shoal_context", "_shoal_keeps_logits", "_shoal_output_dimension"})
-"""Attributes of modules, beside their classes."""
+"""Attributes added to modules, in addition to their classes."""
 
 
 def parallelize(
@@ -326,12 +326,12 @@ def parallelize(
     Collective: all ranks of the mesh call it alike.
 
     Every rank passes the same inputs to the model afterwards and gets the same outputs and
-    gradients. The parameters that `share` names become new objects, DTensors where they are split,
-    with any values in them. On one rank the model stays as it is.
+    gradients. The parameters named by `share` become new objects (DTensors if they are split) with
+    arbitrary values. On one rank the model is not changed.
 
     Args:
         mesh: of one dimension; a slice of a larger one.
-        share: what of the model is on this rank.
+        share: part of the model on this rank.
 
     Raises:
         ConfigurationError: the plan is for another model or another number of ranks, or not the
@@ -359,7 +359,7 @@ def parallelize(
 def _styles(
     model: nn.Module, plan: TensorParallelPlan, context: ParallelContext, distributor: Distributor
 ) -> dict[str, ParallelStyle]:
-    """For each module with parameters, and for each that contains a split one."""
+    """Returns the styles of each module with parameters, and of each that contains a split one."""
     runs = distributor.share.runs
     split = [
         entry.module
@@ -384,8 +384,8 @@ def _styles(
 
 
 def unparallelize(model: nn.Module) -> None:
-    """Gives the modules of a model their own classes back. Its parameters are as they were; put
-    others in their places."""
+    """Restores the original classes of a model's modules. Its parameters are not changed; replace
+    them afterwards."""
     for module in model.modules():
         if "_shoal_context" in module.__dict__:
             module.__class__ = type(module).__bases__[-1]
@@ -413,13 +413,14 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None
 
 
 def _check_agreement(mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
-    """Ranks with different plans would wait for each other for ever, or mix their values."""
+    """Checks that plans are equal: ranks with different plans would wait for each other forever, or
+    mix their values."""
     digest = checksum(memoryview(repr(plan).encode())) >> 1
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
     options = dist.AllreduceOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.MAX)
-    # Of the group itself: dist.all_reduce would look it up in torch's world to report a failure,
-    # and raise that it is not there.
+    # Called on the group itself: dist.all_reduce would look it up in torch's world to report a
+    # failure, and raise that it does not exist.
     mesh.get_group().allreduce([bounds], options).wait()
     if bounds[0] != -bounds[1]:
         raise ConfigurationError(

@@ -1,5 +1,4 @@
-"""nn.MultiheadAttention over heads that are split: its forward pass, with torch's arguments and
-results.
+"""nn.MultiheadAttention over split heads: its forward pass, with torch's arguments and results.
 
 The packed `in_proj_weight` (3E x E) is stored as 3 x E x E and split along the second dimension, so
 that each rank holds its heads' rows of query, key and value. Shapes: B batch, L queries, S keys, E
@@ -128,7 +127,7 @@ def _forward(
 
 
 def _projections(module: nn.MultiheadAttention) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """This rank's rows of the weight and the bias, of query, key and value."""
+    """Returns this rank's rows of the weight and the bias, of query, key and value."""
     if module._qkv_same_embed_dim:
         weights: tuple[torch.Tensor, ...] = _local(module.in_proj_weight).unbind(0)
     else:
@@ -151,7 +150,7 @@ def _heads(
     bias: torch.Tensor | None,
     batched: bool,
 ) -> torch.Tensor:
-    """B x own heads x length x head size, whatever the layout of the input."""
+    """Returns B x own heads x length x head size, for any layout of the input."""
     projected = F.linear(input, weight, bias)
     if not batched:
         projected = projected.unsqueeze(0)
@@ -170,7 +169,7 @@ def _mask(
     key_BHSD: DTensor,
     batched: bool,
 ) -> torch.Tensor | None:
-    """Both masks as one that is added to the scores: B or 1 x H or 1 x L x S, plain."""
+    """Combines both masks into one that is added to the scores: B or 1 x H or 1 x L x S, plain."""
     if is_causal and attn_mask is None:
         raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
     batch, heads, length, _ = query_BHLD.shape
@@ -197,7 +196,7 @@ def _mask(
 def _weights(
     context: ParallelContext, local_BHLS: torch.Tensor, average: bool, batched: bool
 ) -> torch.Tensor:
-    """The attention weights of all heads, on every rank."""
+    """Returns the attention weights of all heads, on every rank."""
     weights = DTensor.from_local(local_BHLS, context.mesh, [Shard(1)], run_check=False)
     averaged = weights.mean(dim=1) if average else weights
     assert isinstance(averaged, DTensor)

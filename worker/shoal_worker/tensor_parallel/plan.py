@@ -1,8 +1,8 @@
-"""The plan of a tensor-parallel model: a value that says, for every module that holds parameters,
-how it is split and why.
+"""The plan of a tensor-parallel model: a value that states, for every module with parameters, how
+it is split and why.
 
-A plan is made from shapes alone (derive.py), so that every rank makes the same one, also where its
-parameters are on `meta`, and it can be looked at before anything is distributed: `print(plan)`. It
+A plan is created from shapes alone (derive.py), so that every rank creates the same one, even with
+parameters on `meta`, and it can be inspected before anything is distributed: `print(plan)`. It
 holds no tensor and no process group.
 """
 
@@ -22,28 +22,28 @@ from torch.distributed.tensor import DTensor, Shard
 
 # ------------------------------------------------------------------------------------------- styles
 #
-# Styles are the words that plans are written in: how one module's parameters are split over the
-# ranks of a tensor-parallel group. What a style does to a forward pass is in layers.py.
+# Styles are the vocabulary of plans: how one module's parameters are split over the ranks of a
+# tensor-parallel group. layers.py implements their effect on a forward pass.
 
 
 class Style(StrEnum):
-    """One way to split a module. What goes in and comes out is said as the model's own code sees
-    it."""
+    """One way to split a module. Inputs and outputs are described as seen by the model's own
+    code."""
 
     COLUMN = "column"
-    """A linear layer by output features. The output stays split; what follows works on its part, up
-    to a `ROW`."""
+    """A linear layer split by output features. The output stays split; later modules work on their
+    part, up to a `ROW`."""
     PACKED_COLUMN = "packed_column"
     """`COLUMN` for a layer whose output is several parts side by side (query | key | value): each
-    part is split by itself."""
+    part is split separately."""
     COLUMN_GATHERED = "column_gathered"
-    """A linear layer by output features, whose output is gathered at once: for a layer that has no
-    partner."""
+    """A linear layer split by output features, whose output is gathered immediately: for a layer
+    without a partner."""
     ROW = "row"
-    """A linear layer by input features. Its input is what a `COLUMN` left split, its output is
-    summed over the ranks."""
+    """A linear layer split by input features. Its input is the split output of a `COLUMN`; its
+    output is summed over the ranks."""
     VOCABULARY = "vocabulary"
-    """An embedding by rows: each rank looks up its own, and the outputs are summed."""
+    """An embedding split by rows: each rank looks up its own, and the outputs are summed."""
     EMBEDDING_DIMENSION = "embedding_dimension"
     """An embedding or embedding bag by columns, whose output is gathered."""
     ATTENTION = "attention"
@@ -54,16 +54,16 @@ class Style(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A style with what it needs to know, for plans that a user gives. A bare `Style`, or its name,
-    stands for one with defaults."""
+    """A style with its parameters, for plans given by a user. A bare `Style`, or its name, means
+    one with defaults."""
 
     style: Style
     parts: int = 1
-    """How many equal parts lie side by side in a `PACKED_COLUMN`'s output: 3 for query | key |
+    """Number of equal parts side by side in a `PACKED_COLUMN`'s output: 3 for query | key |
     value."""
     heads: int | None = None
-    """Attention heads that the output (per part), or the input of a `ROW`, consists of; they must
-    divide by the group's size."""
+    """Number of attention heads in the output (per part), or in the input of a `ROW`; the group's
+    size must divide it."""
 
     def __post_init__(self) -> None:
         if self.parts < 1 or (self.style is Style.PACKED_COLUMN) != (self.parts > 1):
@@ -74,7 +74,7 @@ class Split:
 
 
 def to_split(value: Split | Style | str) -> Split:
-    """What a user may write for a split.
+    """Converts a user's value to a split.
 
     Raises:
         ConfigurationError: not the name of a style.
@@ -93,12 +93,12 @@ def to_split(value: Split | Style | str) -> Split:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterLayout:
-    """Where one parameter's elements lie."""
+    """Layout of one parameter's elements."""
 
     name: str
-    """The name that `named_parameters` of the whole model gives it."""
+    """Its name in `named_parameters` of the whole model."""
     shape: tuple[int, ...]
-    """Shape of the original parameter, and so of the gathered one."""
+    """Shape of the original parameter and of the gathered one."""
     stored_shape: tuple[int, ...]
     """Shape of the distributed parameter: a packed one has a dimension for its parts, so that one
     contiguous split cuts each of them."""
@@ -130,12 +130,12 @@ class PlanEntry:
     parameters: tuple[ParameterLayout, ...]
     parts: int = 1
     tied_to: str | None = None
-    """The module that the same weight was listed under first; the bytes are counted there."""
+    """The module under which the same weight was listed first; the bytes are counted there."""
     reason: str = ""
-    """Why this style."""
+    """Reason for this style."""
 
     def bytes_per_rank(self, size: int) -> int:
-        """Bytes of parameters on the rank that has most of them."""
+        """Returns the bytes of parameters on the rank that has most of them."""
         return sum(p.elements_per_rank(size) * p.element_size for p in self.parameters)
 
     @property
@@ -148,8 +148,8 @@ class BlockCommunication:
     """The collectives over activations that one block needs in a step, under plain tensor
     parallelism.
 
-    With sequence parallelism an all-gather and a reduce-scatter, of the same bytes together, take
-    the place of an all-reduce.
+    With sequence parallelism an all-gather and a reduce-scatter, of the same bytes together,
+    replace an all-reduce.
     """
 
     block: str
@@ -160,7 +160,7 @@ class BlockCommunication:
 
 @dataclass(frozen=True, kw_only=True)
 class TensorParallelPlan:
-    """How a model is laid out over `size` ranks."""
+    """Layout of a model over `size` ranks."""
 
     size: int
     """Ranks of the tensor-parallel group."""
@@ -200,8 +200,8 @@ class TensorParallelPlan:
 
     @property
     def communication(self) -> tuple[BlockCommunication, ...]:
-        """The collectives over activations a step, for each block that is split: for a transformer
-        block two in each direction.
+        """Collectives over activations per step, for each split block: for a transformer block two
+        in each direction.
 
         Backward: a block whose input needs no gradient has none; attention over another input than
         its own (cross-attention) has one more.
@@ -261,21 +261,22 @@ _ENTERING = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATT
 
 # --------------------------------------------------------------------- the shards that a plan names
 #
-# `Distributor` and what stands below it turn the parameters of a module into the shards that a plan
-# names. Called at the beginning of a run.
+# `Distributor` and the functions below it convert a module's parameters into the shards named by a
+# plan. Called at the beginning of a run.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """What of a model is on this rank, where it is cut in another way too: into pipeline stages."""
+    """The part of a model on this rank, if it is also divided in another way: into pipeline
+    stages."""
 
     parameters: frozenset[str]
-    """By all their names. They get memory, with any values in it; others stay on `meta`."""
+    """All names of the parameters that get memory, with arbitrary values; others stay on `meta`."""
     elsewhere: tuple[str, ...]
-    """Modules that other ranks run, with all that they contain: they stay as they are."""
+    """Modules that other ranks run, including their submodules, which are not changed."""
 
     def runs(self, module: str) -> bool:
-        """Whether this rank runs a module, or something that it contains."""
+        """Returns whether this rank runs a module, or something that it contains."""
         return not any(
             module == other or module.startswith(f"{other}.") for other in self.elsewhere
         )
@@ -290,11 +291,11 @@ class Distributor:
         self._mesh = mesh
         self._device = device
         self._made: dict[int, nn.Parameter] = {}
-        """The parameters made so far, by the id of the one that each replaced and by their own: a
-        tied one is met again under either."""
+        """The parameters created so far, by the id of the parameter that each replaces and by their
+        own: a tied one is found again under either."""
 
     def distribute(self, module: nn.Module, attribute: str, layout: ParameterLayout) -> None:
-        """Puts this rank's part of a parameter in its place, with any values in it."""
+        """Replaces a parameter by this rank's part, with arbitrary values."""
         old = module._parameters[attribute]
         assert old is not None
         new = self._made.get(id(old))
@@ -318,8 +319,8 @@ class Distributor:
 
 
 def cut(whole: torch.Tensor, layout: ParameterLayout, size: int, part: int) -> torch.Tensor:
-    """The part that rank `part` of `size` holds of a whole tensor; a copy. Pieces are of one size,
-    rounded up, the last one smaller."""
+    """Returns a copy of the part that rank `part` of `size` holds of a whole tensor. Pieces have
+    the same size, rounded up; the last one is smaller."""
     assert layout.dimension is not None
     begin, length = _range(layout, size, part)
     return (
@@ -330,7 +331,7 @@ def cut(whole: torch.Tensor, layout: ParameterLayout, size: int, part: int) -> t
 
 
 def cut_shape(layout: ParameterLayout, size: int, part: int) -> torch.Size:
-    """The shape of `cut`."""
+    """Returns the shape of the result of `cut`."""
     assert layout.dimension is not None
     shape = list(layout.stored_shape)
     shape[layout.dimension] = _range(layout, size, part)[1]
@@ -338,7 +339,7 @@ def cut_shape(layout: ParameterLayout, size: int, part: int) -> torch.Size:
 
 
 def _range(layout: ParameterLayout, size: int, part: int) -> tuple[int, int]:
-    """Where it begins, and how long it is. As DTensor cuts."""
+    """Returns start and length of a piece, as DTensor splits."""
     assert layout.dimension is not None
     length = layout.stored_shape[layout.dimension]
     piece = -(-length // size)
@@ -360,8 +361,8 @@ def _distributed(local: torch.Tensor, layout: ParameterLayout, mesh: DeviceMesh)
 
 
 def _keep_gradients_placed(parameter: nn.Parameter) -> None:
-    """A gradient that comes as a sum yet to be made, or whole, is brought to the parameter's own
-    layout before it is added up."""
+    """Brings a gradient that is a pending sum, or whole, to the parameter's own layout before it is
+    accumulated."""
     placements = parameter.placements  # type: ignore[attr-defined]  # set where it was cut
 
     def placed(gradient: torch.Tensor) -> torch.Tensor:

@@ -84,7 +84,7 @@ def _split_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """With F.cross_entropy's parameters, in its order."""
+    """Computes the split loss with F.cross_entropy's parameters, in its order."""
     if size_average is not None or reduce is not None:
         raise ConfigurationError(
             "cross_entropy over split logits: size_average and reduce are deprecated in torch; use "
@@ -101,7 +101,7 @@ def _split_cross_entropy(
 
 
 def _gathered(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """On the whole tensors, by every rank alike."""
+    """Calls the function on the whole tensors, on every rank alike."""
     return func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
 
 
@@ -122,8 +122,8 @@ def _refused(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -
 
 
 def _split_parts(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Takes a packed output apart (query | key | value), of which each rank holds a piece of every
-    part: without communication."""
+    """Separates a packed output (query | key | value), of which each rank holds a piece of every
+    part, without communication."""
     tensor, sections = (
         args[0],
         args[1]
@@ -148,7 +148,7 @@ def _split_parts(region: Region, func: Callable[..., Any], args: Any, kwargs: An
 
 
 def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """The same for `qkv[..., :n]`."""
+    """Handles `qkv[..., :n]` in the same way."""
     tensor, index = args
     placement = placement_of(tensor) if isinstance(tensor, DTensor) else None
     if (
@@ -174,8 +174,8 @@ def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any
 
 
 def _concatenated(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Leaves out what torch.cat passes over, tensors of the shape [0], with which caches of keys
-    and values begin: DTensor would cut them along a dimension that they lack."""
+    """Leaves out tensors that torch.cat ignores: those of shape [0], with which caches of keys and
+    values begin. DTensor would split them along a dimension that they lack."""
     tensors, *rest = args if args else (kwargs["tensors"],)
     kwargs = {name: value for name, value in kwargs.items() if name != "tensors"}
     kept = [t for t in tensors if t.shape != (0,)]
@@ -196,8 +196,8 @@ RULES: dict[Any, Rule] = {
     **dict.fromkeys((torch.cat, torch.concat, torch.concatenate), _concatenated),
     torch.Tensor.__getitem__: _slice_part,
     **dict.fromkeys((torch.split, torch.Tensor.split, *_CHUNKS), _split_parts),
-    # Not in DTensor, or with buffers that are updated in place, or made of functions that would not
-    # see the mode.
+    # Not supported by DTensor, or with buffers that are updated in place, or composed of functions
+    # that would not see the mode.
     **dict.fromkeys(
         (
             F.batch_norm, F.instance_norm, F.group_norm, F.conv1d, F.conv2d, F.conv3d,
@@ -218,7 +218,7 @@ RULES: dict[Any, Rule] = {
         _refused,
     ),
 }  # fmt: skip
-"""By the function as torch's override protocol names it."""
+"""Rules by function, as named by torch's override protocol."""
 
 
 class RegionMode(TorchFunctionMode):
@@ -228,8 +228,8 @@ class RegionMode(TorchFunctionMode):
         super().__init__()
         self.context = context
         self.entered: list[dict[tuple[int, int], tuple[torch.Tensor, DTensor]]] = [{}]
-        """For each open region, what was turned in it: by the identity and version of the tensor.
-        Holds the tensor, so that no other gets its identity meanwhile."""
+        """For each open region, the tensors converted in it, by identity and version. Holds the
+        tensor, so that no other gets its identity meanwhile."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -245,7 +245,7 @@ class RegionMode(TorchFunctionMode):
         )
 
     def enter(self, tensor: torch.Tensor) -> DTensor:
-        """The tensor as one that every rank holds whole: what goes into a layer that is split."""
+        """Returns the tensor as one that every rank holds entirely: the input of a split layer."""
         if isinstance(tensor, DTensor) and tensor.placements == (Replicate(),):
             return tensor
         if not isinstance(tensor, DTensor) and not (
@@ -277,9 +277,9 @@ class RegionMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMode]:
-    """Opens a region on this thread, nested in the one that is open for the same mesh.
+    """Opens a region on this thread, nested in the open region of the same mesh.
 
-    A `leaf` shares what was turned in the region around it.
+    A `leaf` shares the converted tensors of the region around it.
     """
     outer = next(
         (mode for mode in reversed(function_modes()) if isinstance(mode, RegionMode)), None
@@ -299,7 +299,8 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
     mode = RegionMode(context)
     with contextlib.ExitStack() as stack:
         if torch.is_inference_mode_enabled():
-            # There DTensor gives some views (flatten, unflatten) the shape of the local tensor.
+            # In inference mode DTensor gives some views (flatten, unflatten) the shape of the local
+            # tensor.
             stack.enter_context(torch.inference_mode(False))
             stack.enter_context(torch.no_grad())
         stack.enter_context(mode)
@@ -308,8 +309,8 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
 
 @contextlib.contextmanager
 def loss_parallel(mesh: DeviceMesh) -> Iterator[None]:
-    """Within, F.cross_entropy and nn.CrossEntropyLoss take logits that are split over the
-    vocabulary; others are as ever.
+    """Makes F.cross_entropy and nn.CrossEntropyLoss accept logits that are split over the
+    vocabulary within the context; others are unaffected.
 
     Needed only around a loss that is computed outside the model, whose plan has
     `loss_parallel=True`. The backward pass may be outside.

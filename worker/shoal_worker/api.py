@@ -1,4 +1,4 @@
-"""The public API, as functions over the session of this process. `import shoal` gives these under
+"""The public API, as functions over the session of this process. `import shoal` provides them under
 `shoal.`."""
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfigurat
 
 
 def init() -> None:
-    """Joins the cluster that `shoal run` started; alone, this process is a world of one. Calling it
-    again does nothing. In `shoal.launch` a rank takes its place, and so does a process of
+    """Joins the cluster that `shoal run` started; without one, this process is a world of one.
+    Further calls do nothing. In `shoal.launch` a rank takes its place, and so does a process of
     `mpiexec`, where there is no coordinator (docs/explanation/backends.md#mpi).
 
-    In a fresh job it blocks until this member has a rank.
+    In a new job it blocks until this member has a rank.
 
     Raises:
         ConfigurationError: the environment contradicts itself.
@@ -184,8 +184,8 @@ def as_distributed(
 
 
 def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Models, and the optimizer of each. Raises ConfigurationError for several models without an
-    optimizer each."""
+    """Returns the models and the optimizer of each. Raises ConfigurationError for several models
+    without an optimizer each."""
     if not isinstance(model, tuple | list):
         return [model], [optimizer]
     optimizers = list(optimizer) if isinstance(optimizer, tuple | list) else []
@@ -200,7 +200,7 @@ def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _check_kinds(model: object, optimizer: object, config: object) -> None:
-    """Raises ConfigurationError for what is no module, optimizer or configuration."""
+    """Raises ConfigurationError for arguments that are no module, optimizer or configuration."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"as_distributed: model is of {type(model).__name__}; expected as_distributed(model, "
@@ -226,10 +226,10 @@ def _check_kinds(model: object, optimizer: object, config: object) -> None:
 def as_distributed_for_high_bandwidth(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
 ) -> Any:
-    """`as_distributed` with `ShardingConfiguration.for_high_bandwidth()`: buckets of 100 MiB,
-    nothing compressed.
+    """Calls `as_distributed` with `ShardingConfiguration.for_high_bandwidth()`: buckets of 100 MiB,
+    no compression.
 
-    `options` as for `as_distributed`, and over these. Measured in T9 and
+    `options` are those of `as_distributed` and override these settings. Measured in T9 and
     docs/explanation/compression.md#presets.
     """
     return as_distributed(
@@ -244,13 +244,13 @@ def as_distributed_for_low_bandwidth(
     strategy: str = "ddp",
     **options: Any,
 ) -> Any:
-    """`as_distributed` with `ShardingConfiguration.for_low_bandwidth()`, and the compressor that
-    suits the strategy.
+    """Calls `as_distributed` with `ShardingConfiguration.for_low_bandwidth()` and a compressor
+    suitable for the strategy.
 
-    `gradient_compression` is "powersgd" (rank 4) with ddp; "topk" (1 %) where gradients are cut or
-    pushed (zero1, zero2, zero3, fsdp, async_sgd); with other strategies, which do not compress,
-    nothing. An optimizer that names a compressor (`GradientCompressionOptimizer`) keeps it.
-    `options` as for `as_distributed`, and over these. Measured in T9 and
+    `gradient_compression` is "powersgd" (rank 4) with ddp; "topk" (1 %) if gradients are sharded or
+    pushed (zero1, zero2, zero3, fsdp, async_sgd); none with other strategies, which do not
+    compress. An optimizer with a compressor (`GradientCompressionOptimizer`) keeps it. `options`
+    are those of `as_distributed` and override these settings. Measured in T9 and
     docs/explanation/compression.md#presets.
     """
     chosen = (
@@ -317,27 +317,26 @@ def evaluate(
     *,
     every_steps: int | None = None,
 ) -> dict[str, float] | None:
-    """Evaluates on all ranks together: the sums of what `fn(model, batch)` gives, over every batch
-    of `loader` once.
+    """Evaluates on all ranks together: returns the sums of the results of `fn(model, batch)` over
+    all batches of `loader`, each counted once.
 
     `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation
-    mode, without gradients. Call it on every rank, between steps; every rank gets the answer. The
-    batches of a rank that dies meanwhile are dealt again. Global random generators are seeded for
-    each batch by its number, so that noise or dropout in `fn` does not depend on the number of
-    ranks.
+    mode, without gradients. Call it on every rank, between steps; every rank gets the result. If a
+    rank dies meanwhile, its batches are reassigned. Global random generators are seeded for each
+    batch by its number, so that noise or dropout in `fn` does not depend on the number of ranks.
 
     Args:
         model: from `as_distributed`, or any module that is equal on all ranks.
         loader: an `ElasticDataLoader(train=False)`, or any loader with a length that gives the same
             batches on every rank.
         fn: called with the model and one batch.
-        every_steps: evaluate only behind a committed step whose number in the run is a multiple of
-            this, else return None: for a call in every iteration, behind `optimizer.step()`. All
-            ranks decide alike, joiners too, and never twice for one step.
+        every_steps: evaluate only after a committed step whose number in the run is a multiple of
+            this, otherwise return None: for a call in every iteration, after `optimizer.step()`.
+            All ranks decide alike, including joiners, and never twice for one step.
 
     Raises:
-        ConfigurationError: a loader whose batches cannot be dealt, or not to all ranks alike; an
-            `fn` that gives no sums.
+        ConfigurationError: a loader whose batches cannot be dealt, or not to all ranks alike; or an
+            `fn` that does not return sums.
         PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a
             step (STEP_NOT_FINISHED).
     """
@@ -394,13 +393,13 @@ def save_checkpoint(
 
 
 def resume(directory: str | Path) -> bool:
-    """Goes on from the newest checkpoint in `directory`, if there is one; True if there was. Call
-    it on every rank, before the loop.
+    """Continues from the newest checkpoint in `directory`; returns whether there was one. Call it
+    on every rank, before the loop.
 
-    The first rank reads it, whole or in shards, saved under any strategy on any number of ranks,
-    and sends it to the others. In a joiner it does nothing: the peers' state is newer. The
-    parameter servers get the rows of sparse tables: under ddp always, under async_sgd those that
-    nobody has trained there.
+    The first rank reads it (complete or in shards, saved under any strategy on any number of ranks)
+    and sends it to the others. In a joiner it does nothing, since the peers' state is newer. The
+    parameter servers receive the rows of sparse tables: always under ddp, and under async_sgd those
+    that nobody has trained there.
 
     Raises:
         CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release;
@@ -411,13 +410,13 @@ def resume(directory: str | Path) -> bool:
 
 
 def load_full_state(path: str | Path, *, model: int | None = None) -> dict[str, torch.Tensor]:
-    """The model's state of a checkpoint, under the original module's names, for
+    """Returns the model's state from a checkpoint, under the original module's names, for
     `module.load_state_dict`. Needs no session and no ranks.
 
     Args:
-        path: a directory given to `save_checkpoint`, of which the newest checkpoint is read, or one
-            `step-<n>` in it.
-        model: which one of a run that trained several, from 0, in the order of `as_distributed`.
+        path: a directory passed to `save_checkpoint`, of which the newest checkpoint is read, or
+            one `step-<n>` in it.
+        model: index of the model in a run that trained several, in the order of `as_distributed`.
 
     Raises:
         ConfigurationError: there is no checkpoint; or it has several models and `model` names none
@@ -442,17 +441,18 @@ def report(**numbers: float | torch.Tensor) -> None:
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """The sum of all ranks' values; with another `op` their "mean", "max" or "min". Every rank
-    calls it, between steps.
+    """Returns the sum of all ranks' values; with another `op` their "mean", "max" or "min". Every
+    rank calls it, between steps.
 
-    Numbers, tensors of one shape, and lists, tuples and dictionaries of them, alike on all ranks;
-    all get the same, to the last bit. It survives faults, as `evaluate` does: when a rank dies it
-    is the sum over those who are left. In a joiner that replays its script (`is_joining`) it is the
-    joiner's own value. It is made for metrics and decisions, and gathers the values on every rank:
-    gradients and other large tensors go through the strategy.
+    Values are numbers, tensors of one shape, and lists, tuples and dictionaries of them, with the
+    same structure on all ranks; all ranks get the same result, bit for bit. It survives faults, as
+    `evaluate` does: if a rank dies, the result is the sum over the remaining ranks. In a joiner
+    that replays its script (`is_joining`) it is the joiner's own value. It is intended for metrics
+    and decisions, and gathers the values on every rank: gradients and other large tensors are
+    handled by the strategy.
 
     Raises:
-        ConfigurationError: another `op`, or a value that cannot be added up.
+        ConfigurationError: another `op`, or a value that cannot be summed.
         PreconditionError: inside a step (STEP_NOT_FINISHED); ranks gave values of different shapes;
             async_sgd, whose workers do not meet.
     """
@@ -460,11 +460,11 @@ def all_reduce(value: Any, op: str = "sum") -> Any:
 
 
 def gather(value: Any) -> list[Any]:
-    """All ranks' values, in rank order, on every rank. Every rank calls it, between steps.
+    """Returns all ranks' values, in rank order, on every rank. Every rank calls it, between steps.
 
-    Tensors (on the CPU, of any shape each), numbers, strings, None, and lists, tuples and
-    dictionaries of them. It survives faults: the list is as long as there are ranks at the end. In
-    a joiner that replays its script it has the joiner's value alone.
+    Values are tensors (on the CPU, of any shape each), numbers, strings, None, and lists, tuples
+    and dictionaries of them. It survives faults: the list is as long as there are ranks at the end.
+    In a joiner that replays its script it contains only the joiner's value.
 
     Raises:
         ConfigurationError: a value of another kind.
@@ -474,38 +474,37 @@ def gather(value: Any) -> list[Any]:
 
 
 def broadcast(value: Any = None, *, from_rank: int = 0) -> Any:
-    """The value of one rank, on every rank; the others' are not looked at. Every rank calls it,
+    """Returns one rank's value on every rank; the others' values are ignored. Every rank calls it,
     between steps.
 
-    Kinds of values and errors as of `gather`. In a joiner that replays its script it is the
-    joiner's own value: what must be the same there belongs into `register_state`.
+    Types of values and errors are those of `gather`. In a joiner that replays its script it is the
+    joiner's own value: use `register_state` for values that must be the same there.
     """
     return collectives.broadcast(current_session(), value, from_rank)
 
 
 def barrier() -> None:
-    """Returns when all ranks have called it, or have died. Between steps; errors as of
-    `all_reduce`.
+    """Waits until all ranks have called it or died. Between steps; errors as for `all_reduce`.
 
-    For work that one rank does before the others, `main_first` waits without being taken for a
+    For work that one rank does before the others, `main_first` waits without being mistaken for a
     hang.
     """
     collectives.barrier(current_session())
 
 
 def process_group() -> ProcessGroup:
-    """A process group of torch's that survives faults: `torch.distributed.all_reduce(x,
+    """Returns a fault-tolerant torch process group: `torch.distributed.all_reduce(x,
     group=shoal.process_group())`, between steps.
 
-    All collectives of torch.distributed work with it, of objects too, with SUM, AVG, MAX, MIN and
-    PRODUCT. After a fault a call is done again by those who are left, if no rank has asked for
-    `get_rank(group)` or `get_world_size(group)` and the call needs neither. Else the first call
-    after a change of ranks raises MembershipChanged (RANKS_CHANGED) on all ranks alike, and writes
-    nothing: ask again, and repeat.
+    It supports all collectives of torch.distributed, including those of objects, with SUM, AVG,
+    MAX, MIN and PRODUCT. After a fault a call is repeated by the remaining ranks, if no rank has
+    asked for `get_rank(group)` or `get_world_size(group)` and the call needs neither. Otherwise the
+    first call after a change of ranks raises MembershipChanged (RANKS_CHANGED) on all ranks alike,
+    and writes nothing: ask again, and repeat.
 
     It becomes torch's default group, so that `torch.distributed.is_initialized()` is true from then
     on. Without a job, and in a joiner that replays its script, it is a world of one; the joiner's
-    `get_rank` is -1, so that it is not taken for rank 0.
+    `get_rank` is -1, so that it is not mistaken for rank 0.
 
     Raises:
         PreconditionError: the script has called `torch.distributed.init_process_group`
@@ -520,14 +519,14 @@ def whole_batch(tensor: torch.Tensor, /) -> torch.Tensor: ...
 @overload
 def whole_batch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
 def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """In a step, the rows of all ranks' samples, in the order of the global batch: for losses that
-    compare samples, as contrastive ones.
+    """Returns the rows of all ranks' samples in a step, in the order of the global batch, for
+    losses that compare samples, such as contrastive ones.
 
-    Each rank computes the loss of the whole batch from them, and the step is then that of one
-    process, to rounding, whatever the ranks' shares. Gradients go to each rank's own rows. Every
-    rank calls it, in the same order, as often as the others; what is computed behind it must be the
+    Each rank computes the loss of the whole batch from them, and the step then equals that of one
+    process, up to rounding, whatever the ranks' shares. Gradients are propagated to each rank's own
+    rows. Every rank calls it, in the same order and equally often; later computations must be the
     same on all ranks (no dropout there). Without other ranks, and outside of steps, as in
-    evaluation, it gives the rank's own.
+    evaluation, it returns the rank's own rows.
 
     Args:
         tensors: one, or several with the same number of rows, of shapes (rows, ...): features,
@@ -548,20 +547,20 @@ def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ..
 
 
 def print_once(*values: Any, **options: Any) -> None:
-    """`print`, on one rank alone: the first one that has the run's state. No rank waits for
+    """Calls `print` on only one rank: the first that has the run's state. No rank waits for
     another."""
     if is_main_process():
         print(*values, **options)  # noqa: T201 - what it is for
 
 
 def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextManager[bool]:
-    """Put around what one process of each machine is to do before the others: a download, filling a
+    """Encloses work that one process of each machine does before the others: a download, filling a
     cache, compiling an extension.
 
-    The first process to come runs it alone and gets True; the others run it after that, get False,
-    and find the work done. If the first one dies within the block, another one is first. Under
-    `shoal run` a process that replaces a dead one later gets False as well: the work is done once
-    on each machine and in each run. May be used anywhere, also before `init()`.
+    The first process to arrive runs it alone and gets True; the others run it afterwards, get
+    False, and find the work done. If the first one dies within the block, another takes its place.
+    Under `shoal run` a process that later replaces a dead one also gets False: the work is done
+    once per machine and run. May be used anywhere, also before `init()`.
 
     Raises:
         DeadlineError: the first one took longer than `timeout`.
@@ -573,40 +572,39 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
 
 
 def track(*sinks: Sink, every_steps: int = 10) -> None:
-    """Writes loss, speed, ranks and faults to `sinks`, every so many steps:
+    """Writes loss, speed, ranks and faults to `sinks`, once every `every_steps` steps:
     `shoal.TensorBoard("runs/digits")`, `shoal.MLflow("digits")`.
 
-    Called once, before the loop, on every rank: the first rank writes, and when it dies the next
-    one goes on, in the same run. After a resume, steps that are done again appear once. The loss is
-    the writing rank's own (`shoal.report`), or that of `train_step`.
+    Called once, before the loop, on every rank: the first rank writes, and if it dies the next one
+    continues in the same run. After a resume, repeated steps appear once. The loss is the writing
+    rank's own (`shoal.report`), or that of `train_step`.
 
     Raises:
-        ConfigurationError: `every_steps` below 1. What a sink cannot write, later, is an error in
-            the log, and training goes on.
+        ConfigurationError: `every_steps` below 1. Later write failures of a sink are logged as
+            errors, and training continues.
     """
     Tracker(current_session(), sinks, every_steps=every_steps)
 
 
 def is_main_process() -> bool:
-    """True in the one process that writes files and reports for all: the first that has the run's
-    state. False in a joiner that replays its script (`is_joining`).
+    """Returns True in the one process that writes files and reports for all: the first that has the
+    run's state. False in a joiner that replays its script (`is_joining`).
 
-    It stays the same when others join or die. When it dies itself another process takes its place,
-    so ask each time:
+    It stays the same when others join or die. If it dies itself another process takes its place, so
+    ask each time:
 
-        if shoal.is_main_process():
-            torch.save(state, "best.pt")
+        if shoal.is_main_process(): torch.save(state, "best.pt")
     """
     return current_session().is_first
 
 
 def is_joining() -> bool:
-    """True in a joiner until its first live batch: it replays its script to get there."""
+    """Returns True in a joiner until its first live batch: it replays its script to get there."""
     return current_session().is_joining
 
 
 def rank() -> int:
-    """This process's rank in the newest generation it is in. Changes when members come and go.
+    """Returns this process's rank in its newest generation. It changes when members join and leave.
 
     -1 in a joiner that replays its script (`is_joining`): it has no rank yet, and must do nothing
     that rank 0 does for all. After `shutdown()` it is the rank that the process had.
@@ -621,18 +619,18 @@ def world_size() -> int:
 
 
 def generation() -> int:
-    """Number of that generation; 0 in a world of one."""
+    """Returns the number of that generation; 0 in a world of one."""
     return current_session().generation
 
 
 def device() -> torch.device:
-    """The device of this rank: its own GPU where there is CUDA, else the CPU."""
+    """Returns the device of this rank: its own GPU with CUDA, otherwise the CPU."""
     return current_session().device
 
 
 def shutdown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
-    """Waits for checkpoints that are being written and leaves the job. Happens by itself when the
-    process ends.
+    """Waits for checkpoints in progress and leaves the job. Called automatically when the process
+    exits.
 
     Raises:
         DeadlineError: a checkpoint was not written within `timeout`.

@@ -1,5 +1,5 @@
-"""Data workers and helper threads of this process: if one fails, the process that waits for it must
-not wait for ever."""
+"""Data workers and helper threads of this process: if one fails, a process waiting for it must not
+hang."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from typing import Any, Final
 from shoal_common.errors import ConfigurationError
 
 _LONGEST: Final = 107
-"""Bytes of a Unix socket's path, at most."""
+"""Maximum length of a Unix socket's path, in bytes."""
 _SOCKET: Final = len("/pymp-12345678/listener-12345678")
-"""Characters that multiprocessing appends to the temporary directory."""
+"""Number of characters that multiprocessing appends to the temporary directory."""
 # multiprocessing makes a directory of its own in it, with mode 0700
 _SHORT: Final = "/tmp"  # noqa: S108
 
 
 def keep_socket_paths_short() -> None:
-    """Before data workers start. They pass tensors through sockets in the temporary directory, or
-    in /tmp if its name is too long for them: multiprocessing would lose each batch, and print an
-    error.
+    """Shortens the temporary directory before data workers start. They pass tensors through sockets
+    there, or in /tmp if its name is too long: otherwise multiprocessing would lose each batch and
+    print an error.
 
     Raises:
         ConfigurationError: /tmp cannot be written to.
@@ -88,8 +88,9 @@ def check_not_imported_again() -> None:
 
 
 def end_if_a_batch_is_lost() -> None:
-    """In a data worker: ends it if a batch cannot be sent, so that the rank raises within seconds.
-    multiprocessing prints an error and goes on, and the rank would wait for the batch for ever."""
+    """Makes a data worker exit if a batch cannot be sent, so that the rank raises within seconds.
+    By default multiprocessing prints an error and continues, and the rank would wait for the batch
+    forever."""
 
     def end(error: BaseException, _batch: Any) -> None:
         traceback.print_exception(error)
@@ -116,8 +117,8 @@ _AWAITED: Final = frozenset(
         "mpi-progress",
     )
 )
-"""Threads that live as long as the process takes part, and that the training thread, or its peers,
-wait for."""
+"""Threads that live as long as the process takes part, and for which the training thread or its
+peers wait."""
 
 
 def report_dead_threads(report: Callable[[str], object]) -> None:

@@ -1,5 +1,5 @@
-"""How a model is sharded: the settings that are common to all strategies. Strategy-specific options
-are keyword arguments of `as_distributed`."""
+"""Settings of a distributed model that are common to all strategies. Strategy-specific options are
+keyword arguments of `as_distributed`."""
 
 from __future__ import annotations
 
@@ -21,62 +21,63 @@ class ShardingConfiguration:
     """Settings of a distributed model and optimizer.
 
     Raises:
-        ConfigurationError: values that cannot work, or contradict each other.
+        ConfigurationError: invalid or contradictory values.
     """
 
     auto_sync_gradients: bool = True
     """Reduce gradients during the backward pass. False: the loop calls
     `model.synchronize_gradients()` before `optimizer.step()`."""
     bucket_cap_mb: int = 25
-    """MiB of gradients that travel in one all-reduce; >= 1."""
+    """Size of one all-reduce of gradients in MiB; >= 1."""
     minimum_parameter_group_size: int = 1024
-    """Elements that travel together at least: what is left over goes along with the bucket before
-    it; >= 1."""
+    """Minimum number of elements sent together: a smaller rest is added to the previous bucket; >=
+    1."""
     gradient_compression: str | Mapping[str, Any] | GradientCompressor | None = None
-    """How gradients travel: None as they are; else a compressor's name ("bf16", "topk", ...), a
-    name with settings ({"name": "topk", "ratio": 0.001}), or a `GradientCompressor`, which the
-    field holds afterwards. See docs/strategies/compression.md."""
+    """Compression of gradients: None for none; a compressor's name ("bf16", "topk", ...), a name
+    with settings ({"name": "topk", "ratio": 0.001}), or a `GradientCompressor`, which the field
+    holds afterwards. See docs/strategies/compression.md."""
     loss_reduction: str = "mean"
-    """What the loop's loss does over a batch: "mean", or "sum"."""
+    """Reduction of the loop's loss over a batch: "mean", or "sum"."""
     deterministic: bool = False
     """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world
     size. Needs `micro_batch_size` on the loader."""
 
     consistency_check_every: int = 100
-    """After how many steps ranks compare digests of what they hold in common (replicas, mirrored
-    shards), so that ranks whose values differ stop with the name of the tensor; 0: never. The
-    last step's state is compared as ranks leave. A comparison reads all of a rank's state once."""
+    """Number of steps between comparisons of digests of the ranks' common values (replicas,
+    mirrored shards), so that ranks with differing values stop with the name of the tensor; 0:
+    never. The last step's state is compared when ranks leave. A comparison reads all of a rank's
+    state once."""
 
     param_dtype: torch.dtype | None = None
-    """What parameters and inputs are computed with, and parameters fetched in (torch.bfloat16,
-    say); each rank updates its shards in the parameters' own dtype. None: that. Not for ddp, which
-    has `torch.autocast`."""
+    """Dtype in which parameters and inputs are used and parameters are fetched (torch.bfloat16, for
+    example); each rank updates its shards in the parameters' own dtype. None: the parameters' own.
+    Not for ddp, which has `torch.autocast`."""
     reduce_dtype: torch.dtype | None = None
-    """What gradients travel in; each is summed in float32 at least, and rounded once. None: the
-    dtype of the sum. For ddp: `gradient_compression="bf16"`."""
+    """Dtype in which gradients are sent; each is summed in at least float32 and rounded once. None:
+    the dtype of the sum. For ddp: `gradient_compression="bf16"`."""
     shard_modules: Sequence[type[nn.Module] | str] | None = None
-    """What zero3, fsdp and hsdp gather at once: classes of modules, or names of submodules. None:
-    the children of containers that repeat a class (the layers of a transformer) and have
+    """Units that zero3, fsdp and hsdp gather at once: classes of modules, or names of submodules.
+    None: the children of containers that repeat a class (the layers of a transformer) and have
     `minimum_parameter_group_size` elements."""
     prefetch_blocks: int | None = None
-    """How many blocks zero3, fsdp and hsdp gather ahead of the one that computes, each whole in
-    memory meanwhile; 0: none. None: 1. More hides slower links, or blocks that are computed faster
-    than the next is fetched. The same on all ranks."""
+    """Number of blocks that zero3, fsdp and hsdp gather ahead of the one that computes, each
+    entirely in memory meanwhile; 0: none. None: 1. Larger values hide slower links, or blocks that
+    are computed faster than the next is fetched. The same on all ranks."""
     activation_checkpointing: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] = False
-    """Modules whose activations are computed again in the backward pass instead of being kept: of
-    the given classes, or where a function says so; True: the children of containers that repeat a
-    class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
+    """Modules whose activations are recomputed in the backward pass instead of being kept: of the
+    given classes, or selected by a function; True: the children of containers that repeat a class.
+    (Chen et al., "Sublinear Memory Cost", 2016.)"""
     offload: Literal["cpu"] | Path | None = None
-    """Where shards and optimizer state are kept, and updated: "cpu": in the host's memory (without
-    a GPU they are there anyway); a directory: in files there, which the system maps into memory as
-    far as it has room. None: beside the parameters. For strategies whose state is cut."""
+    """Location of shards and optimizer state, which are also updated there: "cpu": in host memory
+    (without a GPU they are there anyway); a directory: in files there, mapped into memory as far as
+    there is room. None: beside the parameters. For strategies with sharded state."""
 
     mirrors: Literal["device", "host"] | None = None
-    """Where zero1, zero2, zero3 and fsdp keep mirrors of other ranks' shards, and the optimizer's
-    state of them, between two updates: "device": on the device; "host": in the host's pinned
-    memory, from which they come to the device for each update. None: on the device, until more than
-    80 % of its memory has been in use at once. Results are the same, to the bit. Without a GPU it
-    changes nothing."""
+    """Location, between two updates, of zero1's, zero2's, zero3's and fsdp's mirrors of other
+    ranks' shards and their optimizer state. "device": on the device; "host": in the host's pinned
+    memory, from which they are copied to the device for each update. None: on the device, until
+    more than 80 % of its memory has been in use at once. Results are bitwise the same. No effect
+    without a GPU."""
 
     def __post_init__(self) -> None:
         for field, unit in (("bucket_cap_mb", "MiB"), ("minimum_parameter_group_size", "elements")):
@@ -168,7 +169,7 @@ class ShardingConfiguration:
 
     @property
     def compressor(self) -> GradientCompressor | None:
-        """`gradient_compression`, read."""
+        """The parsed value of `gradient_compression`."""
         return (
             self.gradient_compression
             if isinstance(self.gradient_compression, GradientCompressor)
@@ -177,25 +178,25 @@ class ShardingConfiguration:
 
     @property
     def blocks_ahead(self) -> int:
-        """`prefetch_blocks`, read."""
+        """The effective value of `prefetch_blocks`."""
         return 1 if self.prefetch_blocks is None else self.prefetch_blocks
 
     @classmethod
     def for_high_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
-        """For fast links (10 Gbit/s and up, NVLink): buckets of 100 MiB (fewer, larger messages),
-        nothing compressed."""
+        """Returns settings for fast links (10 Gbit/s and up, NVLink): buckets of 100 MiB (fewer,
+        larger messages), no compression."""
         return cls(**({"bucket_cap_mb": 100} | overrides))  # type: ignore[arg-type]
 
     @classmethod
     def for_low_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
-        """For slow links (1 Gbit/s and below): `gradient_compression="powersgd"`, rank 4, which T9
-        shows to be among the quickest and to need hardly more steps with any optimizer; buckets as
-        they are by default, since what is sent is small. For ddp: strategies that cut gradients
+        """Returns settings for slow links (1 Gbit/s and below): `gradient_compression="powersgd"`,
+        rank 4, which T9 shows to be among the fastest and to need hardly more steps with any
+        optimizer; default buckets, since little is sent. For ddp: strategies that shard gradients
         need another compressor, which `as_distributed_for_low_bandwidth` chooses."""
         return cls(**({"gradient_compression": "powersgd"} | overrides))  # type: ignore[arg-type]
 
     @classmethod
     def for_offload(cls, **overrides: object) -> ShardingConfiguration:
-        """For models whose shards and optimizer state do not fit on the device: they live in the
-        host's memory. With `offload=Path(...)`: in files."""
+        """Returns settings for models with shards and optimizer state that do not fit on the
+        device: they are kept in host memory. With `offload=Path(...)`: in files."""
         return cls(**({"offload": "cpu"} | overrides))  # type: ignore[arg-type]

@@ -1,4 +1,4 @@
-"""`shoal.launch`: a function on several ranks, without a cluster: the ranks are threads of this
+"""`shoal.launch`: runs a function on several ranks without a cluster; the ranks are threads of this
 process (backends/inmemory/backend.py)."""
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 _TIMEOUT: Final = timedelta(seconds=300)
 _INTERRUPTED: Final = timedelta(seconds=0.5)
-"""How long Ctrl-C waits for ranks to come to a collective, and end there."""
+"""Time for which Ctrl-C waits for ranks to reach a collective, where they end."""
 _INTERRUPTED_COMPUTING: Final = timedelta(seconds=5)
-"""How long it then waits for those that compute, which are interrupted."""
+"""Time for which it then waits for computing ranks, which are interrupted."""
 
 
 def launch(
@@ -125,8 +125,8 @@ class _Ranks:
         for rank, ended in enumerate(self._ended):
             if self._threads[rank].ident is None:  # Ctrl-C came before it was started
                 continue
-            # A `join` that Ctrl-C interrupts takes its thread for ended, so there is none of a
-            # thread that may run for long.
+            # A `join` interrupted by Ctrl-C considers its thread finished, so it is not used for a
+            # thread that may run long.
             if ended.wait(max(0.0, deadline - time.monotonic())):
                 self._threads[rank].join()
             else:
@@ -134,8 +134,8 @@ class _Ranks:
         return running
 
     def _interrupt(self, interruption: BaseException) -> None:
-        """Ends all ranks, also those that compute: one inside torch when the interpreter finalizes
-        would end the process by SIGABRT."""
+        """Ends all ranks, including those that compute: if one is inside torch when the interpreter
+        finalizes, the process would end with SIGABRT."""
         self._turns.end_all(f"the launch was interrupted: {type(interruption).__name__}")
         for rank in self._still_running(_INTERRUPTED):
             ident = ctypes.c_ulong(self._threads[rank].ident or 0)

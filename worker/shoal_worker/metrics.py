@@ -10,7 +10,7 @@ _STALENESS = (0, 1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128)
 
 
 class WorkerMetrics:
-    """What a worker tells Prometheus."""
+    """Metrics that a worker exports to Prometheus."""
 
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
@@ -131,30 +131,30 @@ class WorkerMetrics:
     def generation_formed(
         self, *, number: int, member_id: str, rank: int, world_size: int, seconds: float
     ) -> None:
-        """Notes where this worker stands in a generation, and how long that took to form."""
+        """Records this worker's place in a generation and the time that its formation took."""
         self.entered(number=number, member_id=member_id, rank=rank, world_size=world_size)
         self.reform_seconds.observe(seconds)
 
     def entered(self, *, number: int, member_id: str, rank: int, world_size: int) -> None:
-        """Notes where this worker stands in a generation that nobody has to form (async_sgd)."""
+        """Records this worker's place in a generation that needs no formation (async_sgd)."""
         self.placed(member_id=member_id, rank=rank)
         self.generation.set(number)
         self.rank.set(rank)
         self.world_size.set(world_size)
 
     def placed(self, *, member_id: str, rank: int) -> None:
-        """Notes who this worker is now."""
+        """Records this worker's current identity."""
         self.info.clear()
         self.info.labels(member_id, str(rank)).set(1)
 
     def checkpoint_ended(self, outcome: str, *, seconds: float) -> None:
-        """A checkpoint, or this worker's part of one, is written, or will not be."""
+        """Records that a checkpoint, or this worker's part of one, was written or abandoned."""
         self.checkpoints.labels(outcome).inc()
         if outcome == "written":
             self.checkpoint_seconds.observe(seconds)
             self.checkpoint_timestamp.set_to_current_time()
 
     def transferred(self, size_bytes: int, seconds: float) -> None:
-        """State was received from peers."""
+        """Records state received from peers."""
         self.transfer_bytes.inc(size_bytes)
         self.transfer_seconds.inc(seconds)

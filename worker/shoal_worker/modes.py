@@ -1,5 +1,5 @@
 """Training and evaluation mode, set through the modules' own methods: some do more in `train()` and
-`eval()` than to set `training`, as LoRA layers do that merge their weights."""
+`eval()` than set `training`, such as LoRA layers that merge their weights."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def set_modes(modes: Modes) -> None:
 
 @contextlib.contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """`model` is in evaluation mode inside. Afterwards each of its modules has its own mode again:
-    users freeze some, BatchNorms say, by `.eval()` on them alone, and `model.train()` would undo
-    that."""
+    """Puts `model` into evaluation mode within the context. Afterwards each of its modules has its
+    own mode again: users freeze some, such as BatchNorms, by calling `.eval()` on them only, and
+    `model.train()` would undo that."""
     modes = modes_of(model)
     model.eval()
     try:

@@ -1,13 +1,13 @@
 """Random numbers that do not depend on how many ranks share a step.
 
-Each batch and micro-batch has a key, (seed, epoch, step, index), and the global generators of
-torch, NumPy and Python are seeded from it before it is handed out. A step that is done again
-therefore draws the same numbers, on whatever rank, and nothing needs to be put back. (EasyScale,
-OSDI 2022, section 3: "EasyScaleThread".)
+Each batch and micro-batch has a key, (seed, epoch, step, index), from which the global generators
+of torch, NumPy and Python are seeded before it is handed out. A repeated step therefore draws the
+same numbers, on whatever rank, and nothing needs to be restored. (EasyScale, OSDI 2022, section 3:
+"EasyScaleThread".)
 
-Generators that the script makes itself are its own: register those that are to be put back. So are
-the global ones in a loop without a loader of Shoal's, which has no keys; but where several ranks
-hold a model together, they must draw alike, and are seeded by the step.
+Generators created by the script are its own: register those that should be restored. The same holds
+for the global ones in a loop without a Shoal loader, which has no keys; but if several ranks hold a
+model together, they must draw alike, and are seeded by the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import xxhash
 
 
 def derive_seed(key: Sequence[int]) -> int:
-    """A 63-bit seed from `key`; fixed for ever."""
+    """Returns a 63-bit seed from `key`; the mapping never changes."""
     text = ",".join(str(k) for k in key)
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 

@@ -1,10 +1,10 @@
-"""Memory that collectives send from and receive into, kept from step to step.
+"""Buffers from which collectives send and into which they receive, kept from step to step.
 
-Fresh memory of this size costs a page fault for every 4 KiB, which takes longer than compressing
-into it.
+Newly allocated memory of this size costs a page fault for every 4 KiB, which takes longer than
+compressing into it.
 
-Which of two ways to take: the CPU has quicker ones than torch's general operations for some things,
-a device only has those.
+Also decides between two implementations: for some operations the CPU has faster ones than torch's
+general operations, which a device needs.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ def in_host_memory(device: torch.device) -> bool:
 
 
 class ScratchMemory:
-    """Blocks of memory that nobody uses at the moment. Any thread may call it."""
+    """Currently unused blocks of memory. Any thread may call it."""
 
     def __init__(self, *, most: int | None = None) -> None:
-        """`most`: how many blocks are kept; None: as many as were ever in use at once."""
+        """Creates an empty pool. `most`: maximum number of blocks kept; None: as many as were ever
+        in use at once."""
         self._most = most
         self._free: list[torch.Tensor] = []
         self._lock = threading.Lock()
@@ -47,9 +48,9 @@ class ScratchMemory:
         return block[:size].view(dtype).view(shape)
 
     def give_back(self, *tensors: torch.Tensor) -> None:
-        """Takes back what `take` gave, when nothing reads or writes it any more: not after a
-        collective that failed, whose transport may still write into it. The smallest blocks are let
-        go of when there are too many."""
+        """Takes back blocks from `take` when nothing accesses them any more: not after a failed
+        collective, since its transport may still write to them. Excess blocks are freed, the
+        smallest first."""
         blocks = [
             torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage())
             for one in tensors

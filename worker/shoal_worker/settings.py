@@ -1,6 +1,8 @@
-"""What a worker reads from its environment: the one module of this distribution that does.
+"""The worker's settings from environment variables; no other module of this distribution reads the
+environment.
 
-Launchers set these; a user's script never needs to. Everything else in the package takes values.
+Launchers set these variables; a user's script never needs to. Everything else in the package takes
+values.
 """
 
 from __future__ import annotations
@@ -39,73 +41,74 @@ class WorkerSettings(CallerSettings):
     job_id: str = "default"
     """The job to join. The launcher has created it."""
     run: str = ""
-    """The job's run that the launcher is in, as `number:milliseconds` (when it began); empty: the
-    newest."""
+    """The job's run to which the launcher belongs, as `number:milliseconds` (its start time);
+    empty: the newest."""
     member_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
-    """This process, this incarnation."""
+    """Identity of this process."""
     member_key: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_hex(16)))
-    """By which the services know this member from others that have the same token. A launcher makes
-    it, so that it can tell of the end of a process that is its own."""
+    """Key by which the services distinguish this member from others with the same token. A launcher
+    creates it, so that it can report the end of its own process."""
     launcher_id: str = ""
     """The launcher that started it."""
     local_index: int = Field(default=0, ge=0)
-    """Its index among that launcher's workers: which GPU it takes."""
+    """Its index among that launcher's workers, which selects its GPU."""
     host: str = Field(default_factory=_default_host)
     """Name of this machine: ranks of one host are adjacent."""
     local_addr: str | None = None
-    """Where peers and Prometheus reach this machine: an address, an interface or a host name; None:
-    at the address of the route to the coordinator."""
+    """Address at which peers and Prometheus reach this machine: an address, an interface or a host
+    name; None: the address of the route to the coordinator."""
     listen_addr: str | None = None
-    """What of this machine is listened on, where that is another: an address, an interface or a
-    host name; 0.0.0.0 or :: for all."""
+    """Address to listen on, if different: an address, an interface or a host name; 0.0.0.0 or ::
+    for all."""
     store_url: str | None = None
-    """Redis of the rendezvous stores, if other than what the coordinator tells."""
+    """Redis URL of the rendezvous stores, if different from the coordinator's."""
     store_url_file: Path | None = None
-    """File that holds that URL, where it has a password."""
+    """File that contains that URL, if it has a password."""
     redis_ca: Path | None = None
-    """Certificates (PEM) that the server of the rendezvous stores must be signed by, where its URL
-    is rediss://; None: the system's."""
+    """Certificates (PEM) that must have signed that of the rendezvous stores' server, if its URL is
+    rediss://; None: the system's."""
     metrics_listen: str | None = None
     """host:port to serve /metrics on (port 0: any); None: no metrics are served."""
     member_file: Path | None = None
-    """Where to write "joined" when this process becomes a member of its job, and "finished" when it
-    came to the end of its script as one: its launcher has to know, also while nobody can reach the
-    coordinator. None: nowhere."""
+    """File in which to write "joined" when this process becomes a member of its job, and "finished"
+    when it reaches the end of its script as one: its launcher needs to know, even while the
+    coordinator is unreachable. None: not written."""
     tally_file: Path | None = None
-    """Where to count this worker's commits for its launcher (shoal_common.tally); None: nowhere."""
+    """File in which to count this worker's commits for its launcher (shoal_common.tally); None: not
+    counted."""
     allow_restart_from_scratch: bool = False
-    """Whether to begin again at step 0 when every process that held the state is gone and no
-    checkpoint was taken up. Else that is an error, PROGRESS_LOST."""
+    """Restarts at step 0 if every process that held the state is gone and no checkpoint
+    was loaded. Otherwise that is an error, PROGRESS_LOST."""
     server_transport: Transport = Transport.AUTO
-    """What tensors travel by between this worker and parameter servers: auto, memory, tcp or grpc.
-    Other than auto is for measurements and for finding faults: nothing takes the place of what
-    cannot be had then."""
+    """Transport of tensors between this worker and parameter servers: auto, memory, tcp or grpc.
+    Values other than auto are for measurements and debugging: there is no fallback if they are not
+    available."""
     record_dir: Path | None = None
-    """Where to record every sample index handed out and every commit, as JSON lines; None:
-    nowhere."""
+    """Directory in which to record every sample index handed out and every commit, as JSON lines;
+    None: not recorded."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
     """Longest wait for a rank: at the start, for `min_workers`, and after failures."""
     drain_grace_s: float = Field(default=1.0, ge=0)
-    """How long a worker that was asked to leave goes on with its peers, in case they are asked as
-    well: then all stop at one border."""
+    """Time for which a worker that was asked to leave continues with its peers, in case they are
+    asked as well: then all stop at one step boundary."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest a collective may take before a peer counts as stuck."""
+    """Longest duration of a collective before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
     """Longest time to connect the process group of a new generation."""
     nccl_split: bool = False
-    """Whether the parts of a mesh over NCCL are split off the communicator of all ranks, where the
-    library can, and not connected anew; the same for all workers."""
+    """True if the parts of a mesh over NCCL are split from the communicator of all ranks, if the
+    library supports it, instead of being connected anew; the same for all workers."""
     nccl_blocking: bool = False
-    """Whether NCCL's communicators block while they connect; the same for all workers. For a torch
-    or an NCCL that fails with communicators that do not. An attempt to connect can then not be
-    aborted: if a peer dies meanwhile, its thread and its memory stay until all ranks come or the
-    process ends."""
+    """True if NCCL's communicators block while they connect; the same for all workers. For versions
+    of torch or NCCL that fail with non-blocking communicators. An attempt to connect then cannot be
+    aborted: if a peer dies meanwhile, its thread and its memory remain until all ranks arrive or
+    the process exits."""
     away_timeout_s: float = Field(default=86400.0, gt=0)
-    """Longest wait for a coordinator that is away, where training cannot go on without it. It does
-    not count as waiting for a rank."""
+    """Longest wait for an unreachable coordinator while training cannot continue without it. It
+    does not count as waiting for a rank."""
     full_tracebacks: bool = False
-    """Whether an error of Shoal that ends the script is shown with Shoal's own lines, and not with
-    those of the script alone."""
+    """True if an error of Shoal that ends the script is shown with Shoal's own lines, and not only
+    with those of the script."""
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
         """Says how to call the service at host:port as this member, with its key. Raises
@@ -113,8 +116,9 @@ class WorkerSettings(CallerSettings):
         return super().channel(address, member_key=self.member_key.get_secret_value(), **more)
 
     def store_at(self, told: str) -> str:
-        """Returns the Redis URL of the rendezvous stores: this worker's own, else the one that the
-        coordinator has told it. Raises ConfigurationError: a file with it cannot be read."""
+        """Returns the Redis URL of the rendezvous stores: this worker's own, or the one received
+        from the coordinator. Raises ConfigurationError if a file that contains it cannot be
+        read."""
         own = (
             self.store_url
             if self.store_url_file is None
@@ -144,24 +148,24 @@ class WorkerSettings(CallerSettings):
 
 
 def mpi_world_size() -> int:
-    """How many ranks MPI's launcher started, by what MPICH (and its kin) or Open MPI tell each of
-    them; 1 without one."""
+    """Returns the number of ranks started by MPI's launcher, from the variables of MPICH (and
+    derivatives) or Open MPI; 1 without one."""
     told = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or ""
     return int(told) if told.isdecimal() else 1
 
 
 def error_file() -> Path | None:
-    """Where a launcher like torchrun looks for the exception that ended this process; None: it has
-    named no file."""
+    """Returns the file in which a launcher like torchrun looks for the exception that ended this
+    process; None if it has named no file."""
     told = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(told) if told else None
 
 
 def check_not_torchrun(settings: WorkerSettings) -> None:
-    """Refuses to be a world of one under a launcher that expects several ranks.
+    """Refuses to run as a world of one under a launcher that expects several ranks.
 
     Raises:
-        ConfigurationError: `WORLD_SIZE` says more than one, but no coordinator is named.
+        ConfigurationError: `WORLD_SIZE` is above one, but no coordinator is named.
     """
     world_size = os.environ.get("WORLD_SIZE", "1")
     if settings.coordinator is None and world_size not in ("", "1"):
@@ -173,21 +177,21 @@ def check_not_torchrun(settings: WorkerSettings) -> None:
 
 
 def rank_variables() -> Mapping[str, str]:
-    """Returns what torchrun and its kin tell a process about its rank, `RANK` and `WORLD_SIZE`,
-    where they are set."""
+    """Returns the rank variables of torchrun and similar launchers, `RANK` and `WORLD_SIZE`, if
+    set."""
     return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
 
 
 def gloo_interface() -> str:
-    """Returns the network interface that the user has chosen for Gloo, the first of
-    `GLOO_SOCKET_IFNAME`; "" where none is chosen."""
+    """Returns the user's network interface for Gloo, the first of `GLOO_SOCKET_IFNAME`; "" if none
+    is chosen."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 
 def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
-    """Sets environment variables for C++ code that reads them later, whatever the user has set.
+    """Sets environment variables for C++ code that reads them later, overriding the user's.
 
-    Returns the values that the user had given to those that are others now.
+    Returns the user's values that were changed.
     """
     overruled = {
         name: os.environ[name]
@@ -200,5 +204,5 @@ def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
 
 def environment_without_settings() -> dict[str, str]:
     """Returns the environment for services of a cluster that this process starts, without the
-    settings of one that it may be in."""
+    settings of a cluster to which it may belong."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}

@@ -1,9 +1,10 @@
 """Embeddings whose rows are not parameters of the module: sparse tables (docs/sparse-tables.md).
 
 A forward pass looks up the rows of its batch, each once, and keeps them only as long as autograd
-does. Their gradients gather here until the step takes them: under async_sgd `optimizer.step()`
-pushes them to the parameter servers, alone `apply_gradients` applies them. Where rows come from is
-a `RowSource`: this process's own until `as_distributed` puts the servers in its place.
+does. Their gradients are collected here until the step takes them: under async_sgd
+`optimizer.step()` pushes them to the parameter servers; in a single process `apply_gradients`
+applies them. Rows come from a `RowSource`: this process's own until `as_distributed` replaces it by
+the servers.
 
 Belongs to the training thread; gradients are collected by hooks of its backward pass.
 """
@@ -30,44 +31,44 @@ from torch.nn import functional
 from shoal_worker.torch_internals import uncompiled
 
 _FULL_BUCKET_BYTES: Final = 64 << 20
-"""What a bucket of a table with a known number of rows may grow to, where there is a choice."""
+"""Largest size of a bucket of a table with a known number of rows, if there is a choice."""
 _SCALE: Final = 0.01
 _FEWEST_BUCKETS: Final = 4
 _FEWEST_ROWS: Final = 256
-"""What a bucket keeps at least, where there is a choice."""
+"""Minimum number of rows that a bucket keeps, if there is a choice."""
 _MODES: Final = ("sum", "mean", "max")
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Makes the optimizer of a list of parameters: `functools.partial(torch.optim.SparseAdam,
-lr=1e-3)`, say."""
+"""Creates the optimizer of a list of parameters, such as `functools.partial(torch.optim.SparseAdam,
+lr=1e-3)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """Rows as they were at one moment."""
+    """Rows as of one moment."""
 
     values: Values
-    """`[n, dim]`."""
+    """Rows of shape `[n, dim]`."""
     versions: Mapping[int, int] = field(default_factory=dict)
-    """Partition of the table -> the version that they are of; empty where the table is this
+    """Version of each partition of the table to which the rows belong; empty if the table is this
     process's own."""
 
 
 class RowSource(Protocol):
-    """Where a table's rows are."""
+    """Source of a table's rows."""
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """The rows with these ids, each named once."""
+        """Returns the rows with these ids, which must be distinct."""
 
     def prefetch(self, ids: Ids) -> None:
-        """These will be looked up soon, each named once."""
+        """Announces that these ids, which must be distinct, will be looked up soon."""
 
 
 class OwnRows:
     """A table of this process's own."""
 
     def __init__(self, spec: TableSpec, dim: int, like: OwnRows | None = None) -> None:
-        """`like`: has the same rows, and goes its own way."""
+        """Creates a table. `like`: table whose rows are copied."""
         # One bucket has all, so that it keeps all rows that the table may have.
         self.rows: Rows = Rows(
             replace(spec, buckets=1), dim, None if like is None else like.rows.image()
@@ -75,37 +76,37 @@ class OwnRows:
         self._steps: int = 0 if like is None else like._steps
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """See `RowSource`."""
+        """Implements `RowSource.look_up`."""
         return LookedUp(values=self.rows.values(ids))
 
     def prefetch(self, ids: Ids) -> None:
-        """Nothing: the rows are here."""
+        """Does nothing: the rows are local."""
 
     def apply(self, ids: Ids, gradients: Values) -> None:
-        """One step."""
+        """Applies the gradients of one step."""
         self._steps += 1
         self.rows.update(ids, gradients, self._steps)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RowGradients:
-    """What a step has for a table, each id once, ascending."""
+    """A step's gradients for a table, each id once, ascending."""
 
     ids: Ids
     values: Values
-    """`[n, dim]`, finite or not."""
+    """Gradients of shape `[n, dim]`, finite or not."""
     versions: Mapping[int, int]
-    """See `LookedUp`: the oldest of those that they were computed on."""
+    """Oldest versions on which they were computed; see `LookedUp`."""
 
 
 class SparseEmbedding(nn.Module):
     """Looks up rows by id in a table that may be larger than this process's memory; used like
     `torch.nn.Embedding`.
 
-    A row begins as `initializer` says, a function of `seed` and id that is the same in every
-    process, and is stored from its first gradient on. The rows are no parameters: neither
-    `parameters()` nor `state_dict()` has them, and clipping passes them over. Train with
-    `strategy="async_sgd"`, where the parameter servers hold them; in a process alone, call
+    A row's initial value is given by `initializer`, a function of `seed` and id that is the same in
+    every process; it is stored from its first gradient on. The rows are not parameters: neither
+    `parameters()` nor `state_dict()` contains them, and clipping ignores them. Train with
+    `strategy="async_sgd"`, where the parameter servers hold them; in a single process, call
     `apply_gradients` beside `optimizer.step()`.
     """
 
@@ -125,27 +126,28 @@ class SparseEmbedding(nn.Module):
     ) -> None:
         """
         Args:
-            num_embeddings: ids are 0 to `num_embeddings - 1`; None: any 64-bit number, a hash of
-                something, say.
+            num_embeddings: ids are 0 to `num_embeddings - 1`; None: any 64-bit number, such as a
+                hash.
             embedding_dim: elements of a row, in float32; 1 to 16384.
-            name: the table's, the same in all workers, and no parameter's.
-            optimizer: makes the optimizer of the rows: of torch.optim.SGD, torch.optim.Adagrad,
+            name: name of the table, the same in all workers, different from all parameters.
+            optimizer: creates the optimizer of the rows: torch.optim.SGD, torch.optim.Adagrad,
                 torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad, without momentum or weight
                 decay.
             seed: 0 to 2**64 - 1.
-            initializer: "normal" of standard deviation `scale`, "uniform" in [-scale, scale), or
+            initializer: "normal" with standard deviation `scale`, "uniform" in [-scale, scale), or
                 "zeros".
-            scale: 0 to 1e6; None: 0.01, and 0 with "zeros", which takes no other.
-            max_rows: the table keeps so many rows at most, each bucket its share; those of it that
-                were not pushed for the longest go first, and are then as at the beginning. 0: all.
-            max_age: a row goes when it was not pushed for so many steps, up to a sixteenth later.
-                0: never.
-            buckets: over how many partitions the rows are spread, 1 to 1024, of at most 256 MiB
-                each. None: 16; with `num_embeddings` so many that none grows beyond 64 MiB, and at
+            scale: 0 to 1e6; None: 0.01, and 0 with "zeros", which accepts no other.
+            max_rows: maximum number of rows that the table keeps, divided between the buckets; the
+                rows that were not pushed for the longest time are evicted first and return to their
+                initial values. 0: no limit.
+            max_age: a row is evicted when it was not pushed for this number of steps, up to a
+                sixteenth later. 0: never.
+            buckets: number of partitions over which the rows are spread, 1 to 1024, of at most 256
+                MiB each. None: 16; with `num_embeddings` so many that none exceeds 64 MiB, and at
                 least 4; with `max_rows` so few that each keeps 256 rows or more.
 
         Raises:
-            ConfigurationError: a value that cannot work.
+            ConfigurationError: an invalid value.
         """
         super().__init__()
         shape = (num_embeddings or 0, embedding_dim)
@@ -178,7 +180,7 @@ class SparseEmbedding(nn.Module):
         self._own: OwnRows | None = OwnRows(self.spec, embedding_dim)
         self._source: RowSource = self._own
         self._gathered: list[tuple[torch.Tensor, torch.Tensor, Mapping[int, int]]] = []
-        """Ids, gradients and versions of this step's lookups that a backward pass has come to."""
+        """Ids, gradients and versions of this step's lookups that a backward pass has reached."""
         self._trains = True
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
@@ -193,9 +195,9 @@ class SparseEmbedding(nn.Module):
         return functional.embedding(places, rows)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Begins to fetch the rows of a batch that is to come, in the background; returns at once.
-        The first lookup of which all ids are among these takes them. What was pushed since, also by
-        this worker, is not in them: they are as old as the call."""
+        """Starts fetching the rows of a future batch in the background; returns immediately. The
+        first lookup whose ids are all among these takes them. They do not include pushes after this
+        call, even by this worker."""
         self._source.prefetch(self._checked(ids).unique().cpu().numpy())
 
     def apply_gradients(self) -> None:
@@ -219,11 +221,11 @@ class SparseEmbedding(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows, 0 for any id, and dim: as it is declared."""
+        """Declared shape: rows (0 for any id) and dim."""
         return self.num_embeddings or 0, self.embedding_dim
 
     def come_from(self, source: RowSource) -> None:
-        """The rows are there from now on.
+        """Makes `source` the source of the rows.
 
         Raises:
             ConfigurationError: rows were trained here, and would be lost.
@@ -237,7 +239,7 @@ class SparseEmbedding(nn.Module):
         self._own, self._source = None, source
 
     def gradients(self) -> RowGradients | None:
-        """The step's gradients, added up by id; None: it has none. They stay until
+        """Returns the step's gradients, summed by id; None if it has none. They remain until
         `drop_gradients`."""
         if not self._gathered:
             return None
@@ -251,7 +253,7 @@ class SparseEmbedding(nn.Module):
         return RowGradients(ids=unique, values=values, versions=oldest)
 
     def drop_gradients(self) -> None:
-        """The step's gradients were taken, or are of no use."""
+        """Discards the step's gradients after they were taken or became useless."""
         self._gathered.clear()
 
     # -------------------------------------------------------------------------------------- torch's
@@ -262,20 +264,21 @@ class SparseEmbedding(nn.Module):
         self.drop_gradients()
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Whether lookups from now on train the rows. A module around the table does not pass this
-        on: the rows are no parameters."""
+        """Controls whether later lookups train the rows. A module around the table does not pass
+        this on, since the rows are not parameters."""
         self._trains = requires_grad
         return super().requires_grad_(requires_grad)
 
     def extra_repr(self) -> str:
-        """For `repr`."""
+        """Returns the text for `repr`."""
         return (
             f"{self.num_embeddings}, {self.embedding_dim}, name={self.name!r}, "
             f"optimizer={self.spec.optimizer}"
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseEmbedding:
-        """A module without gradients: with rows of its own, or of the same servers."""
+        """Returns a module without gradients, with its own rows or with those of the same
+        servers."""
         copied = type(self).__new__(type(self))
         nn.Module.__init__(copied)
         memo[id(self)] = copied
@@ -286,7 +289,7 @@ class SparseEmbedding(nn.Module):
         return copied
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
-        """Refused: the rows are no part of the module.
+        """Refuses pickling: the rows are not part of the module.
 
         Raises:
             PreconditionError: always.
@@ -300,7 +303,7 @@ class SparseEmbedding(nn.Module):
 
     @uncompiled
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """The rows of a batch, each once, and for each id the place of its row."""
+        """Returns the rows of a batch, each once, and the index of the row for each id."""
         unique, places = self._checked(ids).unique(return_inverse=True)
         found = self._source.look_up(unique.cpu().numpy())
         rows = torch.from_numpy(found.values).to(ids.device)
@@ -340,11 +343,11 @@ class SparseEmbeddingBag(SparseEmbedding):
         """
         Args:
             num_embeddings, embedding_dim: as in `SparseEmbedding`.
-            mode: "sum", "mean" or "max" of a bag's rows; of an empty bag zeros.
+            mode: "sum", "mean" or "max" of a bag's rows; zeros for an empty bag.
             **options: as in `SparseEmbedding`.
 
         Raises:
-            ConfigurationError: a value that cannot work.
+            ConfigurationError: an invalid value.
         """
         if mode not in _MODES:
             raise ConfigurationError(f"mode={mode!r}: expected one of {', '.join(_MODES)}")
@@ -357,12 +360,12 @@ class SparseEmbeddingBag(SparseEmbedding):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Bags of rows: `[bags, embedding_dim]` of float32.
+        """Returns the bags: `[bags, embedding_dim]` of float32.
 
         Args:
             ids: `[bags, ids of each]`; or `[ids of all]`, with `offsets`.
-            offsets: `[bags]`: where each bag begins.
-            per_sample_weights: what each row is multiplied by, as `ids`; with mode "sum".
+            offsets: `[bags]`: start of each bag.
+            per_sample_weights: factor of each row, in the shape of `ids`; with mode "sum".
 
         Raises:
             ConfigurationError, DeadlineError: as in `SparseEmbedding`.
@@ -374,13 +377,13 @@ class SparseEmbeddingBag(SparseEmbedding):
 
 
 def tables_of(module: nn.Module) -> list[SparseEmbedding]:
-    """All of a module's, by name, each once."""
+    """Returns all tables of a module, by name, each once."""
     found = [each for each in module.modules() if isinstance(each, SparseEmbedding)]
     return sorted(found, key=lambda table: table.name)
 
 
 def check_unscaled(*, scaled: bool) -> None:
-    """Raises ConfigurationError where a GradScaler scales the losses of a model with tables."""
+    """Raises ConfigurationError if a GradScaler scales the losses of a model with tables."""
     if scaled:
         raise ConfigurationError(
             "a GradScaler with sparse tables: it does not see the gradients of their rows; train "
@@ -389,7 +392,7 @@ def check_unscaled(*, scaled: bool) -> None:
 
 
 def _read_optimizer(name: str, factory: OptimizerFactory, dim: int) -> tuple[str, dict[str, float]]:
-    """The optimizer's name and hyperparameters, as servers have them."""
+    """Returns the optimizer's name and hyperparameters, in the servers' form."""
     made = factory([nn.Parameter(torch.zeros(1, dim))])
     for declared in TABLE_OPTIMIZERS.values():
         if declared.optimizer_class() is type(made):
@@ -412,5 +415,5 @@ def _enough_buckets(shape: tuple[int, int], optimizer: str, max_rows: int) -> in
     buckets = _FEWEST_BUCKETS if rows else DEFAULT_BUCKETS
     while buckets < MOST_BUCKETS and rows * per_row > buckets * _FULL_BUCKET_BYTES:
         buckets *= 2
-    # A hash gives some buckets more rows than others, which matters where each keeps few.
+    # A hash gives some buckets more rows than others, which matters if each keeps few.
     return min(buckets, max(1, max_rows // _FEWEST_ROWS)) if max_rows > 0 else buckets

@@ -1,4 +1,4 @@
-"""All names that Shoal's worker takes from modules of torch that are not public, in one place.
+"""All names that Shoal's worker imports from non-public modules of torch, in one place.
 
 torch may rename or drop such names in any release. This module is imported before any of them is
 used, so a torch that lacks one fails the import with an error that names it, and not a step with an
@@ -39,8 +39,8 @@ def expected_versions() -> str:
 
 
 def needs_torch(major: int, minor: int, what: str, instead: str) -> None:
-    """Raises ConfigurationError if this torch is older. `what` needs it, `instead` says what to do
-    with this one."""
+    """Raises ConfigurationError if this torch is older. `what` needs it, `instead` is the
+    alternative for this one."""
     if (major, minor) > VERSION:
         raise ConfigurationError(
             f"{what} needs torch {major}.{minor} or newer, and {torch.__version__} is installed: "
@@ -95,7 +95,7 @@ try:
             "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
         }.items()
     }
-    """What torch's own groups call these collectives, whose names torch 2.13 gave them."""
+    """Names of these collectives in torch's own groups, by their names in torch 2.13."""
     for _name in (
         *_NATIVE_NAMES.values(),
         # called where Shoal makes groups of torch's own
@@ -152,8 +152,7 @@ __all__ = [
 
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 uncompiled: Callable[[_FunctionT], _FunctionT] = torch.compiler.disable
-"""Decorates functions that torch.compile is to leave as they are. torch's own decorator has no
-types."""
+"""Decorates functions that torch.compile leaves uncompiled. torch's own decorator has no types."""
 
 
 if VERSION < (2, 12):
@@ -162,7 +161,7 @@ if VERSION < (2, 12):
     with FakeTensorMode():
         pass
 
-# torch.compile runs Shoal's own code as it is, and compiles what that calls: the user's modules,
+# torch.compile runs Shoal's own code uncompiled, and compiles the user's modules that it calls,
 # each between its hooks.
 trace_rules.add("shoal_worker")
 
@@ -191,8 +190,8 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def in_backward() -> bool:
-    """This thread is in the middle of a backward pass: of a checkpointed block, a forward pass may
-    run again within it."""
+    """Returns whether this thread is in the middle of a backward pass, within which a checkpointed
+    block's forward pass may run again."""
     return _current_graph_task_id() >= 0
 
 
@@ -203,10 +202,10 @@ def after_backward(callback: Callable[[], None]) -> None:
 
 
 def stage_backwards() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch.distributed.pipelining's `stage_backward_input` and `stage_backward_weight`.
+    """Returns torch.distributed.pipelining's `stage_backward_input` and `stage_backward_weight`.
 
-    They are imported when a pipeline asks for them: with them come torch.export and the compiler,
-    which take most of a second.
+    They are imported when a pipeline needs them, since they import torch.export and the compiler,
+    which takes most of a second.
     """
     try:
         from torch.distributed.pipelining._backward import (
@@ -242,7 +241,7 @@ def iterates_undealt_dataloader(*, longer_than: int) -> bool:
 
 
 def scales(scaler: Any, optimizer: object) -> bool:
-    """Returns True if a GradScaler has looked at an optimizer's gradients since its last
+    """Returns whether a GradScaler has checked an optimizer's gradients since its last
     `update()`."""
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))
     return bool(state and state.get("found_inf_per_device"))

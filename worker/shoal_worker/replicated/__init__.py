@@ -1,7 +1,7 @@
-"""Models of which every rank holds the whole: gradients summed over the ranks in each step, or
+"""Models held entirely by every rank: gradients are summed over the ranks in each step, or
 parameters averaged every few steps.
 
-`engine` is that of ddp, `local_sgd` stands on it. `reduction` sums gradients as they come, in
-`buckets`, where those of micro-batches are added up too; `rounds` averages parameters.
-`step_tables` is what the engine asks of sparse tables.
+`engine` is that of ddp, on which `local_sgd` is based. `reduction` sums gradients as they are
+computed, in `buckets`, which also accumulate those of micro-batches; `rounds` averages parameters.
+`step_tables` is the engine's interface to sparse tables.
 """

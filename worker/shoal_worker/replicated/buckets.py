@@ -1,16 +1,16 @@
-"""How gradients are laid out for reducing: in flat buckets, each sent in one all-reduce.
+"""Layout of gradients for reduction: flat buckets, each sent in one all-reduce.
 
-The layout follows from the parameters alone (their order, size, dtype, device), so that it is the
-same on every rank, whenever it joined. Buckets are filled from the last parameter to the first,
-which is about the order in which a backward pass completes them. A bucket also carries how many
-ranks have a gradient of each parameter: one that no rank has stays None, as in one process. `.grad`
-is a view of the bucket, so gradients exist once.
+The layout depends only on the parameters (their order, size, dtype, device), so that it is the same
+on every rank, whenever it joined. Buckets are filled from the last parameter to the first,
+approximately the order in which a backward pass completes them. A bucket also counts the ranks with
+a gradient of each parameter: one without any stays None, as in one process. `.grad` is a view of
+the bucket, so gradients exist once.
 
-Buckets are in flight together (`Flight`): all-reduces are started one after the other, and waited
-for together. Compressed ones take two turns on the wire: when all have had their first, each gets
-its second. Also when one of them fails all are waited for: the redo of a lost step uses the same
-memory, and no collective of the old group may write into it then. A failure does not raise; it
-marks the step lost, which `optimizer.step()` will say.
+Buckets are reduced concurrently (`Flight`): all-reduces are started one after another, and awaited
+together. Compressed ones take two rounds: when all have had their first, each gets its second. Even
+if one fails all are awaited, since the repetition of a lost step uses the same memory, into which
+no collective of the old group may then write. A failure does not raise; it marks the step lost,
+which `optimizer.step()` will report.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ if TYPE_CHECKING:
     from shoal_worker.engine.buffers import CommittedBuffers
 
 _FIRST_BYTES = 1 << 20
-"""The first bucket is closed once it holds so much: sending starts early."""
+"""Size at which the first bucket is closed, so that sending starts early."""
 _ONE_BYTES = 2 << 20
-"""Gradients of no more than this go in one all-reduce: a second one costs more than an early start
+"""Gradients up to this total size use one all-reduce: a second one costs more than an early start
 gains (docs/explanation/step-commit.md#gradient-reduction-in-ddp)."""
 _LARGE_ELEMENTS = 1 << 14
-"""From here on a gradient is copied and weighted by itself, as soon as it is whole; smaller ones
-all at once, which costs less each."""
+"""Size from which a gradient is copied and weighted individually as soon as it is complete; smaller
+ones are processed together, which is cheaper."""
 
 
 class Slot:
-    """The place of one parameter's gradient."""
+    """Place of one parameter's gradient."""
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         self.parameter = parameter
         self.view = view
         self.large = parameter.numel() >= _LARGE_ELEMENTS
         self.ready = False
-        """Its gradient of this backward pass is whole."""
+        """True if its gradient of this backward pass is complete."""
         self.taken = False
-        """It is in the bucket, weighted."""
+        """True if it is in the bucket, weighted."""
         self.present = False
-        """This rank has a gradient."""
+        """True if this rank has a gradient."""
         self.summed = False
-        """What `.grad` holds is the sum over the ranks already."""
+        """True if `.grad` already holds the sum over the ranks."""
 
     def take(self, scale: float) -> None:
-        """`scale` times the gradient is in the bucket from now on."""
+        """Puts `scale` times the gradient into the bucket."""
         grad = _dense(self.parameter)
         if grad is self.view:
             self.view.mul_(scale)
@@ -82,7 +82,7 @@ class Slot:
 
 
 class Bucket:
-    """[large gradients | small gradients | by how many ranks each is present | what rides along]"""
+    """Vector [large gradients | small gradients | number of ranks with each | additional data]."""
 
     def __init__(
         self,
@@ -102,11 +102,11 @@ class Bucket:
         self._larges = sum(slot.large for slot in self.slots)
         self._smalls = self.gradients[sum(sizes[: self._larges]) :]
         self.awaited = len(self.slots)
-        """Slots that are not ready."""
+        """Number of slots that are not ready."""
 
     def fill(self, factor: float, *, sums: bool) -> None:
-        """Makes of the gradients what this rank adds to the sum. A rank that weighs nothing adds
-        nothing, whatever its gradients hold."""
+        """Prepares this rank's contribution to the sum. A rank with weight 0 adds nothing, whatever
+        its gradients are."""
         moved: list[Slot] = []
         scaled: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -147,8 +147,8 @@ class Bucket:
             self.presence.fill_(1.0)
 
     def settle(self, factor: float, *, owed: bool = False) -> None:
-        """The sums are in place. `owed`: a sum may hold what earlier steps have left out, also
-        where no rank has a gradient."""
+        """Distributes the sums. `owed`: a sum may contain residuals of earlier steps, even if no
+        rank has a gradient."""
         certain = factor != 0.0
         for slot in self.slots:
             certain = certain and slot.present
@@ -159,7 +159,7 @@ class Bucket:
                 slot.parameter.grad = slot.view if here else None
 
     def open(self) -> None:
-        """For the next backward pass."""
+        """Prepares for the next backward pass."""
         self.awaited = len(self.slots)
         for slot in self.slots:
             slot.ready = slot.taken = False
@@ -174,11 +174,11 @@ def lay_out(
     riding: int,
     riding_dtype: torch.dtype,
 ) -> list[Bucket]:
-    """Buckets of at most `cap_bytes` (or one parameter) and at least `minimum_elements`, where the
-    parameters of that kind are so many.
+    """Returns buckets of at most `cap_bytes` (or one parameter) and at least `minimum_elements`, if
+    there are enough parameters of that kind.
 
-    What rides along lies in the last bucket, whose dtype must hold it exactly; else in one of its
-    own, on `device`.
+    Additional data is in the last bucket if its dtype can represent it exactly, otherwise in a
+    separate one on `device`.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for parameter in reversed(parameters):
@@ -205,7 +205,7 @@ def lay_out(
 
 
 def _dense(parameter: torch.Tensor) -> torch.Tensor:
-    """Its gradient, which is there."""
+    """Returns its gradient, which must exist."""
     grad = parameter.grad
     assert grad is not None
     if grad.requires_grad:
@@ -222,9 +222,9 @@ def _bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 
 def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
-    """`flat` in the shape of `parameter`, and with its strides if it is dense (channels_last): else
-    autograd would copy, and torch's fused optimizers would take one element for another (see
-    `strided_like`)."""
+    """Returns `flat` with the shape of `parameter`, and with its strides if it is dense
+    (channels_last): otherwise autograd would copy, and torch's fused optimizers would mix up
+    elements (see `strided_like`)."""
     extent = 1 + sum(
         (size - 1) * stride
         for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
@@ -235,8 +235,8 @@ def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 
 
 class Flight:
-    """Owned by the training thread, or by the thread that runs the backward pass while the training
-    thread waits for that."""
+    """Reductions in progress. Owned by the training thread, or by the thread of a backward pass
+    that the training thread waits for."""
 
     def __init__(
         self, session: StrategySession, compression: GradientCompression | None = None
@@ -277,7 +277,8 @@ class Flight:
             self._reductions.append((group, compression.start(group, bucket, kind, number, shapes)))
 
     def land(self) -> bool:
-        """Waits for all that were started. True if the step is not lost: all sums are in place."""
+        """Waits for all started reductions. Returns True if the step is not lost and all sums are
+        available."""
         self._finish_compressed()
         works, self._works = self._works, []
         for group, work in works:
@@ -291,7 +292,7 @@ class Flight:
         return not completing.failed
 
     def _finish_compressed(self) -> None:
-        """On all ranks in the order in which they were started."""
+        """Finishes compressed reductions, on all ranks in the order in which they were started."""
         reductions, self._reductions = self._reductions, []
         with LosingStep(self._session) as finishing:
             for group, reduction in reductions:
@@ -323,12 +324,12 @@ class Flight:
 
 _CHUNK_ELEMENTS = 8 << 20
 _CONVERTED_BYTES = 4 << 20
-"""How much of the gradients is in memory in another dtype at once, while they are added up."""
+"""Amount of gradients converted to another dtype at once during accumulation."""
 
 
 def add_times(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
-    """Adds to each first tensor the second, in the first's dtype, times `factor`; on a device in
-    few kernels. Each element comes to what one addition after the other makes of it."""
+    """Adds `factor` times the second tensor of each pair, in the first's dtype, to the first; in
+    few kernels on a device. The result equals that of sequential additions."""
     at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
     converted_bytes = 0
     for total, given in added:
@@ -351,7 +352,8 @@ def _add_at_once(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: flo
 
 
 class AccumulatedReduction:
-    """Micro-batches: gradients and buffers added up per micro-batch, reduced once per step."""
+    """Reduction for micro-batches: accumulates gradients and buffer changes per micro-batch and
+    reduces once per step."""
 
     def __init__(
         self,
@@ -363,8 +365,7 @@ class AccumulatedReduction:
         *,
         alone: bool = False,
     ) -> None:
-        """`alone`: the sum is over this rank's micro-batches, and says nothing of the other
-        ranks."""
+        """`alone`: the sum covers only this rank's micro-batches."""
         self._buffers = buffers
         self._session = session
         self._config = config
@@ -381,22 +382,22 @@ class AccumulatedReduction:
         self._alone = alone
         self._flight = Flight(session, compression)
         self._apart: torch.Tensor | None = None
-        """The changes of buffers, where they need a wider dtype than the gradients' sum."""
+        """Changes of buffers, if they need a wider dtype than the gradients' sum."""
         self._mean_loss = MeanLoss()
         self._open = False
 
     @property
     def open(self) -> bool:
-        """Something was added up, or reduced, in this step."""
+        """True if something was accumulated or reduced in this step."""
         return self._open
 
     def discard(self) -> None:
-        """Nothing is added up, and nothing in flight."""
+        """Discards accumulated values, after waiting for reductions in progress."""
         self._flight.land()
         self._open = False
 
     def micro_batch_begins(self) -> None:
-        """Each micro-batch starts from the committed buffers and from no gradient."""
+        """Starts a micro-batch from the committed buffers and without gradient."""
         if not self._open:
             self._start()
         else:
@@ -405,7 +406,7 @@ class AccumulatedReduction:
             parameter.grad = None
 
     def add_loss(self, loss: SupportsFloat, weight: float) -> MeanLoss:
-        """The mean of this rank's losses in the step, with that of a micro-batch."""
+        """Returns the mean of this rank's losses in the step, including the given micro-batch's."""
         self._mean_loss.add(loss, weight)
         return self._mean_loss
 
@@ -418,7 +419,7 @@ class AccumulatedReduction:
             if grad is not None and weight != 0:
                 added.append((total, grad))
                 self._counts[i] += 1
-        # In float64, so that float32 times a whole number is exact.
+        # In float64, so that float32 times an integer is exact.
         add_times(added, 1.0 if self._sums else weight)
         if weight != 0:
             self._buffer_changes.add_(self._buffers.changes(self._buffer_changes, weight, weight))
@@ -441,7 +442,7 @@ class AccumulatedReduction:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
                 return
-        # at once: on a device to read is to wait
+        # together, since each read from a device is a wait
         *presence, weight = torch.cat([self._presence, self._weight_sum]).tolist()
         divisor = 1.0 if self._sums else weight or 1.0
         for parameter, summed, count in zip(
@@ -449,8 +450,8 @@ class AccumulatedReduction:
         ):
             # earlier steps have left something out
             here = count > 0 or (self._compression is not None and bool(summed.any()))
-            # Where the dtype is the same it is no copy, but another object: users may give `.grad`
-            # other memory.
+            # For the same dtype it is not a copy but another object: users may give `.grad` other
+            # memory.
             mean = summed.div_(divisor).to(parameter.dtype).detach() if here else None
             parameter.grad = (
                 mean.to_sparse(1)
@@ -535,7 +536,7 @@ class AccumulatedReduction:
         self._grad_sums = [_laid_out_as(p, total) for total, p in zip(sums, trained, strict=True)]
         if self._compression is not None:
             check_floating(self._compression.compressor.name, trained)
-            # What is compressed at once: whole parameters, in float32.
+            # Units of compression: complete parameters, in float32.
             self._groups = in_buckets(
                 trained, lambda parameter: 4 * parameter.numel(), self._config.bucket_cap_mb << 20
             )

@@ -1,8 +1,7 @@
-"""The engine of strategies whose ranks hold the whole model each, and sum its gradients in every
-step.
+"""Engine of strategies whose ranks each hold the entire model and sum its gradients in every step.
 
-How the sums travel is in `reduction.py` (plain steps, overlapped with the backward pass) and
-`buckets.py` (micro-batches). `local_sgd.py` changes what is summed, and when. All of it runs on the
+The reductions are in `reduction.py` (plain steps, overlapped with the backward pass) and
+`buckets.py` (micro-batches). `local_sgd.py` changes what is summed and when. Everything runs on the
 training thread.
 """
 
@@ -63,20 +62,20 @@ _CLEAR = (
 
 
 class ReplicatedEngine(Engine):
-    """A replica of the whole model on every rank."""
+    """Engine with a replica of the entire model on every rank."""
 
     keeps_parameters_whole = True
 
     def __init__(self, setup: Setup, tables: StepTables | None = None) -> None:
-        """`tables`: the module's sparse ones; None: it has none."""
+        """`tables`: sparse tables of the module; None if it has none."""
         super().__init__(setup)
         self._tables = tables
         self._compression = compression_of(self.config.compressor, self._session)
         self._skipped = False
-        """A GradScaler found the step's gradients unusable."""
+        """True if a GradScaler found the step's gradients unusable."""
         self._uncleared_in: tuple[int, int] | None = None
-        """Generation and number of ranks in which a step was committed whose gradients nobody has
-        cleared since."""
+        """Generation and number of ranks of a committed step whose gradients nobody has cleared
+        since."""
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._attached = False
@@ -103,14 +102,14 @@ class ReplicatedEngine(Engine):
 
     # ------------------------------------------------------------------------------------- training
 
-    # what it calls, the module, may be compiled
+    # it calls the module, which may be compiled
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The module's forward pass; in training its backward pass reduces the gradients over all
-        ranks.
+        """Runs the module's forward pass; in training its backward pass reduces the gradients over
+        all ranks.
 
-        Outputs may have any form. Parameters that take no part in the pass are no error, also where
-        they differ by rank.
+        Outputs may have any form. Unused parameters are no error, even if they differ between
+        ranks.
         """
         reduces = self.module.training and torch.is_grad_enabled() and self._begin_pass()
         output = self._compute(*args, **kwargs)
@@ -120,8 +119,8 @@ class ReplicatedEngine(Engine):
 
     @uncompiled
     def _begin_pass(self) -> bool:
-        """Before a forward pass of training. True if gradients are reduced during its backward
-        pass."""
+        """Prepares a training forward pass. Returns True if gradients are reduced during its
+        backward pass."""
         if not self._attached:
             raise PreconditionError(
                 "this model is a clone, for evaluation: a process trains the one model that "
@@ -152,19 +151,19 @@ class ReplicatedEngine(Engine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Backward passes inside only add to this rank's gradients, as with torch's DDP; the next
-        one outside reduces what has been added up. What no later pass has reduced,
-        `optimizer.step()` does."""
+        """Makes backward passes within the block only accumulate on this rank, as in torch's DDP;
+        the next one outside reduces the accumulated gradients. `optimizer.step()` reduces what no
+        later pass has."""
         reduces = self._session.elastic and not self._in_micro_batches
         with self._reduction().paused() if reduces else contextlib.nullcontext():
             yield
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """See `ShardedModel`. The loss travels in the step's control word, so that it costs no
-        collective of its own.
+        """Trains on a batch, as in `ShardedModel`. The loss is part of the step vote, so it needs
+        no collective of its own.
 
-        In `loader.steps()` the batch is the micro-batch, which one rank has whole: its own loss is
-        returned, and the ranks' mean over the step is what `shoal status` shows.
+        In `loader.steps()` the batch is a micro-batch, which one rank has entirely: its own loss is
+        returned, and `shoal status` shows the ranks' mean over the step.
         """
         session = self._session
         step = session.ensure_step()
@@ -187,12 +186,12 @@ class ReplicatedEngine(Engine):
 
     def synchronize_gradients(self) -> None:
         """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after
-        the backward pass; what was reduced before is not reduced again."""
+        the backward pass; already reduced ones are not reduced again."""
         self._reduce_what_is_left()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """See `ShardedModel`. Closes the step, if that is not done; the gradients are whole on
-        every rank."""
+        """Clips gradients, as in `ShardedModel`. First finishes the reduction, if necessary; the
+        gradients are complete on every rank."""
         self.finish_reduction()
         return super().clip_grad_norm_(max_norm, norm_type)
 
@@ -226,7 +225,7 @@ class ReplicatedEngine(Engine):
         return self._tables.store if self._tables is not None else None
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `TrainingEngine`: with what compression left behind on each rank."""
+        """Returns the state with each rank's compression residuals."""
         if self._compression is None:
             return self.capture()
         return self.capture() | {"compression": self._compression.assemble(channel)}
@@ -268,7 +267,7 @@ class ReplicatedEngine(Engine):
             self._check_optimizer_fits(state["optimizer"])
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: all of it."""
+        """Returns the entire state, which all ranks have in common."""
         optimizer = self.optimizer
         moments = (
             state_tensors(optimizer.state, dict(self.module.named_parameters()))
@@ -284,7 +283,7 @@ class ReplicatedEngine(Engine):
         return {"the model": model, BUFFERS: buffers, "the optimizer's state": moments}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: all of the model."""
+        """Returns the entire model, which every rank holds unsharded."""
         parameters = {
             repr(name): parameter.detach() for name, parameter in self.module.named_parameters()
         }
@@ -296,8 +295,8 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """See `TrainingEngine`. What the user did to buffers between two steps is a part of what a
-        redo starts from."""
+        """Begins a step. The user's changes to buffers between two steps belong to its starting
+        state."""
         self._step_buffers.step_begins()
         self._skipped = False
         if self._setup.several:  # what another model's passes have left here is not of this step
@@ -310,7 +309,7 @@ class ReplicatedEngine(Engine):
         self._keep_for_redo()
 
     def _keep_for_redo(self) -> None:
-        """Notes what passes may change beside buffers."""
+        """Records the values that passes may change besides buffers."""
         if self._session.elastic:
             self._writes.begin()
             self._attributes.begin()
@@ -335,8 +334,8 @@ class ReplicatedEngine(Engine):
         )
 
     def batch_begins(self) -> None:
-        """See `TrainingEngine`. Passes need not go through `forward`, and their gradients are to be
-        noted from the first one on."""
+        """Begins a batch. Passes need not go through `forward`, and their gradients are observed
+        from the first one on."""
         if (
             self._overlapped is None
             and self._session.elastic
@@ -354,7 +353,7 @@ class ReplicatedEngine(Engine):
         self._accumulation().micro_batch_ends(weight)
         step = self._session.step
         if step is not None and step.lost is None:
-            # else what passes made of values that have failed does not count
+            # otherwise results of passes with failed values do not count
             self._writes.micro_batch_ends()
             if weight != 0:
                 self._step_buffers.micro_batch_ends()
@@ -382,7 +381,7 @@ class ReplicatedEngine(Engine):
         self._session.settle_step()
 
     def _close(self) -> None:
-        """The closing of the step (`elastic/step.py`)."""
+        """Runs the commit all-reduce of the step (`elastic/step.py`)."""
         session = self._session
         step, group = session.step, session.group
         if step is None or step.phase is not StepPhase.SEALED or step.lost is not None:
@@ -410,7 +409,7 @@ class ReplicatedEngine(Engine):
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
     def _agree_on_extremes(self, step: Step) -> bool:
-        """False: the step is lost."""
+        """Agrees on extremes. Returns False if the step is lost."""
         extremes, group = self._step_buffers.extremes, self._session.group
         if not extremes:
             return True
@@ -425,9 +424,9 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _sum_closing(self, group: Group, control: list[float]) -> list[float]:
-        """The control word of all ranks. Where a script has changed buffers behind the backward
-        pass, on any rank, the word says so and closes nothing: the buffers' changes are summed
-        anew, and then it comes once more. Raises MembershipChanged."""
+        """Returns the sum of all ranks' step votes. If a script has changed buffers after the
+        backward pass on any rank, the vote says so and does not commit: the buffers' changes are
+        summed again, and the vote is repeated. Raises MembershipChanged."""
         if self._in_micro_batches or not self._step_buffers.size:
             return group.sum_numbers(control)
         while True:
@@ -438,7 +437,8 @@ class ReplicatedEngine(Engine):
 
     @property
     def holds_unreduced_gradients(self) -> bool:
-        """Some of this rank's gradients are its own still; `optimizer.step()` would reduce them."""
+        """True if some of this rank's gradients are not reduced yet; `optimizer.step()` would
+        reduce them."""
         step = self._session.step
         if not self._session.elastic or step is None or step.lost is not None:
             return False
@@ -448,8 +448,8 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _reduce_what_is_left(self) -> None:
-        """The end of the step's reduction: after micro-batches the whole of it; else what the hooks
-        of backward passes have not done."""
+        """Ends the step's reduction: all of it after micro-batches; otherwise the part that the
+        hooks of backward passes have not done."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None:
             return
@@ -517,8 +517,8 @@ class ReplicatedEngine(Engine):
         self._attributes.put_back()
 
     def _note_uncleared(self) -> None:
-        """Torch's backward pass adds to gradients that are not cleared. The ranks have the same
-        ones, but for one that has come since."""
+        """Checks for gradients that were not cleared, to which torch's backward pass adds. All
+        ranks have the same ones, except a new rank."""
         group = self._session.group
         now = (group.generation.number, group.world_size) if group is not None else (0, 1)
         before = self._uncleared_in
@@ -588,5 +588,5 @@ class ReplicatedEngine(Engine):
     # ---------------------------------------------------------------------------------------- state
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """See `Engine`: another `ShardedModel`, with which no rank trains."""
+        """Returns another `ShardedModel`, which no rank trains."""
         return remake(copy.deepcopy(self.module))

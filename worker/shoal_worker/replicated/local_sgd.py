@@ -1,15 +1,15 @@
-"""The engine of local SGD: every rank trains its own replica on its own samples, and the ranks
-average their parameters now and then.
+"""Engine of local SGD: every rank trains its own replica on its own samples, and the ranks average
+their parameters periodically.
 
-A *round* is the steps between two averages. Steps commit on each rank as they come, without a word
-to the others; a round is what commits on all. A failure inside of one is acted upon at its end,
-where all ranks' scripts stand at one place: that step is void, and every rank is put back to the
-round's start (`StrategySession.keep`): parameters, optimizer state, buffers, registered state and
-cursor, so the loader deals its samples again, to whatever ranks there are then. A round ends after
-`sync_every` steps or with the epoch, whichever is first, since a script cannot go back into a loop
-that it has left. Joins, drains and stops wait for its end.
+A *round* is the steps between two averages. Steps commit on each rank without communication; a
+round commits on all. A failure within a round takes effect at its end, where all ranks' scripts are
+at the same position: that step is aborted, and every rank is reset to the round's start
+(`StrategySession.keep`): parameters, optimizer state, buffers, registered state and cursor, so the
+loader redistributes its samples over the ranks at that time. A round ends after `sync_every` steps
+or with the epoch, whichever is first, since a script cannot reenter a loop that it has left. Joins,
+drains and stops wait for its end.
 
-Optimizer state stays each rank's own. One that has none (a joiner, one that was behind) gets the
+Optimizer state stays local to each rank. A rank without it (a joiner, one that was behind) gets the
 mean of the others'.
 """
 
@@ -54,13 +54,14 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class LocalSGDEngine(ReplicatedEngine):
-    """A replica of the whole model on every rank, trained on its own between averages."""
+    """Engine with a replica of the entire model on every rank, trained independently between
+    averages."""
 
     def __init__(self, setup: Setup) -> None:
-        """Reads the options; the whole module stays on this rank.
+        """Reads the options; the entire module stays on this rank.
 
         Raises:
-            ConfigurationError: options that cannot work, or settings that mean nothing here.
+            ConfigurationError: invalid options, or settings that are meaningless here.
         """
         super().__init__(setup)
         check_configuration(self.config)
@@ -69,28 +70,28 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round = Round()
         self._step_weight = 0.0
         self._reduced = False
-        """The micro-batches of the step are summed up."""
+        """True if the step's micro-batches are summed."""
         self._averaging = False
-        """This step ends the round, and this rank's update is done."""
+        """True if this step ends the round and this rank's update is done."""
         self._average: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Each tensor of the module that is averaged, with its mean."""
+        """Averaged tensors of the module, each with its mean."""
         self._mean_state: dict[int, dict[str, Any]] | None = None
 
     @property
     def steps_alone(self) -> bool:
-        """See `TrainingEngine`: those inside a round are."""
+        """True, since steps inside a round are independent."""
         return True
 
     @property
     def steps_in_round(self) -> int:
-        """Steps since the last average; 0: all ranks hold the same parameters."""
+        """Number of steps since the last average; 0: all ranks hold the same parameters."""
         return self._round.steps
 
     # ------------------------------------------------------------------------------------- training
 
     @uncompiled
     def _begin_pass(self) -> bool:
-        """Before a forward pass of training. Its gradients stay here."""
+        """Prepares a training forward pass, whose gradients stay local."""
         if not self._attached:
             raise PreconditionError(
                 "this model is a clone, for evaluation: a process trains the one model that "
@@ -105,8 +106,8 @@ class LocalSGDEngine(ReplicatedEngine):
         yield
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Forward, loss and backward on this rank's samples. Returns their loss: the ranks do not
-        meet in each step."""
+        """Runs forward, loss and backward on this rank's samples. Returns their loss, since the
+        ranks do not communicate in each step."""
         step = self._session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         told = read_later(loss)
@@ -131,13 +132,13 @@ class LocalSGDEngine(ReplicatedEngine):
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """See `Engine`. The last step of a round averages parameters, and gives LOST if that
-        failed: then the round is done again from its start."""
+        """Ends a step. The last step of a round averages parameters, and returns LOST if that
+        failed: the round is then repeated from its start."""
         self._prepare_end(update)
         return super().finish_step(update, scaled=scaled, inspected=inspected)
 
     def _prepare_end(self, update: Callable[[], None]) -> None:
-        """Ahead of the end of a step: if it ends a round, this rank's own update comes first, and
+        """Prepares the end of a step: if it ends a round, this rank's own update comes first, and
         then the average."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None or self._averaging:
@@ -151,7 +152,7 @@ class LocalSGDEngine(ReplicatedEngine):
         self._averaging = True
 
     def apply(self, update: Callable[[], None]) -> None:
-        """See `Engine`: this rank's own update, or the average that it is a part of."""
+        """Applies this rank's own update, or the average that includes it."""
         if self._averaging:
             self._take_average()
         else:
@@ -181,7 +182,7 @@ class LocalSGDEngine(ReplicatedEngine):
     # ------------------------------------------------------------------------------------ averaging
 
     def finish_reduction(self) -> None:
-        """See `TrainingEngine`. Micro-batches are summed up on this rank; at the end of a round
+        """Finishes the reduction: micro-batches are summed on this rank, at the end of a round
         parameters and buffers over all."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None:
@@ -195,7 +196,7 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if self._averaging and step.phase is StepPhase.OPEN:
             if step.placement.generation != self._round.generation:
-                # what ranks had trained that are gone is gone as well
+                # training on ranks that are gone is lost as well
                 self._session.void_step("the ranks have changed since the round began")
                 return
             with LosingStep(self._session) as averaging:
@@ -212,7 +213,7 @@ class LocalSGDEngine(ReplicatedEngine):
             come_after(self._session, group, work)
 
     def _group(self) -> Group | None:
-        """None: this rank trains alone."""
+        """Returns None if this rank trains alone."""
         if not self._session.elastic:
             return None
         group = self._session.group
@@ -225,7 +226,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def _sum_round(self) -> None:
-        """The round's average. Raises MembershipChanged."""
+        """Computes the round's average. Raises MembershipChanged."""
         if self._step_weight == 0:
             self._step_buffers.put_back()  # what a stand-in batch has made of them
         tensors = self._averaged()
@@ -248,14 +249,14 @@ class LocalSGDEngine(ReplicatedEngine):
             self._mean_state = mean_optimizer_state(state, group.exchange, group.all_reduce, device)
 
     def _averaged(self) -> list[torch.Tensor]:
-        """The changes of the round: of parameters, then of statistics in buffers."""
+        """Returns the changes of the round: of parameters, then of statistics in buffers."""
         return [*self._round.trained.values(), *self._step_buffers.statistics()]
 
     def _agree_on_counts(
         self, tell: Tell, *, step_weight: float, steps: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Counters, and what they become. `step_weight`: of the step in progress, or 0. `steps`: of
-        the round."""
+        """Returns counters with their new values. `step_weight`: of the current step, or 0.
+        `steps`: of the round."""
         counters, begun = self._step_buffers.counters(), self._round
         if not counters:
             return []
@@ -297,7 +298,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """See `TrainingEngine`. At the head of a round its start is kept."""
+        """Begins a step. At the start of a round its state is kept."""
         super().step_begins()
         self._forget_step()
         step = self._session.step
@@ -312,7 +313,7 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round.step_begins(step.source, self.module, step.placement.generation)
 
     def batch_begins(self) -> None:
-        """See `TrainingEngine`: gradients stay here."""
+        """Does nothing, since gradients stay local."""
 
     @override
     def micro_batch_ends(self, weight: float) -> None:
@@ -320,7 +321,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._step_weight += weight
 
     def _keep_for_redo(self) -> None:
-        """What is done again is the round, from its start, whose parameters `keep` has."""
+        """Keeps nothing for a single step: the round is repeated from its start, whose state `keep`
+        has."""
         if not self._session.elastic:
             return
         self._writes.begin()
@@ -339,7 +341,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @property
     def holds_unreduced_gradients(self) -> bool:
-        """False: they stay this rank's own."""
+        """False, since gradients stay local."""
         return False
 
     @override
@@ -380,14 +382,14 @@ class LocalSGDEngine(ReplicatedEngine):
         return self._accumulated
 
     def _captured(self) -> dict[str, Any]:
-        """All that this rank has."""
+        """Returns this rank's entire state."""
         return super().capture() | (
             {"outer_momentum": self._outer.momentum} if self._outer.momentum else {}
         )
 
     def capture(self) -> dict[str, Any]:
-        """See `TrainingEngine`. What all ranks have alike at a round's end: of the optimizer its
-        settings; its state comes with `regroup`."""
+        """Returns the common state of all ranks at a round's end: only the settings of the
+        optimizer, whose state comes with `regroup`."""
         captured = self._captured()
         if captured["optimizer"] is not None:
             captured["optimizer"] = {**captured["optimizer"], "state": {}}
@@ -405,7 +407,7 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round_over()
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """See `TrainingEngine`: the average. The optimizer's state is each rank's own."""
+        """Returns the average. The optimizer's state is local."""
         return {
             name: tensors
             for name, tensors in super().in_common().items()
@@ -413,7 +415,7 @@ class LocalSGDEngine(ReplicatedEngine):
         }
 
     def regroup(self, group: Group) -> None:
-        """See `TrainingEngine`. A rank without optimizer state gets the mean of the others'."""
+        """Handles a new group. A rank without optimizer state gets the mean of the others'."""
         if self.optimizer is None:
             return
         state = self.optimizer.state_dict()["state"]
@@ -427,8 +429,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """See `TrainingEngine`: the ranks' means, also inside of a round; that goes on from what it
-        was."""
+        """Returns the ranks' means, even inside of a round, which then continues from its previous
+        values."""
         captured = self._captured()
         if isinstance(channel, LocalChannel):
             return captured
@@ -445,8 +447,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """See `TrainingEngine`. Inside of a round the ranks' parameters differ: while open, the
-        module has their mean."""
+        """Gives the module the ranks' mean parameters within the block, since they differ inside of
+        a round."""
         if self._round.steps == 0 or isinstance(channel, LocalChannel):
             yield
             return
@@ -477,11 +479,12 @@ class LocalSGDEngine(ReplicatedEngine):
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it."""
+        """Gathers parameters, as in `ShardedModel`. Called by every rank."""
         return self._means(lambda: {name: p.detach() for name, p in self.module.named_parameters()})
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """See `ShardedModel`. Every rank calls it; inside of a round it gives the ranks' means."""
+        """Returns the state dict, as in `ShardedModel`. Called by every rank; inside of a round it
+        contains the ranks' means."""
         whole = self._means(self.module.state_dict)
         return {} if rank0_only and self._session.rank != 0 else whole
 
@@ -489,7 +492,7 @@ class LocalSGDEngine(ReplicatedEngine):
         return self._means(lambda: ModuleState(self.module).captured())
 
     def _means(self, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Copies of what `read` gives while the module has the ranks' means."""
+        """Returns copies of the result of `read` while the module has the ranks' means."""
         whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:

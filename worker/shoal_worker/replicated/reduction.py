@@ -1,24 +1,24 @@
-"""Sums the gradients of one batch per rank while the backward pass goes on, weighted by the samples
-behind them.
+"""Sums the gradients of one batch per rank during the backward pass, weighted by their numbers of
+samples.
 
-Each parameter's gradient is noted when autograd has completed it; a bucket whose gradients are all
-there is sent at once. At the end of the backward pass the rest is sent, with zeros for parameters
-that took no part, and all is waited for. So every rank sends the same buckets in the same order,
-whatever its batch made of the model, and whether its backward pass went through the wrapper's
-forward, another way, or did not happen at all (then `optimizer.step()` sends them). Several
-backward passes in a step each reduce; by linearity the sum is right. A failed collective is noted
-instead of raised out of `backward()`.
+Each parameter's gradient is recorded when autograd has completed it; a bucket with all its
+gradients is sent at once. At the end of the backward pass the rest is sent, with zeros for unused
+parameters, and all reductions are awaited. Every rank therefore sends the same buckets in the same
+order, however its batch used the model, and whether its backward pass went through the wrapper's
+forward, another way, or did not happen at all (`optimizer.step()` then sends them). Several
+backward passes in a step each reduce; by linearity the sum is correct. A failed collective is
+recorded instead of raised out of `backward()`.
 
-torch's own reducer is not used: it completes no pass in which a parameter took no part, unless it
-may look for those in the model's output; where ranks differed in that, their collectives did not
-match, and Gloo ended the processes. And its buckets follow the order of one rank's first pass,
-which a joiner does not share.
+torch's own reducer is not used: it completes no pass with unused parameters, unless it may look for
+those in the model's output; where ranks differed in that, their collectives did not match, and Gloo
+ended the processes. Moreover its buckets follow the order of one rank's first pass, which a joiner
+does not share.
 
-By how much the buffers changed rides in the last bucket. With compression only gradients are
-compressed: all that rides along in any bucket is sent by itself, in one all-reduce.
+Buffer changes are part of the last bucket. With compression only gradients are compressed: all
+additional data in the buckets is sent separately, in one all-reduce.
 
-Threads: hooks run where the backward pass does, while the training thread waits for it; all else on
-the training thread.
+Threads: hooks run on the backward pass's thread, while the training thread waits for it; everything
+else on the training thread.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class OverlappedReduction:
-    """One batch per rank: gradients reduced bucket by bucket during the backward pass."""
+    """Reduction for one batch per rank: bucket by bucket during the backward pass."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class OverlappedReduction:
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
         self._slots: list[tuple[Bucket | None, Slot] | None] = []
-        """The slot of each parameter with its bucket; without one if its gradient is sparse, which
-        is in no bucket. None: it is frozen."""
+        """Slot of each parameter with its bucket; no bucket if its gradient is sparse. None: it is
+        frozen."""
         self._trained: list[bool] = []
         self._places: list[torch.Tensor] = []
-        """Parameters, and where their gradients go."""
+        """Parameters with the destinations of their gradients."""
         self._addresses: list[int] = []
         self._buffer_changes: torch.Tensor | None = None
         self._pending = False
@@ -88,15 +88,15 @@ class OverlappedReduction:
 
     @property
     def pending(self) -> bool:
-        """There are gradients of this step that were not reduced."""
+        """True if there are gradients of this step that were not reduced."""
         return self._pending
 
     def prepare(self) -> None:
-        """Before a forward pass: parameters may have been frozen, unfrozen or moved since the last,
-        and torch forgets the hooks of one that was given another dtype. What is in `.grad` is the
-        place in its bucket, and may have been moved with it."""
+        """Prepares a forward pass: parameters may have been frozen, unfrozen or moved since the
+        last, and torch drops the hooks of one whose dtype changed. `.grad` is the place in its
+        bucket, and may have been moved with it."""
         if not in_backward():
-            # else it is run again for a checkpoint, in the middle of a backward pass
+            # otherwise it is run again for a checkpoint, in the middle of a backward pass
             self._refuse_half_a_pass()
         self._end_awaited = False
         if (
@@ -108,12 +108,13 @@ class OverlappedReduction:
             self._lay_out()
 
     def follow(self, output: Any) -> None:
-        """After a forward pass: the end of the backward pass through `output` is the end of its
-        reduction.
+        """Observes the backward pass through the `output` of a forward pass, whose end is the end
+        of its reduction.
 
-        Known by the first gradient that reaches the output, since passes nest (reentrant
-        checkpointing). Where no tensor is found in the output, each nested pass ends a reduction of
-        its own: right as well, but slower."""
+        Detected by the first gradient that reaches the output, since passes nest (reentrant
+        checkpointing). If no tensor is found in the output, each nested pass ends a reduction of
+        its own: also correct, but slower.
+        """
         me = weakref.ref(self)
 
         def reached(_: torch.Tensor) -> None:
@@ -127,7 +128,7 @@ class OverlappedReduction:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Backward passes inside only accumulate on this rank."""
+        """Makes backward passes within the block only accumulate on this rank."""
         before, self._automatic = self._automatic, False
         try:
             yield
@@ -135,16 +136,15 @@ class OverlappedReduction:
             self._automatic = before
 
     def synchronize(self) -> None:
-        """Sends what has not been sent, and waits for all. The sums are in `.grad`, or the step is
+        """Sends the remaining gradients and waits for all. The sums are in `.grad`, or the step is
         marked lost."""
         self._refuse_half_a_pass()
         self._include_unfrozen()
         self._reduce()
 
     def check_complete(self) -> None:
-        """At the end of a step that was reduced. Raises ConfigurationError: a parameter has a
-        gradient that is not the ranks' sum, because it was unfrozen while a backward pass went
-        on."""
+        """Checks the end of a reduced step. Raises ConfigurationError if a parameter's gradient is
+        not the ranks' sum, because it was unfrozen during a backward pass."""
         unfrozen = self._unfrozen()
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
@@ -168,8 +168,8 @@ class OverlappedReduction:
         self._forget_pass()
 
     def sum_buffers_again(self, group: Group) -> None:
-        """A script has changed buffers since their changes were sent: sends all changes, by
-        themselves. Raises MembershipChanged."""
+        """Sends all buffer changes again, separately, after a script has changed buffers. Raises
+        MembershipChanged."""
         factor = _factor(self._share)
         if factor == 0.0:
             changes = torch.zeros_like(self._changes)
@@ -186,7 +186,7 @@ class OverlappedReduction:
         self._buffer_changes = None
 
     def discard(self) -> None:
-        """The step is lost: nothing of it is in flight afterwards."""
+        """Discards a lost step, after waiting for reductions in progress."""
         self._flight.land()
         self._forget_pass()
         self._buffer_changes = None
@@ -196,8 +196,8 @@ class OverlappedReduction:
     # ------------------------------------------------------------------------------ a backward pass
 
     def _arrived(self, number: int) -> None:
-        """The gradient of the parameter of that number is whole in this backward pass, or in one
-        that is nested in it."""
+        """Handles the complete gradient of the parameter with that number, in this or a nested
+        backward pass."""
         step = self._session.step
         if step is None or step.share is None or step.share.micro_batches is not None:
             return
@@ -210,7 +210,7 @@ class OverlappedReduction:
             self._completed(*found, step.share)
 
     def _completed(self, bucket: Bucket | None, slot: Slot, share: Share) -> None:
-        """A gradient is to be sent. `bucket`: None for a sparse one."""
+        """Handles a gradient to be sent. `bucket`: None for a sparse one."""
         self._began = True
         if not self._end_awaited:
             self._await_end()
@@ -231,8 +231,8 @@ class OverlappedReduction:
             self._send(self._buckets[self._next])
 
     def _before(self, slot: Slot) -> None:
-        """With summed losses, before autograd adds to a gradient: what is the ranks' sum already
-        must not be summed again."""
+        """Prevents summing twice: with summed losses, called before autograd adds to a gradient
+        that is already the ranks' sum."""
         step = self._session.step
         if slot.summed and step is not None and step.share is not None:
             slot.summed = False
@@ -292,7 +292,7 @@ class OverlappedReduction:
             self._flight.send(self._riding)
 
     def _send_sparse(self, slot: Slot) -> None:
-        """In its own all-reduce, of the rows that some rank has."""
+        """Sends a sparse gradient in its own all-reduce of the rows that some rank has."""
         parameter, factor = slot.parameter, _factor(self._share)
         weighted = factor if not self._sums or slot.summed else float(factor > 0)
         grad = parameter.grad
@@ -335,9 +335,9 @@ class OverlappedReduction:
         return [p.requires_grad for p in self._parameters]
 
     def _include_unfrozen(self) -> None:
-        """Before anything of a backward pass is sent, or of a step without one: lays out anew if
-        parameters were unfrozen since the last. The pass need not have gone through the model's
-        forward. All ranks do it alike, whichever gradient comes first on each."""
+        """Rebuilds the layout if parameters were unfrozen, before anything of a backward pass, or
+        of a step without one, is sent. The pass need not have gone through the model's forward. All
+        ranks do so, whichever gradient comes first."""
         if self._unfrozen() is None:
             return
         if self._pending and any(
@@ -347,7 +347,7 @@ class OverlappedReduction:
         self._lay_out()
 
     def _unfrozen(self) -> torch.Tensor | None:
-        """One of the parameters, if any, that want a gradient and are in no bucket."""
+        """Returns a parameter that requires a gradient and is in no bucket, if any."""
         wanted = self._wanted()
         if wanted == self._trained:
             return None
@@ -406,11 +406,11 @@ class OverlappedReduction:
         self._hooks = [hook for number in range(len(self._slots)) for hook in self._hook(number)]
 
     def _hook(self, number: int) -> Iterator[RemovableHandle]:
-        """The hooks outlive a model that is dropped: they hang on the user's parameters. None leads
-        back to its parameter: Python's collector does not see such a cycle, and the model would
-        never be freed.
+        """Yields the hooks, which outlive a dropped model, since they belong to the user's
+        parameters. None refers back to its parameter: Python's collector does not detect such a
+        cycle, and the model would never be freed.
 
-        A frozen parameter has one as well, for the time when it is not frozen any more.
+        A frozen parameter has one as well, in case it is unfrozen.
         """
         me, parameter, frozen = (
             weakref.ref(self),
@@ -438,5 +438,5 @@ class OverlappedReduction:
 
 
 def _factor(share: Share) -> float:
-    """This rank's weight in the mean."""
+    """Returns this rank's weight in the mean."""
     return share.weight / share.total_weight if share.total_weight else 0.0

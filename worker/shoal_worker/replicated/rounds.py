@@ -1,9 +1,9 @@
-"""Rounds of local training: the options of local_sgd, where a round stands, and what becomes of its
+"""Rounds of local training: the options of local_sgd, the state of a round, and the use of its
 average.
 
-Outer momentum takes what the ranks moved by in a round, on average, as an optimizer takes a
-gradient. (Wang et al., "SlowMo", ICLR 2020; Douillard et al., "DiLoCo", 2023.) All of it runs on
-the training thread.
+Outer momentum treats the ranks' average movement in a round as an optimizer treats a gradient.
+(Wang et al., "SlowMo", ICLR 2020; Douillard et al., "DiLoCo", 2023.) Everything runs on the
+training thread.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def adding(channel: Channel) -> Add:
 
 @torch.no_grad()
 def weighted_mean(tensors: Sequence[torch.Tensor], share: float, add: Add) -> list[torch.Tensor]:
-    """The sum over the ranks of each one's `tensors` times its `share`; shares add up to 1. One sum
-    for each dtype.
+    """Returns the sum over the ranks of `tensors` times `share`, where shares add up to 1. Uses one
+    sum per dtype.
 
-    Whole numbers are rounded.
+    Integers are rounded.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -93,15 +93,16 @@ def agreed_counts(
     samples: float,
     tell: Tell,
 ) -> dict[str, torch.Tensor]:
-    """Counters after a round: what they were, and the sum of what the ranks have counted since. A
-    count of steps, which moves by the same in each rank's every step, counts each step of the round
-    once, unless it moves by the number of samples.
+    """Returns counters after a round: their earlier values plus the sum of all ranks' counts since.
+    A count of steps, which changes equally in each rank's every step, counts each step of the round
+    once, unless the change is the number of samples.
 
     Args:
         before, now: int64 tensors by name, at the round's beginning and end.
         of_round: steps in the round.
-        steps, samples: those of the round in which this rank had samples, and the number of these.
-        tell: reaches the other ranks.
+        steps, samples: steps of the round with samples on this rank, and the number of these
+            samples.
+        tell: exchanges messages with the other ranks.
     """
     moved = [(now[name] - value).reshape(-1).cpu() for name, value in before.items()]
     own = torch.cat([torch.tensor([steps, round(samples)]), *moved])
@@ -132,10 +133,10 @@ def agreed_counts(
 def mean_optimizer_state(
     state: dict[int, dict[str, Any]], tell: Tell, add: Add, device: torch.device
 ) -> dict[int, dict[str, Any]]:
-    """The mean over the ranks that have one of an optimizer's `state`, by parameter number as in
-    `state_dict()["state"]`.
+    """Returns the mean of an optimizer's `state` over the ranks that have one, by parameter number
+    as in `state_dict()["state"]`.
 
-    Each entry is a mean over the ranks that have that parameter's. What is no tensor is that of the
+    Each entry is a mean over the ranks with that parameter's state. Non-tensors are those of the
     first of them.
     """
     described = [json.loads(told) for told in tell(json.dumps(_describe(state)).encode())]
@@ -204,22 +205,22 @@ def _describe(state: dict[int, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 @dataclass(frozen=True, kw_only=True)
 class RoundOptions:
-    """The options of local_sgd.
+    """Options of local_sgd.
 
     Raises:
-        ConfigurationError: values that cannot work.
+        ConfigurationError: invalid values.
     """
 
     sync_every: int = 8
-    """Steps in a round; >= 1."""
+    """Number of steps in a round; >= 1."""
     average_optimizer_state: bool = False
-    """Average the optimizer state, too."""
+    """Averages the optimizer state too."""
     outer_learning_rate: float = 1.0
-    """How far to go from a round's start to its average; > 0. 1: all of the way."""
+    """Fraction of the way from a round's start to its average; > 0. 1: the entire way."""
     outer_momentum: float = 0.0
     """0 (none) to less than 1."""
     outer_nesterov: bool = False
-    """Look ahead by one movement."""
+    """Looks ahead by one movement."""
 
     def __post_init__(self) -> None:
         if type(self.sync_every) is not int or self.sync_every < 1:
@@ -243,10 +244,10 @@ class RoundOptions:
 
 
 def check_configuration(config: ShardingConfiguration) -> None:
-    """Refuses settings that mean nothing where gradients stay on their rank.
+    """Refuses settings that are meaningless while gradients stay on their rank.
 
     Raises:
-        ConfigurationError: there is such a one.
+        ConfigurationError: there is such a setting.
     """
     if config.loss_reduction != "mean":
         raise ConfigurationError(
@@ -265,29 +266,30 @@ def check_configuration(config: ShardingConfiguration) -> None:
 
 
 class Round:
-    """Where this rank stands between two averages."""
+    """State of this rank between two averages."""
 
     def __init__(self) -> None:
         self.steps = 0
-        """Committed ones. 0: all ranks hold the same parameters."""
+        """Number of committed steps. 0: all ranks hold the same parameters."""
         self.weight = 0.0
         """Weight of this rank's samples in the round's steps."""
         self.sampled_steps = 0
-        """Committed steps in which this rank had samples."""
+        """Number of committed steps with samples on this rank."""
         self.counters: dict[str, torch.Tensor] = {}
-        """Copies of the counters that the state has, as the round began, by name."""
+        """Copies of the state's counters at the round's beginning, by name."""
         self.trained: dict[str, torch.Tensor] = {}
-        """The parameters that some step of the round trains, by name."""
+        """Parameters trained by some step of the round, by name."""
         self.ends_early = False
-        """With the next step that commits."""
+        """True if it ends with the next committed step."""
         self.averages_state = False
-        """Its end averages the optimizer state too."""
+        """True if its end averages the optimizer state too."""
         self.generation = 0
-        """In which it began."""
+        """Generation in which it began."""
         self._source: StepSource | None = None
 
     def step_begins(self, source: StepSource | None, module: nn.Module, generation: int) -> None:
-        """A step of `source`'s begins, which trains what of `module` asks for gradients.
+        """Begins a step of `source`, which trains the parameters of `module` that require
+        gradients.
 
         Raises:
             PreconditionError: the round has steps of another loader.
@@ -304,38 +306,38 @@ class Round:
         self.trained |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def ends_with_next_step(self, options: RoundOptions) -> bool:
-        """Whether the step under way is the last one: of so many, of the epoch, or as was asked
-        for."""
+        """Returns whether the current step is the last one: by number, by epoch, or on request."""
         ends_epoch = self._source is not None and self._source.ends_epoch
         return self.ends_early or self.steps + 1 >= options.sync_every or ends_epoch
 
     def step_committed(self, weight: float) -> None:
-        """The step under way counts, `weight` of this rank's samples. It was not the last one."""
+        """Records a committed step, other than the last, with weight `weight` of this rank's
+        samples."""
         self.steps += 1
         self.sampled_steps += weight > 0
         self.weight += weight
 
 
 class OuterMomentum:
-    """Where parameters go from the start of a round, by name. Does nothing unless the options ask
-    for it."""
+    """Movement of parameters from the start of a round, by name. Does nothing unless requested by
+    the options."""
 
     def __init__(self, options: RoundOptions) -> None:
         self._options = options
         self._wanted = options.outer_momentum > 0 or options.outer_learning_rate != 1.0
         self._before: dict[str, torch.Tensor] = {}
         self.momentum: dict[str, torch.Tensor] = {}
-        """The same on all ranks, and a part of the committed state."""
+        """The same on all ranks, and part of the committed state."""
 
     @torch.no_grad()
     def round_begins(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Copies what they are."""
+        """Copies the parameters' current values."""
         if self._wanted:
             self._before = {name: parameter.clone() for name, parameter in parameters.items()}
 
     @torch.no_grad()
     def move(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """They hold the round's average: moves them to where the next round begins."""
+        """Moves parameters from the round's average to the start of the next round."""
         options = self._options
         for name, parameter in parameters.items() if self._wanted else ():
             before = self._before[name]

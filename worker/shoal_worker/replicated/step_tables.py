@@ -1,9 +1,8 @@
-"""Sparse tables of a model of which every rank holds the rest: what the engine asks of them, step
-by step.
+"""Interface of the engine to sparse tables of a model that is otherwise held by every rank.
 
 The rows are on parameter servers, of which this folder knows nothing: `asynchronous/step_tables.py`
-has what speaks to them, and a strategy puts the two together. All calls come from the training
-thread, in the order in which they stand here.
+has the client, and a strategy combines the two. All calls come from the training thread, in the
+order given here.
 """
 
 from __future__ import annotations
@@ -18,29 +17,28 @@ class StepTables(Protocol):
     """All sparse tables of the model, in steps that all ranks take together."""
 
     def connect(self) -> None:
-        """From now on rows come from the servers. Once, when the session has the engine.
+        """Starts using rows from the servers. Called once, when the session has the engine.
 
         Raises:
             ConfigurationError: there are no servers, or a table was trained in this process before.
-            DeadlineError: the servers did not come in time.
+            DeadlineError: the servers did not arrive in time.
         """
         ...
 
     def step_begins(self) -> None:
-        """The next step begins; what lookups before it have left is dropped."""
+        """Begins a step, dropping the data of earlier lookups."""
         ...
 
     def micro_batch_ends(self, weight: float) -> None:
-        """The gradients since the last call are a micro-batch's, which weighs so much."""
+        """Assigns the gradients since the last call to a micro-batch of that weight."""
         ...
 
     def reduce(self) -> None:
-        """Adds the row gradients of all ranks up, or marks the step lost. When the dense gradients
-        are summed, before the closing.
+        """Sums the row gradients of all ranks, or marks the step lost. Called when the dense
+        gradients are summed, before the commit all-reduce.
 
-        Where servers would not take the sums, `Step.refused` says why, on all ranks alike:
-        InvalidRequestError (GRADIENT_NOT_FINITE), LimitError (PAYLOAD_TOO_LARGE). Nothing of them
-        is pushed then.
+        If servers would refuse the sums, `Step.refused` is set on all ranks: InvalidRequestError
+        (GRADIENT_NOT_FINITE), LimitError (PAYLOAD_TOO_LARGE). Nothing is pushed then.
         """
         ...
 
@@ -49,12 +47,11 @@ class StepTables(Protocol):
         ...
 
     def discard(self) -> None:
-        """The step is void, or was not meant: nothing of it is pushed."""
+        """Discards an aborted or unintended step: nothing of it is pushed."""
         ...
 
     def deliver(self) -> None:
-        """Pushes what the last step has left to push, as far as that is this rank's to do. After
-        the step's end.
+        """Pushes this rank's remaining part of the last step. Called after the step's end.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was away for too long.
@@ -62,19 +59,18 @@ class StepTables(Protocol):
         ...
 
     def drop_gradients(self) -> None:
-        """The user clears the gradients of the step in progress."""
+        """Drops the gradients of the current step, which the user clears."""
         ...
 
     @property
     def store(self) -> RowStore:
-        """The rows, for checkpoints. Once connected."""
+        """Rows for checkpoints. Available once connected."""
         ...
 
     def capture(self) -> dict[str, Any]:
-        """What a rank that joins has to know of the rows; empty before the first step."""
+        """Returns a joiner's required knowledge about the rows; empty before the first step."""
         ...
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Takes over what was captured; None: nothing is known, and the rows are as the servers
-        have them."""
+        """Restores a captured state; None: nothing is known, and the servers' rows are used."""
         ...

@@ -1,8 +1,7 @@
-"""A training state as values: what it consists of, as JSON and tensors, and whether two are the
-same.
+"""Training states as values: decomposition into JSON and tensors, and comparison.
 
-`tree` takes a state apart, copies it and puts it together, also one that is cut over ranks;
-`serial` makes bytes of one. `device_reader` brings what lies on a device to the host. `digest`
-compares, `fits` says whether one is of this model or optimizer, and `forwarding` is an optimizer
-that stands before another one.
+`tree` decomposes, copies and reassembles a state, also one that is split over ranks; `serial`
+converts one to bytes. `device_reader` copies data from a device to the host. `digest` compares
+states, `fits` checks whether one belongs to this model or optimizer, and `forwarding` wraps an
+optimizer.
 """

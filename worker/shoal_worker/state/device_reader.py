@@ -1,17 +1,16 @@
-"""A device's tensors, brought into the host's memory beside the training.
+"""Copies a device's tensors to host memory while training continues.
 
-Told to copy a tensor into memory that is not pinned, CUDA holds up the caller until all of it has
-come, at a fraction of what the bus carries (NVIDIA, "CUDA C++ Best Practices Guide", "Pinned
-Memory"). So tensors come block by block through two pinned buffers, on a stream of their own: while
-the caller uses one block, the next one travels.
+When copying to memory that is not pinned, CUDA blocks the caller until the copy is complete, at a
+fraction of the bus bandwidth (NVIDIA, "CUDA C++ Best Practices Guide", "Pinned Memory"). Tensors
+are therefore copied block by block through two pinned buffers on a separate stream: while the
+caller uses one block, the next one is transferred.
 
-What is to be written while training goes on is first copied on the device, in the order of what is
-computed there: that takes what the device's memory takes, no host waits for it, and what changes
-the tensor afterwards changes nothing in the copy. A device that has no room for the copy is waited
-for.
+Data to be written while training continues is first copied on the device, in stream order: this
+takes device memory but no host waits for it, and later changes of the tensor do not affect the
+copy. If a device has no room for the copy, the caller waits for the transfer.
 
-Threads: a `DeviceReader` belongs to one thread, and any thread may make one. `HostCopies` begins on
-the training thread and arrives on any.
+Threads: a `DeviceReader` belongs to one thread, and any thread may create one. `HostCopies` starts
+on the training thread and completes on any.
 """
 
 from __future__ import annotations
@@ -24,47 +23,48 @@ import torch
 
 _BLOCK_BYTES: Final = 16 << 20
 _SHARE_OF_ROOM: Final = 0.5
-"""What copies may take of the device's memory that is free."""
+"""Fraction of the free device memory that copies may use."""
 
 
 class Lane(Protocol):
-    """The way from one device into the host's memory."""
+    """A transfer path from one device to host memory."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         """Bytes in the host's memory that the device can write."""
         ...
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
-        """Begins to copy bytes of the device into a buffer. What it returns waits until they are
-        there.
+        """Starts copying bytes from the device into a buffer. Returns a function that waits for
+        completion.
 
-        Raises RuntimeError where the device has failed, as does what it returns.
+        Both raise RuntimeError if the device has failed.
         """
         ...
 
     def fence(self) -> Callable[[], object]:
-        """What it returns waits until the device has done all that the calling thread has queued on
-        it up to now."""
+        """Returns a function that waits until the device has completed all work queued by the
+        calling thread so far."""
         ...
 
     def room(self) -> int:
-        """How many bytes of the device's memory may be taken, though training goes on."""
+        """Returns the number of bytes of device memory that may be used while training
+        continues."""
         ...
 
 
 class CudaLane:
-    """See `Lane`. On a stream of its own."""
+    """A `Lane` with its own CUDA stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._stream = torch.cuda.Stream(device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """See `Lane`. torch keeps pinned memory that was given back, for the next one who asks."""
+        """Implements `Lane.buffer`. torch keeps released pinned memory for the next request."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
-        """See `Lane`."""
+        """Implements `Lane.send`."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
@@ -72,28 +72,27 @@ class CudaLane:
         return arrived
 
     def fence(self) -> Callable[[], object]:
-        """See `Lane`."""
+        """Implements `Lane.fence`."""
         reached: Callable[[], object] = (
             torch.cuda.current_stream(self._device).record_event().synchronize
         )
         return reached
 
     def room(self) -> int:
-        """See `Lane`: what the driver has, and what torch keeps of it for later; but not what the
-        passes of a step have needed."""
+        """Implements `Lane.room`: the driver's free memory and torch's cached memory, minus the
+        peak usage of a step's passes."""
         free, total = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return max(0, min(free + kept, total - torch.cuda.max_memory_allocated(self._device)))
 
 
 def lane_of(device: torch.device) -> Lane | None:
-    """The way from `device`; None where its tensors are in the host's memory."""
+    """Returns the transfer path from `device`; None if its tensors are in host memory."""
     return CudaLane(device) if device.type == "cuda" else None
 
 
 class DeviceReader:
-    """Reads tensors of one device. What is read must have been computed: its user has waited for
-    it."""
+    """Reads tensors of one device. Their computation must be complete, which the caller ensures."""
 
     def __init__(self, lane: Lane, *, block_bytes: int = _BLOCK_BYTES) -> None:
         self._lane = lane
@@ -101,11 +100,10 @@ class DeviceReader:
         self._block_bytes = block_bytes
 
     def blocks(self, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """The bytes of flat tensors of bytes, one after the other, in tensors of bytes in the
-        host's memory: each holds until the next one is asked for. No block reaches over the end of
-        a piece.
+        """Yields the bytes of flat byte tensors, one after another, in byte tensors in host memory,
+        each valid until the next is requested. No block extends beyond the end of a piece.
 
-        Raises RuntimeError where the device has failed.
+        Raises RuntimeError if the device has failed.
         """
         coming: tuple[torch.Tensor, Callable[[], object]] | None = None
         for number, part in enumerate(
@@ -122,8 +120,7 @@ class DeviceReader:
             yield coming[0]
 
     def read(self, tensor: torch.Tensor, into: torch.Tensor) -> None:
-        """Fills a contiguous tensor of the host with one of the device, of the same dtype and
-        shape."""
+        """Copies a device tensor into a contiguous host tensor of the same dtype and shape."""
         place = 0
         there = bytes_in(into)
         for block in self.blocks([bytes_in(tensor)]):
@@ -132,22 +129,22 @@ class DeviceReader:
 
 
 class HostCopies:
-    """Copies of tensors in the host's memory, as the tensors are when they are asked for. They are
-    there once `arrive` has returned."""
+    """Copies of tensors in host memory, with their values at the time of the request. They are
+    complete once `arrive` has returned."""
 
     def __init__(self, lanes: Callable[[torch.device], Lane | None] | None = None) -> None:
         self._lane_of = lanes or lane_of
         self._lanes: dict[torch.device, Lane] = {}
         self._room: dict[torch.device, int] = {}
         self._coming: list[tuple[Lane, torch.Tensor, torch.Tensor]] = []
-        """What is to be read from the device, and where to."""
+        """Pending transfers: lane, source on the device, and target."""
         self._fences: list[Callable[[], object]] = []
         self._lock = threading.Lock()
 
     @torch.no_grad()
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A contiguous tensor in the host's memory, for the values that `tensor` has now. On the
-        training thread."""
+        """Returns a contiguous host tensor for the current values of `tensor`. On the training
+        thread."""
         plain = tensor.detach().resolve_conj().resolve_neg()
         copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         lane = self._lane(plain.device)
@@ -163,7 +160,7 @@ class HostCopies:
         return copy
 
     def _copied_there(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A copy on the device; None: there is no room for one."""
+        """Returns a copy on the device; None if there is no room for one."""
         if tensor.nbytes > self._room[tensor.device]:
             return None
         try:
@@ -175,17 +172,16 @@ class HostCopies:
         return copy
 
     def begun(self) -> None:
-        """All has been asked for. On the training thread, which may change the tensors from here
-        on."""
+        """Marks the end of the requests. On the training thread, which may change the tensors from
+        now on."""
         self._fences = [
             lane.fence() for lane in {id(lane): lane for lane, _, _ in self._coming}.values()
         ]
 
     def arrive(self) -> None:
-        """Returns when all copies are there. Any thread; nothing is left to do for the second that
-        calls it.
+        """Waits until all copies are complete. Any thread may call it; a second call does nothing.
 
-        Raises RuntimeError where the device has failed.
+        Raises RuntimeError if the device has failed.
         """
         with self._lock:
             fences, self._fences = self._fences, []
@@ -209,6 +205,6 @@ class HostCopies:
 
 
 def bytes_in(tensor: torch.Tensor) -> torch.Tensor:
-    """The bytes of a contiguous tensor, as a flat tensor that shares its memory."""
+    """Returns the bytes of a contiguous tensor, as a flat tensor that shares its memory."""
     flat = tensor.detach().view(-1)
     return (torch.view_as_real(flat).view(-1) if flat.is_complex() else flat).view(torch.uint8)

@@ -1,12 +1,13 @@
-"""Digests of states: equal states have equal digests in every process, whatever order their dicts
-were filled in.
+"""Digests of states: equal states have equal digests in every process, regardless of the insertion
+order of their dicts.
 
-Used to tell whether two members hold the same state under one name, and to find damage in files and
-transfers. It protects against accidents, not against an adversary: xxh3 is no cryptographic hash.
+Used to determine whether two members hold the same state under one name, and to detect damage in
+files and transfers. It protects against accidents, not against an adversary: xxh3 is not a
+cryptographic hash.
 
-What counts: types, values and the order of sequences and OrderedDicts, and of each tensor its
-dtype, shape and bytes. What does not: the order of other dicts, the names tensors have, where they
-lie, and whether equal tensors are one object or two.
+A digest covers types, values and the order of sequences and OrderedDicts, and the dtype, shape and
+bytes of each tensor. It ignores the order of other dicts, the names and devices of tensors, and
+whether equal tensors are one object or two.
 
 Datasets have digests as well: see `identity_of`.
 """
@@ -28,9 +29,10 @@ from shoal_worker.state.tree import Json, flatten
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """The tensor's elements in row-major order as bytes. No copy for a contiguous CPU tensor (the
-    view then is writable and shares its memory); any other is copied to one first. A tensor that
-    NumPy has seen could no longer be resized, as lazily sized buffers are."""
+    """Returns the tensor's elements in row-major order as bytes. A contiguous CPU tensor is not
+    copied (the view is then writable and shares its memory); any other is copied to one first. A
+    tensor whose memory was exposed through NumPy could no longer be resized, as lazily sized
+    buffers are."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if not plain.nbytes:
         return memoryview(bytearray())
@@ -40,15 +42,15 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:
-    """64-bit digest of dtype, shape and bytes."""
+    """Returns a 64-bit digest of dtype, shape and bytes."""
     state = xxhash.xxh3_64(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     state.update(bytes_of(tensor))
     return state.intdigest()
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """64-bit digest of the bytes of some tensors, one after the other. Of those on a device the
-    device makes it, and the host waits once: equal tensors of the host have another one."""
+    """Returns a 64-bit digest of the bytes of several tensors in order. Digests of device tensors
+    are computed on the device, with one synchronization; equal host tensors have another digest."""
     digest = xxhash.xxh3_64()
     sums: list[torch.Tensor] = []
     for tensor in tensors:
@@ -66,8 +68,8 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def digest_in_place(tensor: torch.Tensor) -> int:
-    """64-bit digest of dtype, shape and bytes, as `digest_of` makes it: a tensor on a device stays
-    there."""
+    """Returns a 64-bit digest of dtype, shape and bytes, computed like `digest_of`: a tensor on a
+    device stays there."""
     return xxhash.xxh3_64_intdigest(
         f"{tensor.dtype}{tuple(tensor.shape)}{digest_of([tensor])}".encode()
     )
@@ -75,15 +77,14 @@ def digest_in_place(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """A digest of the bytes of a tensor, made where it lies: a whole number of 64 bits on its
-    device, modulo 2^64. One bit that is another, or two elements that have changed places, make
-    another one, but for chance."""
+    """Returns a digest of the bytes of a tensor, computed on its device: a 64-bit integer there. A
+    change of one bit, or swapping two elements, changes it with very high probability."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     words = (torch.view_as_real(plain).view(-1) if plain.is_complex() else plain).view(
         _WHOLE[tensor.dtype.itemsize]
     )
-    # Of places in a chunk, times an odd number with many bits, so that no value of one place is
-    # that of another.
+    # Positions in a chunk times an odd number with many bits, so that a value at one position never
+    # equals that at another.
     places = torch.arange(min(len(words), _CHUNK), device=words.device).mul_(_ODD[0])
     total = torch.zeros((), dtype=torch.int64, device=words.device)
     for chunk in words.split(_CHUNK):
@@ -94,24 +95,25 @@ def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_far(tensor: torch.Tensor) -> bool:
-    """It does not lie in the host's memory."""
+    """Returns whether the tensor is not in host memory."""
     return tensor.device.type not in ("cpu", "meta")
 
 
 _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""By the size of an element: what its bits are read as; those of 16 bytes as two numbers."""
+"""Integer type as which the bits of an element are read, by its size; elements of 16 bytes are read
+as two numbers."""
 _CHUNK: Final = 1 << 22
-"""Elements that are mixed at a time, in eight bytes each."""
+"""Number of elements mixed at a time, in eight bytes each."""
 _ODD: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-"""The constants of a mixing function, without their signs; the steps are its own, too: multiply,
-shift, and again. (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA
-2014, section 5.)"""
+"""Constants of a mixing function, as signed numbers; the steps (multiply, shift, repeat) are also
+from there. (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014,
+section 5.)"""
 
 
 def state_tensors(
     state: Mapping[Any, Mapping[str, Any]], parameters: Mapping[str, Any]
 ) -> dict[str, torch.Tensor]:
-    """The tensors of an optimizer's state by what they are, for errors. `parameters`: keys of
+    """Returns the tensors of an optimizer's state by description, for errors. `parameters`: keys of
     `state`, by the parameters' names."""
     return {
         f"{key} of {name!r}": value
@@ -126,10 +128,11 @@ def digest(
     tensors: Mapping[str, torch.Tensor],
     tensor_digest: Callable[[torch.Tensor], int] = tensor_digest,
 ) -> int:
-    """64-bit digest of a state that `flatten` took apart. `tensor_digest`: of one tensor.
+    """Returns a 64-bit digest of a state that `flatten` has decomposed. `tensor_digest`: of one
+    tensor.
 
     Raises:
-        CorruptDataError: the structure names a tensor that is not there.
+        CorruptDataError: the structure refers to a missing tensor.
     """
     digests: dict[str, int] = {}
 
@@ -149,12 +152,13 @@ def digest(
 
 
 def state_digest(state: object) -> int:
-    """`digest` of a state as it is. Raises ConfigurationError as `flatten` does."""
+    """Returns the `digest` of a state. Raises ConfigurationError as `flatten` does."""
     return digest(*flatten(state))
 
 
 def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
-    """The structure with every tensor's name replaced by its digest, and unordered pairs sorted."""
+    """Returns the structure with every tensor's name replaced by its digest, and unordered pairs
+    sorted."""
     if isinstance(structure, list):
         return [_by_content(item, of) for item in structure]
     if not isinstance(structure, dict):
@@ -169,29 +173,29 @@ def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
 
 # ----------------------------------------------------------------------------------------- datasets
 #
-# Whether two ranks' datasets are the same one, as far as that is cheap to say.
-#
-# Every rank makes its dataset itself, and positions of one order mean nothing in another:
-# `random_split` without a seed, for example, gives each rank other samples. So what can be told of
-# a dataset without fetching a sample of it goes into a digest that ranks compare: its length, which
-# samples a subset takes, and the whole numbers (labels, tokens) that a `TensorDataset` holds.
-# Numbers with a fraction are left out, since machines round them otherwise; so are the samples of
-# all other datasets, which may be slow to make, or be made in data workers alone.
+# Detects whether two ranks have the same dataset, as far as that is cheap. Every rank creates its
+# dataset itself, and positions of one order are meaningless in another: `random_split` without a
+# seed, for example, gives each rank other samples. Properties of a dataset that are available
+# without fetching a sample therefore go into a digest that ranks compare: its length, the samples
+# of a subset, and the integers (labels, tokens) of a `TensorDataset`. Floating-point numbers are
+# left out, since machines round them differently; so are the samples of all other datasets, which
+# may be slow to create, or created only in data workers.
 
 SAMPLES: Final = "what is known of the dataset's samples"
-"""In what a loader deals by: its dataset's identity."""
+"""Part of a loader's dealing: its dataset's identity."""
 DRAWN: Final = "what the sampler drew"
-"""In what a loader deals by: a digest of the epoch's order."""
+"""Part of a loader's dealing: a digest of the epoch's order."""
 STREAMED: Final = "what the stream gave"
-"""In what a loader deals by: how many items were read of it up to the end of the step, a digest of
-them, and whether it ends there."""
+"""Part of a loader's dealing: the number of items read up to the end of the step, a digest of them,
+and whether the stream ends there."""
 
 _ROWS: Final = 1 << 16
-"""At most so many rows of a tensor are looked at, evenly spaced."""
+"""Maximum number of rows of a tensor that are included, evenly spaced."""
 
 
 def identity_of(dataset: Any) -> str:
-    """Digest of what is known of `dataset`. Equal datasets have equal digests; unequal ones may."""
+    """Returns a digest of the known properties of `dataset`. Equal datasets have equal digests;
+    different ones may have too."""
     return xxhash.xxh3_64_hexdigest(repr(_describe(dataset)).encode())
 
 
@@ -209,7 +213,7 @@ def _digest_of_indices(indices: Sequence[int]) -> str:
     try:
         return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(indices, dtype=np.int64).data)
     except (TypeError, ValueError, OverflowError):
-        # keys of a mapping, say, which Subset takes, too
+        # keys of a mapping, for example, which Subset accepts too
         return str(len(indices))
 
 

@@ -1,9 +1,9 @@
-"""Whether a saved state is of the model, or the optimizer, that is to take it: asked as a whole
-before anything is changed. And whether an optimizer's state can be cut.
+"""Checks whether a saved state belongs to the model or optimizer that loads it, before anything is
+changed, and whether an optimizer's state can be split.
 
-torch's `load_state_dict` of a model copies what fits, and only then complains. That of an optimizer
-compares the numbers of groups and parameters, and takes moments of any shape; the next step then
-fails, or broadcasts.
+torch's `load_state_dict` of a model copies matching entries and only then raises. That of an
+optimizer compares the numbers of groups and parameters, and accepts moments of any shape; the next
+step then fails or broadcasts.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import nn
 def check_tensors_fit(
     tensors: Mapping[str, torch.Tensor], module: nn.Module, shapes: Mapping[str, torch.Size]
 ) -> None:
-    """Checks what `full_state_dict` of any strategy gave. `shapes`: of the tensors of `module`'s
-    state when they are whole.
+    """Checks the result of any strategy's `full_state_dict`. `shapes`: full shapes of the tensors
+    of `module`'s state.
 
     Raises:
-        CorruptDataError (MODEL_DIFFERS): names or shapes are others.
+        CorruptDataError (MODEL_DIFFERS): names or shapes differ.
     """
     differing = sorted(set(tensors) ^ set(shapes)) or [
         name for name, shape in shapes.items() if tensors[name].shape != shape
@@ -51,25 +51,25 @@ ELEMENTWISE: Final = frozenset(
         "ASGD",
     }
 )
-"""Optimizers of torch.optim that update each element from its own gradient and state alone. So
-their state has the parameters' shapes."""
+"""Optimizers of torch.optim that update each element from its own gradient and state alone. Their
+state therefore has the parameters' shapes."""
 
 WHOLE_TENSORS: Final = frozenset({"Adafactor", "Muon", "LAMB", "RowWiseAdagrad"})
 """Optimizers of torch.optim and shoal.optim that update each tensor from its own gradient and state
 alone, but not each element."""
 ACROSS_TENSORS: Final = frozenset({"LBFGS"})
-"""Optimizers of torch.optim whose update of a tensor depends on other tensors."""
+"""Optimizers of torch.optim in which the update of a tensor depends on other tensors."""
 
 
 def check_fits(
     saved: Any, optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[torch.Size]]
 ) -> None:
-    """Checks what one process's `optimizer.state_dict()` gave. `shapes`: of the whole parameters of
-    each group here.
+    """Checks the result of one process's `optimizer.state_dict()`. `shapes`: full shapes of the
+    parameters of each group here.
 
     Raises:
-        CorruptDataError (OPTIMIZER_DIFFERS): it is no such state, or of another optimizer or other
-            parameters.
+        CorruptDataError (OPTIMIZER_DIFFERS): it is not such a state, or belongs to another
+        optimizer or other parameters.
     """
     groups, state = (
         (saved.get("param_groups"), saved.get("state")) if isinstance(saved, dict) else (None, None)
@@ -84,8 +84,8 @@ def check_fits(
     if told != here:
         raise _differs(f"it has {told} parameters in its groups, this one {here}")
     for group, own in zip(groups, optimizer.param_groups, strict=True):
-        # Switches come with new releases of torch, and schedulers add settings of their own: either
-        # may be there or not.
+        # New releases of torch add flags, and schedulers add their own settings: either may be
+        # missing.
         settled = {
             name
             for name, value in optimizer.defaults.items()
@@ -125,7 +125,7 @@ def _differs(what: str) -> CorruptDataError:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
-    """Raises ConfigurationError unless an optimizer is known, or said, to be elementwise, and has
+    """Raises ConfigurationError unless an optimizer is known or declared to be elementwise and has
     not stepped before."""
     if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
         raise ConfigurationError(
@@ -139,12 +139,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) ->
 def takes_whole_tensors(
     optimizer: torch.optim.Optimizer, *, elementwise: bool, whole_tensors: bool | None
 ) -> bool:
-    """Whether an optimizer must see whole tensors. `elementwise`, `whole_tensors`: what the user
-    says of it.
+    """Returns whether an optimizer must see whole tensors. `elementwise`, `whole_tensors`: the
+    user's declarations.
 
     Raises:
-        ConfigurationError: it is not known and nothing is said of it, what is said cannot be, or it
-            has stepped before.
+        ConfigurationError: it is unknown without a declaration, the declaration is contradictory,
+            or it has stepped before.
     """
     name = type(optimizer).__name__
     if name in ACROSS_TENSORS:

@@ -1,7 +1,7 @@
-"""An optimizer that stands before another one.
+"""An optimizer that wraps another one.
 
-Parameter groups and state are the other one's own, so that schedulers and code that looks into them
-work on either. What a class of these does otherwise it overrides.
+Parameter groups and state are those of the wrapped optimizer, so that schedulers and code that
+inspects them work on either. Subclasses override what they change.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 
 
 class ForwardingOptimizer(torch.optim.Optimizer):
-    """Everything is `optimizer`'s own."""
+    """Forwards everything to `optimizer`."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         # Not torch's constructor: it would make parameter groups and state of this one's own.
@@ -21,7 +21,7 @@ class ForwardingOptimizer(torch.optim.Optimizer):
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
-        """The optimizer's own."""
+        """Parameter groups of the wrapped optimizer."""
         return self.optimizer.param_groups
 
     @param_groups.setter
@@ -30,7 +30,7 @@ class ForwardingOptimizer(torch.optim.Optimizer):
 
     @property
     def state(self) -> Any:
-        """The optimizer's own."""
+        """State of the wrapped optimizer."""
         return self.optimizer.state
 
     @state.setter
@@ -38,7 +38,7 @@ class ForwardingOptimizer(torch.optim.Optimizer):
         self.optimizer.state = state
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """The optimizer's own."""
+        """Steps the wrapped optimizer."""
         return self.optimizer.step(closure)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -46,19 +46,19 @@ class ForwardingOptimizer(torch.optim.Optimizer):
         self.optimizer.zero_grad(set_to_none=set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """The optimizer's own."""
+        """Returns the wrapped optimizer's state dict."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """The optimizer's own."""
+        """Loads the wrapped optimizer's state dict."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """The optimizer's own."""
+        """Adds a group to the wrapped optimizer."""
         self.optimizer.add_param_group(param_group)
 
     def __getattr__(self, name: str) -> Any:
-        """What this class lacks is the optimizer's."""
+        """Forwards missing attributes to the wrapped optimizer."""
         if name == "optimizer":  # before the constructor has run: a copy, say
             raise AttributeError(name)
         return getattr(self.optimizer, name)

@@ -1,7 +1,7 @@
-"""A model's or an optimizer's state as bytes, or as one file: safetensors with Shoal's metadata in
+"""A model's or optimizer's state as bytes or a single file: safetensors with Shoal's metadata in
 its header. No pickle.
 
-The metadata has a digest of itself and of all tensors, so that damage anywhere is found.
+The metadata contains a digest of itself and of all tensors, so that any damage is detected.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Inverse of `dump_tensors`.
 
     Raises:
-        CorruptDataError: truncated or damaged, not a safetensors image, not written by Shoal, or by
-            a newer release.
+        CorruptDataError: truncated or damaged, not a safetensors image, or not written by Shoal or
+            by a newer release.
     """
     try:
         tensors = safetensors.torch.load(data)
@@ -76,7 +76,7 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """`load_tensors` of a file.
+    """Reads a file as `load_tensors` does.
 
     Raises:
         ConfigurationError: it cannot be opened.
@@ -95,7 +95,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def write_file(path: Path, data: bytes) -> str | None:
-    """Puts a file there, whole or not at all. What the disk has against it; None: nothing."""
+    """Writes a file atomically. Returns the error of the file system, or None."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(data)

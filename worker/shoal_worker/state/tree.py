@@ -69,23 +69,23 @@ def flatten(state: object, *, outlines: bool = False) -> tuple[Json, dict[str, t
     """Returns (structure, tensors by name). `outlines`: tensors on the meta device may stand for
     others.
 
-    The tensors share memory with the state, except for arrays that torch cannot look into
-    (read-only or not contiguous), which are copied.
+    The tensors share memory with the state, except for arrays that torch cannot wrap (read-only or
+    not contiguous), which are copied.
 
     Raises:
-        ConfigurationError (STATE_UNSUPPORTED): a value that cannot be carried; the message names
-            its path and type.
+        ConfigurationError (STATE_UNSUPPORTED): an unsupported value; the message names its path and
+        type.
     """
     flattener = _Flattener(outlines=outlines)
     return flattener.encode(state, (), 0), flattener.tensors
 
 
 def unflatten(structure: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """The inverse of `flatten`. The tensors given become part of the result; they are not copied.
+    """Inverse of `flatten`. The given tensors become part of the result; they are not copied.
 
     Raises:
-        CorruptDataError: the structure is not one that `flatten` makes, or a tensor it names is
-            missing.
+        CorruptDataError: the structure was not produced by `flatten`, or a tensor to which it
+            refers is missing.
     """
     return _Unflattener(tensors).decode(structure, 0)
 
@@ -110,7 +110,7 @@ def check_carried(tensor: torch.Tensor, where: str) -> None:
 
 
 def join_path(path: tuple[object, ...]) -> str:
-    """The name of what lies under these keys and indices."""
+    """Returns the name for these keys and indices."""
     return "/".join(_segment(key) for key in path) if path else _ROOT
 
 
@@ -124,7 +124,7 @@ def _segment(key: object) -> str:
 
 
 def _printable(text: str) -> str:
-    """Lone surrogates cannot be written as UTF-8; each becomes `~u` and its code."""
+    """Replaces lone surrogates, which cannot be encoded as UTF-8, by `~u` and their code."""
     return _SURROGATE.sub(lambda found: f"~u{ord(found.group()):04x}", text)
 
 
@@ -275,7 +275,7 @@ class _Flattener:
 
     def ordered(self, value: OrderedDict[Any, Any], path: tuple[object, ...], depth: int) -> Json:
         node = {_MARK: "ordered", "items": self._pairs(value, path, depth)}
-        # Module.state_dict() hangs the modules' versions on its result; load_state_dict() looks at
+        # Module.state_dict() attaches the modules' versions to its result; load_state_dict() reads
         # them.
         metadata = getattr(value, "_metadata", None)
         return (
@@ -430,7 +430,7 @@ class _Unflattener:
                 raise CorruptDataError(
                     f"tensor {name!r} does not hold an array of shape {shape} and dtype {dtype}"
                 )
-            # A copy: arrays of a loaded state must be the state's own, and aligned.
+            # A copy: arrays of a loaded state must own aligned memory.
             data = held.detach().cpu().contiguous().numpy().tobytes()
             self._arrays[name] = (
                 np.frombuffer(bytearray(data), dtype=dtype).reshape(shape)
@@ -463,29 +463,28 @@ def _unbase64(text: str) -> bytes:
 
 # ------------------------------------------------------------------------------------------- a copy
 #
-# A state as it was at one moment, in host memory and apart from the live tensors, so that training
-# may go on while it is written.
+# A state as of one moment, in host memory and separate from the live tensors, so that training may
+# continue while it is written.
 
 
 class Snapshot:
-    """What `flatten` gives, with contiguous CPU tensors that nothing else holds."""
+    """The result of `flatten`, with contiguous CPU tensors that nothing else holds."""
 
     def __init__(
         self, structure: Json, tensors: dict[str, torch.Tensor], copies: HostCopies
     ) -> None:
-        """`tensors`: there once `copies` have arrived."""
+        """Wraps the parts. `tensors`: complete once `copies` have arrived."""
         self.structure = structure
         self._tensors = tensors
         self._copies = copies
 
     @classmethod
     def take(cls, state: object) -> Snapshot:
-        """Copies `state`, which may change once this has returned. What lies on a device may still
-        be on its way then.
+        """Copies `state`, which may be changed after this has returned. Copies from a device may
+        still be in progress then.
 
         Raises:
-            ConfigurationError (STATE_UNSUPPORTED): the state holds something that cannot be
-                carried.
+            ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
         """
         structure, tensors = flatten(state)
         copies = HostCopies()
@@ -495,33 +494,31 @@ class Snapshot:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The copies, by name; waits until they are there. Any thread.
+        """The copies by name; waits until they are complete. Any thread.
 
         Raises:
-            RuntimeError: a device has failed that they come from.
+            RuntimeError: a device from which they are copied has failed.
         """
         self._copies.arrive()
         return self._tensors
 
     @property
     def nbytes(self) -> int:
-        """Size of the tensors."""
+        """Total size of the tensors in bytes."""
         return sum(tensor.nbytes for tensor in self._tensors.values())
 
     def state(self) -> Any:
-        """The state again; it shares memory with this snapshot."""
+        """Reassembles the state, which shares memory with this snapshot."""
         return unflatten(self.structure, self.tensors)
 
 
 # ------------------------------------------------------------------------------ what one rank holds
 #
-# What one rank holds of a state that no rank has whole, told so that it can be written as a share
-# of the whole.
-#
-# A strategy lays what is cut over the ranks into flat vectors. Its part of a state has, in the
-# place of each such tensor, a view of a vector on the meta device, which has the vector's length
-# and no memory; beside it are the runs of the vectors that lie here. Which elements of which tensor
-# a run holds follows from where the views lie.
+# One rank's part of a state that no rank holds entirely, in a form that can be written as a share
+# of the whole. A strategy arranges tensors that are split over the ranks in flat vectors. In its
+# part of a state, each such tensor is replaced by a view of a vector on the meta device, which has
+# the vector's length and no memory; in addition there are the runs of the vectors that are here.
+# The views determine which elements of which tensor a run holds.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -529,22 +526,22 @@ class Run:
     """Adjacent elements of one vector."""
 
     vector: torch.Tensor
-    """Flat, on the meta device."""
+    """The vector: flat, on the meta device."""
     begin: int
-    """The first element's place in it."""
+    """Position of the first element in the vector."""
     values: torch.Tensor
-    """Flat. Shares memory with the live state; may reach beyond the vector's end, as padding
-    does."""
+    """The values: flat. Shares memory with the live state; may extend beyond the vector's end, as
+    padding does."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """A state in shards, from one rank's point of view."""
+    """A sharded state from one rank's point of view."""
 
     state: Any
-    """The whole state as one process would have it, with views on the meta device for what is cut.
-    Equal on all ranks."""
+    """The whole state as one process would have it, with views on the meta device for split
+    tensors. Equal on all ranks."""
     count: int
-    """Number of shards that make the whole."""
+    """Number of shards of the whole."""
     shards: Mapping[int, Sequence[Run]]
-    """Those that this rank is to write, by number from 0. Over all ranks each is there once."""
+    """Shards that this rank writes, by number from 0. Over all ranks, each occurs once."""

@@ -1,5 +1,5 @@
-"""torch's rendezvous store over Redis, and the init methods redis:// and rediss:// of torch.
+"""torch's rendezvous store over Redis, and torch's init methods redis:// and rediss://.
 
 `redis_store` is the store; it runs `scripts` in Redis, and its waits sleep until a key is written
-(`wakeups`). `rendezvous` makes one for plain scripts, and `errors` is what all of them raise.
+(`wakeups`). `rendezvous` creates one for plain scripts, and `errors` defines the exceptions.
 """

@@ -1,7 +1,7 @@
-"""What a store raises: Shoal's errors that are also torch's, so that code written against
+"""Exceptions of a store: Shoal's errors that are also torch's, so that code written for
 torch.distributed catches them.
 
-No import of redis here: a caller that tells these apart needs no Redis client.
+Does not import redis: a caller that distinguishes these errors needs no Redis client.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from torch.distributed import DistNetworkError, DistStoreError
 
 
 class StoreTimeoutError(DeadlineError, DistStoreError):
-    """A wait ran into its deadline. The message names the keys that did not come."""
+    """A wait reached its deadline. The message names the missing keys."""
 
 
 class StoreAbortedError(MembershipChanged, DistStoreError):
-    """The store was aborted: the group that was being formed over it is superseded."""
+    """The store was aborted: the group that was forming over it is superseded."""
 
 
 class StoreValueError(InvalidRequestError, DistStoreError):
-    """A key holds something that the call cannot work on, such as `add` on a value that is no
+    """A key holds a value that the call does not support, such as `add` on a value that is not a
     number."""
 
 
 class StoreUnavailableError(UnavailableError, DistNetworkError):
-    """The server of the store does not answer, and the call could not be repeated safely or was
-    repeated in vain."""
+    """The store's server does not answer, and the call could not be repeated safely or was repeated
+    in vain."""

@@ -39,20 +39,18 @@ from shoal_worker.store.wakeups import Wakeups
 
 # ------------------------------------------------------------------------ what derived stores share
 #
-# What the stores of one process that were derived from each other share: a Redis client, its
-# scripts, and the wake-ups.
-#
-# Threads: all of it may be used from any thread; redis-py's client takes a connection from its pool
-# for each command.
+# Shared by the stores of one process that were derived from each other: a Redis client, its
+# scripts, and the wake-ups. Threads: everything may be used from any thread; redis-py's client
+# takes a connection from its pool for each command.
 
 _COMMAND_TIMEOUT: Final = timedelta(seconds=5)
 
 
 class StoreConnection:
-    """A client whose server has answered, counted by the stores that use it."""
+    """A client whose server has answered, reference-counted by its stores."""
 
     def __init__(self, url: str) -> None:
-        # No retries in the client: it cannot tell which commands may be repeated; the store does.
+        # No retries in the client: it does not know which commands may be repeated; the store does.
         self.client = connect(RedisSettings(url=url, command_timeout=_COMMAND_TIMEOUT, retries=0))
         self.wakeups = Wakeups(self.client)
         self.set = self.client.register_script(scripts.SET)
@@ -72,8 +70,8 @@ class StoreConnection:
             self._users += 1
 
     def release(self, *, wait: bool) -> None:
-        """One user less. The last one closes the connections: to the end if `wait`, else without
-        any I/O (garbage collector)."""
+        """Releases one reference. The last one closes the connections: completely if `wait`,
+        otherwise without any I/O (garbage collector)."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -90,7 +88,7 @@ class StoreConnection:
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
-"""torch's own default."""
+"""Default timeout of torch."""
 DEFAULT_LIFETIME: Final = timedelta(days=1)
 _RECHECK_S: Final = 0.5
 _ATTEMPTS: Final = 3
@@ -102,7 +100,7 @@ class RedisStore(Store):
     """A torch store in the Redis hash `prefix` of the server at `url` (redis://, rediss:// or
     unix://).
 
-    `timeout` is how long get, wait, multi_get and queue_pop wait. `lifetime`: Redis forgets the
+    `timeout` is how long get, wait, multi_get and queue_pop wait. `lifetime`: Redis deletes the
     whole store that long after its last write. Keep a reference for as long as C++ uses the store:
     torch's process groups and PrefixStore hold only its C++ half.
 
@@ -136,7 +134,7 @@ class RedisStore(Store):
     # --- values
 
     def set(self, key: str, value: str | bytes) -> None:
-        """Sets `key` and wakes those who wait for it."""
+        """Sets `key` and wakes its waiters."""
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
@@ -150,21 +148,21 @@ class RedisStore(Store):
             self._script(self._connection.set, self.prefix, *pairs, repeatable=True)
 
     def get(self, key: str) -> bytes:
-        """The value of `key`; waits for it at most the store's timeout, then raises
+        """Returns the value of `key`, waiting for up to the store's timeout; then raises
         StoreTimeoutError."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """The values of all keys; waits until all are there."""
+        """Returns the values of all keys, waiting until all exist."""
         return self._wait_for_values(list(keys), self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys are there, at most `timeout` (default: the store's), then raises
-        StoreTimeoutError naming the others."""
+        """Waits until all keys exist, for up to `timeout` (default: the store's), then raises
+        StoreTimeoutError naming the missing ones."""
         self._wait_for_values(list(keys), self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
-        """Whether all keys are there now."""
+        """Returns whether all keys exist."""
         return None not in self._look(list(keys))
 
     def add(self, key: str, amount: int) -> int:
@@ -185,8 +183,8 @@ class RedisStore(Store):
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
         """Sets `key` to `desired` if it holds `expected`, or is absent and `expected` is empty.
 
-        Returns what it holds afterwards; for an absent key that was not set, `expected`, as torch's
-        own stores do.
+        Returns the resulting value; for an absent key that was not set, `expected`, as torch's own
+        stores do.
         """
         return bytes(self._write(self._connection.compare_set, key, expected, desired))
 
@@ -197,21 +195,21 @@ class RedisStore(Store):
         )
 
     def num_keys(self) -> int:
-        """How many keys there are (queues do not count)."""
+        """Returns the number of keys (queues do not count)."""
         return int(
             self._command(lambda: self._connection.client.hlen(self.prefix), repeatable=True)
         )
 
     def list_keys(self) -> list[str]:
-        """All keys, in no order."""
+        """Returns all keys, in no particular order."""
         keys = self._command(lambda: self._connection.client.hkeys(self.prefix), repeatable=True)
         return [cast(bytes, key).decode() for key in keys]
 
     def has_extended_api(self) -> bool:
-        """Yes: append, multi_get and multi_set are here."""
+        """Returns True: append, multi_get and multi_set are supported."""
         return True
 
-    # The names under which torch's C++ looks these two up in a Python store.
+    # The names under which torch's C++ code looks up these two in a Python store.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
@@ -222,11 +220,11 @@ class RedisStore(Store):
         self._script(self._connection.queue_push, self._queue(key), key, value, repeatable=False)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Takes the first item. An empty queue: waits at most the store's timeout, or with
-        `block=False` raises QueueEmptyError.
+        """Removes and returns the first item. If the queue is empty, waits for up to the store's
+        timeout, or raises QueueEmptyError with `block=False`.
 
-        An item that Redis gave out just when the connection broke is lost: nobody can tell whether
-        it did.
+        An item that Redis returned just when the connection broke is lost, since its delivery
+        cannot be determined.
         """
 
         def pop() -> bytes | None:
@@ -241,7 +239,7 @@ class RedisStore(Store):
         return item
 
     def queue_len(self, key: str) -> int:
-        """How many items the queue holds."""
+        """Returns the number of items in the queue."""
         return int(
             self._command(lambda: self._connection.client.llen(self._queue(key)), repeatable=True)
         )
@@ -255,19 +253,19 @@ class RedisStore(Store):
 
     @property
     def timeout(self) -> timedelta:
-        """How long waits last; changed by `set_timeout`."""
+        """Duration of waits; changed by `set_timeout`."""
         return cast(timedelta, super().timeout)  # type: ignore[misc]  # torch's stub leaves it out
 
     def clone(self) -> RedisStore:
-        """The store itself: it may be used from any thread.
+        """Returns the store itself, which may be used from any thread.
 
-        A copy made for a caller in C++ would lose its Python half at once: C++ holds only the
-        other.
+        A copy made for a C++ caller would lose its Python half immediately, since C++ holds only
+        the other half.
         """
         return self
 
     def with_prefix(self, prefix: str) -> RedisStore:
-        """A store over other keys, with connections shared and an abort of its own: for the next
+        """Returns a store over other keys, with shared connections and its own abort, for the next
         generation."""
         _check(prefix, self.timeout, self._lifetime)
         derived = RedisStore.__new__(RedisStore)
@@ -284,8 +282,8 @@ class RedisStore(Store):
 
     @contextlib.contextmanager
     def on_abort(self, callback: Callable[[str], None]) -> Iterator[None]:
-        """While in the context, `abort` also calls `callback(reason)`, in its own thread; at once
-        if it has been called already."""
+        """Makes `abort` also call `callback(reason)` in its own thread while the context is open;
+        immediately if the store is already aborted."""
         reason = self._abort.add(callback)
         if reason is not None:
             callback(reason)
@@ -298,7 +296,7 @@ class RedisStore(Store):
         """Runs a Lua script of this package on the store's key, with the lifetime and the channels'
         prefix as ARGV[1] and ARGV[2].
 
-        It must be safe to repeat. For what is more than a key-value store, such as the agreement on
+        It must be safe to repeat. For operations beyond a key-value store, such as the agreement on
         a round of a rendezvous.
         """
         return self._script(
@@ -309,13 +307,13 @@ class RedisStore(Store):
         )
 
     def watch_writes(self, key: str) -> contextlib.AbstractContextManager[threading.Event]:
-        """An event that is set soon after each write of `key`, and when the store is aborted. Look
-        every second too: a hint can be lost."""
+        """Returns an event that is set soon after each write of `key`, and when the store is
+        aborted. Also check every second, since a notification can be lost."""
         return self._connection.wakeups.watch(self._channels + key)
 
     def discard(self) -> None:
-        """Deletes all keys of the store (not its queues) at the server. For the one who knows that
-        nobody needs them."""
+        """Deletes all keys of the store (not its queues) on the server. For a caller that knows
+        that nobody needs them."""
         self._command(lambda: self._connection.client.unlink(self.prefix), repeatable=True)
 
     def close(self) -> None:
@@ -367,8 +365,8 @@ class RedisStore(Store):
             except redis.RedisError:
                 raise
             except Exception as error:
-                # `close` in another thread takes the connection away in the middle of a command,
-                # which redis-py reports in many ways.
+                # `close` in another thread removes the connection in the middle of a command, which
+                # redis-py reports in many ways.
                 self._raise_if_aborted(error)
                 raise
         raise AssertionError("unreachable: the last attempt returns or raises")
@@ -395,7 +393,7 @@ class RedisStore(Store):
     def _wait_until(
         self, attempt: Callable[[], T | None], absent: Callable[[], list[str]], timeout: timedelta
     ) -> T:
-        """Repeats `attempt` whenever the first absent key was written, until it gives something."""
+        """Repeats `attempt` whenever the first absent key is written, until it returns a value."""
         deadline = time.monotonic() + timeout.total_seconds()
         found = self._attempt_before(deadline, attempt)
         while found is None:
@@ -413,7 +411,8 @@ class RedisStore(Store):
         return found
 
     def _attempt_before(self, deadline: float, attempt: Callable[[], T | None]) -> T | None:
-        """An attempt that takes a server away for "not there yet", as long as there is time."""
+        """Makes an attempt, treating an unavailable server as "not there yet" until the
+        deadline."""
         try:
             return attempt()
         except StoreUnavailableError:
@@ -436,7 +435,7 @@ class RedisStore(Store):
 
 
 class _Abort:
-    """Whether a store is aborted, and who else wants to know. The first reason stays."""
+    """Tracks whether a store is aborted, and the callbacks. The first reason is kept."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -444,7 +443,7 @@ class _Abort:
         self._lock = threading.Lock()
 
     def begin(self, reason: str) -> list[Callable[[str], None]]:
-        """Sets the reason; whom to call. Nobody if it was set before."""
+        """Sets the reason and returns the callbacks; none if it was already set."""
         with self._lock:
             if self.reason is not None:
                 return []

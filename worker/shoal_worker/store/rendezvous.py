@@ -35,16 +35,16 @@ from shoal_worker.store.redis_store import DEFAULT_LIFETIME, RedisStore
 
 _REFRESH_S: Final = 1.0
 _PATIENCE_S: Final = 5.0
-"""A rank that waits and has not refreshed its arrival for so long is taken for dead."""
+"""A waiting rank that has not refreshed its arrival for this long is considered dead."""
 
 _STORES: Final[list[RedisStore]] = []
-"""Those handed to torch. It keeps only their C++ half, so they must be kept here; like torch's own
-stores, until the process ends."""
+"""Stores passed to torch, which keeps only their C++ half, so they must be kept here; like torch's
+own stores, until the process ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Target:
-    """A redis:// init method, taken apart."""
+    """The components of a redis:// init method."""
 
     server: str
     """URL of the server and database."""
@@ -54,9 +54,9 @@ class Target:
 
 
 def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
-    """Takes an init method apart. Raises ConfigurationError naming what is missing or wrong.
+    """Parses an init method. Raises ConfigurationError naming what is missing or wrong.
 
-    `environment`: None: that of this process.
+    `environment` defaults to that of this process.
     """
     given = f"init_method {redacted(url)!r}"
     parts = urlsplit(url)
@@ -94,11 +94,11 @@ def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
 def rendezvous(
     url: str, timeout: timedelta = timedelta(minutes=30), **_: Any
 ) -> Iterator[tuple[RedisStore, int, int]]:
-    """The handler that torch calls: yields the store, the rank and the world size once all ranks
-    have come.
+    """Implements the handler that torch calls: yields the store, the rank and the world size once
+    all ranks have arrived.
 
     Raises ConfigurationError, UnavailableError (no server), or StoreTimeoutError naming the ranks
-    that did not come in `timeout`.
+    that did not arrive within `timeout`.
     """
     target = parse(url)
     lobby = RedisStore(target.server, f"shoal:{{{target.job}}}:rendezvous", timeout=timeout)
@@ -131,8 +131,8 @@ def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
 
 
 def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[str]]:
-    """Says, or says again, that this rank is here. Returns the round and who is absent; nobody: the
-    round is complete."""
+    """Announces (or refreshes) this rank's arrival. Returns the round and the absent ranks; if
+    there are none, the round is complete."""
     patience_ms, lifetime_s = int(_PATIENCE_S * 1000), int(DEFAULT_LIFETIME.total_seconds())
     new_name = uuid.uuid4().hex[:12]
     reply = lobby.run_script(
@@ -145,8 +145,8 @@ def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[st
 def _number(
     given: str, field: str, least: int, argument: str | None, environment: str | None
 ) -> int:
-    """An argument that torch was given (it writes them into the query, -1 for none), or the
-    environment's."""
+    """Returns an integer argument passed to torch (which writes it into the query, -1 for none), or
+    the environment's value."""
     text = argument if argument is not None and argument != "-1" else environment
     if text is None:
         raise ConfigurationError(

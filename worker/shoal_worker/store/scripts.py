@@ -1,16 +1,16 @@
-"""The store's writes as Lua scripts, so that each is one round trip and atomic with the wake-up of
-those who wait for it.
+"""The store's writes as Lua scripts, so that each takes one round trip and wakes its waiters
+atomically.
 
-A store is one Redis hash (its keys are fields), so that one TTL and one DEL cover it whole. KEYS[1]
-is the hash, or a queue's list. ARGV[1] is the lifetime in seconds, ARGV[2] the prefix of the
-channels that waits listen on.
+A store is one Redis hash (its keys are fields), so that one TTL and one DEL cover all of it.
+KEYS[1] is the hash, or a queue's list. ARGV[1] is the lifetime in seconds, ARGV[2] the prefix of
+the channels on which waits listen.
 """
 
 from __future__ import annotations
 
 from typing import Final
 
-# The lifetime is only renewed when half of it is over: a renewal is a write of its own to the
+# The lifetime is renewed only after half of it has passed: a renewal is a separate write to the
 # append-only file.
 _RENEW: Final = """
 local function renew()
@@ -133,12 +133,12 @@ if #missing == 0 then
 end
 return {redis.call('HGET', KEYS[1], 'name'), unpack(missing)}
 """
-"""A rank comes to a rendezvous, and again every second while it waits, so that who died waiting is
-not counted.
+"""Registers a rank's arrival at a rendezvous; repeated every second while it waits, so that ranks
+that died are not counted.
 
-KEYS[1] the round: name, size, `rank:N` = token and time of the last sign of life, complete. ARGV[3]
-world size, [4] rank, [5] this process's token, [6] after how many ms without a sign a rank is dead,
-[7] name for a new round, [8] lifetime in s. Returns the round's name and what is waited for;
-nothing: the round is complete. A rank that comes to a complete round without having been in it
+KEYS[1] the round: name, size, `rank:N` = token and time of the last refresh, complete. ARGV[3]
+world size, [4] rank, [5] this process's token, [6] after how many ms without a refresh a rank is
+dead, [7] name for a new round, [8] lifetime in s. Returns the round's name and the absent ranks;
+none if the round is complete. A rank that arrives at a complete round to which it does not belong
 begins a new one.
 """

@@ -1,14 +1,13 @@
-"""Wakes waits on a Redis store the moment a key is written, without polling for it.
+"""Wakes waits on a Redis store as soon as a key is written, without polling.
 
-Every write publishes on its key's channel. One listener thread per Redis client owns the one
+Every write publishes on its key's channel. One listener thread per Redis client owns the only
 subscribed connection; a wait registers the channel and gets a `threading.Event` that the listener
-sets. Published messages are hints that can be lost (a broken connection), so a wait must look again
-by itself from time to time: this module promises to be quick, not to be sure. It knows no keys and
-no values.
+sets. Published messages are hints that can be lost (a broken connection), so a wait must also check
+periodically: this module is fast but not reliable. It knows no keys and no values.
 
-Threads: `watch` and `wake_all` are for any thread. The subscription belongs to the listener thread
-alone; others reach it by a message to its inbox channel. The listener starts with a wait and ends
-some seconds after the last, or within LISTEN_TIMEOUT_S of `stop`.
+Threads: `watch` and `wake_all` are for any thread. The subscription belongs to the listener thread;
+others reach it by a message to its inbox channel. The listener starts with a wait and ends some
+seconds after the last, or within LISTEN_TIMEOUT_S of `stop`.
 """
 
 from __future__ import annotations
@@ -26,12 +25,12 @@ import redis
 _LOG: Final = logging.getLogger(__name__)
 
 LISTEN_TIMEOUT_S: Final = 0.5
-"""Longest time for which the listener does not look at what it should listen to; also how long a
-stop can take."""
+"""Longest interval between the listener's checks of the required channels, and longest duration of
+a stop."""
 _RECONNECT_PAUSE_S: Final = 0.1
 _LINGER_S: Final = 5.0
-"""How long the listener stays when nobody waits any more: a group that forms waits often, and one
-that trains never."""
+"""Time for which the listener stays without waits: a forming group waits often, a training one
+never."""
 
 
 class Wakeups:
@@ -42,16 +41,16 @@ class Wakeups:
         self._inbox = f"shoal:wakeups:{uuid.uuid4().hex}"
         self._lock = threading.Lock()
         self._waits: dict[str, set[threading.Event]] = {}
-        """By channel. Guarded by the lock."""
+        """Waits by channel, guarded by the lock."""
         self._thread: threading.Thread | None = None
         self._stopped = threading.Event()
 
     @contextlib.contextmanager
     def watch(self, channel: str) -> Iterator[threading.Event]:
-        """An event that is set when something is published on `channel`, when the listening begins,
-        and by `wake_all`.
+        """Returns an event that is set when something is published on `channel`, when the listening
+        begins, and by `wake_all`.
 
-        Because it is also set when the listening begins, a caller that clears it, looks, and then
+        Because it is also set when the listening begins, a caller that clears it, checks, and then
         waits for it misses nothing.
         """
         event = threading.Event()
@@ -74,7 +73,7 @@ class Wakeups:
                     del self._waits[channel]
 
     def wake_all(self) -> None:
-        """Sets every event, so that each wait looks again at once. Does no I/O."""
+        """Sets every event, so that each wait checks again immediately. Does no I/O."""
         with self._lock:
             for events in self._waits.values():
                 for event in events:
@@ -95,8 +94,8 @@ class Wakeups:
             thread.join()
 
     def _poke(self) -> None:
-        """Makes the listener look at what it should listen to. If Redis is away it does so anyway,
-        a little later."""
+        """Makes the listener check the required channels. If Redis is unavailable, it does so
+        slightly later anyway."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._client.publish(self._inbox, b"")
 
@@ -130,8 +129,8 @@ class Wakeups:
             subscription.close()
 
     def _retires(self, needed_at: float) -> bool:
-        """Whether the listener ends because nobody has waited for long. The next wait then starts
-        another."""
+        """Returns whether the listener ends because there were no waits for long. The next wait
+        then starts another."""
         with self._lock:
             if self._waits or time.monotonic() - needed_at < _LINGER_S:
                 return False
@@ -139,7 +138,7 @@ class Wakeups:
             return True
 
     def _follow_waits(self, subscription: Any) -> None:
-        """Subscribes to what is waited for and drops the rest. The server's answer to a
+        """Subscribes to the required channels and drops the rest. The server's answer to a
         subscription wakes the wait once."""
         with self._lock:
             wanted = {self._inbox, *self._waits}

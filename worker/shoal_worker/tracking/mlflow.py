@@ -1,12 +1,12 @@
-"""MLflow: a run's course as one MLflow run, where MLFLOW_TRACKING_URI says.
+"""MLflow: a run's progress as one MLflow run, at MLFLOW_TRACKING_URI.
 
-The MLflow run is found by a tag with the run's key, or made. So a rank that takes over from one
-that died, and a run that is resumed, go on in the same one. MLflow takes no points back: steps that
-are done again have points of both times, of which the later ones count.
+The MLflow run is found by a tag with the run's key, or created. A rank that takes over from one
+that died, and a resumed run, therefore continue in the same one. MLflow cannot delete points:
+repeated steps have points of both attempts, of which the later ones count.
 
-A thread of the sink's own imports mlflow and speaks to it: neither takes training's time, nor does
-a tracking server that is slow or away. What the training thread tells is queued for it; of a rank
-that is killed, what is in the queue is missing.
+A separate thread of the sink imports mlflow and talks to it, so that neither this nor a slow or
+unreachable tracking server delays training. Reports of the training thread are queued for it; if a
+rank is killed, the queue is lost.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ _KEY_TAG: Final = "shoal.run"
 _JOB_TAG: Final = "shoal.job"
 _EVENT_TAG: Final = "shoal.newest_event"
 _MOST_WAITING: Final = 1_000
-"""Points and texts that MLflow has not taken yet: beyond them it is given up."""
+"""Maximum number of points and texts not yet taken by MLflow; the sink is abandoned beyond it."""
 _CLOSE_S: Final = 30.0
-"""How long the end of a run waits for what is queued."""
+"""Time for which the end of a run waits for the queue."""
 
 _Task = Callable[["MlflowClient", str], object]
-"""Given the client and the MLflow run's id."""
+"""Called with the client and the MLflow run's id."""
 
 
 class MLflow:
-    """Writes a run's course to MLflow. Give it to `shoal.track`."""
+    """Writes a run's progress to MLflow. Pass it to `shoal.track`."""
 
     def __init__(self, experiment: str) -> None:
-        """`experiment`: by its name; it is made if it is not there.
+        """Creates the sink. `experiment`: its name; created if it does not exist.
 
         Raises ConfigurationError if the package is not installed, or the name is empty.
         """
@@ -60,7 +60,7 @@ class MLflow:
         self._writer = _Writer(self._experiment, run)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """A point of each."""
+        """Writes a point for each value."""
         now_ms, points = time.time_ns() // 1_000_000, dict(values)
 
         def log(client: MlflowClient, run_id: str) -> None:
@@ -74,18 +74,18 @@ class MLflow:
         self._opened.put(log)
 
     def event(self, step: int, text: str) -> None:
-        """The newest one is a tag of the MLflow run."""
+        """Sets a tag of the MLflow run to the newest event."""
         self._opened.put(
             lambda client, run_id: client.set_tag(run_id, _EVENT_TAG, f"step {step}: {text}")
         )
 
     def flush(self) -> None:
-        """Nothing: it is sent as soon as MLflow takes it."""
+        """Does nothing: data is sent as soon as MLflow accepts it."""
 
     def close(self, *, ended: bool) -> None:
-        """At the end of this rank's part: marks the MLflow run as finished, and waits for that;
-        whoever goes on with it marks it as running again. Else another rank goes on, or this one
-        does: what is left is sent behind its back."""
+        """Closes the sink. At the end of this rank's part, marks the MLflow run as finished and
+        waits for that; a rank that continues it marks it as running again. Otherwise another rank
+        continues, or this one does: the rest is sent in the background."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -101,7 +101,7 @@ class MLflow:
 
 
 class _Writer:
-    """The thread of one opening. What fails there is raised by the next call."""
+    """The thread of one opening. Its errors are raised by the next call."""
 
     def __init__(self, experiment: str, run: TrackedRun) -> None:
         self._tasks: queue.Queue[_Task | None] = queue.Queue(_MOST_WAITING)
@@ -145,7 +145,7 @@ class _Writer:
 
 
 def _run_id(client: MlflowClient, experiment: str, run: TrackedRun) -> str:
-    """The MLflow run of this run, which is running from here on."""
+    """Returns the MLflow run of this run, which is marked as running."""
     experiment_id = _experiment_id(client, experiment)
     found = client.search_runs(
         [experiment_id],

@@ -1,9 +1,9 @@
 """TensorBoard's event files: scalars and texts of a run, in one directory.
 
-Each opening makes a file of its own: the rank that writes may be another by then. TensorBoard shows
-all files of a directory as one run. What a file begins with makes void what older ones have of its
-first step and of later ones, so steps that were done again appear once. Ranks on several machines
-need a directory that all of them see, else each machine has its part.
+Each opening creates a separate file, since another rank may be writing by then. TensorBoard shows
+all files of a directory as one run. The start of a file invalidates data of older files for its
+first and later steps, so repeated steps appear once. Ranks on several machines need a shared
+directory, otherwise each machine has its part.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ if TYPE_CHECKING:
 
 
 class TensorBoard:
-    """Writes a run's course for TensorBoard. Give it to `shoal.track`."""
+    """Writes a run's progress for TensorBoard. Pass it to `shoal.track`."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """`directory`: of this run alone; `tensorboard --logdir` shows it or a directory of such.
-        It is made if it is not there.
+        """Creates the sink. `directory`: for this run only, created if it does not exist;
+        `tensorboard --logdir` shows it or its parent.
 
         Raises ConfigurationError if the package is not installed.
         """
@@ -48,16 +48,16 @@ class TensorBoard:
         self._writer = SummaryWriter(str(self._directory), purge_step=step)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """A point of each."""
+        """Writes a point for each value."""
         for name, value in values.items():
             self._opened.add_scalar(name, value, step)
 
     def event(self, step: int, text: str) -> None:
-        """A text, under the tag shoal/events."""
+        """Writes a text under the tag shoal/events."""
         self._opened.add_text("shoal/events", text, step)
 
     def flush(self) -> None:
-        """Everything is in the file."""
+        """Writes everything to the file."""
         self._opened.flush()
 
     def close(self, *, ended: bool) -> None:

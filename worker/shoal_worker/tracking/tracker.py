@@ -1,12 +1,11 @@
-"""Tells sinks how a run goes, from one rank at a time, each step once.
+"""Reports a run's progress to sinks, from one rank at a time, each step once.
 
-Every rank follows the run; the first one writes. When ranks are dealt anew another may be the
-first: it opens the sinks, goes on with the next step, and the one before closes its own. Where
-steps are done again (a resume, a return to a checkpoint) sinks are opened anew at the first of
-them, and what they had of it and of later ones is void. Of a rank that is killed, what it has not
-flushed is missing.
+Every rank follows the run; the first one writes. When the ranks change another may be the first: it
+opens the sinks and continues with the next step, and the previous one closes its own. When steps
+are repeated (a resume, a return to a checkpoint) sinks are reopened at the first of them, which
+invalidates their data of that and later steps. If a rank is killed, unflushed data is lost.
 
-All is on the training thread.
+Everything runs on the training thread.
 """
 
 from __future__ import annotations
@@ -25,48 +24,47 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a sink may know a run by, over the ranks that write it and over a resume."""
+    """Identifies a run to a sink, independent of the writing rank and of resumes."""
 
     job: str
-    """The job, for people; empty: none."""
+    """Name of the job, for people; empty: none."""
     key: str
-    """Like no other run's."""
+    """Unique key of the run."""
 
     @classmethod
     def of(cls, session: Session) -> Self:
         """Returns the run that a session is in."""
         settings, key = session.settings, session.run
         if session.is_asynchronous or not key:
-            # its workers begin at any time; or it began over what it had saved before
+            # its workers begin at any time; or it restarted over what it had saved before
             key = f"{settings.job_id} {settings.run}"
         return cls(job=settings.job_id if session.elastic else "", key=key)
 
 
 class Sink(Protocol):
-    """Where the course of a run is written. Opened by the rank that writes, as often as that
-    changes."""
+    """Destination of a run's progress. Opened by the writing rank, each time that changes."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """What is there of this step and of later ones is void. `run` is the same, whoever opens it
-        and as often as that is."""
+        """Opens the sink and invalidates existing data of this and later steps. `run` is the same
+        for every opening."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Numbers of one step."""
+        """Writes numbers of one step."""
 
     def event(self, step: int, text: str) -> None:
-        """Something that happened behind one step, for people."""
+        """Writes an event after one step, for people."""
 
     def flush(self) -> None:
-        """What was written is there for others."""
+        """Makes written data visible to others."""
 
     def close(self, *, ended: bool) -> None:
-        """Flushes. May be opened again. `ended`: this rank leaves the run; else training waits for
-        this call, and goes on."""
+        """Flushes. The sink may be opened again. `ended`: this rank leaves the run; otherwise
+        training waits for this call and continues."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """What has a point where it changes."""
+    """Values whose changes are written."""
 
     generation: int
     world_size: int
@@ -74,7 +72,7 @@ class Standing:
 
     @classmethod
     def of(cls, session: Session) -> Self:
-        """Returns how a session stands now."""
+        """Returns a session's current values."""
         return cls(session.generation, session.world_size, session.progress.lost_steps)
 
 
@@ -90,21 +88,19 @@ class Tracker:
         self._every = every_steps
         self._open = False
         self._written = 0
-        """The newest step that has points, while the sinks are open."""
+        """Newest step that has points, while the sinks are open."""
         self._committed: int | None = None
-        """The step that this rank committed last, if it was the first rank then: losses told until
-        the next one begins are of it."""
+        """The step that this rank committed last, if it was the first rank then: losses reported
+        before the next one begins belong to it."""
         self._due: dict[str, tuple[int, int]] = {}
-        """Name of each reported number that is to be written -> its ordinal, and the step that it
-        is of."""
+        """Ordinal and step of each reported number that has to be written, by name."""
         self._told = {name: told.told for name, told in session.progress.reported.items()}
         self._before = Standing.of(session)
         session.progress.follow(begun=self._begun, committed=self._step_committed)
         session.on_close(lambda: self._close(ended=True))
 
     def _begun(self) -> None:
-        """A step begins: what was told of the loss since the last one was committed is that
-        one's."""
+        """Assigns losses reported since the last commit to that step when a new one begins."""
         self._take_reported(self._committed)
         self._write_reported()
         self._committed = None
@@ -146,8 +142,7 @@ class Tracker:
                 self._due[name] = (told, step)
 
     def _write_reported(self) -> None:
-        """Writes the numbers that are due and known: one on a device may be on its way for a
-        while."""
+        """Writes the numbers that are due and known: one on a device may take a while to arrive."""
         if not self._due or not self._open:
             return
         values: dict[str, float] = {}
@@ -176,7 +171,8 @@ class Tracker:
         self._each(lambda sink: sink.close(ended=ended))
 
     def _each(self, call: Callable[[Sink], None]) -> None:
-        """Training does not stop for one that fails: that one is given up, on this rank."""
+        """Calls every sink. If one fails, training continues and the sink is abandoned on this
+        rank."""
         for sink in self._sinks:
             try:
                 call(sink)

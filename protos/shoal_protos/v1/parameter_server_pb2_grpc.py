@@ -255,7 +255,7 @@ class ParameterServerServicer:
         raise NotImplementedError('Method not implemented!')
 
     def GetServer(self, request, context):
-        """What the server holds. Role: any.
+        """Lists the state of the server. Role: any.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

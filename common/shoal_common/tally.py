@@ -82,7 +82,7 @@ class Counts(NamedTuple):
     loss: float = math.nan
     """Loss reported last; NaN if none was."""
     asynchronous: bool = False
-    """Whether each worker makes its own steps (async_sgd): the run's steps and samples are then the
+    """True if each worker makes its own steps (async_sgd): the run's steps and samples are then the
     sum over the workers."""
     batch: int = 0
     """Key of the batch whose push was committed last; 0 if pushes have none."""

@@ -39,7 +39,7 @@ class CoordinatorSettings(ServiceSettings):
     system's. Members use their own `tls_ca`."""
 
     redis_patience: Duration = timedelta(seconds=30)
-    """How long to wait for Redis to answer at the start."""
+    """Time for which to wait for Redis to answer at the start."""
 
     listen: AddressField = Address("127.0.0.1", 0)
     """host:port of the gRPC service."""
@@ -52,27 +52,27 @@ class CoordinatorSettings(ServiceSettings):
     without its credentials."""
 
     share_store_credentials: bool = False
-    """Whether members receive the coordinator's own Redis URL with its credentials."""
+    """True if members receive the coordinator's own Redis URL with its credentials."""
 
     reconnect_grace: Duration = timedelta(0)
-    """How long a member whose stream broke may take to reconnect before it counts as dead. 0: it
-    counts as dead at once, which detects a killed process within milliseconds; raise it if the
+    """Time for which a member whose stream broke may take to reconnect before it counts as dead. 0:
+    it counts as dead at once, which detects a killed process within milliseconds; raise it if the
     network drops connections more often than processes die."""
 
     request_timeout: Duration = timedelta(seconds=5)
-    """How long a call waits for Redis before it is answered with UNAVAILABLE, and how long a new
-    session may take to send its first message."""
+    """Time for which a call waits for Redis before it is answered with UNAVAILABLE, and how long a
+    new session may take to send its first message."""
 
     job_retention: Annotated[Duration, Field(ge=timedelta(seconds=1))] = timedelta(days=1)
-    """How long a deserted job, finished or abandoned, is remembered after its last change; at least
-    1s."""
+    """Time for which a deserted job, finished or abandoned, is remembered after its last change; at
+    least 1s."""
 
     port_file: Path | None = None
     """File to which the bound addresses are written as JSON once serving."""
 
     drain_timeout: Duration = timedelta(seconds=5)
-    """How long calls in progress may continue after SIGTERM. Sessions end at once, and members
-    reconnect."""
+    """Time for which calls in progress may continue after SIGTERM. Sessions end at once, and
+    members reconnect."""
 
     log_level: str = "INFO"
     """DEBUG, INFO, WARNING, ERROR or CRITICAL."""

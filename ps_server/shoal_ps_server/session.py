@@ -47,9 +47,9 @@ logger = logging.getLogger(__name__)
 _FIRST_BACKOFF_S: Final = 0.1
 _LONGEST_BACKOFF_S: Final = 3.0
 _WELCOME_LIMIT: Final = timedelta(seconds=10)
-"""How long a coordinator may take to answer a registration."""
+"""Time for which a coordinator may take to answer a registration."""
 _REGISTRATION_WAIT: Final = timedelta(seconds=5)
-"""How long a request that needs the shard map may wait for this server's registration."""
+"""Time for which a request that needs the shard map may wait for this server's registration."""
 _PERMANENT: Final = (
     AuthenticationError,
     ConfigurationError,
@@ -63,7 +63,8 @@ if this process was registered before, one that took over while this one was cut
 _RUN_ENDED: Final = "RUN_ENDED"
 _RUN_UNKNOWN: Final = "RUN_UNKNOWN"
 _LOST_RUN_WAIT: Final = timedelta(seconds=15)
-"""How long members of a run lost by the coordinator may take to return and continue that run."""
+"""Time for which members of a run lost by the coordinator may take to return and continue that
+run."""
 
 
 class AnotherRunError(PreconditionError):
@@ -77,13 +78,13 @@ class Place:
 
     epoch: int
     follows: bool
-    """Whether it is a backup rather than a primary."""
+    """True if it is a backup rather than a primary."""
     primary_address: str
     """Address of the primary that a backup follows; empty while the primary is absent."""
     backup_id: str
     """Id of the current backup; empty if none."""
     in_sync: bool
-    """Whether that backup may take over the primary's place."""
+    """True if that backup may take over the primary's place."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,8 +24,8 @@ from shoal_common.settings import Address, AddressField, Duration
 
 
 class Fsync(enum.StrEnum):
-    """When the journal is synced so that it survives a power failure. A killed process loses
-    nothing with any setting."""
+    """Time at which the journal is synced so that it survives a power failure. A killed process
+    loses nothing with any setting."""
 
     GROUP = "group"
     """Before a change is acknowledged; changes that arrive while the disk is busy are synced
@@ -78,7 +78,7 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     lost when the process ends."""
 
     fsync: Fsync = Fsync.GROUP
-    """When the journal is synced."""
+    """Time at which the journal is synced."""
 
     journal_limit: Annotated[int, Field(ge=1 << 20)] = 1 << 29
     """Size of the journal in bytes above which a snapshot replaces it, if the journal also exceeds
@@ -96,7 +96,7 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     """File to which the bound addresses are written as JSON once serving."""
 
     drain_timeout: Duration = timedelta(seconds=10)
-    """How long calls in progress may continue after SIGTERM."""
+    """Time for which calls in progress may continue after SIGTERM."""
 
     threads: Annotated[int, Field(ge=1, le=256)] = 1
     """Number of threads for torch. Additional servers use additional cores better than additional

@@ -73,7 +73,7 @@ class SharedArea:
 
     @property
     def is_full(self) -> bool:
-        """Whether every piece holds data that the other side has not read."""
+        """True if every piece holds data that the other side has not read."""
         return self._filled - self._emptied >= PIECES
 
     @property

@@ -73,7 +73,7 @@ class OpenedConnection:
         """Takes ownership of `connected`. `address`: for error messages."""
         self.member_id = member_id
         self.is_usable = True
-        """Whether the next stream can begin."""
+        """True if the next stream can begin."""
         self._socket = connected
         self._is_plain = not isinstance(connected, ssl.SSLSocket)
         self._address = address
@@ -167,7 +167,7 @@ class OpenedConnection:
 
     @property
     def is_alive(self) -> bool:
-        """Whether the server still holds the other end of an idle connection."""
+        """True if the server still holds the other end of an idle connection."""
         ready = select.poll()
         ready.register(self._socket, select.POLLIN)
         return not ready.poll(0)  # an idle server says nothing: what can be read is the end

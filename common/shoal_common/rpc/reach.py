@@ -35,7 +35,7 @@ class Obstacle:
     cause: str
     """Description for people, with the remedy if there is one."""
     permanent: bool
-    """Whether retrying is useless until somebody changes a setting or a certificate."""
+    """True if retrying is useless until somebody changes a setting or a certificate."""
 
 
 def find_obstacle(

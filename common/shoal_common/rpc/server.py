@@ -60,7 +60,7 @@ class ServerSettings:
     """Allows a `listen` address that other machines can reach without TLS or without tokens."""
 
     drain_timeout: timedelta = timedelta(seconds=10)
-    """How long calls in progress may continue after a drain has begun."""
+    """Time for which calls in progress may continue after a drain has begun."""
 
     max_message_bytes: int = 16 << 20
     """Maximum size of a message received or sent; longer ones get RESOURCE_EXHAUSTED."""
@@ -70,7 +70,7 @@ class ServerSettings:
     closing and end their streams."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
-    """How long a ping may remain unanswered before the connection is given up."""
+    """Time for which a ping may remain unanswered before the connection is given up."""
 
     shortest_keepalive: timedelta = timedelta(seconds=5)
     """Clients that ping more often are disconnected. At most the clients'

@@ -66,7 +66,7 @@ class Ledger:
         self.batches = epoch.batches
         self.first_key = epoch.first_key
         self.changed = False
-        """Whether the epoch must be written again."""
+        """True if the epoch must be written again."""
         self._dealt = epoch.dealt
         self._returned = list(epoch.returned)
         self._leased = dict(epoch.leased)

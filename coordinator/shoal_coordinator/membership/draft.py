@@ -58,10 +58,10 @@ class Changes:
     """Parts of the state to be written: keys of changed mappings, and flags for the other parts."""
 
     header: bool
-    """Whether any small field changed: phase, number, accusations and so on."""
+    """True if any small field changed: phase, number, accusations and so on."""
     generation: bool
     table: bool
-    """Whether to write the full ranks of the newest generation, whatever Generation.written
+    """Writes the full ranks of the newest generation, whatever Generation.written
     says."""
     dropped_changes: frozenset[int]
     """Generations whose written changes are no longer needed."""
@@ -154,12 +154,12 @@ class Draft:
 
     @property
     def is_fresh(self) -> bool:
-        """Whether the run has not had a generation yet."""
+        """True if the run has not had a generation yet."""
         return self.number == self.run_above
 
     @property
     def is_untouched(self) -> bool:
-        """Whether the run never had a member."""
+        """True if the run never had a member."""
         return self.is_fresh and not self.members and not self.departed
 
     def begin_run(self, spec: JobSpec, run: RunId) -> None:
@@ -436,7 +436,7 @@ class Draft:
 
 
 _RESET = tuple(item.name for item in fields(JobState) if item.name not in _MAPPINGS)
-"""What a new run begins with the defaults of, beside the mappings."""
+"""Fields that a new run resets to their defaults, besides the mappings."""
 _HEADER = tuple(
     item.name
     for item in fields(JobState)

@@ -21,7 +21,7 @@ class LeaveReason(enum.StrEnum):
 
 
 class Ending(enum.StrEnum):
-    """How the coordinator learned that a process is gone."""
+    """Evidence by which the coordinator learned that a process is gone."""
 
     STREAM_BROKEN = "stream_broken"
     LEASE_EXPIRED = "lease_expired"
@@ -96,7 +96,7 @@ class ExitReported:
     exit_code: int
     signal: int
     failure: str = ""
-    """If not empty, the job fails with this message."""
+    """Message with which the job fails, if not empty."""
     finished: bool = False
     """The process had reported to its launcher that its script finished."""
 

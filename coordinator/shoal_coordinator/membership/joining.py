@@ -33,7 +33,7 @@ class Joined:
     replays: bool
     """shoal.v1.Welcome.joining"""
     resumed: bool
-    """Whether the process was already a member and keeps its place."""
+    """True if the process was already a member and keeps its place."""
 
 
 def member_joined(draft: Draft, event: MemberJoined) -> Joined:

@@ -28,7 +28,7 @@ class ObservedJob:
 
     @property
     def trains(self) -> bool:
-        """Whether a generation is active."""
+        """True if a generation is active."""
         return self.state.generation is not None and self.state.phase in (
             JobPhase.RUNNING,
             JobPhase.STOPPING,

@@ -65,7 +65,7 @@ class Pulse:
 
     @property
     def attached(self) -> bool:
-        """Whether the session's stream is open."""
+        """True if the session's stream is open."""
         return self.detached_ms is None
 
     @property
@@ -85,7 +85,7 @@ class ServerPulse:
 
     heard_ms: int
     attached: bool = True
-    """Whether the session's stream is open."""
+    """True if the session's stream is open."""
     stored_bytes: int = 0
 
 

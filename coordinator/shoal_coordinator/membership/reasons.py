@@ -11,7 +11,7 @@ from enum import StrEnum
 
 
 class Refusal(StrEnum):
-    """Why a well-formed request was refused or a session ended."""
+    """Reason why a well-formed request was refused or a session ended."""
 
     JOB_UNKNOWN = "JOB_UNKNOWN"
     """NOT_FOUND: no such job."""

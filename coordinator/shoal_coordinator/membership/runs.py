@@ -47,7 +47,7 @@ class RunGranted:
 
     run: RunId
     begun: bool
-    """Whether this event began the run, or resumed it after it had ended."""
+    """True if this event began the run, or resumed it after it had ended."""
     previous: PastRun | None
 
 

@@ -35,9 +35,9 @@ class TensorSpec:
     dtype: str
     """A key of ITEM_BYTES."""
     frozen: bool = False
-    """Whether no optimizer has this tensor, so that it never gets a gradient."""
+    """True if no optimizer has this tensor, so that it never gets a gradient."""
     apart: bool = False
-    """Whether this tensor shares a partition with no other tensor."""
+    """True if this tensor shares a partition with no other tensor."""
     table: TableSpec | None = None
     """Set for a sparse table of shape [rows, dim], with rows = 0 if any 64-bit id is allowed. It is
     split into buckets rather than by elements."""

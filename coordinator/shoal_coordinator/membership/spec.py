@@ -72,23 +72,23 @@ class Policy:
     """Constants of the core's decisions, the same for all jobs."""
 
     settle_ms: int = 75
-    """How long a failed collective waits for a death that explains it. A broken stream or a waitpid
-    arrives within a few milliseconds and identifies the dead process; without a death, all live
-    members re-form."""
+    """Time for which a failed collective waits for a death that explains it. A broken stream or a
+    waitpid arrives within a few milliseconds and identifies the dead process; without a death, all
+    live members re-form."""
     timeout_settle_ms: int = 1_000
-    """How long after the first report of a timeout the other waiting members have to report too:
-    the first report ends its member's group, which theirs notice within a quarter of a second. A
-    member that stays silent and makes no progress for longer is what they wait for."""
+    """Time after the first report of a timeout within which the other waiting members have to
+    report too: the first report ends its member's group, which theirs notice within a quarter of a
+    second. A member that stays silent and makes no progress for longer is what they wait for."""
     break_window_ms: int = 100
-    """How long after one broken stream further streams may break because of the same network
-    fault."""
+    """Time after one broken stream within which further streams may break because of the same
+    network fault."""
     reconnect_ms: int = 5_000
-    """How long a member without a stream has to reconnect while its peers cannot continue without
-    it: a little over twice the longest backoff of a member's link. Otherwise it has its full lease.
-    """
+    """Time for which a member without a stream has to reconnect while its peers cannot continue
+    without it: a little over twice the longest backoff of a member's link. Otherwise it has its
+    full lease."""
     absence_ms: int = 300_000
-    """How long a member may be silent if nobody is known to wait for it: the network between it and
-    the coordinator may be down while it keeps training with its peers."""
+    """Time for which a member may be silent if nobody is known to wait for it: the network between
+    it and the coordinator may be down while it keeps training with its peers."""
     quiet_absence_ms: int = 120_000
     """The same for a member that reports no progress, such as a launcher: whether somebody waits
     for it can never be known."""
@@ -96,11 +96,11 @@ class Policy:
     """A stream that ends this soon after its member's last heartbeat was closed by the member; on a
     network failure, TCP and gRPC give up after 10 s."""
     explain_after_ms: int = 10_000
-    """How long a step must be stalled before the reason is sent to all members."""
+    """Time for which a step must be stalled before the reason is sent to all members."""
     explain_again_ms: int = 10_000
-    """How often the explanation is repeated during a stall."""
+    """Interval between repetitions of the explanation during a stall."""
     look_ms: int = 1_000
-    """How often the core looks for stalled steps."""
+    """Interval at which the core looks for stalled steps."""
     most_lost_generations: int = 1_000_000
     """A member that reports a generation further above the newest one is wrong; a smaller gap means
     that Redis has lost generations."""
@@ -119,9 +119,9 @@ class Policy:
     longest_kept_out_ms."""
     longest_kept_out_ms: int = 3_600_000
     straggler_after_ms: int = 5_000
-    """How long a member must slow the others down before it is named as a straggler."""
+    """Time for which a member must slow the others down before it is named as a straggler."""
     straggler_until_ms: int = 30_000
-    """How long a straggler must keep up before it is no longer named."""
+    """Time for which a straggler must keep up before it is no longer named."""
     most_members: int = 2 * LARGEST_WORLD
     """Maximum number of processes in one job, including those that stand by."""
     most_departed: int = 2 * LARGEST_WORLD
@@ -135,13 +135,13 @@ class Policy:
     """Epochs of one loader whose leases are kept; a request for an older one is answered with
     epoch_done."""
     move_retry_ms: int = 2_000
-    """How long the receiver of a failed move of partitions is excluded; each further failure in a
-    row doubles it, up to longest_move_retry_ms."""
+    """Time for which the receiver of a failed move of partitions is excluded; each further failure
+    in a row doubles it, up to longest_move_retry_ms."""
     longest_move_retry_ms: int = 60_000
     most_past_runs: int = 20
     """Maximum number of past runs remembered; the oldest are forgotten first."""
     most_drained: int = 100
     """Maximum number of drained servers remembered; the oldest are forgotten first."""
     batches_retry_after_ms: int = 20
-    """When a member should ask again if all free batches are leased to others; one more millisecond
-    per member limits the rate of requests."""
+    """Time after which a member should ask again if all free batches are leased to others; one more
+    millisecond per member limits the rate of requests."""

@@ -39,7 +39,7 @@ class Place:
     pulse: Pulse
     silent_ms: int
     waited_ms: int
-    """How long it had waited for its peers of this generation."""
+    """Time for which it had waited for its peers of this generation."""
 
     @property
     def name(self) -> str:

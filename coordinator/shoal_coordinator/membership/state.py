@@ -119,20 +119,20 @@ class Member:
     phase: MemberPhase
     joined_unix_ms: int
     replays: bool
-    """Whether the job already had a generation when this member joined: it replays its script
+    """True if the job already had a generation when this member joined: it replays its script
     before it is ready."""
     ready_order: int = 0
     """Increases from one `ready` to the next within a job: the longest-waiting member gets a rank
     first. 0 until it is ready."""
     holds_state: bool = False
-    """Whether it has worked in a generation and so holds part of the training state. For a member
+    """True if it has worked in a generation and so holds part of the training state. For a member
     of the newest generation, Rank.joining records this instead; this flag is set when the member
     loses that place."""
     works_in: int = 0
     """Only while DRAINING: the generation in which it continues after one without it was written.
     0: it is in the newest one, or in none."""
     reason: str = ""
-    """Why it is DRAINING or QUARANTINED."""
+    """Reason why it is DRAINING or QUARANTINED."""
     apart_from: str = ""
     """Only while QUARANTINED: the member that it cannot work with. It becomes READY again once it
     reaches that member or that member is gone."""
@@ -167,7 +167,7 @@ class Rank:
     """Number of ranks on this host, which are adjacent."""
     donor_address: str
     joining: bool
-    """Whether the member is not known to have worked in any generation, so that it holds no
+    """True if the member is not known to have worked in any generation, so that it holds no
     state."""
     donor_key: str = ""
 
@@ -262,7 +262,7 @@ class Server:
 
     @property
     def serves(self) -> bool:
-        """Whether workers can use it."""
+        """True if workers can use it."""
         return self.alive and self.role is ServerRole.PRIMARY and bool(self.address)
 
 
@@ -386,7 +386,7 @@ class Straggler:
     found_ms: int
     seen_ms: int
     told: bool
-    """Whether it has slowed them down for long enough to be named."""
+    """True if it has slowed them down for long enough to be named."""
 
 
 Pair = tuple[str, str]
@@ -427,15 +427,15 @@ class JobState:
     last_order: int = 0
     """Highest Member.ready_order assigned so far."""
     accusations: Mapping[Pair, int] = field(default_factory=dict)
-    """How often two live members accused each other."""
+    """Number of accusations between two live members."""
     ending: JobEnding = JobEnding.NONE
     """NONE if and only if the phase is neither STOPPING nor FINISHED. FAILED is final."""
     stop_reason: str = ""
-    """Why the job stops or has stopped, in phases STOPPING and FINISHED."""
+    """Reason why the job stops or has stopped, in phases STOPPING and FINISHED."""
     ended_unix_ms: int = 0
     """Time at which the run ended; 0 unless the phase is FINISHED."""
     departing: bool = False
-    """Whether a ranked member has left at the common last step boundary: no further generation is
+    """True if a ranked member has left at the common last step boundary: no further generation is
     formed."""
 
     population: Mapping[MemberPhase, int] = field(default_factory=dict)
@@ -508,12 +508,12 @@ class JobState:
 
     @property
     def is_deserted(self) -> bool:
-        """Whether the job has neither a member nor a live server."""
+        """True if the job has neither a member nor a live server."""
         return not self.members and not any(server.alive for server in self.servers.values())
 
     @property
     def is_over(self) -> bool:
-        """Whether no further generation will be formed."""
+        """True if no further generation will be formed."""
         return self.phase is JobPhase.FINISHED or (
             self.phase is JobPhase.STOPPING and self.departing
         )

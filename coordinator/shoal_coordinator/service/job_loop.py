@@ -69,8 +69,8 @@ _FIRST_BACKOFF_S = 0.02
 _LONGEST_BACKOFF_S = 1.0
 _LONGEST_SCAN_INTERVAL_MS = 500
 _GATHER_S = 0.005
-"""How long members that arrive in a rush wait for each other: ten times the cost of a commit for
-this process. Four times as long in a throng."""
+"""Time for which members that arrive in a rush wait for each other: ten times the cost of a commit
+for this process. Four times as long in a throng."""
 _RUSH = 3
 """Number of arrivals in one commit that make a rush."""
 _THRONG = 20
@@ -78,7 +78,7 @@ _THRONG = 20
 _MOST_REQUESTS = 50_000
 """Maximum number of queued requests: five per member of the largest world."""
 _RETRY_AFTER = timedelta(seconds=1)
-"""When a request refused because the queue is full may be repeated."""
+"""Time after which a request refused because the queue is full may be repeated."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -117,7 +117,7 @@ class JobLoop:
         self._urgent = asyncio.Event()
         """Set when an event other than an arrival is queued."""
         self._gather_s = 0.0
-        """How long the next events wait for others, unless they are urgent."""
+        """Time for which the next events wait for others, unless they are urgent."""
         self._committed = asyncio.Event()
         self._failure: ShoalError | None = None
         self._stepping = False
@@ -240,12 +240,12 @@ class JobLoop:
 
     @property
     def is_idle(self) -> bool:
-        """Whether nobody is in the job or about to join."""
+        """True if nobody is in the job or about to join."""
         return self.state.is_deserted and not self._queue and not self._stepping
 
     @property
     def failure(self) -> ShoalError | None:
-        """Why this loop has ended; None while it runs."""
+        """Reason why this loop has ended; None while it runs."""
         return self._failure
 
     # ------------------------------------------------------------------------------------- the loop

@@ -57,7 +57,7 @@ class Jobs:
         """`retention`: how long the store keeps a deserted job."""
         self.failed: asyncio.Future[ShoalError] = asyncio.get_running_loop().create_future()
         self.closing = False
-        """Whether this coordinator is shutting down; streams that end now say nothing about their
+        """True if this coordinator is shutting down; streams that end now say nothing about their
         members."""
         self._store = store
         self._clock = clock

@@ -60,13 +60,13 @@ class MemberClock:
     """`clock` = origin + the reported iteration. None before the first report and while the member
     rests."""
     has_read: bool = False
-    """Whether the member has the values of iteration `clock`. Known only under bsp, and only to
+    """True if the member has the values of iteration `clock`. Known only under bsp, and only to
     this process."""
     takes_part: bool = False
-    """Whether it has read or pushed since it was placed, so that its count is the same on all
+    """True if it has read or pushed since it was placed, so that its count is the same on all
     servers. Known only under bsp."""
     rests: bool = False
-    """Whether no member waits for it until its next report."""
+    """True if no member waits for it until its next report."""
 
 
 class Clocks:

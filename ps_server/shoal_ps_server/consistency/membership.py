@@ -14,11 +14,11 @@ from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyM
 from shoal_ps_server.consistency.fence import Change, Fence, Verdict
 
 ADMISSION_WAIT: Final = timedelta(seconds=5)
-"""How long a caller from an unknown generation may wait for the coordinator to announce it, which
-takes milliseconds if the coordinator is up."""
+"""Time for which a caller from an unknown generation may wait for the coordinator to announce it,
+which takes milliseconds if the coordinator is up."""
 PUSH_WAIT: Final = timedelta(seconds=5)
-"""How long a bsp push may wait for others to read the values that it would change. The worker then
-checks whether it has to leave, and sends the push again."""
+"""Time for which a bsp push may wait for others to read the values that it would change. The worker
+then checks whether it has to leave, and sends the push again."""
 
 _NONE: Final[Mapping[str, str]] = {}
 _NAMED: Final = 5

@@ -36,8 +36,8 @@ from shoal_ps_server.storage.recovery import coming_fields, leaving_record
 logger = logging.getLogger(__name__)
 
 _MOVE_LIMIT: Final = timedelta(seconds=20)
-"""How long a move may take until the receiver has everything; and how long the receiver may go
-without accepting data or answering."""
+"""Time for which a move may take until the receiver has everything; and how long the receiver may
+go without accepting data or answering."""
 _IDLE_LIMIT: Final = timedelta(seconds=5)
 _TAKE: Final = "/shoal.v1.ParameterServer/TakePartitions"
 

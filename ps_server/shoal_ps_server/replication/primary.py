@@ -37,7 +37,8 @@ from shoal_ps_server.storage.snapshot import partition_to_bytes
 logger = logging.getLogger(__name__)
 
 PATIENCE: Final = timedelta(seconds=2)
-"""How long a backup may take to confirm a change before the coordinator is asked to drop it."""
+"""Time for which a backup may take to confirm a change before the coordinator is asked to drop
+it."""
 _LOOK_S: Final = 0.1
 _MOST_BEHIND_BYTES: Final = 512 << 20
 """A backup that is not in sync yet and falls further behind starts over."""
@@ -63,9 +64,9 @@ class _Stream:
     moved_at: float = 0.0
     """Time of its last confirmation, or at which nothing was left to confirm."""
     whole: bool = False
-    """Whether the backup has everything before the records on disk."""
+    """True if the backup has everything before the records on disk."""
     in_sync: bool = False
-    """Whether it has everything that was acknowledged, and the coordinator was notified."""
+    """True if it has everything that was acknowledged, and the coordinator was notified."""
     failure: ShoalError | None = None
     """Reason for its end."""
     failed_at: float = 0.0
@@ -155,7 +156,7 @@ class Backup:
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the backup has been unreachable for a while without being dropped by the
+        """True if the backup has been unreachable for a while without being dropped by the
         coordinator: it may be the primary by now."""
         failed = None if self._held is None or self._held.failure is None else self._held.failed_at
         return failed is not None and asyncio.get_running_loop().time() - failed > self._patience_s

@@ -399,7 +399,7 @@ class _Stream:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all state of the primary has arrived."""
+        """True if all state of the primary has arrived."""
         return self.batches is not None
 
     def make_records(self) -> None:

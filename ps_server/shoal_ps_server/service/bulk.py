@@ -51,7 +51,7 @@ from shoal_ps_server.service.transfers import Transfers
 logger = logging.getLogger(__name__)
 
 _GREETING_LIMIT: Final = timedelta(seconds=5)
-"""How long a new connection may take for the TLS handshake and its ticket."""
+"""Time for which a new connection may take for the TLS handshake and its ticket."""
 _BACKLOG: Final = 128
 _TURNED_AWAY_S: Final = 0.005
 """Delay after a connection that was turned away or replaced another, so that nobody can keep the

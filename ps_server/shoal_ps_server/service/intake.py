@@ -27,7 +27,7 @@ from shoal_ps_server.shard.shard import Outcome
 from shoal_ps_server.storage.changes import Changes
 
 IDLE_LIMIT: Final = timedelta(seconds=60)
-"""How long a client may leave an open stream silent."""
+"""Time for which a client may leave an open stream silent."""
 
 
 class Intake:

@@ -26,7 +26,7 @@ from shoal_ps_server.storage.recovery import Recovered
 logger = logging.getLogger(__name__)
 
 _PLACE_WAIT: Final = timedelta(seconds=5)
-"""How long a request may wait for the coordinator to assign a place to this server."""
+"""Time for which a request may wait for the coordinator to assign a place to this server."""
 
 
 class Standing:
@@ -51,12 +51,12 @@ class Standing:
         self._backup = backup
         self.server_index = None if recovered.layout is None else recovered.layout.server_index
         self._is_registered = False
-        """Whether the coordinator has welcomed this process: messages about its place since then
+        """True if the coordinator has welcomed this process: messages about its place since then
         refer to `server_index`."""
         self._epoch = 0
         """Newest epoch of this server's place."""
         self.with_backups = False
-        """Whether the job's servers have backups."""
+        """True if the job's servers have backups."""
         self._known = asyncio.Event()
         if recovered.layout is not None and not recovered.backup:
             self._known.set()  # else another server may have the place by now
@@ -65,7 +65,7 @@ class Standing:
 
     @property
     def is_known(self) -> bool:
-        """Whether the coordinator has assigned a place, or no other server can have it."""
+        """True if the coordinator has assigned a place, or no other server can have it."""
         return self._known.is_set()
 
     @property

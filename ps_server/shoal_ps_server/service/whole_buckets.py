@@ -34,7 +34,7 @@ from shoal_ps_server.storage.changes import Changes
 
 _MEMORY_BYTES: Final = 2 * LARGEST_BUCKET_BYTES
 _IDLE_LIMIT: Final = timedelta(seconds=60)
-"""How long a client may leave an open stream silent."""
+"""Time for which a client may leave an open stream silent."""
 
 
 class WholeBuckets:

@@ -160,7 +160,7 @@ class Partition:
     """Number of the last restoration of a bucket of a table, which determined its version; 0 if
     there was none."""
     is_restoring: bool = False
-    """Whether a restoration is admitted but neither carried out nor refused."""
+    """True if a restoration is admitted but neither carried out nor refused."""
     _is_calm: tuple[OptimizerSettings, bool] | None = None
     """Cached result of `OptimizerSettings.is_calm` for these settings and this partition's
     tensors."""

@@ -26,8 +26,8 @@ from shoal_ps_server.shard.payload import bytes_of
 MOST_COPIES_BYTES: Final = 256 << 20
 """Maximum total size of a server's copies for readers."""
 RETRY_AFTER: Final = timedelta(seconds=1)
-"""How long a reader that was ended should wait before reading again; others may have finished by
-then."""
+"""Time for which a reader that was ended should wait before reading again; others may have finished
+by then."""
 
 
 class Reading:

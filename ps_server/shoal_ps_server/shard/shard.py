@@ -35,8 +35,8 @@ from shoal_ps_server.shard.reading import Copies, Reading
 from shoal_ps_server.shard.table_rows import TableRows, new_partition, restored_partition
 
 MOVING_RETRY: Final = timedelta(milliseconds=50)
-"""How long a client waits before it requests a moving partition again; a move takes fractions of a
-second."""
+"""Time for which a client waits before it requests a moving partition again; a move takes fractions
+of a second."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,9 +50,9 @@ class Outcome:
     """Number of versions between the one the gradient was computed on and the one it was applied
     to."""
     duplicate: bool = False
-    """Whether the upload was known before and changed nothing."""
+    """True if the upload was known before and changed nothing."""
     known_batch: bool = False
-    """Whether another push had delivered its batch; `duplicate` is then True as well."""
+    """True if another push had delivered its batch; `duplicate` is then True as well."""
     apply_seconds: float = 0.0
     """Time spent on arithmetic and final checks."""
 
@@ -69,7 +69,7 @@ class Admitted:
     """The gradient or the first values; None for a push known by its batch, which only uses its
     number up."""
     first: bool = False
-    """Whether these are the first values."""
+    """True if these are the first values."""
     base: int = 0
     """Version whose values the gradient will be compensated with; 0: no compensation."""
     check_seconds: float = 0.0

@@ -32,7 +32,7 @@ from shoal_ps_server.storage.recovery import (
 T = TypeVar("T")
 
 PENDING_LIMIT: Final = timedelta(seconds=5)
-"""How long a change may wait for a backup before its waiters are told to retry."""
+"""Time for which a change may wait for a backup before its waiters are told to retry."""
 
 
 class Changes:
@@ -196,7 +196,7 @@ class Changes:
 
     @property
     def holds(self) -> bool:
-        """Whether changes wait for another server to have them."""
+        """True if changes wait for another server to have them."""
         return self._journal is not None and self._journal.holds
 
     def give_up(self, reason: UnavailableError) -> None:
@@ -214,7 +214,7 @@ class Changes:
 
     @property
     def is_broken(self) -> bool:
-        """Whether a change in the journal could not be made, so that the in-memory state must not
+        """True if a change in the journal could not be made, so that the in-memory state must not
         be written anywhere."""
         return self._journal is not None and self._journal.is_broken
 

@@ -31,7 +31,7 @@ from shoal_ps_server.storage.snapshot import read_snapshot
 _SNAPSHOT: Final = "snapshot.safetensors"
 _LOCK: Final = "lock"
 _CLEARING: Final = "clearing"
-"""While this file exists, everything else in the directory is ignored."""
+"""File whose existence means that everything else in the directory is ignored."""
 _RUN: Final = "run"
 _ASIDE: Final = "run-"
 _SETTING_ASIDE: Final = "setting-aside"

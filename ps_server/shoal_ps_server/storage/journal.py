@@ -46,7 +46,7 @@ _RETRY_AFTER: Final = timedelta(seconds=2)
 """Suggested retry delay: a full disk will hardly have room sooner, and pushes are megabytes."""
 _LOG_EVERY_S: Final = 10.0
 _MOST_AT_ONCE_S: Final = 0.005
-"""How long consecutive effects may run before the loop's other tasks get their turn."""
+"""Time for which consecutive effects may run before the loop's other tasks get their turn."""
 
 
 class Follower(Protocol):
@@ -69,11 +69,11 @@ class _Entry(Generic[T]):
     refused: Callable[[], None]
     done: asyncio.Future[T]
     rotates: bool = False
-    """Whether the next file begins here."""
+    """True if the next file begins here."""
     number: int = 0
     """Number of that file. Written before the loop is notified."""
     over: bool = False
-    """Whether its effect has run, or it was refused. Owned by the loop."""
+    """True if its effect has run, or it was refused. Owned by the loop."""
     position: int = 0
     """Position that must be confirmed before its effect while the journal holds. Owned by the
     loop."""
@@ -127,10 +127,10 @@ class Journal:
         self._ready: deque[_Entry[Any]] = deque()
         """Written entries whose effect has not run. Owned by the loop."""
         self._refusal: Exception | None = None
-        """Why the entries in `_pending` cannot be written; they are refused once `_ready` is empty.
-        Owned by the loop, like the following fields."""
+        """Reason why the entries in `_pending` cannot be written; they are refused once `_ready` is
+        empty. Owned by the loop, like the following fields."""
         self._making_soon = False
-        """Whether a call of `_make_some` is scheduled."""
+        """True if a call of `_make_some` is scheduled."""
         self._follower: Follower | None = None
         self._holding = False
         self._position = 0
@@ -141,10 +141,10 @@ class Journal:
         """Error of the last write; None if it succeeded. Assigned on the loop, read by any
         thread."""
         self._unmade: Exception | None = None
-        """Why the effect of a record failed or no more records are written; later records have no
-        effect. Owned by the loop."""
+        """Reason why the effect of a record failed or no more records are written; later records
+        have no effect. Owned by the loop."""
         self._broken = False
-        """Whether the file may end with part of a batch. Owned by the thread, like the fields above
+        """True if the file may end with part of a batch. Owned by the thread, like the fields above
         except the queue."""
         self._unwritten_batches = 0
         """Batches refused since the last one that was written; `_logged_at`: when this was last
@@ -215,12 +215,12 @@ class Journal:
 
     @property
     def holds(self) -> bool:
-        """Whether effects wait for a follower."""
+        """True if effects wait for a follower."""
         return self._holding
 
     @property
     def is_broken(self) -> bool:
-        """Whether a record has had no effect, so that memory lacks a change on disk."""
+        """True if a record has had no effect, so that memory lacks a change on disk."""
         return self._unmade is not None
 
     @property

@@ -89,7 +89,7 @@ class Member:
     busy_time: timedelta
     """Part of `step_time` in which it did not wait for its peers."""
     waiting: timedelta
-    """How long it has been waiting for its peers without interruption."""
+    """Time for which it has been waiting for its peers without interruption."""
     waiting_in: str | None
     staleness: float
     """Versions between its last pull and its last push (async_sgd)."""
@@ -112,9 +112,9 @@ class Server:
     metrics_address: str | None
     alive: bool
     in_sync: bool
-    """Whether a backup has everything that its primary acknowledged."""
+    """True if a backup has everything that its primary acknowledged."""
     draining: bool
-    """Whether its partitions are being moved to other servers."""
+    """True if its partitions are being moved to other servers."""
     partitions: int
     value_bytes: int
     """Bytes of the values, without optimizer state."""

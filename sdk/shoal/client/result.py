@@ -12,7 +12,7 @@ class Result:
 
     job_id: str
     ok: bool
-    """Whether it is finished: its script finished, possibly after a request to stop."""
+    """True if it is finished: its script finished, possibly after a request to stop."""
     exit_status: int | None
     """Exit status of `shoal run` (docs/exit-status.md). None: its launcher was killed before it
     could record it, or the job was not submitted from this machine, so that its launcher is unknown

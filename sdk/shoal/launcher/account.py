@@ -51,7 +51,7 @@ class Pause:
 
     @property
     def is_fault(self) -> bool:
-        """Whether a member or server was lost."""
+        """True if a member or server was lost."""
         return any(change.faults for change in self.changes)
 
 

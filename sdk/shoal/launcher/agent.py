@@ -55,8 +55,8 @@ _LOOK_S: Final = 5.0
 _QUIET: Final = timedelta(seconds=10)
 """A worker that has committed a step within this time is not hung and needs no check."""
 _PUT_OUT_GRACE: Final = timedelta(seconds=20)
-"""How long an evicted worker may take to exit by itself. It learns of the eviction within a second
-or two."""
+"""Time for which an evicted worker may take to exit by itself. It learns of the eviction within a
+second or two."""
 _REPLACEMENT_DELAY: Final = timedelta(milliseconds=250)
 """Delay between a worker's death and the start of its replacement in a fresh interpreter while
 others run: importing torch takes a second or more on the cores on which the others form their next
@@ -123,12 +123,12 @@ class Agent:
         self._telling: set[asyncio.Task[None]] = set()
         """Pending reports of the job's failure to other launchers."""
         self._why = ""
-        """Why the job ends, according to the coordinator."""
+        """Reason why the job ends, according to the coordinator."""
         self._holders: int | None = None
         """Number of members that hold the training state, as last reported by the coordinator; None
         before that."""
         self._ending = False
-        """Whether the run is ending: nothing more is started."""
+        """True if the run is ending: nothing more is started."""
 
     @property
     def figures(self) -> RunFigures:

@@ -250,7 +250,7 @@ class LocalCluster:
 
     @property
     def serves_when_asked(self) -> bool:
-        """Whether the job begins without parameter servers but may have one."""
+        """True if the job begins without parameter servers but may have one."""
         return not self.job.parameter_servers and bool(self.job.max_parameter_servers)
 
     @property

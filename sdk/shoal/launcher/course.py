@@ -89,12 +89,12 @@ class Course:
 
     @property
     def has_begun(self) -> bool:
-        """Whether a step was committed."""
+        """True if a step was committed."""
         return bool(self._tallies)
 
     @property
     def asynchronous(self) -> bool:
-        """Whether each worker makes its own steps."""
+        """True if each worker makes its own steps."""
         return any(tally.counts.asynchronous for tally in self._tallies.values())
 
     @property

@@ -79,7 +79,7 @@ class HostedCoordinator:
 
     @property
     def is_running(self) -> bool:
-        """Whether the coordinator's process is running, as far as known; `pidfd` becomes readable
+        """True if the coordinator's process is running, as far as known; `pidfd` becomes readable
         when it ends."""
         return self._service.child.status is None
 

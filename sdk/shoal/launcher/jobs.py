@@ -35,11 +35,11 @@ class JobSettings:
     """Maximum number of servers; 0: as many as `parameter_servers`. More than 0 while
     `parameter_servers` is 0: one is started when a script requests it."""
     join_grace: timedelta = timedelta(seconds=30)
-    """How long the first ready worker waits for others if the world is not full."""
+    """Time for which the first ready worker waits for others if the world is not full."""
     lease: timedelta | None = None
     """Silence after which a member is evicted; None: the coordinator's default."""
     stall_timeout: timedelta | None = None
-    """How long an accused member may make no progress; None: the coordinator's default."""
+    """Time for which an accused member may make no progress; None: the coordinator's default."""
 
     def message(self) -> JobSpec:
         from shoal_protos.v1.coordinator_pb2 import JobSpec

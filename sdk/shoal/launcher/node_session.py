@@ -52,7 +52,7 @@ class Standing:
     workers are restarted; identical keys in another generation mean that the coordinator had missed
     a node that was there all the time."""
     why: str = ""
-    """Why it has no place, for people."""
+    """Reason why it has no place, for people."""
 
 
 class NodeSession:
@@ -77,9 +77,9 @@ class NodeSession:
         """
         self.standing = Standing(generation=0, placement=None, why="no word from the coordinator")
         self.stopped: str | None = None
-        """Why the job was stopped."""
+        """Reason why the job was stopped."""
         self.error: ShoalError | None = None
-        """Why the session has ended. If `is_closed`, the run has finished elsewhere."""
+        """Reason why the session has ended. If `is_closed`, the run has finished elsewhere."""
         self.works_in = 0
         """Generation in which the launcher's workers were started; set by the launcher and reported
         in heartbeats."""
@@ -106,7 +106,7 @@ class NodeSession:
 
     @property
     def is_closed(self) -> bool:
-        """Whether the run has finished elsewhere: there are no more places, but no reason to stop
+        """True if the run has finished elsewhere: there are no more places, but no reason to stop
         either."""
         return self.error is not None and self.error.reason in _OVER
 

@@ -54,8 +54,8 @@ _REMINDER_S: Final = 10.0
 _EXPLAIN_AFTER_S: Final = 2.0
 """Time after which an unresponsive coordinator is probed for the cause."""
 _WITHOUT_A_PLACE: Final = timedelta(seconds=60)
-"""How long plain workers continue while their launcher has no place: after a network failure, all
-launchers may return to their places."""
+"""Time for which plain workers continue while their launcher has no place: after a network failure,
+all launchers may return to their places."""
 _DEFAULT_MASTER_PORT: Final = 29500
 _RUN_ENDING: Final = "RUN_ENDING"
 
@@ -95,7 +95,7 @@ class SharedSite:
         """Latest standing passed to the agent by `moved` and `place`; None before the first
         place."""
         self._left_alone = False
-        """Whether the session was refused while workers ran: they continue, and changes of
+        """True if the session was refused while workers ran: they continue, and changes of
         launchers go unnoticed."""
         self._before = ""
         """Outcome of the previous run, for people; empty if unknown."""
@@ -210,7 +210,7 @@ class SharedSite:
 
     @property
     def _settled(self) -> bool:
-        """Whether places were fixed in advance by flags."""
+        """True if places were fixed in advance by flags."""
         return self._settings.master_address is not None
 
     def _settled_place(self) -> NodePlacement:

@@ -76,7 +76,7 @@ class Source:
     prefix: bytes
     """Prefix of each line on the console."""
     console: bool
-    """Whether its lines appear on the console."""
+    """True if its lines appear on the console."""
     file: Path | None
     """Gets every byte, without prefixes; None: no file."""
     splitter: LineSplitter = field(default_factory=LineSplitter)

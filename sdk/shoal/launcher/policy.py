@@ -58,7 +58,7 @@ class JobEnd(Enum):
 
     @property
     def is_over(self) -> bool:
-        """Whether a new member would find nothing to do."""
+        """True if a new member would find nothing to do."""
         return self in (JobEnd.COMPLETED, JobEnd.STOPPED, JobEnd.FAILED)
 
 
@@ -90,14 +90,14 @@ class WorkerExit:
 
     @property
     def left(self) -> bool:
-        """Whether it ended well, or on request and said so; not if SIGTERM killed it."""
+        """True if it ended well, or on request and said so; not if SIGTERM killed it."""
         return self.status.ok or (
             self.status.code == PREEMPTED and not self.status.signal and not self.message
         )
 
     @property
     def raised(self) -> bool:
-        """Whether its script failed with an exception or an exit code of its own, however the
+        """True if its script failed with an exception or an exit code of its own, however the
         process then ended; not if it was evicted."""
         return (
             not self.left
@@ -116,7 +116,7 @@ class RestartPolicy:
         self.restarts = 0
         """Number of restarts of all workers so far."""
         self.elastic = False
-        """Whether a worker has joined the job; all workers then count as elastic until the end of
+        """True if a worker has joined the job; all workers then count as elastic until the end of
         the run."""
         self.end = JobEnd.UNKNOWN
         """Latest known state of the job."""
@@ -218,7 +218,7 @@ class RestartPolicy:
 
     @property
     def fails_job(self) -> bool:
-        """Whether the other launchers of the job must be informed of `fatal`."""
+        """True if the other launchers of the job must be informed of `fatal`."""
         return self.fatal is not None and self._fail_fast
 
     def exit_code(self, *, signal_number: int = 0) -> int:

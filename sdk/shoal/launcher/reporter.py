@@ -56,7 +56,7 @@ class JobNews:
 
 @dataclass(frozen=True, kw_only=True)
 class ExitReport:
-    """What the coordinator knows about a worker that has ended."""
+    """Knowledge of the coordinator about a worker that has ended."""
 
     was_member: bool
     rank: int

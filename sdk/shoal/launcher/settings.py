@@ -207,10 +207,10 @@ class RunSettings:
     """Workers may begin at step 0 if every process with the training state is gone and no
     checkpoint was loaded."""
     join_grace: timedelta | None = None
-    """How long a generation waits for more workers than the minimum; None: 30 s for a fixed number
-    of nodes, otherwise 5 s."""
+    """Time for which a generation waits for more workers than the minimum; None: 30 s for a fixed
+    number of nodes, otherwise 5 s."""
     join_timeout: timedelta = timedelta(minutes=10)
-    """How long the launchers wait for each other."""
+    """Time for which the launchers wait for each other."""
     shutdown_timeout: timedelta | None = None
     """Time from SIGTERM to SIGKILL; None: see `shutdown_grace`."""
     node_rank: int | None = None

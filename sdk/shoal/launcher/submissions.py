@@ -75,12 +75,12 @@ class Submission:
 
     @property
     def is_running(self) -> bool:
-        """Whether its process exists, possibly after recording its outcome."""
+        """True if its process exists, possibly after recording its outcome."""
         return start_ticks(self.pid) == self.pid_start_ticks
 
     @property
     def has_ended(self) -> bool:
-        """Whether nothing of it is running and its log is complete."""
+        """True if nothing of it is running and its log is complete."""
         return self.outcome() is not None
 
     def outcome(self) -> Outcome | None:

@@ -91,7 +91,7 @@ class WarmWorkers:
 
     @property
     def is_ready(self) -> bool:
-        """Whether the next worker will be forked."""
+        """True if the next worker will be forked."""
         return self._process is not None
 
     def begin(self) -> None:
@@ -210,7 +210,7 @@ class _WarmProcess:
     def __init__(self, environment: Mapping[str, str]) -> None:
         """Raises OSError."""
         self.answers = True
-        """Whether requests make sense."""
+        """True if requests make sense."""
         self._connection, theirs = socket.socketpair()
         with theirs:
             command = [sys.executable, "-u", _PROGRAM, str(theirs.fileno()), str(os.getpid())]

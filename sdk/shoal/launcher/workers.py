@@ -60,17 +60,17 @@ class Worker:
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its exit has been handled."""
     has_succeeded: bool = False
-    """Whether the worker's process has ended with status 0."""
+    """True if the worker's process has ended with status 0."""
 
     @property
     def has_joined(self) -> bool:
-        """Whether it has recorded that it is a member of the job: the script is elastic, even if
+        """True if it has recorded that it is a member of the job: the script is elastic, even if
         the coordinator cannot be asked."""
         return bool(self._said())
 
     @property
     def has_finished(self) -> bool:
-        """Whether it has recorded that its script finished while nobody had asked it to leave or to
+        """True if it has recorded that its script finished while nobody had asked it to leave or to
         stop."""
         return self._said() == "finished"
 

@@ -60,13 +60,13 @@ class Ended:
 
     @property
     def was_ended(self) -> bool:
-        """Whether a launcher was ended by an external event rather than by its script
+        """True if a launcher was ended by an external event rather than by its script
         (docs/exit-status.md)."""
         return self.status == PUT_OUT or self.status > 128
 
     @property
     def has_failed(self) -> bool:
-        """Whether a launcher ended because of its own workers: others exit with 1 when the job has
+        """True if a launcher ended because of its own workers: others exit with 1 when the job has
         failed, or arrive too late."""
         return self.status not in (0, PUT_OUT, PREEMPTED) and SUMMARY in self.files
 

@@ -37,9 +37,9 @@ class Patience:
     """Time limits of a run."""
 
     placement: timedelta
-    """How long Ray may take to place launchers."""
+    """Time for which Ray may take to place launchers."""
     shutdown: timedelta
-    """How long workers may take to leave on request."""
+    """Time for which workers may take to leave on request."""
 
 
 def carry_out(plan: Plan, *, coordinator: str | None, patience: Patience) -> Outcome:

@@ -32,12 +32,13 @@ _ANSWER_S: Final = 10.0
 """An actor that has not answered for this long does not run: its machine is lost, or Ray has no
 place for it."""
 _END_GRACE_S: Final = 300.0
-"""How long to wait for running launchers after one has finished: their scripts have reached the
-same end, and save."""
+"""Time for which to wait for running launchers after one has finished: their scripts have reached
+the same end, and save."""
 _FAILURE_GRACE_S: Final = 90.0
-"""How long to wait for running launchers after the job has failed: they give their workers 30 s."""
+"""Time for which to wait for running launchers after the job has failed: they give their workers 30
+s."""
 _LEAVE_S: Final = 5.0
-"""How long an actor may take to confirm that it has forwarded SIGTERM."""
+"""Time for which an actor may take to confirm that it has forwarded SIGTERM."""
 _MOST_RERUNS: Final = 10
 
 
@@ -66,7 +67,7 @@ class Seat:
 
     @property
     def is_there(self) -> bool:
-        """Whether it has answered recently."""
+        """True if it has answered recently."""
         return self.answered_at is not None and time.monotonic() < self.answered_at + _ANSWER_S
 
 
@@ -85,7 +86,7 @@ class Outcome:
 
     @property
     def came_to_the_end(self) -> bool:
-        """Whether the script finished on every worker that the run had at its end: some finished,
+        """True if the script finished on every worker that the run had at its end: some finished,
         and none failed."""
         return bool(self.finished) and not any(ended.has_failed for ended in self.failed)
 

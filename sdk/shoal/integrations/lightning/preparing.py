@@ -19,7 +19,7 @@ from shoal_worker.elastic.first_of_machine import main_first
 from shoal_worker.settings import WorkerSettings
 
 _TIMEOUT: Final = timedelta(hours=6)
-"""How long the others wait; Lightning's wait without limit."""
+"""Time for which the others wait; Lightning's wait without limit."""
 
 
 def preparers(trainer: pl.Trainer) -> Iterator[Any]:

@@ -81,7 +81,7 @@ class ShoalStrategy(Strategy):
 
     @property
     def is_global_zero(self) -> bool:
-        """Whether this is the one process that writes and logs; if it dies, another one takes
+        """True if this is the one process that writes and logs; if it dies, another one takes
         over."""
         return current_session().is_first
 

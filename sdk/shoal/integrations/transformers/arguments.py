@@ -78,7 +78,7 @@ class TrainingArguments(transformers.TrainingArguments):
     """
 
     use_cpu: bool
-    """Whether to ignore GPUs; set automatically if there are none."""
+    """Ignores GPUs if true; set automatically if there are none."""
 
     def __post_init__(self) -> None:
         self.use_cpu = self.use_cpu or not torch.cuda.is_available()  # as `shoal.device()`

@@ -45,7 +45,7 @@ BEATS: Final = 5
 """Heartbeats of each member, one after another as quickly as the coordinator takes them."""
 JOIN_TARGET_S: Final = 5.0
 BARE_JOINED_S: Final = 2.9
-"""What bare grpcio took on the machine for which the target was set."""
+"""Seconds that bare grpcio took on the machine for which the target was set."""
 DEATH_TARGET_S: Final = 0.1
 BYTES_TARGET: Final = 200
 _MOST_TOLD: Final = 50_000
@@ -66,20 +66,20 @@ class Measured:
     command: str
     joined_s: float = 0.0
     joined_cpu_s: float = 0.0
-    """Of the server's processor time."""
+    """Processor time of the server."""
     told_s: list[float] = field(default_factory=list)
-    """Of each death and member: until it was told."""
+    """Seconds until each member was notified, for each death."""
     last_s: list[float] = field(default_factory=list)
-    """Of each death: until the last member was told."""
+    """Seconds until the last member was notified, for each death."""
     message_bytes: float = 0.0
-    """That a death took, for each member."""
+    """Size of the messages caused by a death, for each member."""
     beats_per_s: float = 0.0
     table_bytes: int = 0
     failure: str = ""
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 3 minutes."""
+    """Runs the benchmark described in the module. About 3 minutes."""
     measured = []
     with _beside_the_server():
         for size in QUICK_SIZES if options.quick else SIZES:

@@ -42,7 +42,7 @@ class System:
     name: str
     flags: tuple[str, ...]
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """What the first rank saw, one a run."""
+    """Records of the first rank, one for each run."""
     failure: str = ""
 
     @property
@@ -62,7 +62,8 @@ def shoal(name: str, *, preset: str = "", **options: Any) -> System:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 4 minutes; quick: about 1, without int8, sign and the presets."""
+    """Runs the benchmark described in the module. About 4 minutes; quick: about 1, without int8,
+    sign and the presets."""
     width, rounds = (384, 1) if options.quick else (768, 2)
     torch_fp32 = System(name="torch DDP, fp32", flags=("--system=torch",))
     fp32, bf16 = shoal("fp32"), shoal("bf16", gradient_compression="bf16")
@@ -171,7 +172,7 @@ def _run(system: System, width: int, machines: Machines, endpoint: str) -> None:
 
 
 def _torch(worker: Sequence[str], machines: Machines) -> list[tuple[list[str], dict[str, str]]]:
-    """What to start on each machine, and in which environment."""
+    """Returns what to start on each machine, and in which environment."""
     master = {"MASTER_ADDR": machines.address(_HOSTS[0]), "MASTER_PORT": str(_PORT)}
     common = {**master, "WORLD_SIZE": str(RANKS), "GLOO_SOCKET_IFNAME": INTERFACE}
     return [([sys.executable, *worker], common | {"RANK": str(rank)}) for rank in range(RANKS)]
@@ -180,7 +181,7 @@ def _torch(worker: Sequence[str], machines: Machines) -> list[tuple[list[str], d
 def _shoal(
     worker: Sequence[str], machines: Machines, endpoint: str
 ) -> list[tuple[list[str], dict[str, str]]]:
-    """As `_torch`. A launcher a machine, as a user would start it."""
+    """Returns the same for Shoal, with one launcher per machine, as a user would start it."""
     run = [
         str(Path(sys.executable).with_name("shoal")),
         "run",
@@ -273,7 +274,7 @@ def _median(system: System, of: Callable[[dict[str, Any]], float]) -> float:
 
 
 def _speed(system: System, other: System) -> float | None:
-    """How many times as fast as the other."""
+    """Returns how many times as fast as the other."""
     if system is other or not system.times_s or not other.times_s:
         return None
     return statistics.median(other.times_s) / statistics.median(system.times_s)

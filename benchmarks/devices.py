@@ -47,16 +47,16 @@ class Devices:
     kind: str = CPU
     """One of `KINDS`."""
     names: tuple[str, ...] = ()
-    """What each device is called; empty on the host."""
+    """Names of the devices; empty on the host."""
 
     @property
     def for_cuda(self) -> bool:
-        """Whether the systems, floors and targets are those for CUDA devices."""
+        """True if the systems, floors and targets are those for CUDA devices."""
         return self.kind != CPU
 
     @property
     def flag(self) -> str:
-        """What workers are told to compute on."""
+        """Value of the workers' flag for the device."""
         return self.kind if self.kind in (CUDA, SHARED) else CPU
 
     def size(self, host: T, device: T) -> T:

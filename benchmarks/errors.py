@@ -1,4 +1,4 @@
-"""What goes wrong while measuring."""
+"""Errors of measurements."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ _WRONG: Final = re.compile(r"^wrong: (0|\{.*\})$", re.MULTILINE)
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What a run of the simulator says at its end."""
+    """Final report of a run of the simulator."""
 
     schedules: int
     per_minute: float
@@ -49,7 +49,8 @@ class Account:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About an hour on two cores: it is the simulated half of `make chaos`."""
+    """Runs the benchmark described in the module. About an hour on two cores: it is the simulated
+    half of `make chaos`."""
     processes = ("--processes", "1" if options.quick else str(len(os.sched_getaffinity(0))))
     seeds = (*_SIMULATION, "--seeds", str(QUICK_SEEDS if options.quick else SEEDS), *processes)
     tears = (

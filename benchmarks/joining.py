@@ -73,7 +73,8 @@ def stall_s(commits: Sequence[Commit], *, workers: int) -> tuple[float, float]:
 
 
 def taken(output: str) -> list[tuple[float, float]]:
-    """What Shoal's workers say about the state they took, oldest first: (bytes, seconds)."""
+    """Returns what Shoal's workers say about the state they took, oldest first: (bytes,
+    seconds)."""
     return [
         (float(megabytes) * 1e6, float(seconds)) for megabytes, seconds in _TAKEN.findall(output)
     ]

@@ -123,7 +123,7 @@ def _shoal(
 
 
 def torchft_command(settings: TorchftSettings) -> str:
-    """How torchft is started with them, as a person would type it."""
+    """Returns how torchft is started with them, as a person would type it."""
     return (
         f"torchft_lighthouse --heartbeat_timeout_ms {settings.heartbeat_timeout_ms} "
         f"--join_timeout_ms {settings.join_timeout_ms} --quorum_tick_ms {settings.quorum_tick_ms}; "
@@ -201,7 +201,7 @@ each its device."""
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 12 minutes."""
+    """Runs the benchmark described in the module. About 12 minutes."""
     devices = options.devices
     candidates = CUDA_CANDIDATES if devices.for_cuda else CANDIDATES
     chosen = [candidate for candidate in candidates if not options.quick or candidate.quick_kills]
@@ -376,7 +376,7 @@ def _seconds(value: float) -> str:
 
 
 def of_floor(row: Row, floor: Row) -> float | None:
-    """How many times the floor's p50 the row's is; None if one of them was not measured."""
+    """Returns how many times the floor's p50 the row's is; None if one of them was not measured."""
     ours, least = row.samples["pause_s"], floor.samples["pause_s"]
     return quantile(ours, 0.5) / quantile(least, 0.5) if ours and least else None
 

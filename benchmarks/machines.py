@@ -54,7 +54,7 @@ _KNOWING: Final = ("sh", "-c", 'mount --bind "$0" /etc/hosts && exec "$@"')
 
 
 def hindrance() -> str | None:
-    """Why no namespaces can be made here; None: they can."""
+    """Returns why no namespaces can be made here; None: they can."""
     if missing := [program for program in ("ip", "tc", "unshare") if shutil.which(program) is None]:
         return f"it needs the programs {', '.join(missing)} (Debian: iproute2, util-linux)"
     if os.geteuid() != 0:
@@ -98,13 +98,13 @@ class Machines:
         self._delete()
 
     def address(self, machine: str) -> str:
-        """Where the others reach it."""
+        """Returns where the others reach it."""
         return (
             f"fd77::{self._number(machine):x}" if self._ipv6 else f"10.77.0.{self._number(machine)}"
         )
 
     def second_address(self, machine: str) -> str:
-        """Where others of its second network reach it (`connect`)."""
+        """Returns where others of its second network reach it (`connect`)."""
         return f"10.78.0.{self._number(machine)}"
 
     def connect(self, *machines: str) -> None:
@@ -160,7 +160,7 @@ class Machines:
         return Path("/run/netns") / self._namespace(machine)
 
     def pids(self, machine: str) -> list[int]:
-        """What runs there."""
+        """Returns what runs there."""
         return [int(pid) for pid in _ip("netns", "pids", self._namespace(machine)).split()]
 
     def slow_down(self, machine: str, *, mbit_per_s: int) -> None:
@@ -246,7 +246,7 @@ class Machines:
 
 
 def sent_bytes() -> int:
-    """What the machine that this process runs on has sent so far, headers included."""
+    """Returns what the machine that this process runs on has sent so far, headers included."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counters = line.partition(":")
         if name.strip() == INTERFACE:

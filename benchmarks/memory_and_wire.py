@@ -45,7 +45,7 @@ class Case:
     options: Mapping[str, Any] = field(default_factory=dict)
     ranks: tuple[int, ...] = (2, 3, 4)
     replicas: Callable[[int], int] = lambda ranks: ranks
-    """Of so many ranks; each takes `batch` samples a step."""
+    """Returns the number of replicas for a number of ranks; each takes `batch` samples a step."""
     batch: int = 1
     servers: int = 0
 
@@ -151,7 +151,7 @@ CASES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """Of one launch; bytes, each the most that any rank has."""
+    """Bytes of one launch, each the maximum over the ranks."""
 
     model: int
     parameters: int
@@ -193,7 +193,7 @@ class Account:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 4 minutes."""
+    """Runs the benchmark described in the module. About 4 minutes."""
     rows = [
         _row(case, ranks)
         for case in CASES

@@ -75,7 +75,8 @@ def systems() -> list[System]:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 10 minutes; quick: about 3, at one learning rate."""
+    """Runs the benchmark described in the module. About 10 minutes; quick: about 3, at one learning
+    rate."""
     all_of_them = systems()
     rates, repeats = (LEARNING_RATES[:1], 1) if options.quick else (LEARNING_RATES, 2)
     for system in all_of_them:
@@ -152,7 +153,7 @@ def row(system: System, plain: System) -> Row:
 
 
 def share_of(system: System, plain: System) -> float | None:
-    """How many of the other's bytes it moved; None: one of them was not measured."""
+    """Returns how many of the other's bytes it moved; None: one of them was not measured."""
     if not system.megabytes or not plain.megabytes:
         return None
     return statistics.median(system.megabytes) / statistics.median(plain.megabytes)

@@ -1,4 +1,5 @@
-"""What `shoal.plan` says of each strategy, beside what a run of it is measured to hold and send.
+"""Compares the plan of each strategy (`shoal.plan`) with what a run of it is measured to hold and
+send.
 
 A plan is made of the decoder of T8, and each strategy is then run with the options that the plan
 gives, and accounted for as in T8 (`benchmarks.workers.account`).
@@ -136,7 +137,7 @@ def compare(compared: Compared) -> Outcome:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 3 minutes."""
+    """Runs the benchmark described in the module. About 3 minutes."""
     rows = [_row(each) for each in (COMPARED[:2] if options.quick else COMPARED)]
     return Table(
         key="t18",

@@ -20,7 +20,7 @@ _ELEMENTS_OF_A_CLIENT: Final = 2 << 20
 
 
 def measure(options: Options) -> Table:
-    """See the module. Several minutes."""
+    """Runs the benchmark described in the module. Several minutes."""
     rounds = 5 if options.quick else 20
     rows: list[Row] = []
     for sides in _curves():

@@ -41,7 +41,7 @@ class Side:
     key: str
     name: str
     system: str = "shoal"
-    """What `benchmarks.workers.transfer` is told to measure: its --system."""
+    """System measured by `benchmarks.workers.transfer`: its --system."""
     client: tuple[str, ...] = ()
     """More flags of its client."""
     server: tuple[str, ...] = ()
@@ -97,7 +97,7 @@ class Side:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About two minutes."""
+    """Runs the benchmark described in the module. About two minutes."""
     rounds = 10 if options.quick else 40
     tcp = Side(key="tcp", name="raw TCP, no arithmetic", system="tcp")
     torch_rpc = Side(key="torch-rpc-tcp", name="torch RPC over TCP", system="torch-rpc-tcp")
@@ -171,7 +171,7 @@ RATES: Final = (
 
 
 def method(rounds: int) -> str:
-    """How both tables are measured."""
+    """Returns how both tables are measured."""
     return (
         f"Each system has a client and a server process on this machine; {rounds} rounds in turns "
         f"whose order alternates, after {WARM_UP} that are not counted. A round is one push, "
@@ -300,7 +300,7 @@ def row(side: Side, others: Sequence[tuple[str, Side]]) -> Row:
 
 
 def speed(side: Side, other: Side) -> Ratio | None:
-    """How many times as fast as the other, round by round."""
+    """Returns how many times as fast as the other, round by round."""
     if not side.push_s or len(side.push_s) != len(other.push_s):
         return None
     return paired_ratio(other.both_s, side.both_s)

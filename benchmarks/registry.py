@@ -13,18 +13,18 @@ from benchmarks.report import Table
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """How much to measure, and where plots go."""
+    """Extent of the measurements, and the directory of plots."""
 
     quick: bool
     """Few repetitions: does it work at all? The figures are rough."""
     output: Path
     """An existing directory."""
     devices: Devices = HOST
-    """What the workers compute on."""
+    """Devices on which the workers compute."""
 
 
 class Measure(Protocol):
-    """What a benchmark's module has."""
+    """Interface of a benchmark's module."""
 
     def measure(self, options: Options) -> Table:
         """Measures, and draws plots into `options.output`. Failures of a single system stand in its

@@ -34,14 +34,14 @@ class Row:
 
     name: str
     command: str
-    """What was started, as a person would type it."""
+    """Command that was started, as a person would type it."""
     cells: Mapping[str, str]
     """Column to text, with the unit in the column's name or in the text. Columns left out show as
     missing."""
     samples: Mapping[str, Sequence[float]] = field(default_factory=dict)
     """Every single measurement, by name with its unit (`pause_s`). For the JSON and the plots."""
     failure: str = ""
-    """Why figures are missing; empty: none are."""
+    """Reason why figures are missing; empty: none are."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,17 +53,17 @@ class Table:
     title: str
     target: str
     method: str
-    """How it was measured, in a few sentences."""
+    """Description of the measurement, in a few sentences."""
     columns: tuple[str, ...]
     """In the order in which they are shown, after the row's name."""
     rows: tuple[Row, ...]
     verdict: str
-    """What was reached of the target, in one sentence."""
+    """Comparison with the target, in one sentence."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Machine:
-    """What the figures were measured on."""
+    """The machine on which the figures were measured."""
 
     cores: int
     processor: str
@@ -126,7 +126,7 @@ def write(directory: Path, table: Table, machine: Machine, command: str) -> None
 
 
 def read(file: Path) -> tuple[Table, Machine, str]:
-    """What `write` wrote as JSON, and the command that made it."""
+    """Returns what `write` wrote as JSON, and the command that made it."""
     content = json.loads(file.read_text())
     command, machine = content.pop("command"), Machine(**content.pop("machine"))
     rows = tuple(Row(**row) for row in content.pop("rows"))

@@ -42,7 +42,7 @@ from benchmarks.workers.workload import Workload
 
 TARGET_S: Final = 0.5
 PAPER_S: Final = 0.8
-"""What the parameter server paper has, on its own cluster."""
+"""Seconds reported by the parameter server paper on its own cluster."""
 WORKERS: Final = 2
 WIDTH: Final = 256
 BATCH: Final = 32
@@ -102,7 +102,7 @@ class System:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 8 minutes; quick: about 2."""
+    """Runs the benchmark described in the module. About 8 minutes; quick: about 2."""
     backed = System(name="with a backup", backups=1, kills=30)
     restarted = System(name="without, restarted from its journal", backups=0, kills=10)
     for system in (backed, restarted):
@@ -199,7 +199,7 @@ def _wait_until_well(stage: Stage, job: _Job, logs: StepLogs, since_ns: int) -> 
 
 
 def _stepping(logs: StepLogs, since_ns: int) -> bool:
-    """Whether each worker has done enough steps since then."""
+    """Returns whether each worker has done enough steps since then."""
     logs.read()
     after = [
         sum(1 for commit in commits if commit.time_ns > since_ns)
@@ -275,7 +275,7 @@ class _Job:
         return list(self._client.get_job(self._job_id).servers)
 
     def is_whole(self) -> bool:
-        """Whether there is a primary, and a backup in sync where there is to be one."""
+        """Returns whether there is a primary, and a backup in sync where there is to be one."""
         there = [server for server in self._servers() if server.alive]
         primaries = [
             server for server in there if server.role == coordinator_pb2.SERVER_ROLE_PRIMARY

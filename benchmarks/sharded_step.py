@@ -42,13 +42,13 @@ _ON_THE_HOST: Final = (
 
 
 def strategy(name: str) -> Side:
-    """Of Shoal's."""
+    """Strategy of Shoal."""
     command = f"shoal run --standalone -m benchmarks.workers.train_strategy --strategy {name}"
     return Side(name=f"shoal {name}", command=command, start=partial(start_strategy, strategy=name))
 
 
 def torch_peer(name: str, key: str) -> Side:
-    """Of torch's own."""
+    """Equivalent of torch."""
     module = "benchmarks.workers.train_torch"
     start = partial(start_module, module=module, more=("--with", key))
     return Side(name=name, command=f"torchrun --standalone -m {module} --with {key}", start=start)
@@ -125,7 +125,7 @@ ON_DEVICES: Final = (
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 4 minutes."""
+    """Runs the benchmark described in the module. About 4 minutes."""
     devices = options.devices
     rounds = devices.rounds(QUICK_ROUNDS if options.quick else ROUNDS)
     comparisons = CUDA_COMPARISONS if devices.for_cuda else COMPARISONS

@@ -36,10 +36,10 @@ class Member:
     told: dict[int, float] = field(default_factory=dict)
     """Number of each generation that it was told of -> when, of time.perf_counter."""
     announced_bytes: int = 0
-    """What the messages with generations took, in all."""
+    """Total size of the messages with generations."""
     newest: pb.Generation | None = None
     ended: str = ""
-    """Why its session is over; empty: it is not."""
+    """Reason why its session is over; empty: it is not."""
     task: asyncio.Task[None] | None = None
 
     @property
@@ -88,7 +88,7 @@ class Crowd:
             await member.call.write(beat)
 
     def told(self, number: int) -> int:
-        """How many have been told of generation `number`."""
+        """Returns how many have been told of generation `number`."""
         return self._told[number]
 
     async def until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:

@@ -51,7 +51,7 @@ class System:
     learning_rate: float | None = None
     """The one that reached the loss soonest; None: none has."""
     runs: list[dict[str, Any]] = field(default_factory=list)
-    """What rank 0 saw in each run at that learning rate."""
+    """Records of rank 0 in each run at that learning rate."""
     failure: str = ""
 
     @property
@@ -121,7 +121,8 @@ def systems() -> list[System]:
 
 
 def measure(options: Options) -> Table:
-    """See the module. About 25 minutes; quick: about 4, with one learning rate for all."""
+    """Runs the benchmark described in the module. About 25 minutes; quick: about 4, with one
+    learning rate for all."""
     all_of_them = systems()
     rates, rounds = (_QUICK_LEARNING_RATES, 1) if options.quick else (LEARNING_RATES, 3)
     for system in all_of_them:

@@ -33,7 +33,7 @@ class System(Protocol):
     """Started workers of one system."""
 
     def may_kill(self, pid: int) -> bool:
-        """Whether the worker `pid` may be the victim."""
+        """Returns whether the worker `pid` may be the victim."""
         ...
 
     def kill(self, pid: int) -> None:
@@ -277,14 +277,14 @@ class TorchftSettings:
     heartbeat_timeout_ms: int = 5000
     """The lighthouse takes a replica for dead that was silent for so long."""
     heartbeat_ms: int = 100
-    """How often a replica sends one."""
+    """Interval between a replica's heartbeats."""
     join_timeout_ms: int = 60_000
     """The time for which the lighthouse's quorum waits for replicas that live and have not asked
     for it."""
     quorum_tick_ms: int = 100
-    """Of the lighthouse: how often it looks."""
+    """Interval between checks of the lighthouse."""
     timeout_s: float = 60
-    """Of collectives, RPCs and connections."""
+    """Timeout of collectives, RPCs and connections."""
 
 
 class Torchft:

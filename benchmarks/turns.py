@@ -39,7 +39,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Course:
-    """What all sides of one comparison do."""
+    """Work of all sides of one comparison."""
 
     ranks: int
     width: int
@@ -50,12 +50,12 @@ class Course:
     warm_up_blocks: int
     """Before the rounds; they do not count."""
     device: str = "cpu"
-    """What the workers are told to compute on."""
+    """Device on which the workers compute."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of one system, by block; the blocks that warm it up are left out."""
+    """Results of one system, by block, without warm-up blocks."""
 
     means_s: list[float]
     medians_s: list[float]
@@ -138,7 +138,7 @@ def row(
 
 
 COLUMNS: Final = ("step ms", "p99 ms", "CPU ms", "ratio of means", "ratio of medians")
-"""Of the rows."""
+"""Columns of the rows."""
 
 
 @contextmanager

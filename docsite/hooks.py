@@ -1,4 +1,4 @@
-"""What MkDocs does with the pages beside mkdocs.yml: links that leave docs/, diagrams, and the
+"""MkDocs hooks, in addition to mkdocs.yml: links that leave docs/, diagrams, and the
 check that the site needs no network.
 
 Pages are written for those who read them in the repository as well. A link to a file outside of
@@ -128,7 +128,7 @@ def _resolved(page: str, target: str) -> str | None:
 
 
 def _uri(path: str) -> str:
-    """Where the site has a file of the repository."""
+    """Returns where the site has a file of the repository."""
     if path.startswith("docs/"):
         return path.removeprefix("docs/")
     return f"{_SHOWN}/{path}" if path.endswith(".md") else f"{_SHOWN}/{path}.md"

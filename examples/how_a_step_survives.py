@@ -1,4 +1,5 @@
-"""How a training step survives the death of a worker: Shoal's commit protocol alone, on threads.
+"""Shows how a training step survives the death of a worker: Shoal's commit protocol alone, on
+threads.
 
     python examples/how_a_step_survives.py
 
@@ -157,7 +158,7 @@ def await_that(changed: threading.Condition, holds: Callable[[], bool], what: st
 
 @dataclass(frozen=True)
 class State:
-    """What all replicas have in common."""
+    """State shared by all replicas."""
 
     weight: float = 0.0
     steps: int = 0
@@ -173,9 +174,9 @@ class Worker:
     last_step: int
     state: State = State()
     answers: list[tuple[int, str]] = field(default_factory=list)
-    """What `take_step()` has returned: the steps committed by then, and the outcome."""
+    """Results of `take_step()`: the number of steps committed by then, and the outcome."""
     prepared: State | None = None
-    """What the state will be if the step in progress is committed."""
+    """State after the step in progress, if it is committed."""
     after_step: Callable[[Worker], object] = lambda worker: None
 
     def run(self) -> None:
@@ -244,7 +245,7 @@ def batch_of(step: int, size: int = 12) -> list[int]:
 
 
 def gradient(weight: float, sample: int) -> float:
-    """Of (weight x - 3 x)^2 / 2 at x = sample / 100."""
+    """Returns the gradient of (weight x - 3 x)^2 / 2 at x = sample / 100."""
     x = sample / 100
     return (weight * x - 3 * x) * x
 

@@ -21,7 +21,7 @@ def count_correct(model, batch):
 
 
 def train(strategy):
-    """What each rank does. Ranks share what is made outside, such as the dataset; each makes its
+    """Trains on one rank. Ranks share what is made outside, such as the dataset; each makes its
     own model."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))

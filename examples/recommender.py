@@ -41,8 +41,8 @@ def factors(ids: np.ndarray, count: int, kind: int) -> np.ndarray:
 def click_log(
     samples: int, users: int, items: int, seed: int
 ) -> tuple[list[torch.Tensor], np.ndarray]:
-    """Who was shown what, with three dense features, and clicked or not; and how probable that
-    was."""
+    """Returns who was shown what, with three dense features, and clicked or not; and how probable
+    that was."""
     drawn = np.random.default_rng(seed)
     # some are there more often than others
     who = (users * drawn.random(samples) ** 2).astype(np.int64)
@@ -61,7 +61,7 @@ def click_log(
 
 
 def area_under_curve(scores: np.ndarray, clicked: np.ndarray) -> float:
-    """How probably one that was clicked has a higher score than one that was not."""
+    """Returns how probably one that was clicked has a higher score than one that was not."""
     ranks = np.empty(len(scores))
     ranks[np.argsort(scores)] = np.arange(1, len(scores) + 1)
     clicks = clicked.sum()

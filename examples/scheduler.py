@@ -23,7 +23,7 @@ options = parser.parse_args()
 
 
 def run(client: shoal.Client, job: str) -> bool:
-    """Whether it came to its end, in one of its attempts."""
+    """Returns whether it came to its end, in one of its attempts."""
     for attempt in range(1, options.attempts + 1):
         job_id = client.submit(*shlex.split(job), workers=options.workers)
         print(f"{job}: attempt {attempt} is job {job_id}", flush=True)

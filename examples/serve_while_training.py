@@ -57,7 +57,7 @@ def train(epochs: int) -> None:
 
 
 class Answers:
-    """What the serving process knows."""
+    """Knowledge of the serving process."""
 
     def __init__(self, reader: shoal.ModelReader) -> None:
         self._reader = reader

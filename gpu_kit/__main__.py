@@ -19,7 +19,7 @@ from gpu_kit.stages import STAGE_NAMES, chosen_stages
 
 _DEFAULT_PYTHON: Final = "3.12"
 _DEFAULT_PACKAGES: Final = "torch==2.11.0+cu130\nnumpy==2.5.2\nsafetensors==0.8.0\n"
-"""What the machine is taken to have where nobody gives its `pip list`."""
+"""Packages assumed to be on the machine if nobody gives its `pip list`."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

@@ -24,7 +24,7 @@ KIT: Final = ".gpu-kit"
 MANIFEST: Final = "kit.json"
 WHEELS: Final = "wheels"
 PLACE: Final = Path(tempfile.gettempdir()) / "shoal-gpu-kit"
-"""Where the environment is made: outside of the working tree, which may travel again."""
+"""Directory of the environment: outside of the working tree, which may travel again."""
 _CHECK: Final = (
     "import torch, shoal; print('torch', torch.__version__, "
     "'CUDA', torch.cuda.is_available(), 'shoal', shoal.__version__)"

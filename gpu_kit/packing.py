@@ -21,9 +21,9 @@ from gpu_kit.environment import DISTRIBUTIONS, KIT, MANIFEST, ROOT, WHEELS
 from gpu_kit.wheels import Machine, PlanningError, lacking, parse_pins
 
 TEST_TOOLS: Final = ("hypothesis", "psutil", "pytest", "pytest-timeout", "pytest-xdist", "trustme")
-"""What tests/gpu and benchmarks/gpu import beside Shoal's own requirements."""
+"""Packages that tests/gpu and benchmarks/gpu import in addition to Shoal's own requirements."""
 MOST_BYTES: Final = 64 << 20
-"""How much of the working tree may travel, the kit included."""
+"""Maximum size of the transferred working tree, including the kit."""
 _GLIBC: Final = ("2_28", "2_27", "2_17", "2_12", "2_5")
 _MANYLINUX: Final = (
     *(f"manylinux_{each}_x86_64" for each in _GLIBC),

@@ -58,7 +58,7 @@ def _answered(name: str, ask: Callable[[], Any]) -> bool:
 
 
 def _questions() -> list[tuple[str, Callable[[], Any]]]:
-    """What is asked: a name, and what raises if torch lacks it."""
+    """Returns what is asked: a name, and what raises if torch lacks it."""
     found: list[tuple[str, Callable[[], Any]]] = [
         ("shoal", lambda: metadata.version("shoal")),
         ("torch.AcceleratorError", lambda: torch.AcceleratorError),

@@ -49,12 +49,12 @@ class Stage:
     needs: str | None = None
     """Name of an earlier stage: if that one failed in this run, this one is left out."""
     essential: bool = False
-    """If it fails, no later stage runs."""
+    """True if no later stage runs if it fails."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What came of a stage."""
+    """Outcome of a stage."""
 
     stage: str
     status: int | None
@@ -63,7 +63,7 @@ class Outcome:
 
     @property
     def well(self) -> bool:
-        """Whether it ended with 0."""
+        """True if it ended with 0."""
         return self.status == 0
 
 

@@ -17,7 +17,7 @@ _TEST_TIMEOUT_S: Final = 100
 _PARALLEL: Final = 6
 """Processes for tests that share the GPU over Gloo."""
 _REHEARSAL_SLACK: Final = 4
-"""How much longer stages may take in a rehearsal, on a host with much else to do."""
+"""Factor by which stages may take longer in a rehearsal, on a host with much other work."""
 _FIGURES: Final = "figures.txt"
 _ROWS: Final = "figures.jsonl"
 """Every measured row, as soon as it was measured."""

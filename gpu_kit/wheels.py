@@ -37,14 +37,13 @@ class Machine:
         return ".".join(self.python.split(".")[:2])
 
     def has(self, name: str, wanted: SpecifierSet) -> bool:
-        """Whether a version that satisfies `wanted` is installed."""
+        """Returns whether a version that satisfies `wanted` is installed."""
         version = self.installed.get(name)
         return version is not None and wanted.contains(version, prereleases=True)
 
     def applies(self, marker: Marker | None, extras: Iterable[str]) -> bool:
-        """Whether a requirement with this marker holds on the machine, for one of the extras or for
-        none.
-        """
+        """Returns whether a requirement with this marker holds on the machine, for one of the
+        extras or for none."""
         return marker is None or any(
             marker.evaluate({**self._marker_environment(), "extra": extra})
             for extra in ("", *extras)

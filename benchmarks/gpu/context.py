@@ -1,4 +1,4 @@
-"""What every part of `python -m benchmarks.gpu` is given: where to measure, how much, and where
+"""The context of every part of `python -m benchmarks.gpu`: where to measure, how much, and where
 rows go as soon as they are there.
 """
 

@@ -1,4 +1,4 @@
-"""What a step costs more in a worker of `shoal run`, with a coordinator, than in a world of one
+"""Additional cost of a step in a worker of `shoal run`, with a coordinator, than in a world of one
 without services.
 """
 

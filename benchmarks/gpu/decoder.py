@@ -51,7 +51,7 @@ LARGE: Final = Size(
 TINY: Final = Size(words=64, width=32, layers=2, heads=2, tokens=16, batch=2, warm=1, steps=2)
 """Sizes for rehearsals."""
 FEW_LAYERS: Final = 6
-"""Of what compiles, or waits for the host, for long."""
+"""Number of layers for variants that compile, or wait for the host, for long."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ class Recipe:
     """"torch", "ddp" and "fsdp2" are torch's own; "shoal" is Shoal, under `strategy`."""
     strategy: str = ""
     options: Mapping[str, Any] = field(default_factory=dict)
-    """Of `shoal.as_distributed`."""
+    """Options of `shoal.as_distributed`."""
     autocast: bool = True
     """Casts parameters to bf16; otherwise the system casts them all."""
     fused: bool = True

@@ -108,7 +108,7 @@ class Collectives:
     ordered_s: float
     """Seconds for all of them, where the device waits for each, and the host once in the end."""
     started_s: float
-    """How long of that the host was at it before it waited."""
+    """Time for which of that the host was at it before it waited."""
 
 
 def collectives(make: Callable[[], CudaDevice]) -> Collectives:

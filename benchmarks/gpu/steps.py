@@ -41,11 +41,11 @@ class Way:
 
 @dataclass(frozen=True, kw_only=True)
 class Taken:
-    """What steps in one way came to."""
+    """Measurements of steps taken in one way."""
 
     way: Way
     seconds: tuple[float, ...]
-    """How long each step took, until the device had done all of it."""
+    """Time for which each step took, until the device had done all of it."""
     counts: Counts
     peak_bytes: int
     """The most of the device's memory that was allocated at once; 0 without a device."""

@@ -89,7 +89,8 @@ def counted(step: Callable[[], object], *, steps: int) -> Counts:
 
 
 def _end_of_steps(events: Sequence[Mapping[str, Any]]) -> float:
-    """When the host had taken the steps, in the trace's time; infinity: the trace does not say."""
+    """Returns when the host had taken the steps, in the trace's time; infinity: the trace does not
+    say."""
     ends = [
         event["ts"] + event["dur"]
         for event in events

@@ -1,5 +1,5 @@
-"""What one fully sharded step sends, without the step: each block's parameters gathered twice, its
-gradients reduce-scattered once.
+"""The traffic of one fully sharded step, without the step: each block's parameters gathered twice,
+its gradients reduce-scattered once.
 
 `torchrun ... -m benchmarks.workers.collectives --backend gloo`, or `shoal_gloo`: the same calls of
 torch.distributed, as torch's FSDP2 issues them, the next block's gathering on its way while one

@@ -1,4 +1,4 @@
-"""How fast each compressor works on one core: a bucket of 64 MiB of normally distributed float32
+"""Speed of each compressor on one core: a bucket of 64 MiB of normally distributed float32
 values. Prints a Markdown table.
 
     OMP_NUM_THREADS=1 python -m benchmarks.workers.compression_speed

@@ -1,4 +1,4 @@
-"""Where a worker computes, asked in one place: the host, or the CUDA device of its number on this
+"""Device on which a worker computes: the host, or the CUDA device of its number on this
 machine; and over what it sends."""
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def join(workload: Workload) -> torch.device:
 
 
 def backend_of(device: torch.device) -> str:
-    """What torch's own groups go over."""
+    """Returns what torch's own groups go over."""
     return "nccl" if device.type == "cuda" else "gloo"
 
 
@@ -52,6 +52,6 @@ def loading(device: torch.device) -> dict[str, Any]:
 
 
 def settling(device: torch.device) -> Callable[[], None] | None:
-    """What returns once the device has done all that it was told; None: the host has done it
-    itself."""
+    """Returns what returns once the device has done all that it was told; None: the host has done
+    it itself."""
     return (lambda: torch.cuda.synchronize(device)) if device.type == "cuda" else None

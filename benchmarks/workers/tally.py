@@ -37,7 +37,7 @@ def acknowledged_file(rank: int) -> str:
 
 @dataclass(frozen=True, kw_only=True)
 class Account:
-    """What became of the pushes of a run."""
+    """Outcome of the pushes of a run."""
 
     acknowledged: int
     lost: int

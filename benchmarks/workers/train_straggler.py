@@ -58,7 +58,7 @@ def flags() -> argparse.ArgumentParser:
 
 
 class Looks:
-    """What rank 0 sees of the loss, and when."""
+    """The losses observed by rank 0, with times."""
 
     def __init__(self, target: float, *, every: int) -> None:
         """`every`: steps of rank 0 between two looks."""
@@ -79,7 +79,7 @@ class Looks:
 
     @property
     def reached_s(self) -> float | None:
-        """When the loss was low enough, and has stayed so; None: not yet."""
+        """Time since which the loss has been low enough; None: not yet."""
         last = self.losses[-self._needed :]
         return (
             self.times_s[-self._needed]

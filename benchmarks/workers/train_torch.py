@@ -36,7 +36,7 @@ class Peer:
     """Forward and backward pass over a batch."""
     optimizer: torch.optim.Optimizer
     replicas: int
-    """That share the global batch."""
+    """Number of replicas that share the global batch."""
     replica: int
     """This rank's."""
 

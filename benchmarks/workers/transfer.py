@@ -295,7 +295,7 @@ def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
         def parts(
             memory: np.ndarray[Any, Any], partition: coordinator_pb2.Partition
         ) -> list[np.ndarray[Any, Any]]:
-            """What a worker has of a partition: memory of each tensor's own."""
+            """Returns what a worker has of a partition: memory of each tensor's own."""
             starts = [bounds[piece.tensor_index] + piece.offset for piece in partition.pieces]
             return [
                 memory[start : start + piece.length]

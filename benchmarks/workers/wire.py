@@ -1,5 +1,5 @@
-"""How many bytes this process has handed to its TCP connections, read from the kernel: what was
-sent, whoever sent it.
+"""Number of bytes that this process has sent over its TCP connections, read from the kernel: what
+was sent, whoever sent it.
 
 For each connected socket: bytes that the peer has acknowledged (TCP_INFO, tcpi_bytes_acked) and
 those still queued (SIOCOUTQ). So retransmissions, headers and what the system calls itself count
@@ -23,14 +23,14 @@ _BYTES_ACKED: Final = 120
 
 
 class Traffic(NamedTuple):
-    """Of all connections of this process, since each was made."""
+    """Traffic of all connections of this process, since each was made."""
 
     sent: int
     received: int
 
     def since(self, before: Traffic) -> Traffic:
-        """What came since then. Connections that ended meanwhile are not seen: see that none
-        does."""
+        """Returns what came since then. Connections that ended meanwhile are not seen: see that
+        none does."""
         return Traffic(self.sent - before.sent, self.received - before.received)
 
 

@@ -1,4 +1,4 @@
-"""What a worker is asked to do, and the command line that says so. No torch here: the harness
+"""The task of a worker, and the command line that describes it. No torch here: the harness
 imports this module too."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from typing import Final
 
 SHARED: Final = "cuda-shared"
 DEVICES: Final = ("cpu", "cuda", SHARED)
-"""What `Workload.device` may be."""
+"""Values of `Workload.device`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,14 +22,14 @@ class Workload:
     ranks: int
     """Workers at the start."""
     width: int
-    """Of the model's layers."""
+    """Width of the model's layers."""
     batch: int
     """Samples per rank and step."""
     steps: int = 0
     """Leave after so many; 0: when told to."""
     device: str = "cpu"
-    """What workers compute on: "cpu"; "cuda", each worker on a device of its own; "cuda-shared",
-    all on one."""
+    """Device of the workers: "cpu"; "cuda", each worker on a device of its own; "cuda-shared", all
+    on one."""
     gate: Path | None = None
     """Socket of the harness that says when to run how many steps; None: run on."""
 
@@ -52,7 +52,7 @@ class Workload:
 
 
 def parser() -> argparse.ArgumentParser:
-    """Of the flags that all workers have."""
+    """Returns a parser of the flags that all workers have."""
     flags = argparse.ArgumentParser()
     flags.add_argument("--step-logs", dest="log", type=Path, required=True)
     flags.add_argument("--gate", type=Path)
@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
 
 
 def workload_of(options: argparse.Namespace) -> Workload:
-    """What the flags say."""
+    """Returns what the flags say."""
     return Workload(
         log=options.log,
         ranks=options.ranks,

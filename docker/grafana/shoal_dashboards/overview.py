@@ -1,4 +1,5 @@
-"""Whether all is well: what an operator opens first, and what says on which dashboard to go on."""
+"""Overview of whether all is well: what an operator opens first, and what says on which dashboard
+to go on."""
 
 from __future__ import annotations
 

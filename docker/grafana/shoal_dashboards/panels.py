@@ -1,4 +1,4 @@
-"""What Shoal's dashboards are made of: panels as plain values, and Grafana's JSON from them. What
+"""The parts of Shoal's dashboards: panels as plain values, and Grafana's JSON from them. What
 is shown is in the other modules."""
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Graph:
 
     title: str
     text: str
-    """What it shows, and what to make of it."""
+    """Explanation of the panel and of its use."""
     unit: str
     """Grafana's name of the unit."""
     queries: Sequence[tuple[str, str]]
@@ -84,7 +84,7 @@ class Board:
     uid: str
     title: str
     text: str
-    """Who opens the dashboard, and for what."""
+    """Audience and purpose of the dashboard."""
     rows: Sequence[tuple[str, Sequence[Graph]]]
 
 

@@ -32,7 +32,7 @@ MISSING = next(
     ),
     None,
 )
-"""Why there is no browser; None: there is one."""
+"""Reason why there is no browser; None: there is one."""
 
 _LISTENS = re.compile(r"started successfully on port (\d+)")
 _TRIES = 10
@@ -81,7 +81,7 @@ class Browser:
         self._call("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """What a piece of JavaScript returns."""
+        """Returns what a piece of JavaScript returns."""
         return self._call(
             "POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)}
         )
@@ -103,8 +103,8 @@ class Browser:
         self._call("POST", f"{self._session}/element/{self._find(selector)}/value", {"text": text})
 
     def complaints(self) -> list[str]:
-        """What the console says since it was asked last: errors of the script, and what the page's
-        policy forbids."""
+        """Returns what the console says since it was asked last: errors of the script, and what the
+        page's policy forbids."""
         entries = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 

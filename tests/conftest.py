@@ -71,7 +71,7 @@ version."""
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """What Shoal refuses with an older torch is what the test comes to with that one (make
+    """Returns what Shoal refuses with an older torch is what the test comes to with that one (make
     test-torch)."""
     try:
         return (yield)

@@ -159,7 +159,7 @@ def check_bsp(
 
 
 def pushes_by_member(history: History) -> dict[int, int]:
-    """How many pushes of each member were acknowledged."""
+    """Returns how many pushes of each member were acknowledged."""
     found: dict[int, int] = defaultdict(int)
     for push in history.pushes:
         found[push.member] += push.ended < float("inf")
@@ -169,8 +169,8 @@ def pushes_by_member(history: History) -> dict[int, int]:
 def _pushed(
     member: int, iteration: int, since: Sequence[int], until: Mapping[int, int] | None
 ) -> int:
-    """How many pushes a member has made by the end of an iteration of the job, one in each that it
-    took part in."""
+    """Returns how many pushes a member has made by the end of an iteration of the job, one in each
+    that it took part in."""
     last = min(iteration, (until or {}).get(member, iteration))
     return max(0, last - (since[member] if since else 0))
 

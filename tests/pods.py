@@ -47,7 +47,7 @@ def jobs(document: Manifest) -> Iterator[Manifest]:
 
 
 def workloads(document: Manifest) -> Iterator[Manifest]:
-    """What makes pods: this resource, or the Jobs in it."""
+    """Returns what makes pods: this resource, or the Jobs in it."""
     if document["kind"] in ("Deployment", "StatefulSet"):
         yield document
     elif document["kind"] in ("JobSet", "TrainingRuntime"):

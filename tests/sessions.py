@@ -183,13 +183,13 @@ class Session:
 
 
 def alike(shown: str, said: str) -> bool:
-    """Whether a command said what a page shows: the workers theirs, in order, and the launcher, or
-    what else was typed, its own."""
+    """Returns whether a command said what a page shows: the workers theirs, in order, and the
+    launcher, or what else was typed, its own."""
     return all(_alike(_lines(shown, workers), _lines(said, workers)) for workers in (True, False))
 
 
 def _lines(text: str, workers: bool) -> str:
-    """What workers said, or what all others did, with the lines that stand for any."""
+    """Returns what workers said, or what all others did, with the lines that stand for any."""
     return "\n".join(
         line for line in text.split("\n") if line == "..." or bool(_WORKER.search(line)) == workers
     )

@@ -36,8 +36,8 @@ _FETCH: Final = (
 
 
 def copy_of_this_repository(folder: Path) -> Path:
-    """What git knows of it, and secrets made for the copy: nobody's own secrets are touched, and
-    scripts can be added."""
+    """Returns what git knows of it, and secrets made for the copy: nobody's own secrets are
+    touched, and scripts can be added."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     ).stdout
@@ -131,7 +131,7 @@ class Cluster:
         return sorted(self.engine.podman("ps", "--all", *only, "--format", "{{.Names}}").split())
 
     def is_healthy(self, name: str) -> bool:
-        """What its health check says now."""
+        """Returns what its health check says now."""
         try:
             self.engine.podman("healthcheck", "run", name)
         except EngineError:
@@ -155,7 +155,7 @@ class Cluster:
             return str(error)
 
     def status(self) -> dict[str, Any]:
-        """What `shoal status` says, by the command line that compose.yaml names."""
+        """Returns what `shoal status` says, by the command line that compose.yaml names."""
         token = (self._checkout / "docker/secrets/viewer_token").read_text()
         command = [
             "shoal",
@@ -177,7 +177,7 @@ class Cluster:
         )["data"]
 
     def volume(self, name: str) -> Path:
-        """Where on this machine the content of one of compose.yaml's volumes lies."""
+        """Returns where on this machine the content of one of compose.yaml's volumes lies."""
         return Path(
             self.engine.podman(
                 "volume", "inspect", "--format", "{{.Mountpoint}}", f"shoal_{name}"

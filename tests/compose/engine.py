@@ -90,7 +90,7 @@ class EngineError(Exception):
 
 
 def why_not() -> str | None:
-    """Why no engine can be tried here; None: it can, and whether a container starts is seen
+    """Returns why no engine can be tried here; None: it can, and whether a container starts is seen
     then."""
     if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
         return f"the programs {', '.join(missing)} are not on PATH (Debian: {_PACKAGES})"

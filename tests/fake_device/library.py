@@ -107,9 +107,10 @@ class FakeNCCL(PythonGroup):
         self._mutex_held_for: str | None = None
         """What holds it now."""
         self.would_have_killed: str | None = None
-        """Why the watchdog would have ended the process."""
+        """Reason why the watchdog would have ended the process."""
         self.would_have_slept_s = 0.0
-        """How long the watchdog would have slept, with the lock that the next collective needs."""
+        """Time for which the watchdog would have slept, with the lock that the next collective
+        needs."""
         desync = (
             _flag("TORCH_NCCL_DESYNC_DEBUG") or dist.get_debug_level() == dist.DebugLevel.DETAIL
         )

@@ -93,7 +93,7 @@ class Communicator:
         self.streams: dict[int, Stream] = {}
         self.ready = False
         self.refused: str | None = None
-        """Why it cannot be: an error of NCCL's."""
+        """Reason why it cannot be: an error of NCCL's."""
         self.colors: dict[int, dict[int, int]] = {}
         """Which parts the communicator is split into: the number of a split, a rank that has come
         to it, and the number of its part."""
@@ -200,7 +200,7 @@ class Machine:
         """When all threads of Python would have stood still: a call that keeps the GIL waited for a
         mutex of torch's."""
         self.freeze_s = 0.0
-        """How long they do stand still then."""
+        """Time for which they do stand still then."""
         self.seconds = 0.0
         """What watchdogs take for the time."""
         self.watchdogs: list[Callable[[], None]] = []
@@ -210,7 +210,7 @@ class Machine:
         self._events: list[tuple[int, int, Callable[[], None]]] = []
 
     def delay(self) -> int:
-        """How many looks something takes."""
+        """Returns how many looks something takes."""
         return self.random.randint(1, self.slowest)
 
     def after(self, looks: int, do: Callable[[], None]) -> None:

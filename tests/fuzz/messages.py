@@ -69,7 +69,7 @@ class Messages:
         return bytes(changed)
 
     def encoded(self, descriptor: Descriptor) -> bytes:
-        """What is sent: mostly a message of the type, else bytes."""
+        """Returns what is sent: mostly a message of the type, else bytes."""
         data = self.arbitrary(descriptor).SerializeToString()
         return data if self._chance.random() < 0.75 else self.spoilt(data)
 

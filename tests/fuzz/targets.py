@@ -23,7 +23,7 @@ from tests.fuzz.cluster import MEMBER, OTHER, SERVED, Cluster, connected
 from tests.fuzz.messages import Messages
 
 _ANSWER_S: Final = 0.5
-"""How long an answer is waited for: some calls wait by themselves for what will not come."""
+"""Time for which an answer is waited for: some calls wait by themselves for what will not come."""
 _BUGS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
 
 _WORDS: Final = ("weight", "w", MEMBER, "somebody", "sgd", "adam", "float32", "server-0")
@@ -92,7 +92,7 @@ def rpcs(cluster: Cluster, channels: dict[str, grpc.Channel]) -> Iterator[tuple[
 
 
 def _likely(cluster: Cluster) -> dict[str, Any]:
-    """What a push of the member's says."""
+    """Returns what a push of the member's says."""
     partition = cluster.shard_map.partitions[0]
     length = sum(piece.length for piece in partition.pieces)
     return {

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from benchmarks.workers.shared_gpu import SWITCH, first_visible
 
 SHARED = os.environ.get(SWITCH) == "1"
-"""Whether NCCL ranks may share the first GPU: GPU_SHARED=1 make test-gpu."""
+"""True if NCCL ranks may share the first GPU: GPU_SHARED=1 make test-gpu."""
 COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
@@ -83,14 +83,14 @@ def on_host_and_device(
 
 
 def sharing(kind: str) -> dict[str, str]:
-    """What workers have in their environment that are to share one device: the first that this
-    process may have."""
+    """Returns what workers have in their environment that are to share one device: the first that
+    this process may have."""
     return {"CUDA_VISIBLE_DEVICES": first_visible()} if kind == "cuda" else {}
 
 
 def lease_ms(kind: str) -> int:
-    """How long a worker may say nothing. The first use of CUDA keeps Python, and with it the
-    heartbeats, from running for seconds."""
+    """Returns how long a worker may say nothing. The first use of CUDA keeps Python, and with it
+    the heartbeats, from running for seconds."""
     return 20_000 if kind == "cuda" else 3000
 
 

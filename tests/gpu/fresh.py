@@ -27,7 +27,7 @@ class Fresh(Zygote):
     def start(
         self, program: str, arguments: Sequence[str], *, output: Path, **environment: str
     ) -> Child:
-        """See `Zygote`."""
+        """Implements `Zygote.start`."""
         words = {"coordinator": ["-m", "shoal_coordinator"], "script": []}[program]
         search = os.pathsep.join([str(_ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         with output.open("ab") as log:
@@ -49,7 +49,7 @@ class Fresh(Zygote):
         return child
 
     def close(self) -> None:
-        """See `Zygote`."""
+        """Implements `Zygote.close`."""
         for process in self._running:
             process.kill()
         for watcher in self._watchers:

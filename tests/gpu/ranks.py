@@ -20,7 +20,7 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def together(be: Callable[[], Any], *, world_size: int, backend: str = "gloo") -> list[Any]:
-    """What `be()` gives on each rank. Raises what the first rank raises."""
+    """Returns what `be()` gives on each rank. Raises what the first rank raises."""
     store, done = dist.HashStore(), threading.Barrier(world_size)
 
     def take_part(rank: int) -> Any:

@@ -61,7 +61,7 @@ def backends() -> Iterator[list[GlooBackend]]:
 
 
 def on_both(call: Callable[[int], Any]) -> list[Any]:
-    """What each rank's call gives; raises what one raises."""
+    """Returns what each rank's call gives; raises what one raises."""
     outcomes = in_threads([lambda rank=rank: call(rank) for rank in range(_RANKS)])
     for outcome in outcomes:
         if isinstance(outcome, BaseException):

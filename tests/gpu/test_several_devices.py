@@ -38,7 +38,7 @@ class Place:
     """The width of the layers. On devices it is 1024, so that 100 MB are summed in a step; 256 over
     loopback."""
     shared: bool = False
-    """Whether all workers are on one device."""
+    """True if all workers are on one device."""
 
     def settings(self, strategy: str, options: str = "{}") -> dict[str, str]:
         return {

@@ -1,6 +1,6 @@
-"""How users train on a device: bf16 autocast, a GradScaler that meets an inf, a compiled block,
-data workers whose batches are pinned. Two ranks share the device, and what they come to is what
-plain torch does on it.
+"""Tests how users train on a device: bf16 autocast, a GradScaler that meets an inf, a compiled
+block, data workers whose batches are pinned. Two ranks share the device, and what they come to is
+what plain torch does on it.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def take_steps(
 def plainly(
     device: torch.device, *, autocast: bool, scales: bool
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """What plain torch does on that device."""
+    """Returns what plain torch does on that device."""
     net = training.network(dtype=torch.float32).to(device)
     scaler = torch.amp.GradScaler(device.type, init_scale=_SCALE) if scales else None
     batches = iter(DataLoader(data(with_inf=scales), training.BATCH))

@@ -179,7 +179,7 @@ def digest(state: dict[str, torch.Tensor]) -> str:
 
 
 def expandable_segments() -> bool:
-    """Whether torch's allocator has any on this process's device."""
+    """Returns whether torch's allocator has any on this process's device."""
     return torch.cuda.is_available() and any(
         segment["is_expandable"] for segment in torch.cuda.memory_snapshot()
     )

@@ -275,7 +275,7 @@ class Cluster:
         self._end.touch()
 
     def acknowledged(self) -> int:
-        """How many pushes have been acknowledged to workers."""
+        """Returns how many pushes have been acknowledged to workers."""
         for path in self.history.glob("member-*.jsonl"):
             with path.open("rb") as file:
                 file.seek(self._read.get(path, 0))

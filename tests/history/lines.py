@@ -167,7 +167,7 @@ class History:
         }
 
     def primaries(self) -> Sequence[str]:
-        """Who has a place at the end, by the index of the place."""
+        """Returns who has a place at the end, by the index of the place."""
         newest: dict[int, Line] = {}
         for line in sorted(itertools.chain(*self.placed.values()), key=lambda line: line["epoch"]):
             if not line["follows"]:
@@ -188,7 +188,7 @@ class History:
         )
 
     def may_be_old(self, seen: Seen) -> bool:
-        """Whether who told that may have been replaced without knowing it."""
+        """Returns whether who told that may have been replaced without knowing it."""
         heard = [line for line in self.placed.get(seen.server, ()) if line["t"] < seen.begun]
         if not heard or heard[-1]["follows"]:
             return False
@@ -244,8 +244,8 @@ class History:
 
 
 def _valid_lines(lines: Sequence[Line]) -> Iterator[Line]:
-    """What was applied or restored on one server, without the void end of a journal that the
-    module's text describes."""
+    """Returns what was applied or restored on one server, without the void end of a journal that
+    the module's text describes."""
     spans: list[tuple[int, int]] = []
     """Of each line: the number of the process, and that of the span in it."""
     recovered: set[tuple[int, int]] = set()

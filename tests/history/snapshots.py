@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 
 def read_snapshot(path: Path) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-    """What a snapshot's metadata says, and its tensors by name."""
+    """Returns what a snapshot's metadata says, and its tensors by name."""
     with safe_open(path, framework="pt") as file:
         names: list[str] = file.keys()
         return json.loads(file.metadata()["shoal"]), {name: file.get_tensor(name) for name in names}

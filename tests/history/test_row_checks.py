@@ -380,7 +380,8 @@ def test_a_bucket_that_no_server_began_is_found(right: Right) -> None:
 
 
 def ended(right: Right, directory: Path, *, version: int) -> list[str]:
-    """What is found where the server ended with its rows as they are now, at this version."""
+    """Returns what is found where the server ended with its rows as they are now, at this
+    version."""
     path, image = directory / "snapshot.safetensors", right.rows.image()
     arrays = {
         "ids": image.ids,

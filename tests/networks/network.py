@@ -189,7 +189,7 @@ class Network:
         self._services["server"] = self._start(host, "server", [*command, "--insecure", *flags])
 
     def targets(self) -> set[str]:
-        """Where Prometheus is told that metrics are: the hosts of the coordinator's /sd."""
+        """Returns where Prometheus is told that metrics are: the hosts of the coordinator's /sd."""
         http = json.loads((self.directory / "ports.json").read_text())["http"]
         read = (
             "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], "
@@ -230,7 +230,7 @@ class Network:
         return process
 
     def status(self) -> dict[str, Any]:
-        """What `shoal status` says on the coordinator's machine."""
+        """Returns what `shoal status` says on the coordinator's machine."""
         ask = [
             sys.executable,
             "-m",
@@ -475,7 +475,7 @@ class Network:
         }, "processes were left behind"
 
     def results(self) -> list[dict[str, Any]]:
-        """What the workers that have come to the end say."""
+        """Returns what the workers that have come to the end say."""
         return [
             json.loads(file.read_text()) for file in (self.directory / "results").glob("*.json")
         ]

@@ -30,7 +30,7 @@ def test_a_worker_behind_5_mbit_per_s_is_named_while_the_others_wait_for_it(netw
 
 
 def who_is_slow(job: Network) -> str:
-    """What `shoal status` says of it, beside its table."""
+    """Returns what `shoal status` says of it, beside its table."""
     status = job.status()
     return f"{status['waits_for']} {[member['note'] for member in status['members']]}"
 

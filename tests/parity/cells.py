@@ -339,7 +339,7 @@ COMPRESSORS: Final[Mapping[str, Compressed]] = {
 
 
 def refused_compression(row: str, compressor: str) -> str | None:
-    """What the ConfigurationError says; None: it compresses."""
+    """Returns what the ConfigurationError says; None: it compresses."""
     strategy = ROWS[row].strategy
     if strategy not in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
         return (

@@ -31,7 +31,7 @@ _TASK = "tests.parity.ranks:be_rank"
 
 
 def training(cell: Cell) -> Training:
-    """What a cell trains."""
+    """Returns what a cell trains."""
     how = plain(cell.model, cell.optimizer, cell.check)
     if cell.row in ROWS and ROWS[cell.row].pipelined:
         how = replace(how, micro=False, train_step=True)
@@ -67,7 +67,7 @@ class Places:
 
 
 def be_rank(cell: Mapping[str, Any], rank: int, directory: str) -> str | None:
-    """What a process does. Returns why it was refused; None: it leaves its outcome in
+    """Returns what a process does. Returns why it was refused; None: it leaves its outcome in
     `directory`."""
     what = Cell(**cell)
     store = FileStore(str(Path(directory) / "store"), what.world)

@@ -73,7 +73,7 @@ class _Numbered(Dataset[Any]):
 
 
 def train(what: Training) -> Outcome:
-    """What one rank does."""
+    """Returns what one rank does."""
     how = what.variation
     net = how.prepare(make_model(how.model, how.dtype))
     model, optimizer = shoal.as_distributed(

@@ -418,10 +418,11 @@ class SimulatedClient:
         self.run: pb.RunId | None = None
 
     def find_obstacle(self) -> None:
-        """See `CoordinatorClient`: the network is simulated, so no socket could find one."""
+        """Implements `CoordinatorClient.find_obstacle`: the network is simulated, so no socket
+        could find one."""
 
     def join_session(self, messages: Iterator[pb.MemberMessage]) -> Iterator[pb.MemberDirective]:
-        """See `CoordinatorClient`: one stream."""
+        """Implements `CoordinatorClient.join_session`: one stream."""
         coordinator, scheduler, process = self._coordinator, own_scheduler(), self._process
         stream = process.stream = Stream(process.world, process)
         first = next(messages)
@@ -447,14 +448,14 @@ class SimulatedClient:
             stream.up(lambda message=message: self._coordinator.take(stream, message))
 
     def get_job(self, _: str, *, member_id: str = "", below_step: int = 0) -> Any:
-        """See `CoordinatorClient`."""
+        """Implements `CoordinatorClient.get_job`."""
         self._to_and_fro()
         return self._coordinator.lookup(member_id=member_id, below_step=below_step)
 
     def get_ranks(
         self, _: str, *, generation: int, nonce: str, ranks: Sequence[int] = ()
     ) -> pb.GetRanksResponse:
-        """See `CoordinatorClient`."""
+        """Implements `CoordinatorClient.get_ranks`."""
         self._to_and_fro()
         return self._coordinator.ranks(
             pb.GetRanksRequest(job_id="job", generation=generation, nonce=nonce, ranks=ranks)
@@ -465,7 +466,8 @@ class SimulatedClient:
             own_scheduler().sleep(2 * self._process.world.delay(_FASTEST_S, _SLOWEST_S))
 
     def watch_events(self, _: str, **__: Any) -> Iterator[pb.Event]:
-        """See `CoordinatorClient`: what happened is in the simulator's own history."""
+        """Implements `CoordinatorClient.watch_events`: what happened is in the simulator's own
+        history."""
         return iter(())
 
     def close(self) -> None:

@@ -89,7 +89,7 @@ class Faults:
                 world.scheduler.after(fault.seconds, world.coordinator.come_back)
 
     def seconds_of_write(self, process: Process) -> int:
-        """How long what `process` writes takes."""
+        """Returns how long what `process` writes takes."""
         return self._slow.get(process.name, 0)
 
     # ---------------------------------------------------------------------------------- collectives

@@ -32,8 +32,8 @@ _LEAVES_AFTER_S = 20.0
 
 
 def replica_size(options: dict[str, object]) -> int:
-    """How many ranks hold one replica of the model between them, at least, by the options of a
-    strategy."""
+    """Returns how many ranks hold one replica of the model between them, at least, by the options
+    of a strategy."""
     axes = _axes(options, 0)
     return axes.replica_size
 
@@ -41,7 +41,7 @@ def replica_size(options: dict[str, object]) -> int:
 def parts_by_rank(
     strategy: str, options: dict[str, object], hosts: Sequence[str]
 ) -> list[frozenset[Part]]:
-    """What each rank holds, its own and what it mirrors. Nothing: it is a spare."""
+    """Returns what each rank holds, its own and what it mirrors. Nothing: it is a spare."""
     if strategy in ("ddp", "local_sgd"):
         return [frozenset({(0, 0, 0)})] * len(hosts)
     if strategy not in DIVIDED:

@@ -30,8 +30,8 @@ EPOCHS = 2
 BREAKS_IN = 2
 """The step of the second epoch in which a loop breaks off, from 1."""
 _STEP_S = 3.0
-"""How long a step takes where a partition is to end before the run does. Elsewhere it takes no more
-than its messages."""
+"""Time for which a step takes where a partition is to end before the run does. Elsewhere it takes
+no more than its messages."""
 _KEPT = 0.8
 """What a step leaves of the averaged weights of the loop EMA."""
 _WHOLE = ("ddp", "zero1", "zero2", "local_sgd")

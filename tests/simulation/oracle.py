@@ -188,9 +188,9 @@ def _is_refused(world: World) -> bool:
 
 
 def _lacks_ranks(world: World) -> bool:
-    """Who is left waits for more: too few to hold a replica of the model between them. Nobody has
-    come to the script's end, unless all that held the model left before the last step, because one
-    of them was asked to."""
+    """Returns who is left waits for more: too few to hold a replica of the model between them.
+    Nobody has come to the script's end, unless all that held the model left before the last step,
+    because one of them was asked to."""
     scenario = world.scenario
     left = [process for process in world.processes if not process.gone]
     drained = any(process.asked_at is not None for process in world.processes)
@@ -214,8 +214,8 @@ def _is_late(process: Process) -> bool:
 
 
 def _finishers(world: World) -> list[Process]:
-    """Who came to the script's end, but for those that were asked to leave on the way, after which
-    others went on from what they saved."""
+    """Returns who came to the script's end, but for those that were asked to leave on the way,
+    after which others went on from what they saved."""
     ended = [process for process in world.processes if process.diary.ended_with is not None]
     most = max((process.diary.ended_with["steps"] for process in ended), default=0)
     return [
@@ -268,8 +268,8 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
 
 
 def _ended_before(one: Process, other: Process) -> bool:
-    """Whether `one` said goodbye before `other` ended: from a finisher's goodbye on the run may be
-    over for joiners and spares."""
+    """Returns whether `one` said goodbye before `other` ended: from a finisher's goodbye on the run
+    may be over for joiners and spares."""
     at = one.left_at if one.left_at is not None else one.ended_at
     return at is not None and other.ended_at is not None and at <= other.ended_at
 
@@ -299,8 +299,8 @@ def _judge_beginnings(world: World, wrong: Any) -> None:
 
 
 def _is_excused(world: World, process: Process) -> bool:
-    """Whether `process` failed in a way that docs/elastic.md lists as not survived, after the
-    faults that are listed there."""
+    """Returns whether `process` failed in a way that docs/elastic.md lists as not survived, after
+    the faults that are listed there."""
     if process.exit_code == PUT_OUT:
         nobody = process.spare and _finds_nobody(world, process)
         return _was_missed(world, process) or _is_left_over(world, process) or nobody
@@ -318,7 +318,7 @@ def _is_excused(world: World, process: Process) -> bool:
 
 
 def _was_missed(world: World, process: Process) -> bool:
-    """Whether `process` stood still until its peers went on without it."""
+    """Returns whether `process` stood still until its peers went on without it."""
     return any(one is process for one, _ in world.losses)
 
 
@@ -385,8 +385,8 @@ def _may_be_lost(world: World, process: Process) -> bool:
 
 
 def _has_checkpoint(process: Process) -> bool:
-    """Whether there was a checkpoint of the epoch that the script of `process` was in when it
-    ended."""
+    """Returns whether there was a checkpoint of the epoch that the script of `process` was in when
+    it ended."""
     newest, steps = process.newest_checkpoint, process.world.scenario.steps
     if newest is None or process.steps >= _all_steps(process.world):
         return newest == process.steps

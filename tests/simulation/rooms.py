@@ -54,7 +54,7 @@ class Meeting:
         self.results: list[Collective] | None = None
         self.torn = False
         self.held_back: dict[int, bool] = {}
-        """Whether a partition keeps the result from a rank that it does not separate from
+        """Decides whether a partition keeps the result from a rank that it does not separate from
         anyone."""
 
 
@@ -205,7 +205,7 @@ class Room:
         )
 
     def mail(self, source: int, rank: int, tag: int) -> list[torch.Tensor]:
-        """What has come from `source`."""
+        """Returns what has come from `source`."""
         return self._mail.setdefault((source, rank, tag), [])
 
 
@@ -302,8 +302,8 @@ class CollectiveWork(Work):
                 output.data.fill_(float("nan"))
 
     def _sent_for(self, index: int) -> torch.Tensor | None:
-        """What another rank has given for an output; None: nothing yet, or it is this rank's
-        own."""
+        """Returns what another rank has given for an output; None: nothing yet, or it is this
+        rank's own."""
         rank, size = self.side.rank, self.side.room.size
         # others gave nothing
         works = {
@@ -342,11 +342,11 @@ class CollectiveWork(Work):
             side.backend.abort(f"timed out after {limit:g} s {what}")
 
     def is_completed(self) -> bool:
-        """Whether `wait` would return, or raise, at once."""
+        """Returns whether `wait` would return, or raise, at once."""
         return self.done or self.side.ended is not None
 
     def is_success(self) -> bool:
-        """Whether the result is in place."""
+        """Returns whether the result is in place."""
         return self.done
 
     def result(self) -> list[Any]:
@@ -493,8 +493,8 @@ class SimulatedBackend(CommunicationBackend):
         )
 
     def order(self, work: dist.Work) -> None:
-        """See `CommunicationBackend`. On devices what a lost collective leaves is garbage, and
-        nobody is told before `settle`."""
+        """Implements `CommunicationBackend.order`. On devices what a lost collective leaves is
+        garbage, and nobody is told before `settle`."""
         if not self._process.world.scenario.devices or not isinstance(
             work, CollectiveWork | _ReceiveWork
         ):
@@ -510,7 +510,7 @@ class SimulatedBackend(CommunicationBackend):
         return bool(self._unsettled)
 
     def settle(self) -> None:
-        """See `CommunicationBackend`."""
+        """Implements `CommunicationBackend.settle`."""
         works = list(self._unsettled)
         self._unsettled.clear()
         for work in works:

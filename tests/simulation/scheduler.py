@@ -23,8 +23,8 @@ from typing import Any, Final, Protocol
 _current = threading.local()
 
 LONGEST_REAL_S: Final = 60.0
-"""How long one turn may take before the run is given up: a thread that waits by other means than
-the scheduler's."""
+"""Time for which one turn may take before the run is given up: a thread that waits by other means
+than the scheduler's."""
 
 
 class Killed(BaseException):
@@ -80,7 +80,7 @@ class Scheduler:
         """Virtual seconds."""
         self.turns = 0
         self.over: str | None = None
-        """Why the run has ended; None: it goes on."""
+        """Reason why the run has ended; None: it goes on."""
         self.stuck: list[str] = []
         """What everybody waited for then."""
         self._most_turns = most_turns

@@ -122,7 +122,7 @@ class _NoWatch:
 
 
 def _watch(*arguments: Any) -> Any:
-    """What watches a member: it has nothing to do where all reach each other."""
+    """Returns what watches a member: it has nothing to do where all reach each other."""
     return StallWatch(*arguments) if own_process().world.scenario.parted else _NoWatch()
 
 

@@ -27,7 +27,7 @@ def shrink(
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """What is simpler by one thing, the most telling first."""
+    """Returns what is simpler by one thing, the most telling first."""
     replace = dataclasses.replace
     faults = scenario.faults
     for index in range(len(faults)):

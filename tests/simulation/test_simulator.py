@@ -157,7 +157,7 @@ def test_nobody_joins_a_run_that_has_just_ended() -> None:
 def _raises(
     monkeypatch: pytest.MonkeyPatch, scenario: Scenario, who: Any, error: BaseException
 ) -> frozenset[str]:
-    """What is found where processes of which `who` says yes end a step in this way."""
+    """Returns what is found where processes of which `who` says yes end a step in this way."""
     step = Training._step
 
     def raising(training: Training) -> None:

@@ -63,7 +63,7 @@ class SimulatedDonor:
         return self._process.dead or self._process.ended
 
     def expect(self, nonce: str) -> None:
-        """See `StateDonor`."""
+        """Implements `StateDonor.expect`."""
         self._expected = nonce
 
     @contextlib.contextmanager
@@ -83,7 +83,7 @@ class SimulatedDonor:
         return nonce not in self._offers and self._expected not in (None, nonce)
 
     def offers(self, nonce: str) -> Any:
-        """What it offers; None: nothing yet."""
+        """Returns what it offers; None: nothing yet."""
         return self._offers.get(nonce)
 
     def serve(self, connection: Connection) -> None:
@@ -91,7 +91,7 @@ class SimulatedDonor:
         self._serving.append(connection)
 
     def close(self) -> None:
-        """See `StateDonor`."""
+        """Implements `StateDonor.close`."""
 
 
 def take_state(
@@ -159,16 +159,16 @@ class SimulatedStore(Store):
         self._aborted: str | None = None
 
     def add(self, key: str, amount: int) -> int:
-        """See `RedisStore`."""
+        """Implements `RedisStore.add`."""
         self._values[key] = self._values.get(key, 0) + amount
         return int(self._values[key])
 
     def set(self, key: str, value: Any) -> None:
-        """See `RedisStore`."""
+        """Implements `RedisStore.set`."""
         self._values[key] = value
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """See `RedisStore`."""
+        """Implements `RedisStore.wait`."""
         assert timeout is not None
         came = own_scheduler().wait(
             lambda: self._aborted is not None or all(key in self._values for key in keys),
@@ -182,7 +182,7 @@ class SimulatedStore(Store):
             raise StoreTimeoutError(f"{list(keys)} did not come within {timeout}: timed out")
 
     def abort(self, reason: str) -> None:
-        """See `RedisStore`."""
+        """Implements `RedisStore.abort`."""
         self._aborted = reason
 
 

@@ -210,11 +210,11 @@ class World:
         self.scheduler.sleep(seconds)
 
     def make_client(self, process: Process) -> Any:
-        """What it reaches the coordinator by."""
+        """Returns what it reaches the coordinator by."""
         return SimulatedClient(process, self.coordinator)
 
     def make_donor(self, process: Process) -> Any:
-        """What gives its state to peers."""
+        """Returns what gives its state to peers."""
         return SimulatedDonor(process)
 
     def host_of(self, process: Process) -> str:
@@ -224,7 +224,7 @@ class World:
     # -------------------------------------------------------------------------------------- network
 
     def room(self, name: str, size: int) -> Room:
-        """Where the ranks meet that connect over the store `name`."""
+        """Returns where the ranks meet that connect over the store `name`."""
         actor = current_actor()
         if actor is not None and actor.host.dead:
             raise Killed
@@ -243,7 +243,7 @@ class World:
         return self.collectives[self.generation_of(room)]
 
     def delay(self, shortest: float, longest: float) -> float:
-        """How long something takes, in seconds."""
+        """Returns how long something takes, in seconds."""
         return shortest + (longest - shortest) * self.scheduler.random.random()
 
     # --------------------------------------------------------------------------------- what is seen

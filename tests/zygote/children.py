@@ -108,7 +108,7 @@ class ForkedProcess:
 
 
 def _blocks(pid: int, thread: int, number: signal.Signals) -> bool:
-    """Whether a thread takes no such signals."""
+    """Returns whether a thread takes no such signals."""
     status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
     mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
     return bool(int(mask, 16) >> (number - 1) & 1)

@@ -147,7 +147,7 @@ def test_top_on_a_terminal_goes_on_until_q(shared_shell: Shell, cluster: Command
 
 
 def read_some(terminal: int) -> bytes:
-    """What is there, after a short wait for it: this process holds both ends."""
+    """Returns what is there, after a short wait for it: this process holds both ends."""
     return os.read(terminal, 65536) if select.select([terminal], [], [], 0.1)[0] else b""
 
 

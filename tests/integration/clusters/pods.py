@@ -65,7 +65,7 @@ _AROUND: Final = 'unshare --uts --pid --fork --kill-child --mount "$@"; exit $?'
 
 
 def why_not() -> str | None:
-    """Why pods cannot be made here; None: they can."""
+    """Returns why pods cannot be made here; None: they can."""
     if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
         return f"it needs the programs {', '.join(missing)} (Debian: util-linux, mount, coreutils)"
     return hindrance()
@@ -88,7 +88,7 @@ class RunningPod:
         return self._output.read_text()
 
     def is_ready(self) -> bool:
-        """What its readiness probe says, asked from within the pod's network."""
+        """Returns what its readiness probe says, asked from within the pod's network."""
         probe = self.pod.container["readinessProbe"]["httpGet"]
         (port,) = (
             port["containerPort"]
@@ -245,8 +245,8 @@ class Pods:
         return {**image, **pod.environment}
 
     def _volume(self, pod: Pod, volume: Manifest, made: Path, owner: tuple[int, int]) -> Path:
-        """What the kubelet would mount: a claim's directory is there again for the next pod that
-        claims it."""
+        """Returns what the kubelet would mount: a claim's directory is there again for the next pod
+        that claims it."""
         if "claim" in volume:
             made = self._directory / f"claim-{pod.name}-{volume['claim']['metadata']['name']}"
         elif "persistentVolumeClaim" in volume:

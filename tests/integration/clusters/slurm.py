@@ -66,7 +66,7 @@ PartitionName=high Nodes=ALL MaxTime=INFINITE State=UP PriorityTier=10 PreemptMo
 
 
 def why_not() -> str | None:
-    """Why SLURM cannot run here; None: it can."""
+    """Returns why SLURM cannot run here; None: it can."""
     if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
         return f"it needs the programs {', '.join(missing)} (Debian: slurm-wlm, munge, util-linux)"
     return hindrance()
@@ -218,7 +218,7 @@ class Slurm:
     # ----------------------------------------------------------------------------------------- jobs
 
     def ask(self, *command: str | Path, directory: Path | None = None) -> str:
-        """What a command of SLURM's answers, given on the machine that controls it."""
+        """Returns what a command of SLURM's answers, given on the machine that controls it."""
         private = self._on(
             CONTROL, "unshare", "--mount", "sh", "-c", _COMMAND, "sh", *map(str, command)
         )

@@ -115,7 +115,7 @@ class Driver:
         return self.process.wait()
 
     def told(self) -> Any:
-        """What it has written down when it has ended well."""
+        """Returns what it has written down when it has ended well."""
         assert self.end() == 0, self.said
         return json.loads((self.directory / "told.json").read_text())
 

@@ -54,8 +54,8 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def counted(self, expected: float, name: str, **labels: str) -> bool:
-        """Whether the metric gets this value within 30 s: the server counts a call after the caller
-        has its answer."""
+        """Returns whether the metric gets this value within 30 s: the server counts a call after
+        the caller has its answer."""
         deadline = time.monotonic() + 30
         while (
             self.registry.get_sample_value(name, {"grpc_service": COORDINATOR, **labels})

@@ -1,4 +1,4 @@
-"""What Prometheus reads: /metrics, /healthz and /sd of a real coordinator."""
+"""Tests what Prometheus reads: /metrics, /healthz and /sd of a real coordinator."""
 
 from __future__ import annotations
 

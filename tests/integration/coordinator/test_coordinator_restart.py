@@ -379,7 +379,7 @@ def test_the_coordinator_waits_for_redis_at_its_start(
 
 
 def refusal(call: Callable[[], object]) -> ShoalError:
-    """What `call` raises."""
+    """Returns what `call` raises."""
     try:
         call()
     except ShoalError as error:

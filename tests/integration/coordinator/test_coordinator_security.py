@@ -1,5 +1,5 @@
-"""Who may call what: every method of the service, with a token of every role, with a wrong one and
-with none; and TLS."""
+"""Tests who may call what: every method of the service, with a token of every role, with a wrong
+one and with none; and TLS."""
 
 from __future__ import annotations
 

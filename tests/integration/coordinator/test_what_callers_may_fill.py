@@ -1,5 +1,5 @@
-"""What a caller can make grow in a coordinator has a bound, and who comes to it is told what to
-do."""
+"""Tests what a caller can make grow in a coordinator has a bound, and who comes to it is told what
+to do."""
 
 from __future__ import annotations
 

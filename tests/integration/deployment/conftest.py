@@ -67,7 +67,7 @@ class Processes:
         return self.folder / f"{name}.json"
 
     def ports(self, name: str) -> dict[str, Any]:
-        """What its port file says, once it is there."""
+        """Returns what its port file says, once it is there."""
         path = self.port_file(name)
         return dict(
             self.wait_for(

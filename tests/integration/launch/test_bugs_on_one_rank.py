@@ -1,5 +1,5 @@
-"""What `shoal run` makes of a rank whose script raises while the others wait for it: the job ends,
-not green, and says whose bug it was."""
+"""Tests what `shoal run` makes of a rank whose script raises while the others wait for it: the job
+ends, not green, and says whose bug it was."""
 
 from __future__ import annotations
 

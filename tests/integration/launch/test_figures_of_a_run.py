@@ -1,4 +1,4 @@
-"""What `shoal run` tells of a run: real training, whose worker gets SIGKILL; and the bar on a
+"""Tests what `shoal run` tells of a run: real training, whose worker gets SIGKILL; and the bar on a
 terminal."""
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def test_of_a_stream_nobody_knows_how_many_steps_are_left(shell: Shell) -> None:
 
 
 def on_terminal(shell: Shell, *arguments: str | Path) -> str:
-    """What `shoal` writes to a terminal of 100 columns."""
+    """Returns what `shoal` writes to a terminal of 100 columns."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = subprocess.Popen(

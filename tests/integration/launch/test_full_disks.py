@@ -1,5 +1,5 @@
-"""What `shoal run` says when the disk of one of two ranks is full: that rank is the first failure,
-whoever of the two ends first."""
+"""Tests what `shoal run` says when the disk of one of two ranks is full: that rank is the first
+failure, whoever of the two ends first."""
 
 from __future__ import annotations
 

@@ -69,7 +69,7 @@ def preempt(shell: Shell, *flags: str, **variables: str) -> tuple[Path, Command]
 
 
 def ended(shell: Shell) -> list[tuple[int, int]]:
-    """Where each rank's script began and ended, which removes it."""
+    """Returns where each rank's script began and ended, which removes it."""
     told = []
     for path in sorted(shell.directory.glob("ended-*")):
         told.append(tuple(json.loads(path.read_text())))

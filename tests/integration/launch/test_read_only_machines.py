@@ -36,7 +36,7 @@ exec "$@"
 
 @functools.cache
 def why_not() -> str:
-    """Why this machine gives no read-only mounts; empty: it does."""
+    """Returns why this machine gives no read-only mounts; empty: it does."""
     probe = 'if touch "$0" 2>/dev/null; then exit 3; fi'
     try:
         done = subprocess.run(

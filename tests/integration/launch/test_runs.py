@@ -30,7 +30,7 @@ def job(endpoint: str, job_id: str = "default") -> pb.GetJobResponse:
 
 
 def endings(endpoint: str, job_id: str = "default") -> list[str]:
-    """How the job's runs ended, the newest last."""
+    """Returns how the job's runs ended, the newest last."""
     found = job(endpoint, job_id)
     names = [
         pb.JobEnding.Name(each).removeprefix("JOB_ENDING_").lower()
@@ -264,8 +264,8 @@ def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(
 
 
 def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str]:
-    """What compose.yaml's workers run, with this test's coordinator and script in the place of a
-    container's."""
+    """Returns what compose.yaml's workers run, with this test's coordinator and script in the place
+    of a container's."""
     # each variable's default
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (REPOSITORY / "compose.yaml").read_text())
     command = yaml.safe_load(text)["services"]["worker"]["command"]

@@ -30,7 +30,7 @@ def of_accelerate(name: str) -> Path:
 
 
 def endings(output: str) -> list[str]:
-    """What the ranks of TRAINER said last, without who said it."""
+    """Returns what the ranks of TRAINER said last, without who said it."""
     return sorted(line[line.index("ranks ") :] for line in output.splitlines() if "ranks " in line)
 
 

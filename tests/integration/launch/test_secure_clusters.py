@@ -168,7 +168,7 @@ class Cluster:
         return found
 
     def flags(self, holder: str) -> tuple[str | Path, ...]:
-        """What everybody gives to every command."""
+        """Returns what everybody gives to every command."""
         shown = ("--tls-cert", self.pem("client.pem"), "--tls-key", self.pem("client.key"))
         return ("--tls-ca", self.pem("ca.pem"), *shown, "--token-file", self.token(holder))
 
@@ -222,7 +222,7 @@ def workers(command: Command) -> list[psutil.Process]:
 
 
 def seen_of(process: psutil.Process) -> bytes:
-    """What others of this user can see of it."""
+    """Returns what others of this user can see of it."""
     with contextlib.suppress(OSError):
         folder = Path(f"/proc/{process.pid}")
         return (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()

@@ -103,7 +103,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 
 def described(output: str) -> tuple[dict[str, Any], list[str]]:
-    """What a worker saw, by name, and its other lines."""
+    """Returns what a worker saw, by name, and its other lines."""
     lines = [line.partition(" ") for line in output.splitlines()]
     names = {name: rest for name, _, rest in lines if rest.startswith(("{", "[", '"'))}
     return names, ["".join(line) for line in lines if not line[2].startswith(("{", "[", '"'))]

@@ -1,4 +1,4 @@
-"""What a pipeline sends."""
+"""Tests what a pipeline sends."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def run_grid(pipeline: int, data: int, body: Body) -> list[list[Any]]:
 
 
 def errors_of_grid(pipeline: int, data: int, body: Body) -> dict[int, BaseException]:
-    """What each rank that failed has raised, by rank."""
+    """Returns what each rank that failed has raised, by rank."""
     return errors_of_threads(_grid(pipeline, data, body))
 
 

@@ -263,7 +263,8 @@ def told_to_follow(cluster: Cluster) -> Iterator[ScriptedCoordinator]:
 
 
 def holds(directory: Path) -> dict[int, int]:
-    """What a server that has ended left in its directory: the versions of its partitions."""
+    """Returns what a server that has ended left in its directory: the versions of its
+    partitions."""
     with DataDirectory(directory) as data:
         recovered = data.recover(job_id="job", server_id="b")
         return dict(recovered.shard.summary().versions)

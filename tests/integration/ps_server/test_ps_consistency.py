@@ -1,4 +1,4 @@
-"""What asp, ssp and bsp promise, held against recorded histories: real servers and sockets, a
+"""Tests what asp, ssp and bsp promise, held against recorded histories: real servers and sockets, a
 thread for each member, seeded delays."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What membership does to pushes and pulls: fencing, ssp's waits, and a coordinator that is
+"""Tests what membership does to pushes and pulls: fencing, ssp's waits, and a coordinator that is
 away."""
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ class CollectiveCounter(TorchDispatchMode):
         self.collectives: list[Collective] = []
 
     def counts(self) -> Counter[str]:
-        """How many of each kind."""
+        """Returns how many of each kind."""
         return Counter(c.kind for c in self.collectives)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,5 +1,5 @@
-"""What tensor parallelism sends is what SPEC.md 2 says: two all-reduces of the activations a block
-and direction."""
+"""Tests what tensor parallelism sends is what SPEC.md 2 says: two all-reduces of the activations a
+block and direction."""
 
 from __future__ import annotations
 

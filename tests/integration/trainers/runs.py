@@ -21,7 +21,7 @@ Alone = Callable[[str], tuple[dict[str, Any], Path]]
 
 
 def told(output: str) -> list[dict[str, Any]]:
-    """What the processes say that they ended with."""
+    """Returns what the processes say that they ended with."""
     return [
         json.loads(line.split("told ", 1)[1]) for line in output.splitlines() if "told {" in line
     ]
@@ -49,7 +49,7 @@ def run_alone(
     *also: str,
     cwd: Path | None = None,
 ) -> dict[str, Any]:
-    """What one process without a job ends with, which writes into `directory`."""
+    """Returns what one process without a job ends with, which writes into `directory`."""
     ended = subprocess.run(
         [sys.executable, program, directory, strategy, *also],
         check=False,
@@ -72,8 +72,8 @@ def runs_alone(
     *also: str,
     cwd: Path | None = None,
 ) -> Alone:
-    """What one process without a job ends with, by strategy, and the file `model` that it writes;
-    each is run once. `also`: further arguments."""
+    """Returns what one process without a job ends with, by strategy, and the file `model` that it
+    writes; each is run once. `also`: further arguments."""
 
     @cache
     def run(strategy: str) -> tuple[dict[str, Any], Path]:

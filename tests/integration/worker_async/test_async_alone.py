@@ -155,7 +155,7 @@ def test_the_examples_of_sparse_tables_run(tmp_path: Path) -> None:
 
 
 def run(example: str, tmp_path: Path) -> str:
-    """What it prints."""
+    """Returns what it prints."""
     path = tmp_path / "train.py"
     path.write_text(example)
     environment = {

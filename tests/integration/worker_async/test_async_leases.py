@@ -26,7 +26,7 @@ FAR_AHEAD = {"lease_ahead_s": 600}
 
 
 def versions(running: AsyncCluster) -> set[int]:
-    """What the servers had at the end, in their last snapshots."""
+    """Returns what the servers had at the end, in their last snapshots."""
     found: set[int] = set()
     for server in running.servers:
         server.process.wait()

@@ -27,7 +27,7 @@ LARGEST = 128 * 128 * 4
 
 
 def stored(running: AsyncCluster) -> Mapping[str, int]:
-    """How many bytes of values each primary has, by its id."""
+    """Returns how many bytes of values each primary has, by its id."""
     return {
         server.server_id: server.value_bytes
         for server in running.job().servers

@@ -27,7 +27,7 @@ def values(net: torch.nn.Module) -> torch.Tensor:
 
 
 def delayed(by: int) -> torch.Tensor:
-    """What SGD comes to whose gradients are of values that are older by so many steps."""
+    """Returns what SGD comes to whose gradients are of values that are older by so many steps."""
     net = network(0)
     history = [values(net)]
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)

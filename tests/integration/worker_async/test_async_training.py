@@ -141,7 +141,7 @@ def test_a_worker_without_batches_holds_nobody_up(cluster: Make, options: dict[s
 
 
 def in_common(left: list[int], right: list[int]) -> tuple[list[int], list[int]]:
-    """What two workers computed on, of that which both did."""
+    """Returns what two workers computed on, of that which both did."""
     return [each for each in left if each in right], [each for each in right if each in left]
 
 

@@ -211,8 +211,8 @@ MPI_CHECKS: dict[str, Callable[[], None]] = {
 
 
 def run_checks() -> dict[str, str | None]:
-    """What came of each check. After a failure ranks may be out of step, and the other checks are
-    not run."""
+    """Returns what came of each check. After a failure ranks may be out of step, and the other
+    checks are not run."""
     dist.init_process_group("shoal_mpi", init_method="mpi://", timeout=timedelta(seconds=20))
     outcomes: dict[str, str | None] = {}
     for name, check in MPI_CHECKS.items():

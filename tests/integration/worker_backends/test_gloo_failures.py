@@ -1,4 +1,4 @@
-"""What a failure costs the others: ranks killed, stopped or stuck, and groups made anew."""
+"""Tests what a failure costs the others: ranks killed, stopped or stuck, and groups made anew."""
 
 from __future__ import annotations
 

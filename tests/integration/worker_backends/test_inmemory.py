@@ -31,8 +31,8 @@ _LONG = timedelta(seconds=20)
 
 
 def _unmatched(*ranks: Callable[[], Any]) -> list[str]:
-    """What each rank is told of collectives that do not fit together: a launch itself raises the
-    first rank's error only."""
+    """Returns what each rank is told of collectives that do not fit together: a launch itself
+    raises the first rank's error only."""
     told: list[str] = [""] * len(ranks)
 
     def be_rank() -> None:

@@ -30,7 +30,7 @@ __all__ = ["CASES", "WORLD"]
 
 
 def difference(expected: State, got: State) -> str:
-    """What differs by more than the tolerance."""
+    """Returns what differs by more than the tolerance."""
     exact = all(tensor.dtype != torch.float32 for tensor in expected.values())
     tolerance = TOLERANCE if exact else 1e-6
     wrong = []

@@ -1,5 +1,5 @@
-"""Who does what one rank, or one process of a machine, does for all: never a process that replays
-its script, nor one too many."""
+"""Tests who does what one rank, or one process of a machine, does for all: never a process that
+replays its script, nor one too many."""
 
 from __future__ import annotations
 
@@ -32,7 +32,8 @@ def test_a_joiner_that_replays_its_script_is_not_taken_for_rank_0(
 
 
 def first_of(zygote: Zygote, directory: Path, job: str, run: str, end: str = "") -> str:
-    """What `main_first` gives to a process of this run. `end`: what it does within the block."""
+    """Returns what `main_first` gives to a process of this run. `end`: what it does within the
+    block."""
     program = (
         "import os, shoal\nwith shoal.main_first() as first:\n    print(first, "
         f"flush=True)\n    {end or 'pass'}"

@@ -1,6 +1,6 @@
-"""What asks the other ranks in a pass, under faults: a rank that dies in the middle of it costs a
-step that is done again, and the result is the same. SyncBatchNorm, and losses over the whole
-batch."""
+"""Tests what asks the other ranks in a pass, under faults: a rank that dies in the middle of it
+costs a step that is done again, and the result is the same. SyncBatchNorm, and losses over the
+whole batch."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What compression leaves behind counts when the step does: a run that lost steps ends as one that
-lost none, bit for bit."""
+"""Tests what compression leaves behind counts when the step does: a run that lost steps ends as one
+that lost none, bit for bit."""
 
 from __future__ import annotations
 

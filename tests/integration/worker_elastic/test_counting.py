@@ -1,6 +1,6 @@
-"""What a script does every few steps, over a kill and a replacement: by the run's steps it is the
-same on all ranks; by a count of the script's own it cannot be, and the ranks are told so at once,
-by name."""
+"""Tests what a script does every few steps, over a kill and a replacement: by the run's steps it is
+the same on all ranks; by a count of the script's own it cannot be, and the ranks are told so at
+once, by name."""
 
 import signal
 from collections.abc import Iterator

@@ -1,5 +1,5 @@
-"""What users do with torch's DDP gives, on two ranks with ddp, what one process gives on the whole
-batch, to 1e-10 in float64."""
+"""Tests what users do with torch's DDP gives, on two ranks with ddp, what one process gives on the
+whole batch, to 1e-10 in float64."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def differences(result: dict[str, Any], expected: State) -> dict[str, float]:
-    """What is not as expected, and by how much."""
+    """Returns what is not as expected, and by how much."""
     assert result["state"].keys() == expected.keys()
     off = {
         name: float((torch.tensor(value, dtype=torch.float64) - expected[name]).abs().max())

@@ -1,5 +1,5 @@
-"""What ranks tell each other survives faults: all that are left are told the same, and nobody is
-told nothing."""
+"""Tests what ranks tell each other survives faults: all that are left are told the same, and nobody
+is told nothing."""
 
 from __future__ import annotations
 

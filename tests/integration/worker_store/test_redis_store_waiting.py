@@ -38,7 +38,8 @@ def _eventually(condition: Callable[[], bool]) -> None:
 
 
 def _blocked_on(store: RedisStore, key: str, waits: int = 1) -> Callable[[], bool]:
-    """Whether that many waits sleep on the key: their subscription is known to the server."""
+    """Returns whether that many waits sleep on the key: their subscription is known to the
+    server."""
 
     def there() -> bool:
         client = store._connection.client

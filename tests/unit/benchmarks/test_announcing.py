@@ -1,4 +1,4 @@
-"""What T12 says of what it has measured."""
+"""Tests what T12 says of what it has measured."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What T8 counts: bytes on connections, allocations, and shares of the formulas."""
+"""Tests what T8 counts: bytes on connections, allocations, and shares of the formulas."""
 
 from __future__ import annotations
 

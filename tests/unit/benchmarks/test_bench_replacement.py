@@ -1,4 +1,4 @@
-"""When a group of workers is at full strength again after a kill."""
+"""Tests when a group of workers is at full strength again after a kill."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class Stage:
 
 
 def worker_flags(side: Any, tmp_path: Path) -> Any:
-    """What the side's worker is told."""
+    """Returns what the side's worker is told."""
     stage = Stage()
     side.start(stage, Workload(log=tmp_path, ranks=2, width=4, batch=8))
     words = list(stage.command)

@@ -1,4 +1,4 @@
-"""Who may be at the other end of a bulk channel on one machine, and when a vanished peer is
+"""Tests who may be at the other end of a bulk channel on one machine, and when a vanished peer is
 noticed."""
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ def test_a_name_that_no_machine_has_is_refused(name: str) -> None:
 def handshake(
     server: ssl.SSLContext, client: ssl.SSLContext, name: str
 ) -> tuple[Exception | None, Exception | None]:
-    """What went wrong on either side."""
+    """Returns what went wrong on either side."""
     here, there = socket.socketpair()
     problems: list[Exception | None] = [None, None]
 

@@ -1,4 +1,4 @@
-"""What a client or server cannot be configured with."""
+"""Tests what a client or server cannot be configured with."""
 
 from __future__ import annotations
 

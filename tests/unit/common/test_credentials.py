@@ -1,4 +1,4 @@
-"""What a caller shows and a service asks for, as flags, variables and files."""
+"""Tests what a caller shows and a service asks for, as flags, variables and files."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Which addresses of this machine others are told, and what errors say of those that cannot be
-used."""
+"""Tests which addresses of this machine others are told, and what errors say of those that cannot
+be used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is removed for the dead, by whom, and what is not."""
+"""Tests what is removed for the dead, by whom, and what is not."""
 
 from __future__ import annotations
 

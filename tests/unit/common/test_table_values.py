@@ -1,4 +1,4 @@
-"""What follows from ids alone is the same on every machine and in every release."""
+"""Tests what follows from ids alone is the same on every machine and in every release."""
 
 from __future__ import annotations
 

@@ -31,7 +31,7 @@ def encoded(worker: CompressedPushes, seed: int, *, sequence: int = 0) -> tuple[
 def served(
     push: tuple[int, memoryview], shapes: Mapping[int, tuple[int, int]] = SHAPES
 ) -> torch.Tensor:
-    """What a server makes of it."""
+    """Returns what a server makes of it."""
     out = np.empty(sum(rows * columns for rows, columns in shapes.values()), np.float32)
     codecs.decode(*push, out, tuple(shapes.values()))
     return torch.from_numpy(out)

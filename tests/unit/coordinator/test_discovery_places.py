@@ -1,4 +1,5 @@
-"""What Prometheus is told of a job's processes: places, whose labels outlive their processes."""
+"""Tests what Prometheus is told of a job's processes: places, whose labels outlive their
+processes."""
 
 from __future__ import annotations
 

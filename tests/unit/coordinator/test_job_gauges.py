@@ -1,5 +1,5 @@
-"""What Prometheus is told of a job that does not go on as it should: gauges read from the state
-that the membership core is in."""
+"""Tests what Prometheus is told of a job that does not go on as it should: gauges read from the
+state that the membership core is in."""
 
 import pytest
 from prometheus_client import CollectorRegistry

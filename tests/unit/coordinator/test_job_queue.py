@@ -1,5 +1,5 @@
-"""What waits for a job's loop while Redis takes no changes: bounded, and gone when nobody waits for
-it any more."""
+"""Tests what waits for a job's loop while Redis takes no changes: bounded, and gone when nobody
+waits for it any more."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a slow stream finds in its mailbox."""
+"""Tests what a slow stream finds in its mailbox."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What holds after any sequence of events: the membership core under random stories, checked after
-each transition."""
+"""Tests what holds after any sequence of events: the membership core under random stories, checked
+after each transition."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How the table of a generation is told and written by its changes alone."""
+"""Tests how the table of a generation is told and written by its changes alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which partitions move next: moves end, with equal shares; who drains gives away all."""
+"""Tests which partitions move next: moves end, with equal shares; who drains gives away all."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a job is written and read again, without a Redis."""
+"""Tests how a job is written and read again, without a Redis."""
 
 from __future__ import annotations
 

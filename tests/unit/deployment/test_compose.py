@@ -1,5 +1,5 @@
-"""What compose's own tools accept although it cannot work: names that lead nowhere, waiting for the
-health of what has no health check."""
+"""Tests what compose's own tools accept although it cannot work: names that lead nowhere, waiting
+for the health of what has no health check."""
 
 from __future__ import annotations
 

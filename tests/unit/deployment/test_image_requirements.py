@@ -1,4 +1,4 @@
-"""Which distributions and which third-party packages an image holds."""
+"""Tests which distributions and which third-party packages an image holds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launcher decides about exits, told as short stories of exits and actions."""
+"""Tests what a launcher decides about exits, told as short stories of exits and actions."""
 
 from __future__ import annotations
 

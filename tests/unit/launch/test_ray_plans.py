@@ -1,4 +1,4 @@
-"""What `shoal.ray.run` asks for, refuses, and tells the launchers; without Ray."""
+"""Tests what `shoal.ray.run` asks for, refuses, and tells the launchers; without Ray."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a launcher makes of its workers' commits and the coordinator's events: pauses, figures,
-lines."""
+"""Tests what a launcher makes of its workers' commits and the coordinator's events: pauses,
+figures, lines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What SLURM says of an allocation, as a run's variables."""
+"""Tests what SLURM says of an allocation, as a run's variables."""
 
 from __future__ import annotations
 

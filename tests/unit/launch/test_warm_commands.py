@@ -1,4 +1,4 @@
-"""Which commands are run by a warm process."""
+"""Tests which commands are run by a warm process."""
 
 from __future__ import annotations
 

@@ -45,8 +45,8 @@ def bubble(
 
 
 def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[float]:
-    """When each rank is done, every rank doing its computations in order, each as soon as what it
-    needs is there."""
+    """Returns when each rank is done, every rank doing its computations in order, each as soon as
+    what it needs is there."""
     done: dict[Action, float] = {}
     waiting = [
         [action for action in actions if action.kind in costs] for actions in schedule.actions
@@ -68,7 +68,7 @@ def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[fl
 
 
 def _ready_at(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
-    """When what this needs of other ranks is there; None: not yet known."""
+    """Returns when what this needs of other ranks is there; None: not yet known."""
     if action.kind is Kind.FORWARD:
         return (
             0.0

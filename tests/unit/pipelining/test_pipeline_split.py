@@ -1,4 +1,4 @@
-"""Which stage holds what: pure values."""
+"""Tests which stage holds what: pure values."""
 
 from __future__ import annotations
 

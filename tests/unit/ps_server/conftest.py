@@ -176,7 +176,7 @@ class Make:
         return shard
 
     def values(self, shard: Shard, partition_id: int = 0) -> torch.Tensor:
-        """What a pull would give."""
+        """Returns what a pull would give."""
         image = shard.image(partition_id)
         assert image is not None
         return image.values

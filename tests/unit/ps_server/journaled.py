@@ -162,7 +162,7 @@ def run(test: Any) -> Any:
 
 
 def recovered(path: Path) -> dict[int, Any]:
-    """What a server has that starts on a copy of the directory."""
+    """Returns what a server has that starts on a copy of the directory."""
     copy = path.with_name(f"{path.name}.copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(path, copy)

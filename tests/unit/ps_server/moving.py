@@ -199,7 +199,7 @@ class History:
                 self._images[number][self.whole.version(number)] = self.whole.image(number)
 
     def has(self, shard: Shard) -> bool:
-        """Whether each partition of a shard that has values has those of its version."""
+        """Returns whether each partition of a shard that has values has those of its version."""
         found = {number: image for number, image in state_of(shard).items() if image is not None}
         return same(
             found, {number: self._images[number][image.version] for number, image in found.items()}

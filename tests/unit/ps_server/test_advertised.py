@@ -1,4 +1,4 @@
-"""Where workers are told to reach a server, and Prometheus its metrics."""
+"""Tests where workers are told to reach a server, and Prometheus its metrics."""
 
 from __future__ import annotations
 

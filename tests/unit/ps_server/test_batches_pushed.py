@@ -1,5 +1,5 @@
-"""Which leased batches members have pushed: the server's memory, also over snapshots, recoveries
-and kills."""
+"""Tests which leased batches members have pushed: the server's memory, also over snapshots,
+recoveries and kills."""
 
 from __future__ import annotations
 

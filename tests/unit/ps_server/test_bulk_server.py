@@ -133,7 +133,7 @@ def serving(make):
 
 
 def descriptors() -> int:
-    """How many this process has open."""
+    """Returns how many this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 

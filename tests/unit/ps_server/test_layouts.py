@@ -1,4 +1,4 @@
-"""What a server keeps of a shard map."""
+"""Tests what a server keeps of a shard map."""
 
 from __future__ import annotations
 

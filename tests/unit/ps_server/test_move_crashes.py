@@ -40,8 +40,8 @@ from tests.unit.ps_server.moving import ORDER, History, Moved, layout_of, specs,
 
 
 def cuts(path: Path, tmp_path: Path) -> list[tuple[int, Recovered]]:
-    """What a server recovers that was killed after any of its journal's records, and how many they
-    were."""
+    """Returns what a server recovers that was killed after any of its journal's records, and how
+    many they were."""
     data = memoryview(file(path).read_bytes())
     journal_id = int((path / "journal.id").read_text(), 16)
     found = []
@@ -295,7 +295,7 @@ class Follower:
 
 
 def seen(shard: Shard, moves: Moves) -> tuple[object, ...]:
-    """What is on its way."""
+    """Returns what is on its way."""
     return (
         shard.frozen,
         moves.settled,

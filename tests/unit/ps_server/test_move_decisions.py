@@ -1,5 +1,5 @@
-"""Who decides on a move: the giver until it has noted that partitions are leaving, and from then on
-the coordinator."""
+"""Tests who decides on a move: the giver until it has noted that partitions are leaving, and from
+then on the coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a receiver takes over of the partitions that it is sent, and what it refuses."""
+"""Tests what a receiver takes over of the partitions that it is sent, and what it refuses."""
 
 from __future__ import annotations
 

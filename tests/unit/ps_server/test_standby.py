@@ -1,4 +1,4 @@
-"""What a backup does with what its primary sends."""
+"""Tests what a backup does with what its primary sends."""
 
 from __future__ import annotations
 

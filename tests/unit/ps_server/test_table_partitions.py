@@ -33,7 +33,7 @@ from tests.unit.ps_server.journaled import Journaled, file, opened, recovered, r
 
 
 def pulled(shard: Shard, *ids: int, partition_id: int = 0) -> np.ndarray[Any, Any]:
-    """What a pull gives."""
+    """Returns what a pull gives."""
     data = bytes(shard.read_rows(partition_id, np.array(ids, np.int64)).take(1 << 20))
     return np.frombuffer(data, np.float32).reshape(len(ids), -1)
 

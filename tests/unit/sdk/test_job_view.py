@@ -1,4 +1,4 @@
-"""What `shoal status` and `shoal up` say of a job: without members, and when it stands."""
+"""Tests what `shoal status` and `shoal up` say of a job: without members, and when it stands."""
 
 from __future__ import annotations
 

@@ -84,7 +84,7 @@ def make_trainer(ours: bool, **arguments: Any) -> Any:
 
 
 def told(ours: bool, arguments: dict[str, Any]) -> dict[str, Any]:
-    """What a fit, a test and a prediction come to."""
+    """Returns what a fit, a test and a prediction come to."""
     net, trainer = make_net(), make_trainer(ours, **arguments)
     trainer.fit(
         net,

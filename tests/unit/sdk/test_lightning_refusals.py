@@ -1,4 +1,5 @@
-"""What Shoal's strategy for Lightning refuses before it trains, each with what to do instead."""
+"""Tests what Shoal's strategy for Lightning refuses before it trains, each with what to do
+instead."""
 
 from __future__ import annotations
 

@@ -16,7 +16,8 @@ _ALIASES = {"ElasticOptimizer": "ShardedOptimizer"}
 
 
 def checked_imports() -> dict[str, str]:
-    """What type checkers are told: name to module, of the imports that the interpreter skips."""
+    """Returns what type checkers are told: name to module, of the imports that the interpreter
+    skips."""
     tree = ast.parse(Path(shoal.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     return {

@@ -1,4 +1,4 @@
-"""What Shoal's Trainer for transformers refuses when it is made, and what its arguments tell
+"""Tests what Shoal's Trainer for transformers refuses when it is made, and what its arguments tell
 transformers of the process."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Which shards are copied to which ranks, so that two ranks of those that stay have each, and where
-shards are taken from then."""
+"""Tests which shards are copied to which ranks, so that two ranks of those that stay have each, and
+where shards are taken from then."""
 
 from __future__ import annotations
 

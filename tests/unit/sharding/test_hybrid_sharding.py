@@ -27,8 +27,8 @@ def make(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 def train(
     *, micro: bool, shard_size: int = 2, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
-    """What a rank does. Returns the whole state, the metadata, and the elements of the optimizer's
-    state that it holds."""
+    """Runs a rank. Returns the whole state, the metadata, and the elements of the optimizer's state
+    that it holds."""
     net = make(dtype)
     options = {"minimum_parameter_group_size": 64, "shard_size": shard_size, **options}
     model, optimizer = shoal.as_distributed(

@@ -25,7 +25,7 @@ STRATEGIES = ("zero1", "zero2", "zero3", "fsdp")
 
 
 def mirrored(optimizer: Any) -> list[torch.Tensor]:
-    """What a rank holds of others' shards, and of the optimizer's state of them."""
+    """Returns what a rank holds of others' shards, and of the optimizer's state of them."""
     held = optimizer._engine._held
     assert isinstance(held, ShardedState)
     found: list[torch.Tensor] = []
@@ -41,7 +41,8 @@ def mirrored(optimizer: Any) -> list[torch.Tensor]:
 
 
 def train(strategy: str, options: dict[str, Any], away: list[bool]) -> int:
-    """What a rank does. Notes in each step, behind its passes, whether what it mirrors is away."""
+    """Returns what a rank does. Notes in each step, behind its passes, whether what it mirrors is
+    away."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)

@@ -43,8 +43,8 @@ def make() -> nn.Sequential:
 
 
 def train(strategy: str, look: Any = None, **options: Any) -> tuple[State, Any]:
-    """What a rank does. Returns the whole parameters, and what `look(model, optimizer)` says after
-    the last step."""
+    """Runs a rank. Returns the whole parameters, and what `look(model, optimizer)` says after the
+    last step."""
     net = make()
     options = {"minimum_parameter_group_size": 64, **options}
     model, optimizer = shoal.as_distributed(

@@ -30,8 +30,8 @@ PINNED = {
 
 
 def asked_for() -> Iterator[Requirement]:
-    """What the developers' installation names: every distribution with all of its extras, and the
-    tools."""
+    """Returns what the developers' installation names: every distribution with all of its extras,
+    and the tools."""
     for project in PROJECTS.values():
         extras = [
             line for lines in project.get("optional-dependencies", {}).values() for line in lines

@@ -1,28 +1,86 @@
-"""A docstring can be read alone: it does not begin in the middle of a sentence whose beginning
-stands elsewhere."""
+"""Docstrings can be read alone: none begins with a relative clause, in the middle of a sentence, or
+only refers to another docstring.
+
+Attribute docstrings, which are string expressions after an assignment, count as well. The docstring
+of a flag begins with "True if", that of a function which returns one with "Returns whether".
+"""
 
 from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
 _ROOT = Path(__file__).parents[3]
-_FRAGMENT = re.compile(r"(Of|As|Any) ")
-"""What such a docstring begins with."""
+_FOLDERS = (
+    "benchmarks",
+    "common",
+    "coordinator",
+    "docker",
+    "docsite",
+    "examples",
+    "gpu_kit",
+    "ps_server",
+    "sdk",
+    "tests",
+    "worker",
+)
+_CLAUSE = re.compile(
+    r"(What|Whether|Where|How|Who|Whom|Whose|Which|When|Why|Whatever|Whoever|Wherever|While|If|Because"
+    r"|That|Those|Of|As|Any) "
+)
+_REFERENCE = re.compile(r"See (`[^`]+`|[\w.]+|the \w+)([.:]|$)")
+_LEFT = {"tests": 312}
+"""Faults that are left, by folder. Lower the number with each one that is rewritten; never raise
+it."""
 
 
-def test_no_docstring_is_the_end_of_a_sentence() -> None:
+def _docstrings(tree: ast.Module) -> Iterator[ast.Constant]:
+    for node in ast.walk(tree):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
+            yield node.value
+
+
+def _is_faulty(text: str) -> bool:
+    """Returns whether a docstring begins in one of the ways described in the module."""
+    return bool(_CLAUSE.match(text) or _REFERENCE.match(text))
+
+
+@pytest.mark.parametrize("folder", _FOLDERS)
+def test_docstrings_can_be_read_alone(folder: str) -> None:
     found = []
-    for package in ("worker/shoal_worker", "common", "coordinator", "ps_server", "sdk"):
-        for file in sorted((_ROOT / package).rglob("*.py")):
-            for node in ast.walk(ast.parse(file.read_text())):
-                if (
-                    isinstance(node, ast.Expr)
-                    and isinstance(node.value, ast.Constant)
-                    and isinstance(node.value.value, str)
-                ):
-                    text = node.value.value.strip()
-                    if _FRAGMENT.match(text):
-                        found.append(f"{file.relative_to(_ROOT)}:{node.lineno}: {text[:60]}")
-    assert not found, "\n".join(found)
+    for file in sorted((_ROOT / folder).rglob("*.py")):
+        if file.stem.endswith(("_pb2", "_pb2_grpc")) or ".venv" in file.parts:
+            continue
+        for docstring in _docstrings(ast.parse(file.read_text())):
+            text = str(docstring.value).strip()
+            if _is_faulty(text):
+                found.append(f"{file.relative_to(_ROOT)}:{docstring.lineno}: {text[:60]}")
+    assert len(found) <= _LEFT.get(folder, 0), (
+        "begin with a verb in the third person (Returns ..., Checks ...) or with a noun:\n"
+        + "\n".join(found)
+    )
+    assert len(found) == _LEFT.get(folder, 0), f"lower _LEFT[{folder!r}] to {len(found)}"
+
+
+@pytest.mark.parametrize(
+    ("text", "faulty"),
+    [
+        ("What a rank holds.", True),
+        ("Whether the rank is alive.", True),
+        ("True if the rank is alive.", False),
+        ("See `Engine`.", True),
+        ("Of a step.", True),
+        ("Returns whether the rank is alive.", False),
+        ("Number of ranks; see `Engine`.", False),
+    ],
+)
+def test_the_check_itself(text: str, faulty: bool) -> None:
+    assert _is_faulty(text) is faulty

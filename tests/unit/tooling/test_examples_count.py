@@ -33,7 +33,7 @@ _SNIPPETS = {
 
 
 def own_counts(source: str) -> list[str]:
-    """What in loops over a loader counts by itself."""
+    """Returns what in loops over a loader counts by itself."""
     found = []
     for loop in ast.walk(ast.parse(source)):
         if not isinstance(loop, ast.For):

@@ -189,7 +189,7 @@ def stage(
 
 
 def run(directory: Path, *stages: Stage, limit_s: float = 120) -> tuple[bool, str]:
-    """Whether all ran and ended well, and the summary."""
+    """Returns whether all ran and ended well, and the summary."""
     well = Runner(directory, limit_s=limit_s, directory=directory).run(stages)
     return well, (directory / SUMMARY).read_text()
 

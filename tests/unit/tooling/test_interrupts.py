@@ -1,4 +1,5 @@
-"""What tests start can be interrupted, also where the tests run in the background of a shell."""
+"""Tests what tests start can be interrupted, also where the tests run in the background of a
+shell."""
 
 from __future__ import annotations
 

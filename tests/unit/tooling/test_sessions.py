@@ -1,4 +1,4 @@
-"""What the runner of pages' sessions takes for alike, and what it does not."""
+"""Tests what the runner of pages' sessions takes for alike, and what it does not."""
 
 from __future__ import annotations
 

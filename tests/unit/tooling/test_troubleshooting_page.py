@@ -102,7 +102,7 @@ def _constants(module: ast.Module) -> dict[str, str]:
 
 
 def _given(module: ast.Module) -> Iterator[ast.expr]:
-    """What errors get as their reason: `reason=` where one is made, `default_reason` in its
+    """Returns what errors get as their reason: `reason=` where one is made, `default_reason` in its
     class."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call):

@@ -111,7 +111,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 def world_of(row: str) -> int:
-    """How many ranks."""
+    """Returns how many ranks."""
     return 4 if row == "hsdp" or row.startswith(("hybrid-tensor", "hybrid-pipeline")) else 2
 
 

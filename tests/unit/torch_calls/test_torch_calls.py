@@ -111,7 +111,7 @@ def run(kind: str, options: dict[str, Any], *, micro: bool) -> list[str]:
 
 
 def differences(found: Any, expected: Any) -> list[str]:
-    """What torch finds different."""
+    """Returns what torch finds different."""
     try:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
     except AssertionError as error:

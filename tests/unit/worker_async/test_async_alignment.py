@@ -1,4 +1,4 @@
-"""Where a worker that comes while others train in step begins on each server."""
+"""Tests where a worker that comes while others train in step begins on each server."""
 
 from __future__ import annotations
 

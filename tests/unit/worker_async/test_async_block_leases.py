@@ -77,7 +77,7 @@ class FakeJob:
         )
 
     def leased(self, loader: str = "a", epoch: int = 0) -> tuple[int, ...]:
-        """What the coordinator takes for this worker's."""
+        """Returns what the coordinator takes for this worker's."""
         return tuple(self.ledgers[loader, epoch].close().leased.get("me", ()))
 
 

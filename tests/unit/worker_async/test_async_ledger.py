@@ -1,4 +1,4 @@
-"""What a worker knows of its pushes and pulls, after a server said where it stands."""
+"""Tests what a worker knows of its pushes and pulls, after a server said where it stands."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a worker does when partitions move at moments that only servers which keep to a script can
-choose."""
+"""Tests what a worker does when partitions move at moments that only servers which keep to a script
+can choose."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What reading and restoring rows repeats: what passes by itself, and nothing else."""
+"""Tests what reading and restoring rows repeats: what passes by itself, and nothing else."""
 
 from __future__ import annotations
 

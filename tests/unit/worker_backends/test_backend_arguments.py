@@ -1,5 +1,5 @@
-"""What backends refuse before anything is sent. A world of one over torch's in-memory store: no
-network is needed to be told no."""
+"""Tests what backends refuse before anything is sent. A world of one over torch's in-memory store:
+no network is needed to be told no."""
 
 from __future__ import annotations
 

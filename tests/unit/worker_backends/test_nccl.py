@@ -445,7 +445,7 @@ def stream_of(ranks: Ranks, rank: int) -> Stream:
 
 
 def leave(backend: NCCLBackend, within: timedelta = PATIENCE) -> bool:
-    """Whether all ranks did."""
+    """Returns whether all ranks did."""
     together = backend.all_leave(within)
     if together:
         backend.finalize()()

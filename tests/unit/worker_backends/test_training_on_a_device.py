@@ -89,7 +89,7 @@ def train(prototype: nn.Module, strategy: str, options: dict[str, Any]) -> dict[
 def on_devices(
     machine: Machine, prototype: nn.Module, strategy: str, options: dict[str, Any]
 ) -> list[Any]:
-    """What each rank's training came to."""
+    """Returns what each rank's training came to."""
     store, own, done = dist.HashStore(), threading.local(), threading.Barrier(_WORLD)
 
     class Own(NCCLBackend):

@@ -1,4 +1,5 @@
-"""What Prometheus is told of checkpoints: those that were written, and those that were not."""
+"""Tests what Prometheus is told of checkpoints: those that were written, and those that were
+not."""
 
 from __future__ import annotations
 

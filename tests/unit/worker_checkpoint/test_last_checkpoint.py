@@ -1,4 +1,5 @@
-"""What a rank does at its end about the run's last checkpoint, where another rank completes it."""
+"""Tests what a rank does at its end about the run's last checkpoint, where another rank completes
+it."""
 
 from __future__ import annotations
 

@@ -99,7 +99,7 @@ def train(strategy: str, directory: Path, steps: int = STEPS, **options: Any) ->
 
 
 def loaded(strategy: str, directory: Path) -> dict[str, Any]:
-    """What one process would hold after a resume."""
+    """Returns what one process would hold after a resume."""
     model, optimizer, _ = make(strategy)
     assert shoal.resume(directory)
     return {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}

@@ -1,5 +1,5 @@
-"""What a loader can be made of: samplers, datasets and arguments; and loaders for evaluation, which
-take no part in steps."""
+"""Tests what a loader can be made of: samplers, datasets and arguments; and loaders for evaluation,
+which take no part in steps."""
 
 import random
 

@@ -1,6 +1,6 @@
-"""What differs between versions of Python: data workers that are not forked (from 3.14 on they are
-started by "forkserver", which pickles what they need and imports the script again), and the
-bytecode by which `break` is recognized."""
+"""Tests what differs between versions of Python: data workers that are not forked (from 3.14 on
+they are started by "forkserver", which pickles what they need and imports the script again), and
+the bytecode by which `break` is recognized."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""How a stream's batches are dealt for evaluation: each counts once, whatever dies on the way, and
-as few ranks as can be read a shard."""
+"""Tests how a stream's batches are dealt for evaluation: each counts once, whatever dies on the
+way, and as few ranks as can be read a shard."""
 
 import functools
 import itertools

@@ -1,4 +1,4 @@
-"""How a list of shards becomes steps, as plain values: seeded schedules of shards, lanes and
+"""Tests how a list of shards becomes steps, as plain values: seeded schedules of shards, lanes and
 owners."""
 
 import json

@@ -1,5 +1,5 @@
-"""What a rank does at a border: obeys what all ranks agreed on in the control word, and leaves when
-it was put out."""
+"""Tests what a rank does at a border: obeys what all ranks agreed on in the control word, and
+leaves when it was put out."""
 
 from types import SimpleNamespace
 from typing import Any

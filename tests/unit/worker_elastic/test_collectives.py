@@ -1,5 +1,5 @@
-"""What scripts tell each other between steps: every rank gets the same, and what cannot be is one
-clear error on all of them."""
+"""Tests what scripts tell each other between steps: every rank gets the same, and what cannot be is
+one clear error on all of them."""
 
 from __future__ import annotations
 

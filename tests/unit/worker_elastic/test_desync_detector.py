@@ -1,4 +1,4 @@
-"""Who waits in vain: ranks that wait at one place of the run in different things, and nobody
+"""Tests who waits in vain: ranks that wait at one place of the run in different things, and nobody
 else."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which device a rank has, by its number on its machine."""
+"""Tests which device a rank has, by its number on its machine."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What a process that did not catch an exception leaves to its launcher: an account, or an exit
-status that says it was no bug."""
+"""Tests what a process that did not catch an exception leaves to its launcher: an account, or an
+exit status that says it was no bug."""
 
 from __future__ import annotations
 

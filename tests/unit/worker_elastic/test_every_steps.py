@@ -1,4 +1,4 @@
-"""What happens every k steps: `every_steps=` of `save_checkpoint` and `evaluate`."""
+"""Tests what happens every k steps: `every_steps=` of `save_checkpoint` and `evaluate`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""When a generation forms: whose state counts, who gives it to whom, and who speaks for all."""
+"""Tests when a generation forms: whose state counts, who gives it to whom, and who speaks for
+all."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

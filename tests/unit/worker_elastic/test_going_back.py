@@ -1,4 +1,4 @@
-"""Which checkpoints a running script can go back to."""
+"""Tests which checkpoints a running script can go back to."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What Prometheus is told of where a worker's metrics are: never an address at which they are not
-served."""
+"""Tests what Prometheus is told of where a worker's metrics are: never an address at which they are
+not served."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What others wait to hear of goes out at once; all of it again on the next stream."""
+"""Tests what others wait to hear of goes out at once; all of it again on the next stream."""
 
 from __future__ import annotations
 

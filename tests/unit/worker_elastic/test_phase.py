@@ -1,4 +1,4 @@
-"""What a process's script is to its job: one phase at a time, and only the moves that have a
+"""Tests what a process's script is to its job: one phase at a time, and only the moves that have a
 name."""
 
 import itertools
@@ -46,7 +46,7 @@ def take(phase: ScriptPhase, *moves: str) -> ScriptPhase:
 
 
 def invariant(phase: ScriptPhase) -> bool:
-    """What the module says of `stopped`, and of who holds the job's state."""
+    """Returns what the module says of `stopped`, and of who holds the job's state."""
     told = {STOPPED: True, LEFT: True, TORN: phase.stopped is not None}.get(phase.now, False)
     return (phase.stopped is not None) == told and phase.holds_state == (
         phase.now not in (REPLAYING, LEFT)

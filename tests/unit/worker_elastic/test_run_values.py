@@ -13,7 +13,7 @@ from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 
 
 def registered_with(**values: Any) -> tuple[RegisteredState, RunValues]:
-    """What `register_state` makes of plain values."""
+    """Returns what `register_state` makes of plain values."""
     registered, made = RegisteredState(), values_in(values)
     for name, value in made.items():
         registered.register(name, value, copied=True)

@@ -1,4 +1,5 @@
-"""What is known of a script's end while its interpreter goes down; scripts as real processes."""
+"""Tests what is known of a script's end while its interpreter goes down; scripts as real
+processes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where scripts stand: ranks that mean different steps are found out by a sum."""
+"""Tests where scripts stand: ranks that mean different steps are found out by a sum."""
 
 import pytest
 import torch

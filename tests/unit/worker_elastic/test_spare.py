@@ -1,4 +1,4 @@
-"""What a rank says that waits as a spare: who is missing, and why."""
+"""Tests what a rank says that waits as a spare: who is missing, and why."""
 
 import itertools
 import logging

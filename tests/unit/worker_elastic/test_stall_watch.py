@@ -1,5 +1,5 @@
-"""What is found out while a collective stands: which peers are out of reach, and which connections
-are busy."""
+"""Tests what is found out while a collective stands: which peers are out of reach, and which
+connections are busy."""
 
 from __future__ import annotations
 

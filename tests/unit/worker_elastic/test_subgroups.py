@@ -32,7 +32,7 @@ BACKENDS = [InMemoryBackend, GlooBackend]
 def ranks(
     make_backend: Callable[[], CommunicationBackend], do: Callable[[Group], Any]
 ) -> list[Any]:
-    """What `do(group)` gives on each of four ranks, or how it fails."""
+    """Returns what `do(group)` gives on each of four ranks, or how it fails."""
     store, results, done = HashStore(), [None] * WORLD, threading.Barrier(WORLD)
     opening = Opening(
         make_backend=make_backend,

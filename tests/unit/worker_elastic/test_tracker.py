@@ -1,5 +1,5 @@
-"""Which step each figure of a tracked run belongs to, however the script tells its loss; and that
-no sink stops the training."""
+"""Tests which step each figure of a tracked run belongs to, however the script tells its loss; and
+that no sink stops the training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which ranks leave at a border: none takes the only copy of anything with it."""
+"""Tests which ranks leave at a border: none takes the only copy of anything with it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a plan says, where it can be known without a run."""
+"""Tests what a plan says, where it can be known without a run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What init_method="redis://..." URLs mean, and what is said about wrong ones."""
+"""Tests what init_method="redis://..." URLs mean, and what is said about wrong ones."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""What ranks deal from is compared in every step: where it differs, samples would count twice and
-others never, without a word."""
+"""Tests what ranks deal from is compared in every step: where it differs, samples would count twice
+and others never, without a word."""
 
 import itertools
 import random

@@ -111,7 +111,7 @@ def test_a_declaration_has_the_name_of_its_line() -> None:
 
 
 def depth(kind: type) -> int:
-    """How many classes stand above one another, from the first that is not the worker's."""
+    """Returns how many classes stand above one another, from the first that is not the worker's."""
     plain = (
         object,
         *(base for base in kind.__mro__ if base.__module__ in ("abc", "typing", "builtins")),

@@ -1,4 +1,4 @@
-"""How tensor and pipeline divide ranks where no size is given."""
+"""Tests how tensor and pipeline divide ranks where no size is given."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ MATRIX = pytest.mark.matrix
 def train(
     name: str, optimizer: str, micro: int | None, *, loop: bool, **options: Any
 ) -> tuple[Any, ...]:
-    """What one rank does."""
+    """Returns what one rank does."""
     net, samples = models.make(name), models.data(name)
     model, stepper = shoal.as_distributed(
         net,

@@ -1,4 +1,4 @@
-"""What people pass by mistake gets one error, which says what was expected."""
+"""Tests what people pass by mistake gets one error, which says what was expected."""
 
 import re
 from collections.abc import Callable

@@ -1,5 +1,5 @@
-"""What a module's `state_dict()` has beside plain tensors under the names of `named_parameters()`:
-other names, extra state, modes."""
+"""Tests what a module's `state_dict()` has beside plain tensors under the names of
+`named_parameters()`: other names, extra state, modes."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""When gradients are sent and waited for, on a group whose collectives complete when the test says
-so."""
+"""Tests when gradients are sent and waited for, on a group whose collectives complete when the test
+says so."""
 
 from __future__ import annotations
 

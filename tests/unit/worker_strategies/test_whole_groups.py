@@ -1,5 +1,5 @@
-"""What a script finds in `optimizer.param_groups`, where the optimizer updates pieces: the model's
-own parameters, and the settings."""
+"""Tests what a script finds in `optimizer.param_groups`, where the optimizer updates pieces: the
+model's own parameters, and the settings."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ def network(*, bias: bool = True) -> nn.Module:
 def alone(
     kind: Make, *, bias: bool = True, clip: float = 0.1
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """What one process comes to after all batches."""
+    """Returns what one process comes to after all batches."""
     net = network(bias=bias)
     optimizer = kind(net)
     for batch in X.split(8):
@@ -62,7 +62,7 @@ def alone(
 def train(
     kind: Make, strategy: str, *, bias: bool = True, clip: float = 0.1, **options: Any
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """What a rank does. Returns the whole model's and optimizer's state, and the elements of the
+    """Runs a rank. Returns the whole model's and optimizer's state, and the elements of the
     optimizer's state that are here."""
     net = network(bias=bias)
     model, optimizer = shoal.as_distributed(net, kind(net), strategy=strategy, **options)

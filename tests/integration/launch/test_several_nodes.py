@@ -420,7 +420,7 @@ def test_survivors_that_wait_for_more_workers_still_hold_the_training_state(
         os.kill(client.get_job("default").members[0].pid, signal.SIGKILL)
     first.wait_for(
         lambda: (
-            "takes its place" in first.stderr + second.stderr
+            "replaced by pid" in first.stderr + second.stderr
             or "NOBODY" in first.stderr + second.stderr
         ),
         "the word",

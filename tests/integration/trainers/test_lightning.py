@@ -62,7 +62,7 @@ def test_a_killed_worker_and_its_replacement_change_nothing(
     assert (expected["steps"], expected["epochs"], len(expected["course"])) == (40, 8, 8)
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", strategy, mode)
     results = finish(command)
-    assert "ended with SIGKILL; the others go on" in command.stderr
+    assert "ended with SIGKILL; continuing" in command.stderr
     errors, its_errors = (
         [[epoch.pop("error") for epoch in one["course"]] for one in these]
         for these in (results, [expected])

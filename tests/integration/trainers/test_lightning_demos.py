@@ -78,7 +78,7 @@ def test_the_language_model_of_torchs_examples_survives_a_kill(
     (shell.directory / "data").symlink_to(words / "data")
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "language", strategy, "kill")
     assert command.wait() == 0, command.stderr + command.stdout
-    assert "ended with SIGKILL; the others go on" in command.stderr
+    assert "ended with SIGKILL; continuing" in command.stderr
     assert command.stdout.count("prepares data") == 1
     assert [each["steps"] for each in told(command.stdout)] in (
         [expected["steps"]],

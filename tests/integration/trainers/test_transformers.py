@@ -45,7 +45,7 @@ def test_a_killed_worker_and_its_replacement_change_nothing(
     shell.environment.update(OFFLINE)
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", strategy, mode)
     results = finish(command)
-    assert "ended with SIGKILL; the others go on" in command.stderr
+    assert "ended with SIGKILL; continuing" in command.stderr
     assert results == [expected | {"world": 2}] * 2
     assert command.stdout.count("'train_loss'") == 1, "one rank prints"
     assert (

@@ -68,5 +68,5 @@ def test_an_optimizers_step_that_one_rank_leaves_out_ends_the_run_in_seconds(
         running.start(1)
         for worker in (running.workers[0], running.workers[1]):
             assert worker.wait() == 1, worker.said()
-            assert "different ways in step 3" in worker.said()
+            assert "ranks diverged in step 3" in worker.said()
             assert says in worker.said(), worker.said()

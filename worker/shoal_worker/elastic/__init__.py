@@ -25,6 +25,6 @@ In come the calls of the user's loop, through loaders (`loader_interface`) and e
   which servers hold).
 - Waiting: `waiting` (for what), `stall_watch` (whom this rank does not reach), `desync_detector`,
   `course` (what was issued in a step), `divergence`, `replicas_compared` and `batches_compared`
-  (ranks that have gone different ways), `progress` (what heartbeats and metrics report),
+  (ranks that have diverged), `progress` (what heartbeats and metrics report),
   `told_loss` (the loss in it).
 """

@@ -36,7 +36,7 @@ script sets are overwritten by the servers' with the next step.
 
 ```python
 state = model.full_state_dict()  # on every rank
-if shoal.rank() == 0:
+if shoal.is_main_process():
     torch.save(state, "model.pt")
 ```
 
@@ -88,15 +88,16 @@ in torch's own data parallelism.
   passes count once (a count of steps), and others are summed (a count of samples); changes that
   are, or add up to, the number of each pass's samples are summed too. In passes of one sample the
   two cannot be told apart, and count as steps. A largest or a least value is no count: keep it in
-  floating point, beginning at infinity. All else (`bool`, other integers, complex numbers,
-  floating-point buffers of which some elements are infinite) must be changed alike on all ranks and
-  in all micro-batches, or `BUFFERS_DIFFER` names the buffer in the first step that differs. A
-  buffer that was `None` at `as_distributed` must stay so, unless it is `persistent=False`; the same
-  holds of buffers that a pass registers. Under `local_sgd` the same holds of each round. Change
-  buffers between steps on all ranks alike, in the forward pass, or, with a plain batch and
-  `backward()`, until `optimizer.step()`. What a script changes when the step is closed (behind
-  `train_step`, clipping, or the inner loop over micro-batches) stays what each rank made of it, and
-  has to be alike. Changes of more than 2^40 in a step are refused.
+  floating point, beginning at infinity. Where changes are summed that are not the number of samples
+  (in the first 100 steps), a warning names the buffer. All else (`bool`, other integers, complex
+  numbers, floating-point buffers of which some elements are infinite) must be changed alike on all
+  ranks and in all micro-batches, or `BUFFERS_DIFFER` names the buffer in the first step that
+  differs. A buffer that was `None` at `as_distributed` must stay so, unless it is
+  `persistent=False`; the same holds of buffers that a pass registers. Under `local_sgd` the same
+  holds of each round. Change buffers between steps on all ranks alike, in the forward pass, or,
+  with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when the step
+  is closed (behind `train_step`, clipping, or the inner loop over micro-batches) stays what each
+  rank made of it, and has to be alike. Changes of more than 2^40 in a step are refused.
 - Parameters that a forward pass writes (momentum encoders, initialization from the first batch,
   clipping of weights) are as in one process under `ddp`, `zero1` and `zero2`, if all ranks and
   micro-batches write the same values; `PARAMETERS_WRITTEN` names them if not. Strategies that

@@ -15,7 +15,7 @@ from shoal_common.errors import InternalError, ShoalError
 
 from shoal_worker.settings import WorkerSettings
 
-HINT = "(SHOAL_FULL_TRACEBACKS=1 shows Shoal's own lines as well)\n"
+_HINT = "(SHOAL_FULL_TRACEBACKS=1 shows Shoal's own lines as well)\n"
 _OWN = ("shoal", "shoal_worker", "shoal_common", "shoal_protos")
 """Packages whose lines are left out, beside those of installed packages."""
 
@@ -36,6 +36,12 @@ def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
     if not lines:
         return None
     return f"{type(error).__name__}: {error}\n" + "".join(tracebacks.format_list(lines))
+
+
+def on_screen(error: BaseException, traceback: TracebackType | None) -> str | None:
+    """Returns `brief` with a hint to the rest of the traceback."""
+    text = brief(error, traceback)
+    return None if text is None else text + _HINT
 
 
 def _libraries() -> tuple[str, ...]:

@@ -18,8 +18,6 @@ from collections.abc import Callable
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
-from shoal_worker.elastic.brief_errors import HINT, brief
-
 
 class ScriptEnd:
     """Watches from `install` on."""
@@ -30,6 +28,9 @@ class ScriptEnd:
             [BaseException, TracebackType | None], None
         ] = lambda error, traceback: None,
         in_backward: Callable[[], bool] = lambda: False,
+        shown: Callable[
+            [BaseException, TracebackType | None], str | None
+        ] = lambda error, traceback: None,
     ) -> None:
         """Args:
         account_for: called with an uncaught exception, after its traceback was printed; the
@@ -37,8 +38,10 @@ class ScriptEnd:
         in_backward: returns whether the calling thread runs a backward pass. On CUDA that is a
             thread of autograd's, whose exceptions are raised in the thread that called
             `backward`.
+        shown: returns the text of an uncaught exception; None: its traceback is printed.
         """
         self._account_for = account_for
+        self._shown = shown
         self._in_backward = in_backward
         self._uncaught: str | None = None
         self._exit: str | None = None
@@ -69,9 +72,9 @@ class ScriptEnd:
     ) -> None:
         self._uncaught = f"{kind.__name__}: {value}"
         # a hook of the script's own may do more than print
-        text = brief(value, traceback) if self._excepthook is sys.__excepthook__ else None
+        text = self._shown(value, traceback) if self._excepthook is sys.__excepthook__ else None
         if text is not None:
-            sys.stderr.write(text + HINT)
+            sys.stderr.write(text)
         else:
             self._excepthook(kind, value, traceback)
         self._account_for(value, traceback)

@@ -53,7 +53,7 @@ from shoal_worker.child_processes import (
     keep_socket_paths_short,
     report_dead_threads,
 )
-from shoal_worker.elastic.brief_errors import brief
+from shoal_worker.elastic.brief_errors import brief, on_screen
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.files_written import WrittenFiles, notice_files
@@ -394,7 +394,7 @@ class _Exit:
         self._session = session
         self._membership = membership
         self._http = http
-        self._script = ScriptEnd(account_for, in_backward)
+        self._script = ScriptEnd(account_for, in_backward, on_screen)
         self._excepthook = sys.excepthook
         self._asked_at: float | None = None
         self._handler = self._drain

@@ -54,7 +54,10 @@ def blocks_of(page: Path) -> list[Block]:
 class Terminal:
     """One shell, which keeps its variables and its folder. What it prints goes to a file."""
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path, environment: Mapping[str, str], deadline_s: float = _DEADLINE_S
+    ) -> None:
+        self._deadline_s = deadline_s
         self._printed = directory / f".terminal-{uuid.uuid4().hex}"
         with self._printed.open("wb") as out:
             self._shell = subprocess.Popen(
@@ -94,7 +97,7 @@ class Terminal:
 
     def wait(self) -> int:
         """Until it ends."""
-        deadline = time.monotonic() + _DEADLINE_S
+        deadline = time.monotonic() + self._deadline_s
         while (status := self.status) is None:
             assert time.monotonic() < deadline, f"it did not end; it said:\n{self.said}"
             assert self._shell.poll() is None, f"the shell ended; it said:\n{self.said}"
@@ -116,8 +119,12 @@ class Terminal:
 class Session:
     """A page's terminals, in one folder."""
 
-    def __init__(self, directory: Path, environment: Mapping[str, str]) -> None:
+    def __init__(
+        self, directory: Path, environment: Mapping[str, str], deadline_s: float = _DEADLINE_S
+    ) -> None:
+        """`deadline_s`: longest that one command may take."""
         self.directory = directory
+        self._deadline_s = deadline_s
         self._environment = environment
         self._terminals: dict[str, Terminal] = {}
         self.printed: list[tuple[str, str]] = []
@@ -142,7 +149,7 @@ class Session:
     def _console(self, block: Block, shown: dict[str, tuple[str, str]]) -> None:
         title = block.title or _FIRST
         if title not in self._terminals:
-            self._terminals[title] = Terminal(self.directory, self._environment)
+            self._terminals[title] = Terminal(self.directory, self._environment, self._deadline_s)
         terminal = self._terminals[title]
         further, *commands = re.split(r"^\$ ", block.text, flags=re.MULTILINE)
         if further:

@@ -10,6 +10,7 @@ import threading
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 from prometheus_client import CollectorRegistry, Counter
@@ -206,3 +207,10 @@ def test_of_those_whose_answers_take_long_there_are_so_many_and_no_more(registry
                 break
         else:
             raise AssertionError("those that were answered still take up the room")
+
+
+def test_a_burst_of_connections_waits_without_losing_a_packet():
+    server = http_module._BoundedServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
+    with contextlib.closing(server.socket), contextlib.ExitStack() as connections:
+        for _ in range(100):  # nobody accepts them
+            connections.enter_context(socket.create_connection(server.server_address, timeout=5))

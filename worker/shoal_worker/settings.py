@@ -51,7 +51,7 @@ class WorkerSettings(CallerSettings):
     launcher_id: str = ""
     """The launcher that started it."""
     local_index: int = Field(default=0, ge=0)
-    """Its index among that launcher's workers, which selects its GPU."""
+    """Index among that launcher's workers, which selects its GPU."""
     host: str = Field(default_factory=_default_host)
     """Name of this machine: ranks of one host are adjacent."""
     local_addr: str | None = None

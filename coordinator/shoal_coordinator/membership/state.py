@@ -150,7 +150,7 @@ class Departure:
     """Value of events.Ending or events.LeaveReason."""
     unix_ms: int
     rank: int = -1
-    """Its last rank if it was in the newest generation at that time; otherwise -1."""
+    """Last rank if it was in the newest generation at that time; otherwise -1."""
     steps: int = 0
     """Optimizer steps that it had committed, as far as it reported."""
 
@@ -255,7 +255,7 @@ class Server:
     container."""
     role: ServerRole = ServerRole.PRIMARY
     epoch: int = 1
-    """For a primary, the shoal.v1.ServerPlace.epoch of its place; meaningless for a backup."""
+    """The shoal.v1.ServerPlace.epoch of a primary's place; meaningless for a backup."""
     in_sync: bool = False
     """For a live backup: the primary acknowledges nothing that the backup does not have, and the
     backup takes over if the primary is lost."""
@@ -362,7 +362,7 @@ class Recovery:
     newest: int
     """Newest generation known to a member."""
     world_size: int
-    """Its number of ranks; 0 if unknown."""
+    """Number of ranks; 0 if unknown."""
     until_ms: int | None
     """Latest time at which a generation is written with the members that have returned. None: it
     was written."""

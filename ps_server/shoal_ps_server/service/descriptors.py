@@ -17,7 +17,7 @@ _ENOUGH: Final = 1 << 16
 _MOST_CONNECTIONS: Final = 1024
 _MOST_STRANGERS: Final = 64
 _OF_A_CONNECTION: Final = 2
-"""Its socket and its shared memory."""
+"""Socket and shared memory."""
 
 
 @dataclass(frozen=True, kw_only=True)

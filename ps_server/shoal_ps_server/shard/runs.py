@@ -36,7 +36,7 @@ class _Run:
     first: int
     end: int
     values: torch.Tensor
-    """Its part of the partition's values: a view that serves as torch's parameter. Flat, or by rows
+    """Part of the partition's values: a view that serves as torch's parameter. Flat, or by rows
     if the optimizer works on rows."""
 
 

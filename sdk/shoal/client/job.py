@@ -20,9 +20,9 @@ class JobPhase(StrEnum):
     """Fewer than `min_workers` members are ready, so nobody trains."""
     RUNNING = "running"
     STOPPING = "stopping"
-    """It was asked to stop: members leave at their next step boundary."""
+    """Asked to stop: members leave at their next step boundary."""
     FINISHED = "finished"
-    """It has ended; `Job.ending` gives the outcome."""
+    """Ended; `Job.ending` gives the outcome."""
 
 
 class JobEnding(StrEnum):
@@ -33,7 +33,7 @@ class JobEnding(StrEnum):
     COMPLETED = "completed"
     """A member finished its script."""
     STOPPED = "stopped"
-    """It was asked to stop before a script finished."""
+    """Asked to stop before a script finished."""
     FAILED = "failed"
 
 
@@ -48,9 +48,9 @@ class MemberPhase(StrEnum):
     """It waits for a rank in the next generation."""
     RANKED = "ranked"
     DRAINING = "draining"
-    """It leaves at its next step boundary."""
+    """Leaves at its next step boundary."""
     QUARANTINED = "quarantined"
-    """It is excluded until it can reach its peers again."""
+    """Excluded until it can reach its peers again."""
 
 
 class ServerRole(StrEnum):
@@ -81,7 +81,7 @@ class Member:
     samples: int
     """Number of its own samples in committed steps."""
     samples_per_s: float
-    """Its own rate over about the last second."""
+    """Own rate over about the last second."""
     loss: float | None
     """Last loss reported by train_step or shoal.report; None if never."""
     step_time: timedelta
@@ -105,7 +105,7 @@ class Server:
 
     server_id: str
     place: int
-    """Its number in the shard map; a backup has that of its primary."""
+    """Number in the shard map; a backup has that of its primary."""
     role: ServerRole
     address: str | None
     """host:port"""
@@ -172,4 +172,4 @@ class Job:
     past_runs: tuple[PastRun, ...]
     """The latest past runs, oldest first."""
     now: datetime
-    """By the clock of the coordinator's Redis, like all times here."""
+    """Time by the clock of the coordinator's Redis, like all times here."""

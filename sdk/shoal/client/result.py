@@ -18,6 +18,6 @@ class Result:
     could record it, or the job was not submitted from this machine, so that its launcher is unknown
     here."""
     summary: str
-    """For people: failed workers and the causes, or why it is not finished. May be empty."""
+    """Failed workers and the causes, for people, or why it is not finished. May be empty."""
     ended: datetime | None
     """None if unknown."""

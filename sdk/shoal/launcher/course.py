@@ -41,7 +41,7 @@ class Standstill:
 
     @property
     def seconds(self) -> float:
-        """Its duration."""
+        """Duration."""
         return (self.ended_ns - self.began_ns) / 1e9
 
 

@@ -74,7 +74,7 @@ class HostedCoordinator:
 
     @property
     def address(self) -> str:
-        """Its permanent host:port."""
+        """Permanent host:port."""
         return self._service.address
 
     @property

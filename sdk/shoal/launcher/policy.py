@@ -49,11 +49,11 @@ class JobEnd(Enum):
     """The coordinator could not be asked, or does not know the job. Says nothing about live
     members."""
     NONE = auto()
-    """It continues, or waits for workers."""
+    """Continues, or waits for workers."""
     COMPLETED = auto()
-    """Its script finished."""
+    """Script finished."""
     STOPPED = auto()
-    """It was asked to stop (StopJob), and its script finishes."""
+    """Asked to stop (StopJob), and the script finishes."""
     FAILED = auto()
 
     @property
@@ -69,7 +69,7 @@ class WorkerExit:
     index: int
     """Index of the worker at its launcher: 0 .. workers-1."""
     rank: int
-    """Its last rank in the job, if known; otherwise `started_as`."""
+    """Last rank in the job, if known; otherwise `started_as`."""
     started_as: int
     """Rank assigned at its start, which prefixes its output."""
     pid: int

@@ -60,7 +60,7 @@ class ExitReport:
 
     was_member: bool
     rank: int
-    """Its last rank; -1 if none or unknown."""
+    """Last rank; -1 if none or unknown."""
     job: JobNews
 
 

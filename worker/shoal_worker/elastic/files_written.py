@@ -111,7 +111,7 @@ _noticing: list[WrittenFiles] = []
 
 
 def notice_files(files: WrittenFiles) -> None:
-    """From now on `files` hears of what this process writes. Called once in a process."""
+    """Lets `files` hear of what this process writes. Called once in a process."""
     _noticing.append(files)
     sys.addaudithook(_hear)
     torch.save = _telling(torch.save)

@@ -38,7 +38,7 @@ class Peer:
 
     @cached_property
     def line(self) -> str:
-        """Its part of the table digest's input."""
+        """Part of the table digest's input."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
 

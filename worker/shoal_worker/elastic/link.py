@@ -77,7 +77,7 @@ class CoordinatorLink:
         how long a wait for a generation continues while the coordinator is away.
         """
         self.client = client
-        """Its requests refer to this member's run."""
+        """Requests refer to this member's run."""
         self.identity = identity
         self._on_generation = on_generation
         self._on_stop_now = on_stop_now

@@ -25,9 +25,9 @@ class LeaveReason(enum.Enum):
     """Reason for which a member leaves."""
 
     DRAINED = enum.auto()
-    """It was asked to leave, or got SIGTERM; it left at a step boundary."""
+    """Asked to leave, or got SIGTERM; left at a step boundary."""
     FINISHED = enum.auto()
-    """Its script finished: the run is over for all."""
+    """Script finished: the run is over for all."""
     FAILED = enum.auto()
     """Its script raised."""
 

@@ -42,10 +42,10 @@ class Outbox:
         self.spare = False
         """True if it has a rank but no part in the model."""
         self.last_step = 0
-        """Its last step, once reached and included in its progress; 0 before that."""
+        """Last step, once reached and included in its progress; 0 before that."""
         self.failure: pb.CollectiveFailure | None = None
         self.leaving: pb.Leave | None = None
-        """Its final message."""
+        """Final message."""
         self.out_of_reach: tuple[int, ...] = ()
         """Ranks that accepted no connection."""
         self.in_reach = False

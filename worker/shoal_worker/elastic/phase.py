@@ -40,13 +40,13 @@ class Phase(enum.Enum):
     __hash__ = object.__hash__  # Enum's own is written in Python, and each step asks for a dozen
 
     REPLAYING = "replaying"
-    """It holds nothing that counts: a joiner without the state, or a spare. Its requests are
+    """Holds nothing that counts: a joiner without the state, or a spare. Its requests are
     answered locally."""
     ARRIVING = "arriving"
-    """It holds the job's state, but its script has not reached its peers' position: its requests
+    """Holds the job's state, but its script has not reached its peers' position: its requests
     are still answered locally."""
     TRAINING = "training"
-    """It holds the job's state and takes its steps, or runs operations between them."""
+    """Holds the job's state and takes its steps, or runs operations between them."""
     TORN = "torn"
     """An update is in progress, or raised half way through: the state must not be sent to
     anyone."""
@@ -57,7 +57,7 @@ class Phase(enum.Enum):
     STOPPED = "stopped"
     """No further step begins; operations between steps continue."""
     LEFT = "left"
-    """It has left while the others continue: it acts for nobody."""
+    """Left while the others continue: it acts for nobody."""
 
 
 _HOLDING: Final = frozenset(

@@ -89,7 +89,7 @@ class Session:
         self._left_from: Generation | None = None
         """The generation in which this process said goodbye."""
         self._left_as_first = True
-        """It was the first of that generation, or of no generation."""
+        """True if it was the first of that generation, or of no generation."""
         self._formation: Formation | None = None
         if membership is not None:
             membership.observe(self.progress)

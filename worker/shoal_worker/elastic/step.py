@@ -110,7 +110,7 @@ class StepPhase(enum.Enum):
     """Phase of a step on this rank."""
 
     OPEN = "open"
-    """Its gradients are not, or not all, summed: no rank can have seen the commit all-reduce."""
+    """Gradients are not, or not all, summed: no rank can have seen the commit all-reduce."""
     SEALED = "sealed"
     """This rank has everything needed to apply it. Only the commit all-reduce reveals whether every
     rank has."""
@@ -143,7 +143,7 @@ class Step:
     micro_batch: float | None = None
     """Weight of the current micro-batch."""
     micro_batch_index: int | None = None
-    """Its index over the entire global batch, from 0; for plain batches the rank's."""
+    """Index over the entire global batch, from 0; for plain batches the rank's."""
     weigh: WeighRows | None = None
     """Returns the weights of its parts; None: their number of samples."""
     taken: int = 0

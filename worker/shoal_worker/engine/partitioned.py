@@ -83,7 +83,7 @@ class CutClosing(Closing):
     """Commit data of a model sharded over all ranks: every rank has a piece of each parameter."""
 
     present: list[bool]
-    """For each trained parameter: whether some rank used it."""
+    """Flags of the trained parameters that some rank used."""
     changes: torch.Tensor
     """Changes of the buffers, averaged over the ranks."""
 

@@ -230,7 +230,7 @@ class Division:
     shards: int
     """Divides `world_size`."""
     stride: int = 1
-    """With one replica: distance in ranks to a shard's mirror."""
+    """Distance in ranks to a shard's mirror, with one replica."""
 
     @property
     def replicas(self) -> int:

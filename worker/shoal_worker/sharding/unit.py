@@ -70,7 +70,7 @@ class Holding:
         self.pieces = tuple(
             nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters
         )
-        """Its part of each parameter, one-dimensional or whole, which the optimizer updates. Always
+        """Part of each parameter, one-dimensional or whole, which the optimizer updates. Always
         the same objects, with other memory after each `hold`."""
         self.cuts: tuple[Piece, ...] = ()
         self._whole_tensors = False

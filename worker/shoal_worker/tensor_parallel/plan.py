@@ -96,7 +96,7 @@ class ParameterLayout:
     """Layout of one parameter's elements."""
 
     name: str
-    """Its name in `named_parameters` of the whole model."""
+    """Name in `named_parameters` of the whole model."""
     shape: tuple[int, ...]
     """Shape of the original parameter and of the gathered one."""
     stored_shape: tuple[int, ...]

@@ -67,8 +67,7 @@ class Group:
     """The connections between the workers of one generation. Once broken, it stays broken."""
 
     def __init__(self, number: int, members: list[str], faults: dict[Any, Fault]) -> None:
-        self.number, self.members, self.broken = number, members, False
-        self._faults = faults
+        self.number, self.members, self.broken, self._faults = number, members, False, faults
         self._torn: dict[Any, Fault | None] = {}
         self._parts: dict[Any, dict[str, Any]] = {}
         self._changed = threading.Condition()
@@ -80,13 +79,13 @@ class Group:
             if self.broken:
                 raise PeerLost
             fault = self._torn.setdefault(key, self._faults.pop(key, None))
+            size, parts = len(self.members), self._parts.setdefault(key, {})
             if fault is not None and fault.dies == name and not fault.contributes:
+                await_that(self._changed, lambda: self.broken or len(parts) == size - 1, f"{key}")
                 self.end()
                 raise Killed
-            parts = self._parts.setdefault(key, {})
             parts[name] = part
             self._changed.notify_all()
-            size = len(self.members)
             await_that(self._changed, lambda: self.broken or len(parts) == size, f"{key}")
             if len(parts) < size:
                 raise PeerLost

@@ -11,7 +11,8 @@ import pytest
 from shoal.launcher.settings import NodeRange, RunSettings
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_worker.checkpoint import shards, writer
-from shoal_worker.elastic import last_step, stall_watch
+from shoal_worker.elastic import stall_watch
+from shoal_worker.elastic.session import LAST_STEP_PATIENCE
 from shoal_worker.settings import WorkerSettings
 
 _PAGE: Final = Path(__file__).parents[3] / "docs" / "elastic.md"
@@ -75,7 +76,7 @@ SECONDS: Final[dict[str, list[float]]] = {
     "settling after a time-out (`timeout_settle_ms`)": policy("timeout_settle_ms"),
     "reconnecting (`reconnect_ms`)": policy("reconnect_ms"),
     "border (`border_patience_ms`)": policy("border_patience_ms"),
-    "last step": [last_step.LAST_STEP_PATIENCE.total_seconds()],
+    "last step": [LAST_STEP_PATIENCE.total_seconds()],
     "a peer's disk": [shards._TIMEOUT.total_seconds()],
 }
 

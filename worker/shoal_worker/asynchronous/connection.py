@@ -1,7 +1,9 @@
-"""A worker's connection to one parameter server: its identity, partitions, address and client.
+"""A worker's connection to one parameter server: its identity, partitions, address and client, and
+single attempts to pull values over it.
 
-This module finds a server again after it has moved or restarted. The calls and their retries are
-elsewhere (server_link.py, persistence.py).
+`Connection` finds a server again after it has moved or restarted. `Pulls` sends the requests and
+places the received values. The decision when to call, and retries, are elsewhere (server_link.py,
+persistence.py).
 """
 
 from __future__ import annotations
@@ -10,12 +12,13 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from typing import Final
 
+import torch
 from shoal_common.errors import UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.delivery import ShardMapChanged
 from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.tensors import Partition, ServerShare
+from shoal_worker.asynchronous.ledger import Ledger, ShardMapChanged
+from shoal_worker.asynchronous.tensors import Partition, PulledValues, ServerShare, tensor_bytes
 
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
 """Transfer rate assumed for a stream's deadline, in addition to a fixed minute."""
@@ -87,3 +90,114 @@ class Connection:
         """Ends calls in progress. Idempotent. Any thread may call it."""
         self._closed = True
         self.client.close()
+
+
+TURN_WAIT: Final = timedelta(seconds=5)
+"""Interval (ssp and bsp) between checks whether this worker should leave while it waits for slower
+ones."""
+
+
+class Pulls:
+    """Pulls from one server, as single attempts. Used by one thread at a time."""
+
+    def __init__(
+        self, job: Job, connection: Connection, ledger: Ledger, *, compression: str | None
+    ) -> None:
+        """Creates the pulls. `compression`: of values, as in the options."""
+        self._job = job
+        self._connection = connection
+        self._ledger = ledger
+        self._incoming = PulledValues(compression)
+
+    def pull(
+        self,
+        partitions: Sequence[Partition],
+        *,
+        clock: int | None,
+        wait: timedelta = TURN_WAIT,
+        codec: pb.Codec | None = None,
+    ) -> None:
+        """Pulls newer values into the tensors' host memory.
+
+        `clock`: number of iterations finished by this member; None: as an observer, which waits for
+        no other worker. `codec` None: that of the options.
+        """
+        if not partitions:
+            return  # asking for none would ask for all
+        held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
+        request = self._request(partitions, held, clock=clock, wait=wait)
+        request.codec = self._incoming.codec if codec is None else codec
+        tensors = {
+            piece.tensor.name: piece.tensor
+            for partition in partitions
+            for piece in partition.pieces
+        }
+        memory = {name: tensor.target() for name, tensor in tensors.items()}
+        self._ledger.pulled(
+            self._receive(request, memory, deadline=self._connection.stream_deadline() + wait)
+        )
+
+    def pull_ahead(
+        self, partitions: Sequence[Partition], memory: Mapping[str, torch.Tensor], *, clock: int
+    ) -> list[tuple[Partition, pb.PullHeader]]:
+        """Pulls newer values into flat host tensors, by name, without changing the values in use.
+        `clock`: see `pull`."""
+        if not partitions:
+            return []
+        held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
+        request = self._request(partitions, held, clock=clock, wait=TURN_WAIT)
+        request.codec = self._incoming.codec
+        headers = self._receive(request, memory, deadline=self._connection.stream_deadline())
+        return [(self._connection.partitions[header.partition_id], header) for header in headers]
+
+    def read(self, into: Mapping[str, torch.Tensor]) -> None:
+        """Reads all values into flat host tensors, by name, without changing the values in use."""
+        request = self._request(
+            list(self._connection.partitions.values()), {}, clock=None, wait=TURN_WAIT
+        )
+        self._receive(request, into, deadline=self._connection.stream_deadline())
+
+    def _receive(
+        self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta
+    ) -> list[pb.PullHeader]:
+        """Pulls into the tensors' memory, which `memory` has by name."""
+        compressed: dict[int, torch.Tensor] = {}
+
+        def room(header: pb.PullHeader) -> memoryview:
+            partition = self._connection.partitions[header.partition_id]
+            if header.codec == pb.CODEC_RAW:
+                return tensor_bytes(partition.landing(memory))
+            compressed[partition.partition_id] = self._incoming.room(header.codec, partition.length)
+            return tensor_bytes(compressed[partition.partition_id])
+
+        headers = self._connection.client.pull(request, room, deadline=deadline)
+        for header in headers:
+            if not header.unchanged:
+                partition = self._connection.partitions[header.partition_id]
+                if (payload := compressed.get(header.partition_id)) is not None:
+                    self._incoming.decode(payload, partition.landing(memory))
+                partition.landed(memory)
+        return headers
+
+    def _request(
+        self,
+        partitions: Sequence[Partition],
+        held: Mapping[int, int],
+        *,
+        clock: int | None,
+        wait: timedelta,
+    ) -> pb.PullRequest:
+        return pb.PullRequest(
+            job_id=self._job.job_id,
+            member_id=self._job.member_id if clock is not None else "",
+            generation=self._job.generation if clock is not None else 0,
+            shard_map_epoch=self._connection.share.epoch,
+            partitions=[
+                pb.PartitionPull(
+                    partition_id=each.partition_id, newer_than=held.get(each.partition_id, 0)
+                )
+                for each in partitions
+            ],
+            clock=clock or 0,
+            wait_ms=round(wait.total_seconds() * 1000),
+        )

@@ -33,8 +33,9 @@ from shoal_worker.asynchronous.outer_steps import OuterSteps
 from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.participation import Participation
 from shoal_worker.asynchronous.round_leases import RoundLeases
+from shoal_worker.asynchronous.rows import PushedRows
 from shoal_worker.asynchronous.servers import ParameterServers
-from shoal_worker.asynchronous.tables import PushedRows, Tables
+from shoal_worker.asynchronous.tables import Tables
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, check_gradients, gradients
 from shoal_worker.elastic.loader_interface import Leases, StepSource, StepStatus, StopTraining
 from shoal_worker.elastic.membership import Membership

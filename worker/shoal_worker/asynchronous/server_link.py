@@ -39,15 +39,13 @@ from shoal_common.failpoints import failpoint
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.connection import Connection
-from shoal_worker.asynchronous.delivery import Delivery
+from shoal_worker.asynchronous.connection import Connection, Pulls
 from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.ledger import Ledger
+from shoal_worker.asynchronous.ledger import Delivery, Ledger
 from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
 from shoal_worker.asynchronous.persistence import MOVING, NOT_MY_TURN, TRANSIENT, Persistence
 from shoal_worker.asynchronous.prefetch import Pulled
-from shoal_worker.asynchronous.pulls import Pulls
-from shoal_worker.asynchronous.tables import PushedRows
+from shoal_worker.asynchronous.rows import PushedRows
 from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, ServerShare
 
 _log = logging.getLogger(__name__)

@@ -26,9 +26,8 @@ from shoal_common.errors import ShoalError
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 
 from shoal_worker.asynchronous.background import wait_for_all
-from shoal_worker.asynchronous.delivery import Delivery, Pushed, ShardMapChanged
 from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.ledger import Ledger
+from shoal_worker.asynchronous.ledger import Delivery, Ledger, Pushed, ShardMapChanged
 from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
 from shoal_worker.asynchronous.prefetch import Prefetch
 from shoal_worker.asynchronous.server_link import Position, ServerLink

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
@@ -26,43 +25,19 @@ from shoal_common.errors import (
 )
 from shoal_common.tables.values import Ids, Values
 from shoal_common.tables.wire import by_bucket, pushed_payload
-from shoal_common.wire import LARGEST_PAYLOAD_BYTES, DtypeInfo, dtype_info
+from shoal_common.wire import LARGEST_PAYLOAD_BYTES
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from torch import nn
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.row_reader import RowReader
 from shoal_worker.asynchronous.row_store import ServerRowStore
+from shoal_worker.asynchronous.rows import ROWS_DTYPE, PushedRows
 from shoal_worker.elastic.loader_interface import StopTraining
 from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
 
-_DTYPE: Final = dtype_info("float32")
 _MOST_PREFETCHES: Final = 4
 """Maximum number of prefetches of a table; the oldest unused ones are dropped."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PushedRows:
-    """A step's push to one bucket: the same bytes in every attempt."""
-
-    partition_id: int
-    version: int
-    """Version on which the gradients were computed."""
-    rows: int
-    length: int
-    """Number of elements of the gradients."""
-    data: memoryview
-    dtype: DtypeInfo = _DTYPE
-
-
-def buckets_of_servers(shard_map: coordinator_pb.ShardMap) -> dict[int, tuple[int, ...]]:
-    """Returns the partitions that are buckets of tables by server index, for servers that have
-    any."""
-    found: dict[int, tuple[int, ...]] = {}
-    for partition in shard_map.partitions:
-        if partition.HasField("bucket"):
-            found[partition.primary] = (*found.get(partition.primary, ()), partition.partition_id)
-    return found
 
 
 def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
@@ -81,7 +56,7 @@ def table_specs(tables: Iterable[SparseEmbedding]) -> list[coordinator_pb.Tensor
     """Returns the tables' specifications for DeclareTensors."""
     return [
         coordinator_pb.TensorSpec(
-            name=table.name, shape=table.shape, dtype=_DTYPE.name, table=table.spec.message()
+            name=table.name, shape=table.shape, dtype=ROWS_DTYPE.name, table=table.spec.message()
         )
         for table in tables
     ]

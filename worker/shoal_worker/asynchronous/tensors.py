@@ -30,7 +30,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 from torch import nn
 
 from shoal_worker.asynchronous.options import Revision
-from shoal_worker.asynchronous.tables import PushedRows, buckets_of_servers
+from shoal_worker.asynchronous.rows import PushedRows, buckets_of_servers
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
 from shoal_worker.compression.registry import parse_compression

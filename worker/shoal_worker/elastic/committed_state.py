@@ -20,8 +20,8 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, Preconditi
 
 from shoal_worker.elastic.batches_compared import BatchComparison, EvaluationComparison
 from shoal_worker.elastic.course import Course
+from shoal_worker.elastic.last_state import LastState
 from shoal_worker.elastic.loader_interface import Placement, StepSource
-from shoal_worker.elastic.member import LastState
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.phase import Phase, ScriptPhase
 from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName

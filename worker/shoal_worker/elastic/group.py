@@ -14,6 +14,7 @@ training thread that is stuck in one.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import socket
 import threading
 from collections import Counter
@@ -35,10 +36,61 @@ from torch.distributed import (
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic, cause_of
 from shoal_worker.elastic.generation import Generation
-from shoal_worker.elastic.opening import Opening, number_of_part
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
 from shoal_worker.torch_internals import AllgatherOptions
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Opening:
+    """Configuration for connecting the groups of one generation."""
+
+    make_backend: Callable[[], CommunicationBackend]
+    store: Callable[[str], Store]
+    """Returns a fresh store by name; the same for all ranks that use the name."""
+    hostname: str | None
+    connect_timeout: timedelta
+    collective_timeout: timedelta
+
+    def initialize(
+        self,
+        backend: CommunicationBackend,
+        generation: Generation,
+        store: Store,
+        members: Sequence[int] | None = None,
+    ) -> None:
+        """Connects `backend`; `members`: see `CommunicationBackend.initialize`, whose errors it
+        raises."""
+        backend.initialize(
+            rank=generation.rank,
+            world_size=generation.world_size,
+            store=store,
+            timeout=self.collective_timeout,
+            connect_timeout=self.connect_timeout,
+            hostname=self.hostname,
+            members=members,
+        )
+
+
+def number_of_part(
+    members: Sequence[int], division: Sequence[Sequence[int]], world_size: int
+) -> int | None:
+    """Returns the index of the part of `division` with these members; None if the division does not
+    name every rank once.
+
+    Raises:
+        ConfigurationError: it has no such part, or parts of different sizes.
+    """
+    parts = [list(part) for part in division]
+    if sorted(rank for part in parts for rank in part) != list(range(world_size)):
+        return None
+    if list(members) not in parts or len({len(part) for part in parts}) > 1:
+        raise ConfigurationError(
+            f"subgroup({list(members)}) of division={parts}: expected one of these parts, and "
+            "parts of equal size"
+        )
+    return parts.index(list(members))
+
 
 _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)

@@ -38,8 +38,9 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks
 from shoal_worker.elastic.generation import Generation, MemberIdentity, Peer
+from shoal_worker.elastic.last_state import LastState
 from shoal_worker.elastic.loader_interface import Drained, StopTraining
-from shoal_worker.elastic.member import LastState, LeaveReason
+from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.outbox import Outbox, failure_message
 from shoal_worker.elastic.progress import Progress
 from shoal_worker.elastic.waiting import EVERY_S, WaitingLines

@@ -8,8 +8,7 @@ beginning to end (`fixed.py`). The session runs the same code over both.
 from __future__ import annotations
 
 import enum
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Sequence
 from datetime import timedelta
 from typing import NoReturn, Protocol
 
@@ -17,6 +16,7 @@ from shoal_common.errors import ShoalError
 
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.last_state import LastState
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 
@@ -30,20 +30,6 @@ class LeaveReason(enum.Enum):
     """Script finished: the run is over for all."""
     FAILED = enum.auto()
     """Its script raised."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class LastState:
-    """Digests of the ranks' common state, taken when the script left its loop over a loader."""
-
-    generation: int
-    """Generation that it worked in, which determines the sharding."""
-    step: int
-    """Number of committed steps."""
-    agreed: int
-    """Step after which all ranks were last known to agree; 0 if none."""
-    digests: Mapping[str, int]
-    """Digests by the names of groups of tensors."""
 
 
 class Notices(Protocol):

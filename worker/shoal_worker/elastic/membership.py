@@ -33,10 +33,10 @@ from shoal_worker.backends.base import CommunicationBackend, cause_of
 from shoal_worker.backends.registry import backend_class
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.generation import Generation, MemberIdentity
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group import Group, Opening
+from shoal_worker.elastic.last_state import LastState
 from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.member import LastState, LeaveReason
-from shoal_worker.elastic.opening import Opening
+from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.stall_watch import (
     GENERATION_OVER_OR_AWAY,

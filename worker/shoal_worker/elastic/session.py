@@ -11,9 +11,10 @@ parts:
 - `member.py`           its place among the ranks: `membership.py` and `link.py` have it from a
                         coordinator, `fixed.py` from `shoal.launch`
 
-Here: opening and closing, identity, and operations between steps. Those are run again on a new
-group until they succeed, unless a peer that finished them still has the result. Everything runs on
-the training thread, except what `Membership`, `CoordinatorLink` and `StateDonor` do on theirs,
+Here: opening and closing, identity, operations between steps, and the end of a run, which no rank
+leaves while a peer may be in doubt about the last step. Operations are run again on a new group
+until they succeed, unless a peer that finished them still has the result. Everything runs on the
+training thread, except what `Membership`, `CoordinatorLink` and `StateDonor` do on theirs,
 `mark_lost`, `is_gone`, and the check that `fence` gives.
 """
 
@@ -21,11 +22,12 @@ from __future__ import annotations
 
 import logging
 import secrets
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from datetime import timedelta
-from typing import Any
+from typing import Any, Final
 
 import torch
 from shoal_common.errors import PreconditionError, ShoalError
@@ -39,7 +41,6 @@ from shoal_worker.elastic.files_written import WhenWritten
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.last_step import await_last_step
 from shoal_worker.elastic.loader_interface import StateLostError, StepStatus, StopTraining
 from shoal_worker.elastic.member import LeaveReason, Member
 from shoal_worker.elastic.operations import Body, GroupChannel, Operations
@@ -59,6 +60,28 @@ from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.tree import StatePart
 
 _log = logging.getLogger(__name__)
+
+LAST_STEP_PATIENCE: Final = timedelta(seconds=30)
+_LOOK: Final = timedelta(seconds=0.05)
+"""Interval at which a leaving rank checks whether its peers have committed the last step, which
+they report in heartbeats."""
+
+
+def await_last_step(formation: Formation, held: HeldState) -> None:
+    """Returns when all peers have committed the last step. One that is in doubt of it asks in the
+    next generation, which this rank forms with it. Not while the coordinator is away for longer
+    than LAST_STEP_PATIENCE."""
+    give_up_at = time.monotonic() + LAST_STEP_PATIENCE.total_seconds()
+    while not formation.must_move and not formation.peers_have(held.steps):
+        formation.settle()
+        if time.monotonic() > give_up_at:
+            _log.warning(
+                "leaving, although not all peers are known to have committed step %d after %.0f s",
+                held.steps,
+                LAST_STEP_PATIENCE.total_seconds(),
+            )
+            return
+        time.sleep(_LOOK.total_seconds())
 
 
 class Session:

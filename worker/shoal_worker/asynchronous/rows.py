@@ -1,0 +1,37 @@
+"""Rows of sparse tables as `server_link.py` and `tensors.py` know them: pushes, and the partitions
+that are buckets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final
+
+from shoal_common.wire import DtypeInfo, dtype_info
+from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
+
+ROWS_DTYPE: Final = dtype_info("float32")
+"""Data type of rows and their gradients."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class PushedRows:
+    """A step's push to one bucket: the same bytes in every attempt."""
+
+    partition_id: int
+    version: int
+    """Version on which the gradients were computed."""
+    rows: int
+    length: int
+    """Number of elements of the gradients."""
+    data: memoryview
+    dtype: DtypeInfo = ROWS_DTYPE
+
+
+def buckets_of_servers(shard_map: coordinator_pb.ShardMap) -> dict[int, tuple[int, ...]]:
+    """Returns the partitions that are buckets of tables by server index, for servers that have
+    any."""
+    found: dict[int, tuple[int, ...]] = {}
+    for partition in shard_map.partitions:
+        if partition.HasField("bucket"):
+            found[partition.primary] = (*found.get(partition.primary, ()), partition.partition_id)
+    return found

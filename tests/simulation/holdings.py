@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from shoal_worker.elastic.generation import topology_of
+from shoal_worker.elastic.contract.generation import topology_of
 from shoal_worker.mesh.layouts import Axes
 from shoal_worker.sharding.layout import Division, among_all, in_replicas
 

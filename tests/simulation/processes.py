@@ -16,7 +16,7 @@ import torch
 from shoal_common.exit_status import PUT_OUT
 from shoal_worker.backends import worlds
 from shoal_worker.data.record import SampleRecord
-from shoal_worker.elastic.generation import MemberIdentity
+from shoal_worker.elastic.contract.generation import MemberIdentity
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.worker_process import set_session

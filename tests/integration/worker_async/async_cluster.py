@@ -15,7 +15,7 @@ from shoal_common.clients import CoordinatorClient, ParameterServerClient
 from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
-from shoal_worker.elastic.generation import MemberIdentity
+from shoal_worker.elastic.contract.generation import MemberIdentity
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.worker_process import set_session

@@ -10,7 +10,7 @@ import pytest
 import shoal
 import torch
 from shoal_worker.data.record import audit
-from shoal_worker.elastic.step import CONTROL_LENGTH
+from shoal_worker.elastic.contract.step import CONTROL_LENGTH
 
 from tests.integration.worker_elastic.cluster import Cluster, cluster
 from tests.integration.worker_elastic.local_sgd_ranks import CHECKPOINT_AT

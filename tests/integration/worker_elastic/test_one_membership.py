@@ -30,10 +30,10 @@ from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import membership, waiting
-from shoal_worker.elastic.generation import Generation, MemberIdentity, Peer
+from shoal_worker.elastic.contract.generation import Generation, MemberIdentity, Peer
+from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.membership import Membership, connect
 from shoal_worker.elastic.stall_watch import unreachable

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-from shoal_worker.elastic.channel import LocalChannel
+from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.engine.holders import (
     Claim,
     SendingTurns,

@@ -8,7 +8,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.elastic.generation import topology_of
+from shoal_worker.elastic.contract.generation import topology_of
 from shoal_worker.sharding.layout import Division, in_replicas
 from torch import nn
 

@@ -12,8 +12,8 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.elastic.channel import LocalChannel
-from shoal_worker.elastic.generation import topology_of
+from shoal_worker.elastic.contract.channel import LocalChannel
+from shoal_worker.elastic.contract.generation import topology_of
 from shoal_worker.engine.parameter_groups import by_bytes
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import buddy_stride

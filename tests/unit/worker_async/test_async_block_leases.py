@@ -15,7 +15,7 @@ from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_coordinator.membership.batches import Epoch, Ledger
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.leases import CoordinatorLeases
-from shoal_worker.elastic.loader_interface import Drained, StopTraining
+from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
 
 from tests.zygote.children import eventually
 

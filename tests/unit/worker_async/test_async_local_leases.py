@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 
 from shoal_worker.asynchronous.leases import LocalLeases
-from shoal_worker.elastic.loader_interface import Leases
+from shoal_worker.elastic.contract.loader_interface import Leases
 
 
 def ask(

@@ -12,7 +12,7 @@ import pytest
 import torch
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 from shoal_worker.randomness import seed_generators
 from torch.utils.data import Dataset, TensorDataset, default_collate, get_worker_info
 

@@ -6,7 +6,7 @@ import torch
 from shoal_common.errors import UnavailableError
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.record import audit
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 
 
 def make(n=10, **options):

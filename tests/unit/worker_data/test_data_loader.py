@@ -11,7 +11,7 @@ from shoal_common.errors import (
 )
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.sampling import permutation
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 from torch.utils.data import Subset
 
 from tests.unit.worker_data.loaders import loader_of, run_epoch

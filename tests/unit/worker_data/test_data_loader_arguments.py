@@ -8,7 +8,7 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 from torch.utils.data import (
     BatchSampler,
     DataLoader,

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.data.record import audit
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 
 EVENTS = st.sampled_from(
     ["commit", "commit", "commit", "kill behind", "kill ahead", "fall behind", "lost", "join"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import shoal
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 
 ROWS = 100
 

@@ -16,7 +16,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.data.sources import Sources
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 from torch.utils.data import get_worker_info
 
 from tests.unit.worker_data.killed_ranks import assert_workers_die_with

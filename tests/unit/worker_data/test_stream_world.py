@@ -12,7 +12,7 @@ import shoal
 import torch
 from shoal_worker.data import iteration
 from shoal_worker.data.record import audit
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 
 from tests.unit.worker_data.sources import Forgetful, Numbers, Seeking
 from tests.unit.worker_data.test_data_world import EPOCHS, World

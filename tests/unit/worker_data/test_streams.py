@@ -9,7 +9,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from shoal_worker.data.fingerprints import fingerprint
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 
 from tests.unit.worker_data.loaders import run_epoch
 from tests.unit.worker_data.sources import Numbers, Seeking

@@ -14,14 +14,14 @@ from typing import Any, cast
 
 import torch
 from shoal_common.errors import MembershipChanged
-from shoal_worker.elastic.channel import Channel
 from shoal_worker.elastic.committed_state import HeldState
+from shoal_worker.elastic.contract.channel import Channel
+from shoal_worker.elastic.contract.generation import Generation, Peer
+from shoal_worker.elastic.contract.reconcile import StateName
 from shoal_worker.elastic.formation import Formation
-from shoal_worker.elastic.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.engine.parameters import materialize

@@ -12,7 +12,7 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from shoal_worker.elastic.course import CLOSING, FORWARD, GRADIENTS, Course
+from shoal_worker.elastic.contract.course import CLOSING, FORWARD, GRADIENTS, Course
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.operations import Operations
 from shoal_worker.elastic.waiting import Waiting

@@ -11,7 +11,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
-from shoal_worker.elastic.channel import LocalChannel
+from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.elastic.operations import Body
 from shoal_worker.elastic.worker_process import current_session, set_session
 from torch import nn

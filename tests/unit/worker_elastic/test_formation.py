@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import pytest
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
-from shoal_worker.elastic.phase import Phase
-from shoal_worker.elastic.reconcile import StateName
-from shoal_worker.elastic.step import ScriptPosition
+from shoal_worker.elastic.contract.phase import Phase
+from shoal_worker.elastic.contract.reconcile import StateName
+from shoal_worker.elastic.contract.step import ScriptPosition
 
 from tests.unit.worker_elastic.ranks import Member, Model, form
 

@@ -2,7 +2,7 @@
 
 import socket
 
-from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 
 

@@ -5,7 +5,7 @@ import itertools
 
 import pytest
 from shoal_common.errors import InternalError
-from shoal_worker.elastic.phase import Phase, ScriptPhase
+from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
 
 REPLAYING, ARRIVING, TRAINING, TORN, RETURNED, STOPPED, LEFT = PHASES = tuple(Phase)
 

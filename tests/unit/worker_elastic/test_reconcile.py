@@ -2,7 +2,7 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName, reconcile
+from shoal_worker.elastic.contract.reconcile import Interrupted, Standing, StateName, reconcile
 
 
 def standing(

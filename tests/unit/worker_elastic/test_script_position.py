@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal_worker.elastic.step import PLACE_WORD_LENGTH, ScriptPosition, agree
+from shoal_worker.elastic.contract.step import PLACE_WORD_LENGTH, ScriptPosition, agree
 
 numbers = st.integers(0, 2**20 - 1)
 places = st.builds(

@@ -14,8 +14,8 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.elastic.loader_interface import Placement, Share
-from shoal_worker.elastic.step import Step, StepPhase
+from shoal_worker.elastic.contract.loader_interface import Placement, Share
+from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.replicated.buckets import AccumulatedReduction, lay_out
 from shoal_worker.replicated.reduction import OverlappedReduction

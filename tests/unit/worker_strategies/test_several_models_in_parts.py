@@ -10,7 +10,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.elastic.loader_interface import StepStatus
+from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.mesh.layouts import Axes, Layouts, plan_along, template_of
 from shoal_worker.torch_internals import needs_torch
 from torch import nn

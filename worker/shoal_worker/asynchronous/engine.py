@@ -37,9 +37,14 @@ from shoal_worker.asynchronous.rows import PushedRows
 from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tables import Tables
 from shoal_worker.asynchronous.tensors import HostTensor, Iteration, check_gradients, gradients
-from shoal_worker.elastic.loader_interface import Leases, StepSource, StepStatus, StopTraining
+from shoal_worker.elastic.contract.loader_interface import (
+    Leases,
+    StepSource,
+    StepStatus,
+    StopTraining,
+)
+from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.membership import Membership
-from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.session import Session
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.module_state import ModuleState, load_captured

@@ -30,9 +30,9 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.asynchronous.server_waits import ServerWaits
-from shoal_worker.elastic.generation import Peer
+from shoal_worker.elastic.contract.generation import Peer
+from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.waiting import WaitingLines
 
 _log = logging.getLogger(__name__)

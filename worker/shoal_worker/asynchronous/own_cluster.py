@@ -33,7 +33,7 @@ from shoal_common.scratch import ScratchDirectory
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.asynchronous.job import Job
-from shoal_worker.elastic.generation import MemberIdentity
+from shoal_worker.elastic.contract.generation import MemberIdentity
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.membership import Membership

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from shoal_worker.asynchronous.leases import LeaseSource
-from shoal_worker.elastic.loader_interface import Leases
+from shoal_worker.elastic.contract.loader_interface import Leases
 
 
 @dataclass(kw_only=True, eq=False)

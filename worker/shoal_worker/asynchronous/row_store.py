@@ -22,7 +22,7 @@ from typing_extensions import override
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.row_reader import RowReader
-from shoal_worker.elastic.row_store import StoredBucket, StoredRows
+from shoal_worker.elastic.contract.row_store import StoredBucket, StoredRows
 from shoal_worker.tables import SparseEmbedding
 
 _RESTORATIONS_OF_A_GENERATION: Final = 1 << 32
@@ -34,7 +34,7 @@ _LOOK_S: Final = 0.2
 
 
 class ServerRowStore:
-    """A `RowStore` (elastic/row_store.py). `StepRowStore` is the variant for ranks that take steps
+    """A `RowStore` (elastic/contract/row_store.py). `StepRowStore` is the variant for ranks that take steps
     together."""
 
     steady = False

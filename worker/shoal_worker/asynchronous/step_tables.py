@@ -60,7 +60,7 @@ from shoal_worker.asynchronous.tables import (
     table_specs,
 )
 from shoal_worker.asynchronous.tensors import Iteration
-from shoal_worker.elastic.loader_interface import StopTraining
+from shoal_worker.elastic.contract.loader_interface import StopTraining
 from shoal_worker.elastic.session import Session
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep

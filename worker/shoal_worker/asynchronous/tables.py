@@ -33,7 +33,7 @@ from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.row_reader import RowReader
 from shoal_worker.asynchronous.row_store import ServerRowStore
 from shoal_worker.asynchronous.rows import ROWS_DTYPE, PushedRows
-from shoal_worker.elastic.loader_interface import StopTraining
+from shoal_worker.elastic.contract.loader_interface import StopTraining
 from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
 
 _MOST_PREFETCHES: Final = 4

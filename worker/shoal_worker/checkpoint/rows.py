@@ -41,7 +41,7 @@ from shoal_worker.checkpoint.manifest import (
     told_of,
     verify_file,
 )
-from shoal_worker.elastic.row_store import RowStore, StoredBucket
+from shoal_worker.elastic.contract.row_store import RowStore, StoredBucket
 
 _CHUNK: Final = 1 << 20
 _PLAIN: Final = re.compile(r"[A-Za-z0-9_.-]{1,64}")
@@ -119,7 +119,7 @@ def _all_buckets(store: RowStore) -> list[tuple[str, int, int]]:
 
 @dataclass(frozen=True, kw_only=True)
 class SavedRows:
-    """The rows of all tables of a checkpoint. A `StoredRows` (elastic/row_store.py)."""
+    """The rows of all tables of a checkpoint. A `StoredRows` (elastic/contract/row_store.py)."""
 
     path: Path
     """Path of the checkpoint."""

@@ -49,11 +49,11 @@ from shoal_worker.checkpoint.writer import (
     on_each,
     on_first,
 )
-from shoal_worker.elastic.channel import LocalChannel
+from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.state.tree import Snapshot, StatePart
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.channel import Channel
+    from shoal_worker.elastic.contract.channel import Channel
     from shoal_worker.elastic.session import Session
 
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ from shoal_worker.backends.inmemory.turns import run_aside
 from shoal_worker.elastic.waiting import WaitingLines
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.channel import Channel
+    from shoal_worker.elastic.contract.channel import Channel
 
 # --------------------------------------------------------------------------------------- the writer
 

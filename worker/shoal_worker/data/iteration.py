@@ -31,7 +31,7 @@ from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.sampling import Block
 from shoal_worker.data.step_batches import DealtStep, Step, Supply
-from shoal_worker.elastic.loader_interface import (
+from shoal_worker.elastic.contract.loader_interface import (
     LoaderSession,
     Placement,
     Share,

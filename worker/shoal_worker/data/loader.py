@@ -46,7 +46,7 @@ from shoal_worker.data.streams import (
     names_of,
 )
 from shoal_worker.data.torch_loaders import arguments_of
-from shoal_worker.elastic.loader_interface import Placement
+from shoal_worker.elastic.contract.loader_interface import Placement
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import SAMPLES, identity_of
 

@@ -27,7 +27,7 @@ from shoal_worker.data.stream_supply import (
     part_of_stream,
     set_epoch_of,
 )
-from shoal_worker.elastic.loader_interface import LoaderSession, Placement
+from shoal_worker.elastic.contract.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
 
 

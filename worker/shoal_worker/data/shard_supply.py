@@ -31,7 +31,7 @@ from shoal_worker.data.stream_supply import (
     set_epoch_of,
 )
 from shoal_worker.data.streams import ShardedStream
-from shoal_worker.elastic.loader_interface import LoaderSession, Placement
+from shoal_worker.elastic.contract.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
 
 _log = logging.getLogger(__name__)

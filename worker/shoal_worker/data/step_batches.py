@@ -24,7 +24,7 @@ from typing_extensions import override
 from shoal_worker.data.cursor import Cursor, LoaderProgress
 from shoal_worker.data.fetch import Request
 from shoal_worker.data.sampling import Block, EpochOrders, EpochPlan
-from shoal_worker.elastic.loader_interface import Leases, LoaderSession, Placement
+from shoal_worker.elastic.contract.loader_interface import Leases, LoaderSession, Placement
 from shoal_worker.state.digest import DRAWN
 
 # ------------------------------------------------------------------------------------ a step, dealt

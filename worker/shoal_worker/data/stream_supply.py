@@ -24,7 +24,7 @@ from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.sources import Sources
 from shoal_worker.data.step_batches import DealtStep, Supply
 from shoal_worker.data.streams import identity_of_stream, makes_of, names_of
-from shoal_worker.elastic.loader_interface import LoaderSession
+from shoal_worker.elastic.contract.loader_interface import LoaderSession
 
 _log = logging.getLogger(__name__)
 

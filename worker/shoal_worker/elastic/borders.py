@@ -27,13 +27,18 @@ from shoal_common.errors import MembershipChanged
 from shoal_common.exit_status import PUT_OUT
 
 from shoal_worker.elastic.committed_state import HeldState
+from shoal_worker.elastic.contract.generation import Generation
+from shoal_worker.elastic.contract.loader_interface import (
+    Drained,
+    Placement,
+    StepSource,
+    StopTraining,
+)
+from shoal_worker.elastic.contract.phase import Phase
+from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
-from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.loader_interface import Drained, Placement, StepSource, StopTraining
 from shoal_worker.elastic.member import LeaveReason, Member
-from shoal_worker.elastic.phase import Phase
-from shoal_worker.elastic.step import ScriptPosition, Step
 
 # ----------------------------------------------------------------------------- how a process leaves
 #

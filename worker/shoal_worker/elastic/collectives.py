@@ -18,7 +18,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.channel import Channel
+    from shoal_worker.elastic.contract.channel import Channel
     from shoal_worker.elastic.session import Session
 
 OPERATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {

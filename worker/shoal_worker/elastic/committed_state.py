@@ -19,14 +19,14 @@ import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
 from shoal_worker.elastic.batches_compared import BatchComparison, EvaluationComparison
-from shoal_worker.elastic.course import Course
-from shoal_worker.elastic.last_state import LastState
-from shoal_worker.elastic.loader_interface import Placement, StepSource
+from shoal_worker.elastic.contract.course import Course
+from shoal_worker.elastic.contract.last_state import LastState
+from shoal_worker.elastic.contract.loader_interface import Placement, StepSource
+from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
+from shoal_worker.elastic.contract.reconcile import Interrupted, Standing, StateName
+from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.operations import Operations
-from shoal_worker.elastic.phase import Phase, ScriptPhase
-from shoal_worker.elastic.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.schedulers_and_scalers import Place, RegisteredState
-from shoal_worker.elastic.step import ScriptPosition, Step
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten

@@ -14,8 +14,8 @@ from shoal_common.errors import CorruptDataError, InternalError
 from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.elastic.generation import AskedPeers, Generation, Peer, Topology
-from shoal_worker.elastic.last_state import LastState
+from shoal_worker.elastic.contract.generation import AskedPeers, Generation, Peer, Topology
+from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import Progress
 

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import PreconditionError, ShoalError
 
-from shoal_worker.elastic.course import Course, apart
+from shoal_worker.elastic.contract.course import Course, apart
 from shoal_worker.elastic.divergence import courses_apart, waits_apart
 from shoal_worker.elastic.waiting import Wait, Where
 

@@ -15,9 +15,9 @@ from typing import Any, Final
 
 from shoal_common.errors import MembershipChanged, PreconditionError
 
+from shoal_worker.elastic.contract.loader_interface import StepSource
+from shoal_worker.elastic.contract.step import ScriptPosition
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.loader_interface import StepSource
-from shoal_worker.elastic.step import ScriptPosition
 from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED
 
 REASON: Final = "RANKS_DIVERGED"

@@ -33,14 +33,14 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.divergence import evaluations_apart
-from shoal_worker.elastic.loader_interface import StepStatus
 from shoal_worker.modes import evaluating
 from shoal_worker.randomness import generators_kept, seed_generators
 from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED, identity_of
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.channel import Channel
+    from shoal_worker.elastic.contract.channel import Channel
     from shoal_worker.elastic.session import Session
 
 

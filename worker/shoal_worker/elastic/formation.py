@@ -38,15 +38,9 @@ from shoal_common.errors import (
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.divergence import operations_apart
-from shoal_worker.elastic.generation import Generation
-from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.joiner_state import JoinerState
-from shoal_worker.elastic.loader_interface import Drained, StateLostError, StopTraining
-from shoal_worker.elastic.member import Member
-from shoal_worker.elastic.operations import GroupChannel, spectate
-from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.reconcile import (
+from shoal_worker.elastic.contract.generation import Generation
+from shoal_worker.elastic.contract.loader_interface import Drained, StateLostError, StopTraining
+from shoal_worker.elastic.contract.reconcile import (
     STANDING_LENGTH,
     Interrupted,
     Reconciliation,
@@ -54,7 +48,13 @@ from shoal_worker.elastic.reconcile import (
     StateName,
     reconcile,
 )
-from shoal_worker.elastic.step import ScriptPosition
+from shoal_worker.elastic.contract.step import ScriptPosition
+from shoal_worker.elastic.divergence import operations_apart
+from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.joiner_state import JoinerState
+from shoal_worker.elastic.member import Member
+from shoal_worker.elastic.operations import GroupChannel, spectate
+from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.transfer import StateExchange
 from shoal_worker.elastic.waiting import WaitingLines, Where
 from shoal_worker.metrics import WorkerMetrics

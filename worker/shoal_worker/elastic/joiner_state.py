@@ -16,13 +16,13 @@ from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.committed_state import HeldState
+from shoal_worker.elastic.contract.loader_interface import LeftOver
+from shoal_worker.elastic.contract.phase import Phase
+from shoal_worker.elastic.contract.reconcile import StateName
+from shoal_worker.elastic.contract.step import ScriptPosition
 from shoal_worker.elastic.divergence import borders_apart
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.loader_interface import LeftOver
 from shoal_worker.elastic.operations import GroupChannel, spectate
-from shoal_worker.elastic.phase import Phase
-from shoal_worker.elastic.reconcile import StateName
-from shoal_worker.elastic.step import ScriptPosition
 from shoal_worker.elastic.transfer import StateExchange
 
 _log = logging.getLogger(__name__)

@@ -36,10 +36,10 @@ from shoal_common.errors import (
 from shoal_common.rpc.reach import Obstacle
 from shoal_protos.v1 import coordinator_pb2 as pb
 
+from shoal_worker.elastic.contract.generation import Generation, MemberIdentity, Peer
+from shoal_worker.elastic.contract.last_state import LastState
+from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks
-from shoal_worker.elastic.generation import Generation, MemberIdentity, Peer
-from shoal_worker.elastic.last_state import LastState
-from shoal_worker.elastic.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.outbox import Outbox, failure_message
 from shoal_worker.elastic.progress import Progress

@@ -14,9 +14,9 @@ from typing import NoReturn, Protocol
 
 from shoal_common.errors import ShoalError
 
-from shoal_worker.elastic.generation import Generation
+from shoal_worker.elastic.contract.generation import Generation
+from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.last_state import LastState
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 

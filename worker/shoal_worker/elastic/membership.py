@@ -32,9 +32,9 @@ from shoal_common.own_address import REACHED_ELSEWHERE
 from shoal_worker.backends.base import CommunicationBackend, cause_of
 from shoal_worker.backends.registry import backend_class
 from shoal_worker.backends.waits import Waits
-from shoal_worker.elastic.generation import Generation, MemberIdentity
+from shoal_worker.elastic.contract.generation import Generation, MemberIdentity
+from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.group import Group, Opening
-from shoal_worker.elastic.last_state import LastState
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter

@@ -16,7 +16,7 @@ import json
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.divergence import operations_apart
 from shoal_worker.elastic.group import Group
 

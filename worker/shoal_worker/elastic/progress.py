@@ -20,7 +20,7 @@ from shoal_common.processes import children_cpu_s
 from shoal_common.tally import Counts, TallyWriter
 
 from shoal_worker.backends.waits import Waits
-from shoal_worker.elastic.told_loss import ToldLoss
+from shoal_worker.elastic.contract.told_loss import ToldLoss
 from shoal_worker.metrics import WorkerMetrics
 
 _WINDOW_S = 1.0

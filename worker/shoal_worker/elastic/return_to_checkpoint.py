@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from shoal_worker.elastic.borders import Borders
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.loader_interface import StateLostError
+from shoal_worker.elastic.contract.loader_interface import StateLostError
 
 _log = logging.getLogger(__name__)
 

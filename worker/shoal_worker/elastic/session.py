@@ -35,22 +35,22 @@ from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.batches_compared import EvaluationComparison
 from shoal_worker.elastic.borders import Departure
-from shoal_worker.elastic.channel import Channel, LocalChannel
 from shoal_worker.elastic.committed_state import HeldState
+from shoal_worker.elastic.contract.channel import Channel, LocalChannel
+from shoal_worker.elastic.contract.generation import Generation
+from shoal_worker.elastic.contract.loader_interface import StateLostError, StepStatus, StopTraining
+from shoal_worker.elastic.contract.phase import Phase
+from shoal_worker.elastic.contract.reconcile import StateName
+from shoal_worker.elastic.contract.row_store import RowStore
+from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.files_written import WhenWritten
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
-from shoal_worker.elastic.generation import Generation
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.loader_interface import StateLostError, StepStatus, StopTraining
 from shoal_worker.elastic.member import LeaveReason, Member
 from shoal_worker.elastic.operations import Body, GroupChannel, Operations
-from shoal_worker.elastic.phase import Phase
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.reconcile import StateName
 from shoal_worker.elastic.replicas_compared import apart_at_the_end
-from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
-from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.elastic.transfer import StateDonor, StateExchange

@@ -35,7 +35,7 @@ from shoal_common.settings import parse_address
 
 from shoal_worker.backends.base import Traffic
 from shoal_worker.backends.waits import Waits
-from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.progress import BusyLink

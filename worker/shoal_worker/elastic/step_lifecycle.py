@@ -31,9 +31,7 @@ from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.borders import ALONE, Borders, Departure
 from shoal_worker.elastic.committed_state import HeldState
-from shoal_worker.elastic.divergence import ends_apart, settings_apart, steps_apart
-from shoal_worker.elastic.formation import Formation
-from shoal_worker.elastic.loader_interface import (
+from shoal_worker.elastic.contract.loader_interface import (
     Leases,
     LeftOver,
     Placement,
@@ -44,7 +42,10 @@ from shoal_worker.elastic.loader_interface import (
     StopTraining,
     WeighRows,
 )
-from shoal_worker.elastic.phase import Phase
+from shoal_worker.elastic.contract.phase import Phase
+from shoal_worker.elastic.contract.step import Step, StepPhase, not_finished
+from shoal_worker.elastic.divergence import ends_apart, settings_apart, steps_apart
+from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.replicas_compared import (
     compare_after_step,
@@ -52,7 +53,6 @@ from shoal_worker.elastic.replicas_compared import (
     note_last_state,
 )
 from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
-from shoal_worker.elastic.step import Step, StepPhase, not_finished
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.randomness import seed_generators
 from shoal_worker.state.tree import flatten

@@ -43,7 +43,7 @@ from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.torch_internals import c10d, in_backward
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.channel import Channel
+    from shoal_worker.elastic.contract.channel import Channel
     from shoal_worker.elastic.session import Session
 
 REDUCTIONS: Final = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")

@@ -16,7 +16,7 @@ from typing import Final, NamedTuple
 
 from shoal_common.errors import ShoalError
 
-from shoal_worker.elastic.loader_interface import StepSource
+from shoal_worker.elastic.contract.loader_interface import StepSource
 from shoal_worker.store.redis_store import RedisStore
 
 # ------------------------------------------------------------------------------- what is waited for

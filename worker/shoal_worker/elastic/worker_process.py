@@ -54,12 +54,12 @@ from shoal_worker.child_processes import (
     report_dead_threads,
 )
 from shoal_worker.elastic.brief_errors import brief, on_screen
+from shoal_worker.elastic.contract.generation import MemberIdentity
+from shoal_worker.elastic.contract.loader_interface import LoaderSession
 from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.files_written import WrittenFiles, notice_files
 from shoal_worker.elastic.fixed import FixedMembership
-from shoal_worker.elastic.generation import MemberIdentity
-from shoal_worker.elastic.loader_interface import LoaderSession
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.script_end import ScriptEnd
 from shoal_worker.elastic.session import Session

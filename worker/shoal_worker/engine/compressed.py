@@ -26,7 +26,7 @@ from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import Run, StatePart
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.channel import Channel
+    from shoal_worker.elastic.contract.channel import Channel
     from shoal_worker.elastic.group import Group
     from shoal_worker.elastic.strategy_interface import StrategySession
 

@@ -13,7 +13,7 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
-from shoal_worker.elastic.loader_interface import StateLostError
+from shoal_worker.elastic.contract.loader_interface import StateLostError
 
 Place = TypeVar("Place", int, tuple[int, int, int])
 

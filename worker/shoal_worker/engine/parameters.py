@@ -24,7 +24,7 @@ from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.channel import Channel
+    from shoal_worker.elastic.contract.channel import Channel
     from shoal_worker.elastic.strategy_interface import StrategySession
 
 # ----------------------------------------------------------------------- parameters that users give

@@ -33,10 +33,10 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from typing_extensions import override
 
-from shoal_worker.elastic.channel import Channel
-from shoal_worker.elastic.loader_interface import Share
-from shoal_worker.elastic.step import Step, StepPhase
-from shoal_worker.elastic.told_loss import read_later
+from shoal_worker.elastic.contract.channel import Channel
+from shoal_worker.elastic.contract.loader_interface import Share
+from shoal_worker.elastic.contract.step import Step, StepPhase
+from shoal_worker.elastic.contract.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.hidden_parameters import Whereabouts, guard_parts, inside, is_hidden
 from shoal_worker.engine.module_state import ModuleState

@@ -16,7 +16,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.elastic.step import Step
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.torch_internals import pytree
 
 Loss = Callable[[Any, Any], torch.Tensor]

@@ -36,13 +36,13 @@ import torch
 from shoal_common.errors import MembershipChanged, ShoalError
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.elastic.channel import Channel
-from shoal_worker.elastic.course import BATCH
+from shoal_worker.elastic.contract.channel import Channel
+from shoal_worker.elastic.contract.course import BATCH
+from shoal_worker.elastic.contract.loader_interface import Leases
+from shoal_worker.elastic.contract.row_store import RowStore
+from shoal_worker.elastic.contract.step import StepPhase
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.loader_interface import Leases
-from shoal_worker.elastic.row_store import RowStore
 from shoal_worker.elastic.session import Session
-from shoal_worker.elastic.step import StepPhase
 from shoal_worker.engine.base import Engine
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.model_session import ModelSession, no_micro_batches

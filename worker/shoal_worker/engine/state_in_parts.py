@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.engine.module_state import check_model_fits
 from shoal_worker.state.fits import check_fits
 

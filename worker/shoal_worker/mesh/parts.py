@@ -17,7 +17,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
-from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.engine.hidden_parameters import (
     HiddenParameter,
     Whereabouts,

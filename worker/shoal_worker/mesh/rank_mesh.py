@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.elastic.generation import Generation, Peer
+from shoal_worker.elastic.contract.generation import Generation, Peer
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.step import Step
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.extremes import Kind

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.elastic.channel import Channel
+from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.engine.holders import (
     Claim,
     SendingTurns,

@@ -19,14 +19,14 @@ from shoal_common.failpoints import failpoint
 from torch import nn
 from typing_extensions import override
 
-from shoal_worker.elastic.channel import Channel
-from shoal_worker.elastic.course import CLOSING, EXTREMES
+from shoal_worker.elastic.contract.channel import Channel
+from shoal_worker.elastic.contract.course import CLOSING, EXTREMES
+from shoal_worker.elastic.contract.loader_interface import StepStatus
+from shoal_worker.elastic.contract.row_store import RowStore
+from shoal_worker.elastic.contract.step import Step, StepPhase
+from shoal_worker.elastic.contract.told_loss import read_later
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.loader_interface import StepStatus
-from shoal_worker.elastic.row_store import RowStore
-from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.strategy_interface import BUFFERS
-from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of
@@ -381,7 +381,7 @@ class ReplicatedEngine(Engine):
         self._session.settle_step()
 
     def _close(self) -> None:
-        """Runs the commit all-reduce of the step (`elastic/step.py`)."""
+        """Runs the commit all-reduce of the step (`elastic/contract/step.py`)."""
         session = self._session
         step, group = session.step, session.group
         if step is None or step.phase is not StepPhase.SEALED or step.lost is not None:

@@ -25,12 +25,12 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 from shoal_common.failpoints import failpoint
 from typing_extensions import override
 
-from shoal_worker.elastic.channel import Channel, LocalChannel
+from shoal_worker.elastic.contract.channel import Channel, LocalChannel
+from shoal_worker.elastic.contract.loader_interface import StepStatus
+from shoal_worker.elastic.contract.step import Step, StepPhase
+from shoal_worker.elastic.contract.told_loss import read_later
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.loader_interface import StepStatus
-from shoal_worker.elastic.step import Step, StepPhase
 from shoal_worker.elastic.strategy_interface import BUFFERS
-from shoal_worker.elastic.told_loss import read_later
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep, come_after
 from shoal_worker.engine.module_state import ModuleState

@@ -33,7 +33,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal_worker.elastic.course import GRADIENTS
+from shoal_worker.elastic.contract.course import GRADIENTS
 from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.engine.passes import half_a_pass, tensors_in
 from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
@@ -41,8 +41,8 @@ from shoal_worker.torch_internals import after_backward, in_backward
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
+    from shoal_worker.elastic.contract.loader_interface import Share
     from shoal_worker.elastic.group import Group
-    from shoal_worker.elastic.loader_interface import Share
     from shoal_worker.elastic.strategy_interface import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
 

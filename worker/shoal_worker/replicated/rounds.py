@@ -17,8 +17,8 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
-from shoal_worker.elastic.channel import Channel, LocalChannel
-from shoal_worker.elastic.loader_interface import StepSource
+from shoal_worker.elastic.contract.channel import Channel, LocalChannel
+from shoal_worker.elastic.contract.loader_interface import StepSource
 from shoal_worker.state.digest import bytes_of
 
 if TYPE_CHECKING:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-from shoal_worker.elastic.row_store import RowStore
+from shoal_worker.elastic.contract.row_store import RowStore
 
 
 class StepTables(Protocol):

@@ -30,12 +30,12 @@ from torch import nn
 from typing_extensions import override
 
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.elastic.channel import Channel
-from shoal_worker.elastic.course import CLOSING, EXTREMES
-from shoal_worker.elastic.generation import Topology
+from shoal_worker.elastic.contract.channel import Channel
+from shoal_worker.elastic.contract.course import CLOSING, EXTREMES
+from shoal_worker.elastic.contract.generation import Topology
+from shoal_worker.elastic.contract.loader_interface import Share
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.loader_interface import Share
-from shoal_worker.elastic.step import Step
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import check_floating, compression_of

@@ -30,7 +30,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from shoal_worker.elastic.generation import Topology
+from shoal_worker.elastic.contract.generation import Topology
 
 _ALIGNMENT = 16
 """In elements. Shards start at multiples of it, so that vectorized kernels cover all of a shard."""

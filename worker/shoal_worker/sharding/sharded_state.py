@@ -18,8 +18,8 @@ from shoal_common.errors import PreconditionError
 from torch import nn
 from typing_extensions import override
 
-from shoal_worker.elastic.channel import Channel, LocalChannel
-from shoal_worker.elastic.generation import Topology
+from shoal_worker.elastic.contract.channel import Channel, LocalChannel
+from shoal_worker.elastic.contract.generation import Topology
 from shoal_worker.elastic.group import Group
 from shoal_worker.elastic.schedulers_and_scalers import GroupMembers
 from shoal_worker.engine.hidden_parameters import inside

@@ -13,8 +13,8 @@ from shoal_common.errors import ConfigurationError, CorruptDataError, Preconditi
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from shoal_worker.elastic.contract.loader_interface import Placement, StepStatus
 from shoal_worker.elastic.evaluation import should_early_stop
-from shoal_worker.elastic.loader_interface import Placement, StepStatus
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.worker_process import find_session
 from shoal_worker.state.forwarding import ForwardingOptimizer

@@ -19,8 +19,8 @@ from typing import Final, NamedTuple, SupportsFloat
 
 from shoal_common.errors import PreconditionError, ShoalError
 
-from shoal_worker.elastic.course import Course
-from shoal_worker.elastic.loader_interface import Placement, Share, StepSource, WeighRows
+from shoal_worker.elastic.contract.course import Course
+from shoal_worker.elastic.contract.loader_interface import Placement, Share, StepSource, WeighRows
 
 # -------------------------------------------------------------------------- where the script stands
 #

@@ -17,7 +17,7 @@ from shoal_common.bulk.frames import DATA_BYTES, Kind, greeting
 from shoal_common.certificates import PairContexts
 from shoal_common.errors import LimitError
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
-from shoal_worker.elastic.transfer import StateDonor
+from shoal_worker.elastic.group.transfer import StateDonor
 
 from tests.fuzz.cluster import MEMBER, OTHER, SERVED, Cluster, connected
 from tests.fuzz.messages import Messages

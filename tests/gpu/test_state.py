@@ -7,7 +7,7 @@ from datetime import timedelta
 
 import pytest
 import torch
-from shoal_worker.elastic.transfer import StateDonor, take_state
+from shoal_worker.elastic.group.transfer import StateDonor, take_state
 from shoal_worker.sharding.mirrors import PinnedMemory
 from shoal_worker.state import device_reader
 from shoal_worker.state.digest import digest_of, mixed_sum, state_digest

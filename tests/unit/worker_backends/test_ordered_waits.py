@@ -15,7 +15,7 @@ from shoal_common.errors import MembershipChanged
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.generation import Generation, Peer
-from shoal_worker.elastic.group import Group, Opening
+from shoal_worker.elastic.group.group import Group, Opening
 
 from tests.fake_device.library import in_threads
 from tests.fake_device.ranks import PATIENCE, SEEDS, ProcessEnded, Ranks, close, outcome, started

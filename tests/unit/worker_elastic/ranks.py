@@ -19,11 +19,11 @@ from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.contract.reconcile import StateName
 from shoal_worker.elastic.formation import Formation
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
+from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
+from shoal_worker.elastic.group.waiting import Waiting
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.transfer import StateDonor, StateExchange
-from shoal_worker.elastic.waiting import Waiting
 from shoal_worker.engine.parameters import materialize
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings

@@ -12,7 +12,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.contract.channel import LocalChannel
-from shoal_worker.elastic.operations import Body
+from shoal_worker.elastic.group.operations import Body
 from shoal_worker.elastic.worker_process import current_session, set_session
 from torch import nn
 

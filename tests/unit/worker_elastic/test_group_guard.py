@@ -3,7 +3,7 @@
 import socket
 
 from shoal_worker.elastic.contract.generation import Generation, Peer
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 
 
 def group_of_one() -> Group:

@@ -13,9 +13,9 @@ import torch
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.elastic import waiting
 from shoal_worker.elastic.contract.generation import MemberIdentity
 from shoal_worker.elastic.contract.loader_interface import Drained
+from shoal_worker.elastic.group import waiting
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.settings import WorkerSettings
 

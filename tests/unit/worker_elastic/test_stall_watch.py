@@ -13,7 +13,7 @@ from shoal_worker.backends.base import Traffic
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic import stall_watch as watching
 from shoal_worker.elastic.contract.generation import Generation, Peer
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.stall_watch import BusyLinks, StallWatch, neighbours
 

@@ -12,7 +12,7 @@ import shoal
 import torch
 from shoal_common.errors import UnavailableError
 from shoal_worker.checkpoint.files import read_checkpoint
-from shoal_worker.elastic.transfer import StateDonor, take_state
+from shoal_worker.elastic.group.transfer import StateDonor, take_state
 from shoal_worker.state import device_reader, digest
 from shoal_worker.state.device_reader import DeviceReader, HostCopies, bytes_in
 from shoal_worker.state.digest import digest_of, mixed_sum, state_digest

@@ -4,7 +4,7 @@ their position in the schedule, buffers, and the module's extra state.
 In synchronous training the state is transferred at step boundaries, while all ranks are stopped.
 Here ranks never stop together, and with ssp a member may be waiting for the very joiner that asks.
 Each worker therefore keeps an offer available, a copy made at one of its last step boundaries, and
-its donor threads serve the offer regardless of the training thread (elastic/transfer.py). An offer
+its donor threads serve the offer regardless of the training thread (elastic/group/transfer.py). An offer
 is named by its giver's key, which the coordinator reveals to members only.
 
 The model's values are not part of it, since they come from the servers. Buffers are not kept in
@@ -28,8 +28,8 @@ from torch import nn
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.optimizers import Optimizers
 from shoal_worker.elastic.contract.generation import Peer
+from shoal_worker.elastic.group.transfer import StateDonor, take_state
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
-from shoal_worker.elastic.transfer import StateDonor, take_state
 from shoal_worker.engine.module_state import load_captured, other_entries
 from shoal_worker.engine.parameters import take_buffers
 

@@ -30,7 +30,7 @@ from shoal_common.errors import (
 )
 
 from shoal_worker.backends.inmemory.turns import run_aside
-from shoal_worker.elastic.waiting import WaitingLines
+from shoal_worker.elastic.group.waiting import WaitingLines
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel

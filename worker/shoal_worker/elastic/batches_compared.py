@@ -32,7 +32,7 @@ import xxhash
 from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.contract.loader_interface import Placement
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.state.digest import digest_in_place
 from shoal_worker.torch_internals import iterates_undealt_dataloader, pytree
 

@@ -25,7 +25,7 @@ from shoal_worker.elastic.contract.loader_interface import Placement, StepSource
 from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
 from shoal_worker.elastic.contract.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.contract.step import ScriptPosition, Step
-from shoal_worker.elastic.operations import Operations
+from shoal_worker.elastic.group.operations import Operations
 from shoal_worker.elastic.schedulers_and_scalers import Place, RegisteredState
 from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.state.serial import dump_tensors, load_tensors

@@ -24,11 +24,11 @@ from typing import TYPE_CHECKING, Any, Final
 from shoal_common.errors import PreconditionError, ShoalError
 
 from shoal_worker.elastic.contract.course import Course, apart
-from shoal_worker.elastic.divergence import courses_apart, waits_apart
-from shoal_worker.elastic.waiting import Wait, Where
+from shoal_worker.elastic.group.divergence import courses_apart, waits_apart
+from shoal_worker.elastic.group.waiting import Wait, Where
 
 if TYPE_CHECKING:
-    from shoal_worker.elastic.group import Group
+    from shoal_worker.elastic.group.group import Group
     from shoal_worker.elastic.session import Session
 
 _LOOK_S: Final = 0.25

@@ -34,7 +34,7 @@ from torch.utils.data import (
 )
 
 from shoal_worker.elastic.contract.loader_interface import StepStatus
-from shoal_worker.elastic.divergence import evaluations_apart
+from shoal_worker.elastic.group.divergence import evaluations_apart
 from shoal_worker.modes import evaluating
 from shoal_worker.randomness import generators_kept, seed_generators
 from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED, identity_of

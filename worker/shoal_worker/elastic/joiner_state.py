@@ -20,10 +20,10 @@ from shoal_worker.elastic.contract.loader_interface import LeftOver
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.reconcile import StateName
 from shoal_worker.elastic.contract.step import ScriptPosition
-from shoal_worker.elastic.divergence import borders_apart
-from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.operations import GroupChannel, spectate
-from shoal_worker.elastic.transfer import StateExchange
+from shoal_worker.elastic.group.divergence import borders_apart
+from shoal_worker.elastic.group.group import Group
+from shoal_worker.elastic.group.operations import GroupChannel, spectate
+from shoal_worker.elastic.group.transfer import StateExchange
 
 _log = logging.getLogger(__name__)
 

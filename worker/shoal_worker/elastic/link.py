@@ -40,10 +40,10 @@ from shoal_worker.elastic.contract.generation import Generation, MemberIdentity,
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks
+from shoal_worker.elastic.group.waiting import EVERY_S, WaitingLines
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.outbox import Outbox, failure_message
 from shoal_worker.elastic.progress import Progress
-from shoal_worker.elastic.waiting import EVERY_S, WaitingLines
 
 _log = logging.getLogger(__name__)
 

@@ -34,7 +34,8 @@ from shoal_worker.backends.registry import backend_class
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.generation import Generation, MemberIdentity
 from shoal_worker.elastic.contract.last_state import LastState
-from shoal_worker.elastic.group import Group, Opening
+from shoal_worker.elastic.group.group import Group, Opening
+from shoal_worker.elastic.group.waiting import EVERY_S, WaitingLines
 from shoal_worker.elastic.link import CoordinatorLink
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
@@ -48,7 +49,6 @@ from shoal_worker.elastic.stall_watch import (
     unreachable,
 )
 from shoal_worker.elastic.strategy_interface import TrainingEngine
-from shoal_worker.elastic.waiting import EVERY_S, WaitingLines
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.store.errors import StoreTimeoutError
 from shoal_worker.store.redis_store import RedisStore

@@ -45,16 +45,16 @@ from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.files_written import WhenWritten
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
+from shoal_worker.elastic.group.operations import Body, GroupChannel, Operations
+from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
+from shoal_worker.elastic.group.waiting import Where
 from shoal_worker.elastic.member import LeaveReason, Member
-from shoal_worker.elastic.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.replicas_compared import apart_at_the_end
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.strategy_interface import TrainingEngine
-from shoal_worker.elastic.transfer import StateDonor, StateExchange
-from shoal_worker.elastic.waiting import Where
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.tree import StatePart

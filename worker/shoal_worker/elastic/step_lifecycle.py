@@ -44,8 +44,8 @@ from shoal_worker.elastic.contract.loader_interface import (
 )
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.step import Step, StepPhase, not_finished
-from shoal_worker.elastic.divergence import ends_apart, settings_apart, steps_apart
 from shoal_worker.elastic.formation import Formation
+from shoal_worker.elastic.group.divergence import ends_apart, settings_apart, steps_apart
 from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.replicas_compared import (
     compare_after_step,

@@ -40,8 +40,8 @@ from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.contract.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import Step
-from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.operations import Body
+from shoal_worker.elastic.group.group import Group
+from shoal_worker.elastic.group.operations import Body
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.state.tree import StatePart
 

@@ -60,10 +60,10 @@ from shoal_worker.elastic.coordinator_messages import run_message
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.files_written import WrittenFiles, notice_files
 from shoal_worker.elastic.fixed import FixedMembership
+from shoal_worker.elastic.group.transfer import StateDonor
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.script_end import ScriptEnd
 from shoal_worker.elastic.session import Session
-from shoal_worker.elastic.transfer import StateDonor
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings, check_not_torchrun, error_file, mpi_world_size
 from shoal_worker.torch_internals import in_backward

@@ -27,7 +27,7 @@ from shoal_worker.state.tree import Run, StatePart
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel
-    from shoal_worker.elastic.group import Group
+    from shoal_worker.elastic.group.group import Group
     from shoal_worker.elastic.strategy_interface import StrategySession
 
 _KINDS: Final = ("buckets", "micro-batches", "units")

@@ -9,7 +9,7 @@ from typing import Final
 import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.strategy_interface import StrategySession
 
 

@@ -12,9 +12,9 @@ from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.contract.step import Step, StepPhase
-from shoal_worker.elastic.divergence import settings_apart
-from shoal_worker.elastic.group import Group
-from shoal_worker.elastic.operations import Body
+from shoal_worker.elastic.group.divergence import settings_apart
+from shoal_worker.elastic.group.group import Group
+from shoal_worker.elastic.group.operations import Body
 from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.strategy_interface import TrainingEngine

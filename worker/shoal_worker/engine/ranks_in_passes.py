@@ -17,7 +17,7 @@ from collections.abc import Callable
 import torch
 from shoal_common.errors import MembershipChanged
 
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.strategy_interface import StrategySession
 from shoal_worker.engine.failed_collectives import LosingStep
 

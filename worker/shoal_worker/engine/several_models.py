@@ -41,7 +41,7 @@ from shoal_worker.elastic.contract.course import BATCH
 from shoal_worker.elastic.contract.loader_interface import Leases
 from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import StepPhase
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.session import Session
 from shoal_worker.engine.base import Engine
 from shoal_worker.engine.failed_collectives import LosingStep

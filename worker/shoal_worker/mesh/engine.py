@@ -32,7 +32,7 @@ from shoal_worker.elastic.contract.channel import Channel, LocalChannel
 from shoal_worker.elastic.contract.course import CLOSING, EXTREMES, FORWARD, SUM
 from shoal_worker.elastic.contract.loader_interface import Share, StepStatus
 from shoal_worker.elastic.contract.step import CONTROL_LENGTH, Step
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import (

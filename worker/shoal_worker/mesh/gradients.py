@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import drop_gradient
 from shoal_worker.engine.optimizer_state import strided_like

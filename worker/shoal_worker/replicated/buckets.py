@@ -27,7 +27,7 @@ from shoal_worker.engine.failed_collectives import LosingStep
 
 if TYPE_CHECKING:
     from shoal_worker.compression.reduction import Reduction
-    from shoal_worker.elastic.group import Group
+    from shoal_worker.elastic.group.group import Group
     from shoal_worker.elastic.strategy_interface import StrategySession
     from shoal_worker.engine.compressed import GradientCompression
 

@@ -42,7 +42,7 @@ from shoal_worker.torch_internals import after_backward, in_backward
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.contract.loader_interface import Share
-    from shoal_worker.elastic.group import Group
+    from shoal_worker.elastic.group.group import Group
     from shoal_worker.elastic.strategy_interface import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
 

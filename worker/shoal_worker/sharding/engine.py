@@ -35,7 +35,7 @@ from shoal_worker.elastic.contract.course import CLOSING, EXTREMES
 from shoal_worker.elastic.contract.generation import Topology
 from shoal_worker.elastic.contract.loader_interface import Share
 from shoal_worker.elastic.contract.step import Step
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import check_floating, compression_of

@@ -32,7 +32,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.engine.passes import half_a_pass, tensors_in, when_gradients_come
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives

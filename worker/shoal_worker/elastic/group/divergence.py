@@ -17,7 +17,7 @@ from shoal_common.errors import MembershipChanged, PreconditionError
 
 from shoal_worker.elastic.contract.loader_interface import StepSource
 from shoal_worker.elastic.contract.step import ScriptPosition
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED
 
 REASON: Final = "RANKS_DIVERGED"

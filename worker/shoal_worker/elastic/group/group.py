@@ -36,7 +36,7 @@ from torch.distributed import (
 
 from shoal_worker.backends.base import CommunicationBackend, Traffic, cause_of
 from shoal_worker.elastic.contract.generation import Generation
-from shoal_worker.elastic.waiting import Waiting
+from shoal_worker.elastic.group.waiting import Waiting
 from shoal_worker.store.redis_store import RedisStore
 from shoal_worker.torch_internals import AllgatherOptions
 

@@ -17,8 +17,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.divergence import operations_apart
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.divergence import operations_apart
+from shoal_worker.elastic.group.group import Group
 
 Body = Callable[[Channel], Any]
 """Runs one operation over a channel; may be repeated on another channel when the membership has

@@ -47,7 +47,7 @@ from shoal_common.own_address import REACHED_ELSEWHERE
 from shoal_common.settings import Address
 
 from shoal_worker.backends.inmemory.turns import run_aside
-from shoal_worker.elastic.group import Group
+from shoal_worker.elastic.group.group import Group
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state import device_reader

@@ -27,7 +27,7 @@ from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.evaluation import IteratedBatches, is_due
 from shoal_worker.elastic.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.fixed import check_own
-from shoal_worker.elastic.run_values import RunValues, values_in
+from shoal_worker.elastic.state.run_values import RunValues, values_in
 from shoal_worker.elastic.worker_process import current_session, find_session, open_session
 from shoal_worker.engine import whole_batch as whole_batches
 from shoal_worker.engine.model_session import ModelSession

@@ -14,7 +14,6 @@ from typing import Any, cast
 
 import torch
 from shoal_common.errors import MembershipChanged
-from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.contract.reconcile import StateName
@@ -24,6 +23,7 @@ from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.group.waiting import Waiting
 from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.progress import ProgressMeter
+from shoal_worker.elastic.state.committed_state import HeldState
 from shoal_worker.engine.parameters import materialize
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from shoal_common.errors import ConfigurationError, InternalError
 from shoal_worker.elastic.brief_errors import brief
-from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 
 def script(line: str) -> BaseException:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from shoal_worker.elastic.committed_state import HeldState
+from shoal_worker.elastic.state.committed_state import HeldState
 
 
 class Loader:

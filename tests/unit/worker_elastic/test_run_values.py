@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_worker.elastic.run_values import RunValues, values_in
-from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+from shoal_worker.elastic.state.run_values import RunValues, values_in
+from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 
 def registered_with(**values: Any) -> tuple[RegisteredState, RunValues]:

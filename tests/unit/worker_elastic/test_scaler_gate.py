@@ -4,7 +4,7 @@ before the step."""
 from __future__ import annotations
 
 import torch
-from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 
 class Training:

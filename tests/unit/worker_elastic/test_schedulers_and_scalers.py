@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 
 def scheduler() -> torch.optim.lr_scheduler.StepLR:

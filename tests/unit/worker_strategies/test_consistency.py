@@ -12,8 +12,8 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
-from shoal_worker.elastic import replicas_compared
-from shoal_worker.elastic.replicas_compared import differing, disagreement
+from shoal_worker.elastic.state import replicas_compared
+from shoal_worker.elastic.state.replicas_compared import differing, disagreement
 from shoal_worker.engine.hidden_parameters import inside
 from torch import nn
 

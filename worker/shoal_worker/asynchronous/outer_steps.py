@@ -22,7 +22,7 @@ from shoal_common.errors import PreconditionError
 from shoal_worker.asynchronous.round_leases import RoundLeases
 from shoal_worker.asynchronous.tensors import HostTensor, check_outer_gradients, publish
 from shoal_worker.elastic.contract.loader_interface import StepSource
-from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 _log = logging.getLogger(__name__)
 

@@ -26,7 +26,6 @@ import xxhash
 from shoal_common.errors import MembershipChanged
 from shoal_common.exit_status import PUT_OUT
 
-from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract.generation import Generation
 from shoal_worker.elastic.contract.loader_interface import (
     Drained,
@@ -39,6 +38,7 @@ from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.member import LeaveReason, Member
+from shoal_worker.elastic.state.committed_state import HeldState
 
 # ----------------------------------------------------------------------------- how a process leaves
 #

@@ -32,7 +32,7 @@ from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.group.group import Group, Opening
 from shoal_worker.elastic.member import LeaveReason
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.strategy_interface import TrainingEngine
+from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 
 _TRAINED_BY: Final[weakref.WeakKeyDictionary[nn.Module, Seat]] = weakref.WeakKeyDictionary()
 

@@ -37,7 +37,6 @@ from shoal_common.errors import (
 )
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract.generation import Generation
 from shoal_worker.elastic.contract.loader_interface import Drained, StateLostError, StopTraining
 from shoal_worker.elastic.contract.reconcile import (
@@ -57,6 +56,7 @@ from shoal_worker.elastic.group.waiting import WaitingLines, Where
 from shoal_worker.elastic.joiner_state import JoinerState
 from shoal_worker.elastic.member import Member
 from shoal_worker.elastic.progress import ProgressMeter
+from shoal_worker.elastic.state.committed_state import HeldState
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import state_digest

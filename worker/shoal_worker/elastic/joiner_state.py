@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract.loader_interface import LeftOver
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.reconcile import StateName
@@ -24,6 +23,7 @@ from shoal_worker.elastic.group.divergence import borders_apart
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import GroupChannel, spectate
 from shoal_worker.elastic.group.transfer import StateExchange
+from shoal_worker.elastic.state.committed_state import HeldState
 
 _log = logging.getLogger(__name__)
 

@@ -18,7 +18,7 @@ from shoal_worker.elastic.contract.generation import Generation
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.strategy_interface import TrainingEngine
+from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 
 
 class LeaveReason(enum.Enum):

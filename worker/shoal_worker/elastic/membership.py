@@ -48,7 +48,7 @@ from shoal_worker.elastic.stall_watch import (
     named_ranks,
     unreachable,
 )
-from shoal_worker.elastic.strategy_interface import TrainingEngine
+from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.store.errors import StoreTimeoutError
 from shoal_worker.store.redis_store import RedisStore

@@ -33,9 +33,7 @@ import torch
 from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.elastic.batches_compared import EvaluationComparison
 from shoal_worker.elastic.borders import Departure
-from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
 from shoal_worker.elastic.contract.generation import Generation
 from shoal_worker.elastic.contract.loader_interface import StateLostError, StepStatus, StopTraining
@@ -51,10 +49,12 @@ from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.group.waiting import Where
 from shoal_worker.elastic.member import LeaveReason, Member
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replicas_compared import apart_at_the_end
-from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+from shoal_worker.elastic.state.batches_compared import EvaluationComparison
+from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.replicas_compared import apart_at_the_end
+from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
+from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.elastic.step_lifecycle import StepLifecycle
-from shoal_worker.elastic.strategy_interface import TrainingEngine
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.tree import StatePart

@@ -30,7 +30,6 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.elastic.borders import ALONE, Borders, Departure
-from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract.loader_interface import (
     Leases,
     LeftOver,
@@ -47,12 +46,13 @@ from shoal_worker.elastic.contract.step import Step, StepPhase, not_finished
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.group.divergence import ends_apart, settings_apart, steps_apart
 from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.replicas_compared import (
+from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
+from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.replicas_compared import (
     compare_after_step,
     compare_before_update,
     note_last_state,
 )
-from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.randomness import seed_generators
 from shoal_worker.state.tree import flatten

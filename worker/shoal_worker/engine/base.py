@@ -29,7 +29,7 @@ from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.contract.loader_interface import Leases, StepStatus
 from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.elastic.state.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import give_memory, kept_buffers
 from shoal_worker.engine.extremes import find_extremes
 from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients

@@ -28,7 +28,7 @@ from shoal_worker.state.tree import Run, StatePart
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel
     from shoal_worker.elastic.group.group import Group
-    from shoal_worker.elastic.strategy_interface import StrategySession
+    from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 _KINDS: Final = ("buckets", "micro-batches", "units")
 """Ways to split a model's gradients into units of compression; a script may use several."""

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 
 def is_open(session: StrategySession) -> bool:

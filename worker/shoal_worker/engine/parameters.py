@@ -18,14 +18,14 @@ from shoal_common.errors import ConfigurationError, ShoalError
 from torch import nn
 from torch.nn.parameter import is_lazy
 
-from shoal_worker.elastic.schedulers_and_scalers import GroupMembers
+from shoal_worker.elastic.state.schedulers_and_scalers import GroupMembers
 from shoal_worker.engine.hidden_parameters import hooks_of
 from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel
-    from shoal_worker.elastic.strategy_interface import StrategySession
+    from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 # ----------------------------------------------------------------------- parameters that users give
 

@@ -18,7 +18,7 @@ import torch
 from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.elastic.state.strategy_interface import StrategySession
 from shoal_worker.engine.failed_collectives import LosingStep
 
 

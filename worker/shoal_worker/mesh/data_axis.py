@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from typing_extensions import override
 
-from shoal_worker.elastic.schedulers_and_scalers import GroupMembers
+from shoal_worker.elastic.state.schedulers_and_scalers import GroupMembers
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.hidden_parameters import Whereabouts
 from shoal_worker.engine.optimizer_state import is_element, strided_like

@@ -18,7 +18,7 @@ from shoal_common.failpoints import failpoint
 from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.elastic.state.strategy_interface import StrategySession
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.extremes import Kind
 from shoal_worker.engine.failed_collectives import come_after

@@ -28,7 +28,7 @@ from shoal_worker.engine.failed_collectives import LosingStep
 if TYPE_CHECKING:
     from shoal_worker.compression.reduction import Reduction
     from shoal_worker.elastic.group.group import Group
-    from shoal_worker.elastic.strategy_interface import StrategySession
+    from shoal_worker.elastic.state.strategy_interface import StrategySession
     from shoal_worker.engine.compressed import GradientCompression
 
 from shoal_common.errors import ConfigurationError
@@ -41,7 +41,7 @@ from shoal_worker.engine.parameter_groups import in_buckets
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
-    from shoal_worker.elastic.strategy_interface import StrategySession
+    from shoal_worker.elastic.state.strategy_interface import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
 
 _FIRST_BYTES = 1 << 20

@@ -26,7 +26,7 @@ from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.contract.told_loss import read_later
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.strategy_interface import BUFFERS
+from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.buffers import CommittedBuffers
 from shoal_worker.engine.compressed import compression_of

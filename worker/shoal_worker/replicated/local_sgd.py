@@ -30,7 +30,7 @@ from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.contract.told_loss import read_later
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.strategy_interface import BUFFERS
+from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep, come_after
 from shoal_worker.engine.module_state import ModuleState

@@ -43,7 +43,7 @@ if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.contract.loader_interface import Share
     from shoal_worker.elastic.group.group import Group
-    from shoal_worker.elastic.strategy_interface import StrategySession
+    from shoal_worker.elastic.state.strategy_interface import StrategySession
     from shoal_worker.engine.buffers import CommittedBuffers
 
 

@@ -31,13 +31,13 @@ from typing_extensions import override
 from shoal_worker.compression.reduction import Reduction
 from shoal_worker.elastic.contract.step import agree
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.strategy_interface import StrategySession
+from shoal_worker.elastic.state.strategy_interface import StrategySession
 from shoal_worker.engine.failed_collectives import LosingStep, come_after
 from shoal_worker.sharding.layout import Division
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group.group import Group
-    from shoal_worker.elastic.strategy_interface import StrategySession
+    from shoal_worker.elastic.state.strategy_interface import StrategySession
     from shoal_worker.engine.compressed import GradientCompression
 
 _CHECK_BITS: Final = 20

@@ -21,7 +21,7 @@ from typing_extensions import override
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
 from shoal_worker.elastic.contract.generation import Topology
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.schedulers_and_scalers import GroupMembers
+from shoal_worker.elastic.state.schedulers_and_scalers import GroupMembers
 from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.engine.holders import ShardsLostError
 from shoal_worker.engine.module_state import ModuleState, load_captured

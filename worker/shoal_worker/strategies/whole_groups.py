@@ -17,7 +17,7 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import PreconditionError
 
-from shoal_worker.elastic.schedulers_and_scalers import GroupMembers, Memberships
+from shoal_worker.elastic.state.schedulers_and_scalers import GroupMembers, Memberships
 
 _MEMBERS: Final = "params"
 

@@ -18,7 +18,6 @@ from typing import Any, Final
 import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
-from shoal_worker.elastic.batches_compared import BatchComparison, EvaluationComparison
 from shoal_worker.elastic.contract.course import Course
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.loader_interface import Placement, StepSource
@@ -26,8 +25,9 @@ from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
 from shoal_worker.elastic.contract.reconcile import Interrupted, Standing, StateName
 from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.group.operations import Operations
-from shoal_worker.elastic.schedulers_and_scalers import Place, RegisteredState
-from shoal_worker.elastic.strategy_interface import TrainingEngine
+from shoal_worker.elastic.state.batches_compared import BatchComparison, EvaluationComparison
+from shoal_worker.elastic.state.schedulers_and_scalers import Place, RegisteredState
+from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
 

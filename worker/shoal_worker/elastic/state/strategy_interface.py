@@ -42,7 +42,7 @@ from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import Body
-from shoal_worker.elastic.schedulers_and_scalers import RegisteredState
+from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.state.tree import StatePart
 
 BUFFERS: Final = "the buffers"

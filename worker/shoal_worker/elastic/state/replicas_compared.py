@@ -25,11 +25,11 @@ from typing import Any, Final
 import torch
 from shoal_common.errors import MembershipChanged
 
-from shoal_worker.elastic.committed_state import HeldState
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.strategy_interface import BUFFERS
+from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.state.digest import digest_in_place, digest_of
 
 _PARTS: Final = 64

@@ -1,0 +1,8 @@
+"""State of a run that this process holds, and the checks that compare it between ranks.
+
+- `strategy_interface`: interface between the session and an engine, in both directions.
+- `committed_state`: the state after the last committed step.
+- `schedulers_and_scalers`: registered objects, and the parameters in an optimizer's groups.
+  `run_values`: registered plain values.
+- `replicas_compared`: replicas that must be equal. `batches_compared`: batches that must differ.
+"""

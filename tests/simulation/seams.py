@@ -30,10 +30,10 @@ from shoal_common import backoff, failpoints
 from shoal_worker.backends import worlds
 from shoal_worker.checkpoint import writer
 from shoal_worker.data import loader
-from shoal_worker.elastic import link, membership, stall_watch
+from shoal_worker.elastic.coordinator import link, membership, stall_watch
+from shoal_worker.elastic.coordinator.progress import ProgressMeter
+from shoal_worker.elastic.coordinator.stall_watch import StallWatch
 from shoal_worker.elastic.group import transfer
-from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.stall_watch import StallWatch
 
 from tests.simulation.processes import own_process
 from tests.simulation.rooms import SimulatedBackend

@@ -17,7 +17,7 @@ from shoal_common.rank_table import MOST_TOLD_WHOLE
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.contract.generation import MemberIdentity
-from shoal_worker.elastic.link import CoordinatorLink
+from shoal_worker.elastic.coordinator.link import CoordinatorLink
 
 from tests.integration.coordinator.harness import Coordinator, Job, Member, create_job
 from tests.zygote.children import eventually

@@ -16,7 +16,7 @@ from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.elastic.contract.generation import MemberIdentity
-from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.session import Session
 from shoal_worker.elastic.worker_process import set_session
 from shoal_worker.metrics import WorkerMetrics

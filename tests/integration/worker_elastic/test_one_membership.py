@@ -29,16 +29,16 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.backends.waits import Waits
-from shoal_worker.elastic import membership
 from shoal_worker.elastic.contract.generation import Generation, MemberIdentity, Peer
 from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
+from shoal_worker.elastic.coordinator import membership
+from shoal_worker.elastic.coordinator.link import CoordinatorLink
+from shoal_worker.elastic.coordinator.member import LeaveReason
+from shoal_worker.elastic.coordinator.membership import Membership, connect
+from shoal_worker.elastic.coordinator.stall_watch import unreachable
 from shoal_worker.elastic.group import waiting
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.transfer import StateDonor
-from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.member import LeaveReason
-from shoal_worker.elastic.membership import Membership, connect
-from shoal_worker.elastic.stall_watch import unreachable
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.store.redis_store import RedisStore
 

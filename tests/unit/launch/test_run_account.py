@@ -10,7 +10,7 @@ from shoal.cli.live import LiveView
 from shoal.launcher.account import RunAccount, figures_lines
 from shoal.launcher.output import Stream
 from shoal_common.tally import Counts, Tally, TallyWriter, read_tally
-from shoal_worker.elastic.progress import ProgressMeter
+from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.metrics import WorkerMetrics
 
 MS = 1_000_000

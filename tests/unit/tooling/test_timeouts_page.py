@@ -11,7 +11,7 @@ import pytest
 from shoal.launcher.settings import NodeRange, RunSettings
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_worker.checkpoint import shards, writer
-from shoal_worker.elastic import stall_watch
+from shoal_worker.elastic.coordinator import stall_watch
 from shoal_worker.elastic.session import LAST_STEP_PATIENCE
 from shoal_worker.settings import WorkerSettings
 

@@ -17,7 +17,7 @@ from shoal_worker.api import shutdown
 from shoal_worker.backends import worlds
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.waits import Waits
-from shoal_worker.elastic import fixed
+from shoal_worker.elastic.coordinator import fixed
 from torch import nn
 
 from tests.fake_device.autograd import passes_on_threads_of_autograd

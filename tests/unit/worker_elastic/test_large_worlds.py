@@ -10,7 +10,7 @@ from shoal_common import rank_table
 from shoal_common.errors import InternalError, MembershipChanged, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.contract.generation import Generation, Peer, Topology
-from shoal_worker.elastic.coordinator_messages import parse_generation
+from shoal_worker.elastic.coordinator.coordinator_messages import parse_generation
 
 MINE = Peer(rank=0, member_id="c", host="h1", donor_address="h1:3", joining=False)
 

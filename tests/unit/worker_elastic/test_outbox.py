@@ -6,9 +6,9 @@ import threading
 from collections.abc import Iterator
 
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.elastic.coordinator_messages import leave_message
-from shoal_worker.elastic.member import LeaveReason
-from shoal_worker.elastic.outbox import Outbox, failure_message
+from shoal_worker.elastic.coordinator.coordinator_messages import leave_message
+from shoal_worker.elastic.coordinator.member import LeaveReason
+from shoal_worker.elastic.coordinator.outbox import Outbox, failure_message
 
 FOR_EVER_S = 10_000.0
 

@@ -15,8 +15,8 @@ from shoal_common.errors import DeadlineError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.contract.generation import MemberIdentity
 from shoal_worker.elastic.contract.loader_interface import Drained
+from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.group import waiting
-from shoal_worker.elastic.membership import Membership
 from shoal_worker.settings import WorkerSettings
 
 from tests.unit.worker_elastic.ranks import Member, Model

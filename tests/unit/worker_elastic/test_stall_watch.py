@@ -11,11 +11,11 @@ import pytest
 from shoal_common.errors import MembershipChanged
 from shoal_worker.backends.base import Traffic
 from shoal_worker.backends.waits import Waits
-from shoal_worker.elastic import stall_watch as watching
 from shoal_worker.elastic.contract.generation import Generation, Peer
+from shoal_worker.elastic.coordinator import stall_watch as watching
+from shoal_worker.elastic.coordinator.link import CoordinatorLink
+from shoal_worker.elastic.coordinator.stall_watch import BusyLinks, StallWatch, neighbours
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.stall_watch import BusyLinks, StallWatch, neighbours
 
 from tests.zygote.children import eventually
 

@@ -18,6 +18,7 @@ import torch
 from shoal_common.certificates import PairContexts
 from shoal_common.errors import CorruptDataError, UnavailableError
 from shoal_common.settings import parse_address
+from shoal_worker.elastic.coordinator.stall_watch import unreachable
 from shoal_worker.elastic.group import transfer
 from shoal_worker.elastic.group.transfer import (
     MOST_DONORS,
@@ -26,7 +27,6 @@ from shoal_worker.elastic.group.transfer import (
     shut_down,
     take_state,
 )
-from shoal_worker.elastic.stall_watch import unreachable
 
 from tests.relay import BACK, Relay
 from tests.zygote.children import eventually

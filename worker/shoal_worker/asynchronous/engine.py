@@ -44,7 +44,7 @@ from shoal_worker.elastic.contract.loader_interface import (
     StopTraining,
 )
 from shoal_worker.elastic.contract.row_store import RowStore
-from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.session import Session
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.module_state import ModuleState, load_captured

@@ -34,9 +34,9 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.asynchronous.job import Job
 from shoal_worker.elastic.contract.generation import MemberIdentity
-from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.member import LeaveReason
-from shoal_worker.elastic.membership import Membership
+from shoal_worker.elastic.coordinator.link import CoordinatorLink
+from shoal_worker.elastic.coordinator.member import LeaveReason
+from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.session import Session
 from shoal_worker.settings import environment_without_settings
 

@@ -48,14 +48,14 @@ from shoal_worker.elastic.contract.reconcile import (
     reconcile,
 )
 from shoal_worker.elastic.contract.step import ScriptPosition
+from shoal_worker.elastic.coordinator.member import Member
+from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group.divergence import operations_apart
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import GroupChannel, spectate
 from shoal_worker.elastic.group.transfer import StateExchange
 from shoal_worker.elastic.group.waiting import WaitingLines, Where
 from shoal_worker.elastic.joiner_state import JoinerState
-from shoal_worker.elastic.member import Member
-from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.state.committed_state import HeldState
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings

@@ -43,9 +43,9 @@ from shoal_worker.elastic.contract.loader_interface import (
 )
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.step import Step, StepPhase, not_finished
+from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.group.divergence import ends_apart, settings_apart, steps_apart
-from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.state.committed_state import HeldState
 from shoal_worker.elastic.state.replicas_compared import (

@@ -56,12 +56,12 @@ from shoal_worker.child_processes import (
 from shoal_worker.elastic.brief_errors import brief, on_screen
 from shoal_worker.elastic.contract.generation import MemberIdentity
 from shoal_worker.elastic.contract.loader_interface import LoaderSession
-from shoal_worker.elastic.coordinator_messages import run_message
+from shoal_worker.elastic.coordinator.coordinator_messages import run_message
+from shoal_worker.elastic.coordinator.fixed import FixedMembership
+from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.files_written import WrittenFiles, notice_files
-from shoal_worker.elastic.fixed import FixedMembership
 from shoal_worker.elastic.group.transfer import StateDonor
-from shoal_worker.elastic.membership import Membership
 from shoal_worker.elastic.script_end import ScriptEnd
 from shoal_worker.elastic.session import Session
 from shoal_worker.metrics import WorkerMetrics

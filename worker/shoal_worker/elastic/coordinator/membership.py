@@ -34,12 +34,10 @@ from shoal_worker.backends.registry import backend_class
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.generation import Generation, MemberIdentity
 from shoal_worker.elastic.contract.last_state import LastState
-from shoal_worker.elastic.group.group import Group, Opening
-from shoal_worker.elastic.group.waiting import EVERY_S, WaitingLines
-from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.member import LeaveReason
-from shoal_worker.elastic.progress import ProgressMeter
-from shoal_worker.elastic.stall_watch import (
+from shoal_worker.elastic.coordinator.link import CoordinatorLink
+from shoal_worker.elastic.coordinator.member import LeaveReason
+from shoal_worker.elastic.coordinator.progress import ProgressMeter
+from shoal_worker.elastic.coordinator.stall_watch import (
     GENERATION_OVER_OR_AWAY,
     LOOK_AFTER_S,
     StallWatch,
@@ -48,6 +46,8 @@ from shoal_worker.elastic.stall_watch import (
     named_ranks,
     unreachable,
 )
+from shoal_worker.elastic.group.group import Group, Opening
+from shoal_worker.elastic.group.waiting import EVERY_S, WaitingLines
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.store.errors import StoreTimeoutError

@@ -16,8 +16,8 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract.generation import AskedPeers, Generation, Peer, Topology
 from shoal_worker.elastic.contract.last_state import LastState
-from shoal_worker.elastic.member import LeaveReason
-from shoal_worker.elastic.progress import Progress
+from shoal_worker.elastic.coordinator.member import LeaveReason
+from shoal_worker.elastic.coordinator.progress import Progress
 
 _REASONS = {
     LeaveReason.DRAINED: pb.Leave.REASON_DRAINED,

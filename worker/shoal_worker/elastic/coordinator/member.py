@@ -16,8 +16,8 @@ from shoal_common.errors import ShoalError
 
 from shoal_worker.elastic.contract.generation import Generation
 from shoal_worker.elastic.contract.last_state import LastState
+from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 
 

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.elastic.coordinator_messages import progress_message
-from shoal_worker.elastic.progress import Progress
+from shoal_worker.elastic.coordinator.coordinator_messages import progress_message
+from shoal_worker.elastic.coordinator.progress import Progress
 
 
 @dataclass(kw_only=True)

@@ -39,11 +39,15 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.contract.generation import Generation, MemberIdentity, Peer
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
-from shoal_worker.elastic.coordinator_messages import leave_message, parse_generation, parse_ranks
+from shoal_worker.elastic.coordinator.coordinator_messages import (
+    leave_message,
+    parse_generation,
+    parse_ranks,
+)
+from shoal_worker.elastic.coordinator.member import LeaveReason
+from shoal_worker.elastic.coordinator.outbox import Outbox, failure_message
+from shoal_worker.elastic.coordinator.progress import Progress
 from shoal_worker.elastic.group.waiting import EVERY_S, WaitingLines
-from shoal_worker.elastic.member import LeaveReason
-from shoal_worker.elastic.outbox import Outbox, failure_message
-from shoal_worker.elastic.progress import Progress
 
 _log = logging.getLogger(__name__)
 

@@ -36,11 +36,11 @@ from shoal_common.settings import parse_address
 from shoal_worker.backends.base import Traffic
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.generation import Generation, Peer
+from shoal_worker.elastic.coordinator.link import CoordinatorLink
+from shoal_worker.elastic.coordinator.progress import BusyLink
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.transfer import PROBE
 from shoal_worker.elastic.group.waiting import WaitingLines
-from shoal_worker.elastic.link import CoordinatorLink
-from shoal_worker.elastic.progress import BusyLink
 
 _LOOK_S: Final = 0.05
 GENERATION_OVER_OR_AWAY: Final = (MembershipChanged, UnavailableError)

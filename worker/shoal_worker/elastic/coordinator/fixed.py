@@ -29,9 +29,9 @@ from shoal_worker.backends.registry import backend_class
 from shoal_worker.backends.worlds import Seat, own_world
 from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.contract.last_state import LastState
+from shoal_worker.elastic.coordinator.member import LeaveReason
+from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group.group import Group, Opening
-from shoal_worker.elastic.member import LeaveReason
-from shoal_worker.elastic.progress import ProgressMeter
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 
 _TRAINED_BY: Final[weakref.WeakKeyDictionary[nn.Module, Seat]] = weakref.WeakKeyDictionary()

@@ -12,7 +12,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, LimitError
-from shoal_worker.elastic.formation import GROUP_LOST
+from shoal_worker.elastic.recovery.formation import GROUP_LOST
 from shoal_worker.engine.hidden_parameters import inside
 from shoal_worker.sharding.homes import FileHome, HostHome
 from shoal_worker.sharding.unit import Stage, Unit

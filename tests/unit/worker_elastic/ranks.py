@@ -19,10 +19,10 @@ from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.contract.reconcile import StateName
 from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
-from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.group.waiting import Waiting
+from shoal_worker.elastic.recovery.formation import Formation
 from shoal_worker.elastic.state.committed_state import HeldState
 from shoal_worker.engine.parameters import materialize
 from shoal_worker.metrics import WorkerMetrics

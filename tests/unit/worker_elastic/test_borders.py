@@ -6,14 +6,14 @@ from typing import Any
 
 import pytest
 from shoal_common.errors import CorruptDataError, PreconditionError, UnavailableError
-from shoal_worker.elastic.borders import Departure
 from shoal_worker.elastic.contract.loader_interface import Share, StepStatus, StopTraining
 from shoal_worker.elastic.contract.reconcile import StateName
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group import transfer
 from shoal_worker.elastic.group.transfer import StateExchange
+from shoal_worker.elastic.recovery.borders import Departure
+from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.state.committed_state import HeldState
-from shoal_worker.elastic.step_lifecycle import StepLifecycle
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 

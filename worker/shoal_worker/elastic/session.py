@@ -33,7 +33,6 @@ import torch
 from shoal_common.errors import PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.elastic.borders import Departure
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
 from shoal_worker.elastic.contract.generation import Generation
 from shoal_worker.elastic.contract.loader_interface import StateLostError, StepStatus, StopTraining
@@ -44,17 +43,18 @@ from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.coordinator.member import LeaveReason, Member
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.files_written import WhenWritten
-from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.group.waiting import Where
+from shoal_worker.elastic.recovery.borders import Departure
+from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
+from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.state.batches_compared import EvaluationComparison
 from shoal_worker.elastic.state.committed_state import HeldState
 from shoal_worker.elastic.state.replicas_compared import apart_at_the_end
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
-from shoal_worker.elastic.step_lifecycle import StepLifecycle
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.tree import StatePart

@@ -29,7 +29,6 @@ import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, PreconditionError
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.elastic.borders import ALONE, Borders, Departure
 from shoal_worker.elastic.contract.loader_interface import (
     Leases,
     LeftOver,
@@ -44,9 +43,10 @@ from shoal_worker.elastic.contract.loader_interface import (
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.step import Step, StepPhase, not_finished
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
-from shoal_worker.elastic.formation import Formation
 from shoal_worker.elastic.group.divergence import ends_apart, settings_apart, steps_apart
-from shoal_worker.elastic.return_to_checkpoint import ReturnToCheckpoint
+from shoal_worker.elastic.recovery.borders import ALONE, Borders, Departure
+from shoal_worker.elastic.recovery.formation import Formation
+from shoal_worker.elastic.recovery.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.state.committed_state import HeldState
 from shoal_worker.elastic.state.replicas_compared import (
     compare_after_step,

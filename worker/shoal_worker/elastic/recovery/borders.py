@@ -36,8 +36,8 @@ from shoal_worker.elastic.contract.loader_interface import (
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.coordinator.member import LeaveReason, Member
-from shoal_worker.elastic.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.group.group import Group
+from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.state.committed_state import HeldState
 
 # ----------------------------------------------------------------------------- how a process leaves

@@ -8,8 +8,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from shoal_worker.elastic.borders import Borders
 from shoal_worker.elastic.contract.loader_interface import StateLostError
+from shoal_worker.elastic.recovery.borders import Borders
 from shoal_worker.elastic.state.committed_state import HeldState
 
 _log = logging.getLogger(__name__)

@@ -55,7 +55,7 @@ from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import GroupChannel, spectate
 from shoal_worker.elastic.group.transfer import StateExchange
 from shoal_worker.elastic.group.waiting import WaitingLines, Where
-from shoal_worker.elastic.joiner_state import JoinerState
+from shoal_worker.elastic.recovery.joiner_state import JoinerState
 from shoal_worker.elastic.state.committed_state import HeldState
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings

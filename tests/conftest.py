@@ -168,7 +168,7 @@ def _descendants_and_orphans(mark: str) -> list[psutil.Process]:
 def fresh_session() -> Iterator[None]:
     """This process has no session, before the test and after it."""
     # which brings torch, that other tests do without
-    from shoal_worker.elastic.worker_process import set_session
+    from shoal_worker.elastic.session.worker_process import set_session
 
     set_session(None)
     yield

@@ -19,7 +19,7 @@ import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.backends.mpi.backend import own_seat
 from shoal_worker.backends.worlds import Seat
-from shoal_worker.elastic.worker_process import find_session, open_fixed, set_session
+from shoal_worker.elastic.session.worker_process import find_session, open_fixed, set_session
 from torch.distributed import FileStore, PrefixStore
 
 from tests.parity.cells import ROWS, Cell

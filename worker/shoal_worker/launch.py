@@ -17,7 +17,7 @@ from torch.distributed import HashStore
 from shoal_worker.api import shutdown
 from shoal_worker.backends import worlds
 from shoal_worker.backends.inmemory.turns import Turns
-from shoal_worker.elastic.worker_process import find_session
+from shoal_worker.elastic.session.worker_process import find_session
 
 T = TypeVar("T")
 

@@ -8,9 +8,9 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from shoal_worker.elastic import collectives
-from shoal_worker.elastic.evaluation import evaluate
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session import collectives
+from shoal_worker.elastic.session.evaluation import evaluate
+from shoal_worker.elastic.session.session import Session
 from torch import nn
 
 from shoal.integrations.numbered import numbered

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator
 from typing import Any
 
-from shoal_worker.elastic.evaluation import Batches, StreamedBatches
+from shoal_worker.elastic.session.evaluation import Batches, StreamedBatches
 
 
 class _Numbered:

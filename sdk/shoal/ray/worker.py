@@ -13,8 +13,8 @@ from shoal.ray.command import DIRECTORY
 def _standing() -> tuple[int, int]:
     """Returns rank and world size: the session's if the function has created one; otherwise
     torchrun's."""
-    if "shoal_worker.elastic.worker_process" in sys.modules:
-        from shoal_worker.elastic.worker_process import find_session
+    if "shoal_worker.elastic.session.worker_process" in sys.modules:
+        from shoal_worker.elastic.session.worker_process import find_session
 
         if (session := find_session()) is not None:
             return session.rank, session.world_size

@@ -17,8 +17,8 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.elastic.contract.generation import MemberIdentity
 from shoal_worker.elastic.coordinator.membership import Membership
-from shoal_worker.elastic.session import Session
-from shoal_worker.elastic.worker_process import set_session
+from shoal_worker.elastic.session.session import Session
+from shoal_worker.elastic.session.worker_process import set_session
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 

@@ -7,7 +7,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 
 from tests.integration.coordinator.harness import Coordinator
 from tests.integration.worker_async.async_cluster import AsyncCluster, async_cluster

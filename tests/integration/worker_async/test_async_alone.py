@@ -19,7 +19,7 @@ import pytest
 import shoal_worker.api as shoal
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.elastic.worker_process import find_session, set_session
+from shoal_worker.elastic.session.worker_process import find_session, set_session
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import Worker

@@ -12,7 +12,7 @@ import torch
 from shoal_common.clients import ParameterServerClient
 from shoal_common.errors import ConfigurationError, InvalidRequestError, UnavailableError
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster

@@ -15,7 +15,7 @@ from shoal_common.errors import ConfigurationError, InvalidRequestError, Precond
 from shoal_common.optim import LAMB, RowWiseAdagrad
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 from shoal_worker.state.serial import load_tensors
 from shoal_worker.strategies.fitting import OptimizationInputData
 from torch import nn

@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 
 from tests.integration.worker_async.async_cluster import AsyncCluster
 from tests.zygote.children import PATIENCE_S, eventually

@@ -11,7 +11,7 @@ import pytest
 import shoal_worker.api as shoal
 import torch
 from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster

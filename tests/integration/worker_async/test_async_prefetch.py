@@ -10,7 +10,7 @@ import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.asynchronous.prefetch import Prefetch
 from shoal_worker.data.record import audit
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 
 from tests.integration.worker_async.async_cluster import AsyncCluster
 from tests.integration.worker_async.in_process import backward, distributed, versions

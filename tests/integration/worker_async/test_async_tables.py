@@ -23,7 +23,7 @@ from shoal_common.errors import (
 )
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_worker.asynchronous import row_reader, tables
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster, Server

@@ -17,7 +17,7 @@ from shoal_common.errors import ConfigurationError, DeadlineError, InvalidReques
 from shoal_worker.backends import GroupEndedError
 from shoal_worker.backends.mpi.backend import MPIBackend
 from shoal_worker.backends.mpi.group import MPIGroup
-from shoal_worker.elastic.worker_process import open_session, set_session
+from shoal_worker.elastic.session.worker_process import open_session, set_session
 
 from tests.integration.worker_backends.conformance import CHECKS, check_backend
 

@@ -15,7 +15,7 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.worker_process import current_session, open_session, set_session
+from shoal_worker.elastic.session.worker_process import current_session, open_session, set_session
 from shoal_worker.settings import WorkerSettings
 from torch import nn
 

@@ -17,7 +17,7 @@ import shoal
 import torch
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 

@@ -12,7 +12,7 @@ from shoal.launcher.settings import NodeRange, RunSettings
 from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_worker.checkpoint import shards, writer
 from shoal_worker.elastic.coordinator import stall_watch
-from shoal_worker.elastic.session import LAST_STEP_PATIENCE
+from shoal_worker.elastic.session.session import LAST_STEP_PATIENCE
 from shoal_worker.settings import WorkerSettings
 
 _PAGE: Final = Path(__file__).parents[3] / "docs" / "elastic.md"

@@ -10,7 +10,7 @@ import shoal
 import torch
 from shoal_common.errors import ShoalError
 from shoal_worker.checkpoint import saving
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("fresh_session")

@@ -12,7 +12,7 @@ import torch
 from shoal_common.errors import CorruptDataError, DeadlineError
 from shoal_worker.checkpoint.writer import CheckpointWriter, in_company, on_first
 from shoal_worker.elastic.group import waiting
-from shoal_worker.elastic.worker_process import find_session
+from shoal_worker.elastic.session.worker_process import find_session
 from torch import nn
 
 COLLECTIVE = timedelta(seconds=1)

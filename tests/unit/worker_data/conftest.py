@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 import pytest
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.contract.loader_interface import Leases, Placement, StopTraining
-from shoal_worker.elastic.worker_process import set_session
+from shoal_worker.elastic.session.worker_process import set_session
 
 
 class FakeSession:

@@ -12,7 +12,7 @@ from shoal_common.errors import ConfigurationError
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.iteration import _left_by_for
 from shoal_worker.data.sources import Sources
-from shoal_worker.elastic.worker_process import open_session
+from shoal_worker.elastic.session.worker_process import open_session
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import random
 
 import pytest
 import shoal
-from shoal_worker.elastic.evaluation import StreamedBatches
+from shoal_worker.elastic.session.evaluation import StreamedBatches
 
 from tests.unit.worker_data.sources import Numbers
 from tests.unit.worker_data.test_stream_world import shards_of

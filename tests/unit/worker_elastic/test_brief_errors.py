@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from shoal_common.errors import ConfigurationError, InternalError
-from shoal_worker.elastic.brief_errors import brief
+from shoal_worker.elastic.session.brief_errors import brief
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 

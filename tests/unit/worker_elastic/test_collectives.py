@@ -14,8 +14,8 @@ from datetime import timedelta
 import pytest
 import shoal
 import torch
-from shoal_worker.elastic import first_of_machine
-from shoal_worker.elastic.first_of_machine import main_first
+from shoal_worker.elastic.session import first_of_machine
+from shoal_worker.elastic.session.first_of_machine import main_first
 from torch import nn
 
 from tests.zygote.children import eventually

@@ -13,9 +13,9 @@ from typing import Any, cast
 
 import pytest
 from shoal_worker.elastic.contract.course import CLOSING, FORWARD, GRADIENTS, Course
-from shoal_worker.elastic.desync_detector import DesyncDetector
 from shoal_worker.elastic.group.operations import Operations
 from shoal_worker.elastic.group.waiting import Waiting
+from shoal_worker.elastic.session.desync_detector import DesyncDetector
 from shoal_worker.sharding.collectives import IssuedCollectives
 from shoal_worker.store.errors import StoreUnavailableError
 from shoal_worker.store.redis_store import RedisStore

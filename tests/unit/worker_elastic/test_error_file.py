@@ -16,14 +16,14 @@ from shoal_common.errors import (
     UnavailableError,
 )
 from shoal_common.exit_status import PUT_OUT
-from shoal_worker.elastic.worker_process import is_consequence
+from shoal_worker.elastic.session.worker_process import is_consequence
 
 from tests.zygote.children import Zygote
 
 SCRIPT = """
 from shoal_common.errors import MembershipChanged
-from shoal_worker.elastic.worker_process import account_for
-from shoal_worker.elastic.script_end import ScriptEnd
+from shoal_worker.elastic.session.worker_process import account_for
+from shoal_worker.elastic.session.script_end import ScriptEnd
 ScriptEnd(account_for).install()
 raise {exception}
 """

@@ -13,7 +13,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.elastic.group.operations import Body
-from shoal_worker.elastic.worker_process import current_session, set_session
+from shoal_worker.elastic.session.worker_process import current_session, set_session
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("fresh_session")

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from shoal_worker.elastic.files_written import MOST, WhenWritten, WrittenFiles
+from shoal_worker.elastic.session.files_written import MOST, WhenWritten, WrittenFiles
 
 NOW = WhenWritten(rank=0, generation=2, steps=7)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from shoal_common.own_address import OwnAddress
-from shoal_worker.elastic.worker_process import metrics_address
+from shoal_worker.elastic.session.worker_process import metrics_address
 
 OWN = OwnAddress(told="10.0.0.1", bound="10.0.0.1")
 ALONE = OwnAddress(told="127.0.0.1", bound="127.0.0.1")

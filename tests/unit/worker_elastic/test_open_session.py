@@ -8,7 +8,7 @@ import time
 
 import pytest
 from shoal_common.errors import DeadlineError
-from shoal_worker.elastic.worker_process import find_session, open_session
+from shoal_worker.elastic.session.worker_process import find_session, open_session
 from shoal_worker.settings import WorkerSettings
 
 

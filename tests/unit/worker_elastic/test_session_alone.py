@@ -11,7 +11,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
 from shoal_worker.elastic.contract.step import ScriptPosition
-from shoal_worker.elastic.worker_process import current_session, set_session
+from shoal_worker.elastic.session.worker_process import current_session, set_session
 from shoal_worker.state.tree import Snapshot
 from torch import nn
 

@@ -17,7 +17,7 @@ from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.backends.inmemory.backend import InMemoryBackend
 from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.group.group import Group, Opening
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 from torch import nn
 from torch.distributed import HashStore, PrefixStore
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.backends import GroupEndedError
 from shoal_worker.backends.inmemory.turns import run_aside
-from shoal_worker.elastic.worker_process import current_session, find_session
+from shoal_worker.elastic.session.worker_process import current_session, find_session
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -9,7 +9,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import MembershipChanged
-from shoal_worker.elastic.worker_process import current_session, set_session
+from shoal_worker.elastic.session.worker_process import current_session, set_session
 from torch import nn
 
 from tests.unit.worker_strategies.small_problem import data, network

@@ -14,7 +14,7 @@ import shoal
 import torch
 from shoal_common.errors import MembershipChanged
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 
 from tests.unit.worker_strategies import mesh_models as models
 

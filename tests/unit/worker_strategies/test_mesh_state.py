@@ -12,7 +12,7 @@ import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.elastic.contract.loader_interface import StateLostError
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.mesh.layouts import Axes, Coordinate
 from shoal_worker.mesh.resharding import MeshCut, RankParts, gather
 

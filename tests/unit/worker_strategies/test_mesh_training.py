@@ -10,7 +10,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.engine.hidden_parameters import inside
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial

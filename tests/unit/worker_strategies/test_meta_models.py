@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_worker.elastic.worker_process import set_session
+from shoal_worker.elastic.session.worker_process import set_session
 from shoal_worker.engine.parameters import materialize
 from torch import nn
 

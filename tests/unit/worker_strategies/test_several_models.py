@@ -11,7 +11,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 from shoal_worker.elastic.contract.loader_interface import StepStatus
-from shoal_worker.elastic.worker_process import set_session
+from shoal_worker.elastic.session.worker_process import set_session
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -45,7 +45,7 @@ from shoal_worker.elastic.contract.loader_interface import (
 )
 from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.coordinator.membership import Membership
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.module_state import ModuleState, load_captured
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, materialize

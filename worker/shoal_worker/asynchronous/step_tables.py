@@ -61,7 +61,7 @@ from shoal_worker.asynchronous.tables import (
 )
 from shoal_worker.asynchronous.tensors import Iteration
 from shoal_worker.elastic.contract.loader_interface import StopTraining
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.state.serial import load_tensors

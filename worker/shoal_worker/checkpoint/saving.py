@@ -54,7 +54,7 @@ from shoal_worker.state.tree import Snapshot, StatePart
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.session.session import Session
 
 _log = logging.getLogger(__name__)
 

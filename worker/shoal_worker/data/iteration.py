@@ -39,7 +39,7 @@ from shoal_worker.elastic.contract.loader_interface import (
     StopTraining,
     WeighRows,
 )
-from shoal_worker.elastic.worker_process import current_loader_session
+from shoal_worker.elastic.session.worker_process import current_loader_session
 from shoal_worker.torch_internals import pytree
 
 # --------------------------------------------------------------------- a step's batches, handed out

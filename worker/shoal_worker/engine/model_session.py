@@ -15,7 +15,7 @@ from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.group.divergence import settings_apart
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import Body
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.engine.base import Engine

@@ -42,7 +42,7 @@ from shoal_worker.elastic.contract.loader_interface import Leases
 from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import StepPhase
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Engine
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.model_session import ModelSession, no_micro_batches

@@ -25,12 +25,12 @@ from torch.utils.data import TensorDataset
 from shoal_worker.data.loader import ElasticDataLoader, EvaluationBatches
 from shoal_worker.data.streams import is_stream
 from shoal_worker.elastic.contract.loader_interface import StepStatus
-from shoal_worker.elastic.evaluation import Patience, evaluate
+from shoal_worker.elastic.session.evaluation import Patience, evaluate
 from shoal_worker.engine.passes import Loss
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.session.session import Session
     from shoal_worker.strategies.model import ShardedModel
 
 

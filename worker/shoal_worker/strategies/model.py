@@ -19,7 +19,7 @@ from torch import nn
 from shoal_worker.checkpoint.writer import on_first
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.model_session import ModelSession
 from shoal_worker.engine.parameter_groups import checkpoint_activations

@@ -14,9 +14,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.contract.loader_interface import Placement, StepStatus
-from shoal_worker.elastic.evaluation import should_early_stop
-from shoal_worker.elastic.session import Session
-from shoal_worker.elastic.worker_process import find_session
+from shoal_worker.elastic.session.evaluation import should_early_stop
+from shoal_worker.elastic.session.session import Session
+from shoal_worker.elastic.session.worker_process import find_session
 from shoal_worker.state.forwarding import ForwardingOptimizer
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten

@@ -17,7 +17,7 @@ from typing import Protocol, Self
 
 from shoal_common.errors import ConfigurationError
 
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.session import Session
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from lightning.pytorch.callbacks import Checkpoint
 from shoal_common.errors import ConfigurationError
 from shoal_worker import api
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 
 
 class Checkpoints(Checkpoint):

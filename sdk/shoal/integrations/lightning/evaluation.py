@@ -24,8 +24,8 @@ from lightning.pytorch.trainer.states import RunningStage, TrainerFn
 from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from lightning.pytorch.utilities.data import extract_batch_size
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from shoal_worker.elastic import collectives
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session import collectives
+from shoal_worker.elastic.session.worker_process import current_session
 
 from shoal.integrations.dealt import evaluate_on_all
 from shoal.integrations.lightning.data import evaluation_loaders, samples_in

@@ -26,9 +26,9 @@ from lightning.pytorch.utilities.combined_loader import CombinedLoader
 from shoal_common.errors import ConfigurationError
 from shoal_worker import api
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.elastic import collectives
 from shoal_worker.elastic.contract.step import Step
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session import collectives
+from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
 

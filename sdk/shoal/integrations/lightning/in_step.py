@@ -11,8 +11,8 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from shoal_worker.elastic import collectives
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session import collectives
+from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.ranks_in_passes import RanksInPasses
 
 _FIRST: Final = 4096

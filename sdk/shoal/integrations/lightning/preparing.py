@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import lightning.pytorch as pl
 from lightning.pytorch.utilities.model_helpers import is_overridden
-from shoal_worker.elastic.first_of_machine import main_first
+from shoal_worker.elastic.session.first_of_machine import main_first
 from shoal_worker.settings import WorkerSettings
 
 _TIMEOUT: Final = timedelta(hours=6)

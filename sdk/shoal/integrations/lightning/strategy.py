@@ -20,8 +20,8 @@ from lightning.pytorch.strategies import Strategy
 from lightning.pytorch.trainer.states import TrainerFn
 from shoal_common.errors import ConfigurationError, PreconditionError, UnavailableError
 from shoal_worker import api
-from shoal_worker.elastic import collectives
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session import collectives
+from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer
 

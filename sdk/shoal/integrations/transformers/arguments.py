@@ -16,7 +16,7 @@ import transformers
 from accelerate.state import AcceleratorState, PartialState
 from shoal_common.errors import ConfigurationError
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from transformers.trainer_pt_utils import BatchRebalanceSampler
 from transformers.trainer_utils import has_length

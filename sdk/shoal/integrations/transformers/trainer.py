@@ -24,7 +24,7 @@ import transformers
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker import api
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.strategies.model import ShardedModel
 from torch import nn
 from transformers.trainer_callback import TrainerState

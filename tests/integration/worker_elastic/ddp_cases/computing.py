@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from shoal_worker.elastic.worker_process import current_session
+from shoal_worker.elastic.session.worker_process import current_session
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -53,17 +53,17 @@ from shoal_worker.child_processes import (
     keep_socket_paths_short,
     report_dead_threads,
 )
-from shoal_worker.elastic.brief_errors import brief, on_screen
 from shoal_worker.elastic.contract.generation import MemberIdentity
 from shoal_worker.elastic.contract.loader_interface import LoaderSession
 from shoal_worker.elastic.coordinator.coordinator_messages import run_message
 from shoal_worker.elastic.coordinator.fixed import FixedMembership
 from shoal_worker.elastic.coordinator.membership import Membership
-from shoal_worker.elastic.desync_detector import DesyncDetector
-from shoal_worker.elastic.files_written import WrittenFiles, notice_files
 from shoal_worker.elastic.group.transfer import StateDonor
-from shoal_worker.elastic.script_end import ScriptEnd
-from shoal_worker.elastic.session import Session
+from shoal_worker.elastic.session.brief_errors import brief, on_screen
+from shoal_worker.elastic.session.desync_detector import DesyncDetector
+from shoal_worker.elastic.session.files_written import WrittenFiles, notice_files
+from shoal_worker.elastic.session.script_end import ScriptEnd
+from shoal_worker.elastic.session.session import Session
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings, check_not_torchrun, error_file, mpi_world_size
 from shoal_worker.torch_internals import in_backward

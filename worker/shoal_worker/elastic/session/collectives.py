@@ -19,7 +19,7 @@ from shoal_worker.state.serial import dump_tensors, load_tensors
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.session.session import Session
 
 OPERATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
     "sum": lambda values: values.sum(0),

@@ -42,7 +42,6 @@ from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.coordinator.member import LeaveReason, Member
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
-from shoal_worker.elastic.files_written import WhenWritten
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
@@ -50,6 +49,7 @@ from shoal_worker.elastic.group.waiting import Where
 from shoal_worker.elastic.recovery.borders import Departure
 from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
+from shoal_worker.elastic.session.files_written import WhenWritten
 from shoal_worker.elastic.state.batches_compared import EvaluationComparison
 from shoal_worker.elastic.state.committed_state import HeldState
 from shoal_worker.elastic.state.replicas_compared import apart_at_the_end

@@ -44,7 +44,7 @@ from shoal_worker.torch_internals import c10d, in_backward
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.session.session import Session
 
 REDUCTIONS: Final = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
 """Supported reductions, by torch's names."""

@@ -41,7 +41,7 @@ from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED, identity_of
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.session.session import Session
 
 
 def is_due(session: Session, every_steps: int, what: str) -> bool:

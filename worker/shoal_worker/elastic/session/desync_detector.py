@@ -29,7 +29,7 @@ from shoal_worker.elastic.group.waiting import Wait, Where
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group.group import Group
-    from shoal_worker.elastic.session import Session
+    from shoal_worker.elastic.session.session import Session
 
 _LOOK_S: Final = 0.25
 _PATIENCE_S: Final = 1.0

@@ -62,7 +62,7 @@ PROGRAMS = {
 LATER = (
     "encodings.idna",
     "grpc._channel",
-    "shoal_worker.asynchronous.persistence",
+    "shoal_worker.parameter_servers.persistence",
     "shoal_worker.compression.powersgd",
     *(
         f"shoal_worker.strategies.{module.name}"

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.asynchronous.prefetch import Prefetch
 from shoal_worker.data.record import audit
 from shoal_worker.elastic.session.session import Session
+from shoal_worker.parameter_servers.prefetch import Prefetch
 
 from tests.integration.worker_async.async_cluster import AsyncCluster
 from tests.integration.worker_async.in_process import backward, distributed, versions

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from shoal_worker.asynchronous.server_link import Position
-from shoal_worker.asynchronous.servers import aligned
+from shoal_worker.parameter_servers.server_link import Position
+from shoal_worker.parameter_servers.servers import aligned
 
 
 def at(clock: int, **by_others: int) -> Position:

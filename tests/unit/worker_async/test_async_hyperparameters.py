@@ -10,7 +10,7 @@ from shoal_common.errors import ConfigurationError
 from shoal_common.optim import LAMB, RowWiseAdagrad
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_worker.asynchronous.options import ServerOptimizer
+from shoal_worker.parameter_servers.options import ServerOptimizer
 from torch import nn
 
 Make = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

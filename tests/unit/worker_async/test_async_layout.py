@@ -6,7 +6,7 @@ import pytest
 import torch
 from shoal_common.errors import PreconditionError
 from shoal_protos.v1 import coordinator_pb2 as pb
-from shoal_worker.asynchronous.tensors import HostTensor, shares
+from shoal_worker.parameter_servers.tensors import HostTensor, shares
 from torch import nn
 
 

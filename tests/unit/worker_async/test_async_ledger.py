@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_worker.asynchronous.ledger import Ledger
+from shoal_worker.parameter_servers.ledger import Ledger
 
 
 def pushed(ledger: Ledger, *partitions: int) -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_protos.v1 import parameter_server_pb2 as pb
-from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
 from shoal_worker.config import ShardingConfiguration
+from shoal_worker.parameter_servers.options import AsyncOptions, check_configuration
 
 SGD = torch.optim.SGD([torch.zeros(1)])
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError, InvalidRequestError
-from shoal_worker.asynchronous.tensors import HostTensor, check_gradients, gradients, publish
+from shoal_worker.parameter_servers.tensors import HostTensor, check_gradients, gradients, publish
 from torch import nn
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
-from shoal_worker.asynchronous.background import wait_for_all
+from shoal_worker.parameter_servers.background import wait_for_all
 
 _LATE_S = 30.0
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import functools
 
-from shoal_worker.asynchronous.leases import LocalLeases
 from shoal_worker.asynchronous.round_leases import RoundLeases
+from shoal_worker.parameter_servers.leases import LocalLeases
 
 
 def leases(*, steps: int = 3, batches: int = 7):

@@ -25,18 +25,11 @@ from shoal_common.failpoints import failpoint
 from typing_extensions import override
 
 from shoal_worker.asynchronous.handover import Handover
-from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.leases import CoordinatorLeases, LeaseSource, LocalLeases
 from shoal_worker.asynchronous.optimizers import Optimizers
-from shoal_worker.asynchronous.options import AsyncOptions, check_configuration
 from shoal_worker.asynchronous.outer_steps import OuterSteps
-from shoal_worker.asynchronous.own_cluster import OwnCluster
 from shoal_worker.asynchronous.participation import Participation
 from shoal_worker.asynchronous.round_leases import RoundLeases
-from shoal_worker.asynchronous.rows import PushedRows
-from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tables import Tables
-from shoal_worker.asynchronous.tensors import HostTensor, Iteration, check_gradients, gradients
 from shoal_worker.elastic.contract.loader_interface import (
     Leases,
     StepSource,
@@ -51,6 +44,13 @@ from shoal_worker.engine.module_state import ModuleState, load_captured
 from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, materialize
 from shoal_worker.engine.pass_writes import WrittenParameters
 from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.leases import CoordinatorLeases, LeaseSource, LocalLeases
+from shoal_worker.parameter_servers.options import AsyncOptions, check_configuration
+from shoal_worker.parameter_servers.own_cluster import OwnCluster
+from shoal_worker.parameter_servers.rows import PushedRows
+from shoal_worker.parameter_servers.servers import ParameterServers
+from shoal_worker.parameter_servers.tensors import HostTensor, Iteration, check_gradients, gradients
 
 _log = logging.getLogger(__name__)
 

@@ -25,13 +25,13 @@ from typing import Any, Final
 from shoal_common.errors import CorruptDataError, UnavailableError
 from torch import nn
 
-from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.optimizers import Optimizers
 from shoal_worker.elastic.contract.generation import Peer
 from shoal_worker.elastic.group.transfer import StateDonor, take_state
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.engine.module_state import load_captured, other_entries
 from shoal_worker.engine.parameters import take_buffers
+from shoal_worker.parameter_servers.job import Job
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 
-from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
+from shoal_worker.parameter_servers.options import AsyncOptions, Revision, ServerOptimizer
 
 
 class Optimizers:

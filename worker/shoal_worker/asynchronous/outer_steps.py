@@ -20,9 +20,9 @@ import torch
 from shoal_common.errors import PreconditionError
 
 from shoal_worker.asynchronous.round_leases import RoundLeases
-from shoal_worker.asynchronous.tensors import HostTensor, check_outer_gradients, publish
 from shoal_worker.elastic.contract.loader_interface import StepSource
 from shoal_worker.elastic.state.strategy_interface import StrategySession
+from shoal_worker.parameter_servers.tensors import HostTensor, check_outer_gradients, publish
 
 _log = logging.getLogger(__name__)
 

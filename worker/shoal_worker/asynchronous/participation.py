@@ -8,7 +8,7 @@ training thread.
 
 from __future__ import annotations
 
-from shoal_worker.asynchronous.servers import ParameterServers
+from shoal_worker.parameter_servers.servers import ParameterServers
 
 
 class Participation:

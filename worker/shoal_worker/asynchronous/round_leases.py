@@ -15,8 +15,8 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from shoal_worker.asynchronous.leases import LeaseSource
 from shoal_worker.elastic.contract.loader_interface import Leases
+from shoal_worker.parameter_servers.leases import LeaseSource
 
 
 @dataclass(kw_only=True, eq=False)

@@ -28,8 +28,8 @@ from shoal_common.tables.wire import by_bucket, pulled_ids
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.background import in_background, wait_for_all
-from shoal_worker.asynchronous.job import Job
+from shoal_worker.parameter_servers.background import in_background, wait_for_all
+from shoal_worker.parameter_servers.job import Job
 from shoal_worker.tables import LookedUp
 
 _LONGEST_BACKOFF_S: Final = 1.0

@@ -20,9 +20,9 @@ from shoal_common.failpoints import failpoint
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from typing_extensions import override
 
-from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.row_reader import RowReader
 from shoal_worker.elastic.contract.row_store import StoredBucket, StoredRows
+from shoal_worker.parameter_servers.job import Job
 from shoal_worker.tables import SparseEmbedding
 
 _RESTORATIONS_OF_A_GENERATION: Final = 1 << 32

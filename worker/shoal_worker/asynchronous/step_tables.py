@@ -45,13 +45,9 @@ from shoal_common.tables.values import Ids
 from torch import nn
 
 from shoal_worker.asynchronous.bucket_versions import BucketVersions
-from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
-from shoal_worker.asynchronous.own_cluster import OwnCluster, open_job
 from shoal_worker.asynchronous.row_reader import RowReader
 from shoal_worker.asynchronous.row_store import StepRowStore
 from shoal_worker.asynchronous.row_sums import RowSums, summed
-from shoal_worker.asynchronous.servers import ParameterServers
 from shoal_worker.asynchronous.tables import (
     PushedRows,
     buckets_of_tables,
@@ -59,11 +55,15 @@ from shoal_worker.asynchronous.tables import (
     pushed_rows,
     table_specs,
 )
-from shoal_worker.asynchronous.tensors import Iteration
 from shoal_worker.elastic.contract.loader_interface import StopTraining
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Setup
 from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.options import AsyncOptions, ServerOptimizer
+from shoal_worker.parameter_servers.own_cluster import OwnCluster, open_job
+from shoal_worker.parameter_servers.servers import ParameterServers
+from shoal_worker.parameter_servers.tensors import Iteration
 from shoal_worker.state.serial import load_tensors
 from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
 

@@ -29,11 +29,11 @@ from shoal_common.wire import LARGEST_PAYLOAD_BYTES
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from torch import nn
 
-from shoal_worker.asynchronous.job import Job
 from shoal_worker.asynchronous.row_reader import RowReader
 from shoal_worker.asynchronous.row_store import ServerRowStore
-from shoal_worker.asynchronous.rows import ROWS_DTYPE, PushedRows
 from shoal_worker.elastic.contract.loader_interface import StopTraining
+from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.rows import ROWS_DTYPE, PushedRows
 from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
 
 _MOST_PREFETCHES: Final = 4

@@ -33,7 +33,7 @@ import dataclasses
 from typing import ClassVar, cast
 
 from shoal_worker.asynchronous.engine import AsyncEngine
-from shoal_worker.asynchronous.options import AsyncOptions
+from shoal_worker.parameter_servers.options import AsyncOptions
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer

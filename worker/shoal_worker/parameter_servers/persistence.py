@@ -23,8 +23,8 @@ from shoal_common.errors import (
     UnavailableError,
 )
 
-from shoal_worker.asynchronous.connection import Connection
-from shoal_worker.asynchronous.job import Job
+from shoal_worker.parameter_servers.connection import Connection
+from shoal_worker.parameter_servers.job import Job
 
 _log = logging.getLogger(__name__)
 

@@ -32,12 +32,12 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.scratch import ScratchDirectory
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.asynchronous.job import Job
 from shoal_worker.elastic.contract.generation import MemberIdentity
 from shoal_worker.elastic.coordinator.link import CoordinatorLink
 from shoal_worker.elastic.coordinator.member import LeaveReason
 from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.session.session import Session
+from shoal_worker.parameter_servers.job import Job
 from shoal_worker.settings import environment_without_settings
 
 _COORDINATOR: Final = "shoal_coordinator"

@@ -29,11 +29,11 @@ from shoal_common.errors import (
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_worker.asynchronous.server_waits import ServerWaits
 from shoal_worker.elastic.contract.generation import Peer
 from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
 from shoal_worker.elastic.coordinator.link import CoordinatorLink
 from shoal_worker.elastic.group.waiting import WaitingLines
+from shoal_worker.parameter_servers.server_waits import ServerWaits
 
 _log = logging.getLogger(__name__)
 

@@ -16,9 +16,9 @@ from typing import Protocol
 import torch
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.background import in_background, wait_for_all
-from shoal_worker.asynchronous.ledger import Ledger
-from shoal_worker.asynchronous.tensors import HostTensor, Partition
+from shoal_worker.parameter_servers.background import in_background, wait_for_all
+from shoal_worker.parameter_servers.ledger import Ledger
+from shoal_worker.parameter_servers.tensors import HostTensor, Partition
 
 _log = logging.getLogger(__name__)
 

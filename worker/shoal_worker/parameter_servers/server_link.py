@@ -39,14 +39,20 @@ from shoal_common.failpoints import failpoint
 from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.connection import Connection, Pulls
-from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.ledger import Delivery, Ledger
-from shoal_worker.asynchronous.options import AsyncOptions, Revision, ServerOptimizer
-from shoal_worker.asynchronous.persistence import MOVING, NOT_MY_TURN, TRANSIENT, Persistence
-from shoal_worker.asynchronous.prefetch import Pulled
-from shoal_worker.asynchronous.rows import PushedRows
-from shoal_worker.asynchronous.tensors import Iteration, Partition, Payload, Payloads, ServerShare
+from shoal_worker.parameter_servers.connection import Connection, Pulls
+from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.ledger import Delivery, Ledger
+from shoal_worker.parameter_servers.options import AsyncOptions, Revision, ServerOptimizer
+from shoal_worker.parameter_servers.persistence import MOVING, NOT_MY_TURN, TRANSIENT, Persistence
+from shoal_worker.parameter_servers.prefetch import Pulled
+from shoal_worker.parameter_servers.rows import PushedRows
+from shoal_worker.parameter_servers.tensors import (
+    Iteration,
+    Partition,
+    Payload,
+    Payloads,
+    ServerShare,
+)
 
 _log = logging.getLogger(__name__)
 

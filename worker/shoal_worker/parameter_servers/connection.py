@@ -16,9 +16,14 @@ import torch
 from shoal_common.errors import UnavailableError
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.ledger import Ledger, ShardMapChanged
-from shoal_worker.asynchronous.tensors import Partition, PulledValues, ServerShare, tensor_bytes
+from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.ledger import Ledger, ShardMapChanged
+from shoal_worker.parameter_servers.tensors import (
+    Partition,
+    PulledValues,
+    ServerShare,
+    tensor_bytes,
+)
 
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
 """Transfer rate assumed for a stream's deadline, in addition to a fixed minute."""

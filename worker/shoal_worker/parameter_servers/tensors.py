@@ -29,11 +29,11 @@ from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from torch import nn
 
-from shoal_worker.asynchronous.options import Revision
-from shoal_worker.asynchronous.rows import PushedRows, buckets_of_servers
 from shoal_worker.compression.base import GradientCompressor
 from shoal_worker.compression.pushes import CompressedPushes
 from shoal_worker.compression.registry import parse_compression
+from shoal_worker.parameter_servers.options import Revision
+from shoal_worker.parameter_servers.rows import PushedRows, buckets_of_servers
 
 # --------------------------------------------------------------------------- tensors in host memory
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
-from shoal_worker.asynchronous.tensors import Iteration, Payload
+from shoal_worker.parameter_servers.tensors import Iteration, Payload
 
 
 @dataclass(frozen=True, kw_only=True)

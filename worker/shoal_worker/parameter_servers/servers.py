@@ -25,13 +25,15 @@ import xxhash
 from shoal_common.errors import ShoalError
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 
-from shoal_worker.asynchronous.background import wait_for_all
-from shoal_worker.asynchronous.job import Job
-from shoal_worker.asynchronous.ledger import Delivery, Ledger, Pushed, ShardMapChanged
-from shoal_worker.asynchronous.options import AsyncOptions, ServerOptimizer
-from shoal_worker.asynchronous.prefetch import Prefetch
-from shoal_worker.asynchronous.server_link import Position, ServerLink
-from shoal_worker.asynchronous.tensors import (
+from shoal_worker.compression.base import GradientCompressor
+from shoal_worker.metrics import WorkerMetrics
+from shoal_worker.parameter_servers.background import wait_for_all
+from shoal_worker.parameter_servers.job import Job
+from shoal_worker.parameter_servers.ledger import Delivery, Ledger, Pushed, ShardMapChanged
+from shoal_worker.parameter_servers.options import AsyncOptions, ServerOptimizer
+from shoal_worker.parameter_servers.prefetch import Prefetch
+from shoal_worker.parameter_servers.server_link import Position, ServerLink
+from shoal_worker.parameter_servers.tensors import (
     HostTensor,
     Iteration,
     Payloads,
@@ -39,8 +41,6 @@ from shoal_worker.asynchronous.tensors import (
     publish,
     shares,
 )
-from shoal_worker.compression.base import GradientCompressor
-from shoal_worker.metrics import WorkerMetrics
 
 _log = logging.getLogger(__name__)
 

@@ -77,6 +77,7 @@ if TYPE_CHECKING:
     from shoal_worker.launch import launch
     from shoal_worker.planning.plan import Plan, PlannedStrategy
     from shoal_worker.planning.planner import plan
+    from shoal_worker.sparse_tables.embedding import SparseEmbedding, SparseEmbeddingBag
     from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
     from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
     from shoal_worker.strategies.fitting import (
@@ -94,7 +95,6 @@ if TYPE_CHECKING:
     from shoal_worker.strategies.zero1 import ZeRO1Model, ZeRO1Optimizer
     from shoal_worker.strategies.zero2 import ZeRO2Model, ZeRO2Optimizer
     from shoal_worker.strategies.zero3 import ZeRO3Model, ZeRO3Optimizer
-    from shoal_worker.tables import SparseEmbedding, SparseEmbeddingBag
 
     from shoal import optim as optim
     from shoal import ray as ray
@@ -234,8 +234,8 @@ _HOMES = {
     "PlannedStrategy": "shoal_worker.planning.plan",
     "PipelineParallelModel": "shoal_worker.strategies.pipeline",
     "PipelineParallelOptimizer": "shoal_worker.strategies.pipeline",
-    "SparseEmbedding": "shoal_worker.tables",
-    "SparseEmbeddingBag": "shoal_worker.tables",
+    "SparseEmbedding": "shoal_worker.sparse_tables.embedding",
+    "SparseEmbeddingBag": "shoal_worker.sparse_tables.embedding",
     "TensorParallelModel": "shoal_worker.strategies.tensor",
     "TensorParallelOptimizer": "shoal_worker.strategies.tensor",
     "TensorBoard": "shoal_worker.tracking.tensorboard",

@@ -41,7 +41,7 @@ import numpy as np
 import torch
 from shoal_common.errors import ShoalError
 from shoal_worker.data.record import audit
-from shoal_worker.tables import SparseEmbedding
+from shoal_worker.sparse_tables.embedding import SparseEmbedding
 
 from tests.history.clock_checks import bound_is_kept, iterations_are_apart
 from tests.history.lines import History, Line, Seen, Violation, digest

@@ -20,7 +20,7 @@ import torch
 from shoal_common.tables.file import BucketImage, read_bucket
 from shoal_common.tables.rows import RowsImage
 from shoal_common.tables.values import Ids, Values, initial_rows
-from shoal_worker.tables import SparseEmbedding
+from shoal_worker.sparse_tables.embedding import SparseEmbedding
 
 from tests.history.lines import History, Line, Seen, Violation, digest, rows_digest
 from tests.history.snapshots import read_snapshot

@@ -17,7 +17,7 @@ from safetensors.numpy import save_file
 from shoal_common.tables.file import BucketImage
 from shoal_common.tables.rows import Rows, RowsImage
 from shoal_common.tables.wire import pulled_ids, pushed_payload
-from shoal_worker.tables import SparseEmbedding
+from shoal_worker.sparse_tables.embedding import SparseEmbedding
 
 from tests.history.checking import (
     applied_once,

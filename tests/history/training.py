@@ -21,7 +21,7 @@ from typing import Any
 
 import shoal_worker.api as shoal
 import torch
-from shoal_worker.tables import SparseEmbedding
+from shoal_worker.sparse_tables.embedding import SparseEmbedding
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import shoal
 import torch
-from shoal_worker.asynchronous import step_tables
+from shoal_worker.sparse_tables import step_tables
 from torch import nn
 
 from tests.zygote.children import eventually

@@ -9,7 +9,7 @@ from typing import Any
 
 import shoal_worker.api as shoal
 import torch
-from shoal_worker.tables import SparseEmbedding, SparseEmbeddingBag
+from shoal_worker.sparse_tables.embedding import SparseEmbedding, SparseEmbeddingBag
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster

@@ -22,8 +22,9 @@ from shoal_common.errors import (
     PreconditionError,
 )
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_worker.asynchronous import row_reader, tables
 from shoal_worker.elastic.session.session import Session
+from shoal_worker.sparse_tables import row_reader
+from shoal_worker.sparse_tables import worker_tables as tables
 from torch import nn
 
 from tests.integration.worker_async.async_cluster import AsyncCluster, Server

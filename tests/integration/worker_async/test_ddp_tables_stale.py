@@ -10,7 +10,7 @@ import pytest
 import shoal_worker.api as shoal
 import torch
 from shoal_common.tables.file import read_bucket
-from shoal_worker.asynchronous.step_tables import ServerStepTables
+from shoal_worker.sparse_tables.step_tables import ServerStepTables
 from torch.utils.data import DataLoader
 
 from tests.integration.worker_async.async_cluster import AsyncCluster

@@ -25,7 +25,7 @@ import sys
 import shoal_worker.api as shoal
 import torch
 from shoal_common.optim import RowWiseAdagrad
-from shoal_worker.tables import SparseEmbedding
+from shoal_worker.sparse_tables.embedding import SparseEmbedding
 from torch import nn
 
 room, rows, dim, step = (int(argument) for argument in sys.argv[1:])

@@ -14,7 +14,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_common.tables.values import initial_rows
 from shoal_worker.elastic.session.worker_process import set_session
-from shoal_worker.tables import SparseEmbedding, SparseEmbeddingBag, tables_of
+from shoal_worker.sparse_tables.embedding import SparseEmbedding, SparseEmbeddingBag, tables_of
 from torch import nn
 
 

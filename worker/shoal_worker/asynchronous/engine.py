@@ -29,7 +29,6 @@ from shoal_worker.asynchronous.optimizers import Optimizers
 from shoal_worker.asynchronous.outer_steps import OuterSteps
 from shoal_worker.asynchronous.participation import Participation
 from shoal_worker.asynchronous.round_leases import RoundLeases
-from shoal_worker.asynchronous.tables import Tables
 from shoal_worker.elastic.contract.loader_interface import (
     Leases,
     StepSource,
@@ -51,6 +50,7 @@ from shoal_worker.parameter_servers.own_cluster import OwnCluster
 from shoal_worker.parameter_servers.rows import PushedRows
 from shoal_worker.parameter_servers.servers import ParameterServers
 from shoal_worker.parameter_servers.tensors import HostTensor, Iteration, check_gradients, gradients
+from shoal_worker.sparse_tables.worker_tables import Tables
 
 _log = logging.getLogger(__name__)
 

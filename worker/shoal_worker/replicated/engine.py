@@ -48,9 +48,9 @@ from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction
-from shoal_worker.replicated.step_tables import StepTables
+from shoal_worker.sparse_tables.ddp_hook import StepTables
+from shoal_worker.sparse_tables.embedding import check_unscaled
 from shoal_worker.state.digest import state_tensors
-from shoal_worker.tables import check_unscaled
 from shoal_worker.torch_internals import uncompiled
 
 _log = logging.getLogger(__name__)

@@ -12,8 +12,8 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from typing import ClassVar, cast
 
-from shoal_worker.asynchronous.step_tables import step_tables
 from shoal_worker.replicated.engine import ReplicatedEngine
+from shoal_worker.sparse_tables.step_tables import step_tables
 from shoal_worker.strategies.declaration import Strategy
 from shoal_worker.strategies.model import ShardedModel
 from shoal_worker.strategies.optimizer import ShardedOptimizer

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from shoal_worker.strategies.declaration import Strategy
     from shoal_worker.strategies.model import ShardedModel
     from shoal_worker.strategies.optimizer import ShardedOptimizer
-from shoal_worker.tables import tables_of
+from shoal_worker.sparse_tables.embedding import tables_of
 
 _log = logging.getLogger(__name__)
 

@@ -20,10 +20,10 @@ from shoal_common.failpoints import failpoint
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from typing_extensions import override
 
-from shoal_worker.asynchronous.row_reader import RowReader
 from shoal_worker.elastic.contract.row_store import StoredBucket, StoredRows
 from shoal_worker.parameter_servers.job import Job
-from shoal_worker.tables import SparseEmbedding
+from shoal_worker.sparse_tables.embedding import SparseEmbedding
+from shoal_worker.sparse_tables.row_reader import RowReader
 
 _RESTORATIONS_OF_A_GENERATION: Final = 1 << 32
 _SLOWEST_BYTES_PER_S: Final = 4 << 20

@@ -11,8 +11,8 @@ import numpy.typing as npt
 import torch
 from shoal_common.tables.values import Ids
 
+from shoal_worker.sparse_tables.embedding import SparseEmbedding
 from shoal_worker.state.serial import dump_tensors
-from shoal_worker.tables import SparseEmbedding
 
 _Sums = npt.NDArray[np.float64]
 

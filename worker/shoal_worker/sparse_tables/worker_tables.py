@@ -29,12 +29,12 @@ from shoal_common.wire import LARGEST_PAYLOAD_BYTES
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from torch import nn
 
-from shoal_worker.asynchronous.row_reader import RowReader
-from shoal_worker.asynchronous.row_store import ServerRowStore
 from shoal_worker.elastic.contract.loader_interface import StopTraining
 from shoal_worker.parameter_servers.job import Job
 from shoal_worker.parameter_servers.rows import ROWS_DTYPE, PushedRows
-from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
+from shoal_worker.sparse_tables.embedding import LookedUp, RowGradients, SparseEmbedding, tables_of
+from shoal_worker.sparse_tables.row_reader import RowReader
+from shoal_worker.sparse_tables.server_rows import ServerRowStore
 
 _MOST_PREFETCHES: Final = 4
 """Maximum number of prefetches of a table; the oldest unused ones are dropped."""

@@ -30,7 +30,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.parameter_servers.background import in_background, wait_for_all
 from shoal_worker.parameter_servers.job import Job
-from shoal_worker.tables import LookedUp
+from shoal_worker.sparse_tables.embedding import LookedUp
 
 _LONGEST_BACKOFF_S: Final = 1.0
 _LEAVES_AFTER_S: Final = 5.0

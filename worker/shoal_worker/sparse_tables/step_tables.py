@@ -44,17 +44,6 @@ from shoal_common.failpoints import failpoint
 from shoal_common.tables.values import Ids
 from torch import nn
 
-from shoal_worker.asynchronous.bucket_versions import BucketVersions
-from shoal_worker.asynchronous.row_reader import RowReader
-from shoal_worker.asynchronous.row_store import StepRowStore
-from shoal_worker.asynchronous.row_sums import RowSums, summed
-from shoal_worker.asynchronous.tables import (
-    PushedRows,
-    buckets_of_tables,
-    check_names,
-    pushed_rows,
-    table_specs,
-)
 from shoal_worker.elastic.contract.loader_interface import StopTraining
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Setup
@@ -64,8 +53,19 @@ from shoal_worker.parameter_servers.options import AsyncOptions, ServerOptimizer
 from shoal_worker.parameter_servers.own_cluster import OwnCluster, open_job
 from shoal_worker.parameter_servers.servers import ParameterServers
 from shoal_worker.parameter_servers.tensors import Iteration
+from shoal_worker.sparse_tables.bucket_versions import BucketVersions
+from shoal_worker.sparse_tables.embedding import LookedUp, RowGradients, SparseEmbedding, tables_of
+from shoal_worker.sparse_tables.row_reader import RowReader
+from shoal_worker.sparse_tables.row_sums import RowSums, summed
+from shoal_worker.sparse_tables.server_rows import StepRowStore
+from shoal_worker.sparse_tables.worker_tables import (
+    PushedRows,
+    buckets_of_tables,
+    check_names,
+    pushed_rows,
+    table_specs,
+)
 from shoal_worker.state.serial import load_tensors
-from shoal_worker.tables import LookedUp, RowGradients, SparseEmbedding, tables_of
 
 _log = logging.getLogger(__name__)
 
@@ -118,7 +118,7 @@ class _Step:
 
 class ServerStepTables:
     """Tables with rows on the job's parameter servers. A `StepTables`
-    (replicated/step_tables.py)."""
+    (sparse_tables/ddp_hook.py)."""
 
     def __init__(self, setup: Setup, tables: Sequence[SparseEmbedding]) -> None:
         """Does not connect yet.

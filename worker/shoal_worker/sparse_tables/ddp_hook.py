@@ -1,6 +1,6 @@
 """Interface of the engine to sparse tables of a model that is otherwise held by every rank.
 
-The rows are on parameter servers, of which this folder knows nothing: `asynchronous/step_tables.py`
+The rows are on parameter servers, of which this folder knows nothing: `sparse_tables/step_tables.py`
 has the client, and a strategy combines the two. All calls come from the training thread, in the
 order given here.
 """

@@ -29,10 +29,10 @@ from shoal_worker.elastic.session.evaluation import IteratedBatches, is_due
 from shoal_worker.elastic.session.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.session.worker_process import current_session, find_session, open_session
 from shoal_worker.elastic.state.run_values import RunValues, values_in
-from shoal_worker.engine import whole_batch as whole_batches
-from shoal_worker.engine.model_session import ModelSession
 from shoal_worker.engine.parameters import check_memory, check_shaped
-from shoal_worker.engine.several_models import SeveralEngines
+from shoal_worker.features import whole_batch as whole_batches
+from shoal_worker.features.model_session import ModelSession
+from shoal_worker.features.several_models import SeveralEngines
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.strategies import registry
 from shoal_worker.strategies.model import ShardedModel

@@ -11,7 +11,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.session.worker_process import current_session
-from shoal_worker.engine.several_models import SeveralEngines
+from shoal_worker.features.several_models import SeveralEngines
 from shoal_worker.sharding import mirrors
 from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.state.digest import state_digest

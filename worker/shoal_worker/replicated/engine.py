@@ -44,8 +44,8 @@ from shoal_worker.engine.parameters import (
 )
 from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
-from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.features.synchronized_norms import synchronize_norms
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction
 from shoal_worker.sparse_tables.ddp_hook import StepTables

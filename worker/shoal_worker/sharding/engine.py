@@ -46,8 +46,8 @@ from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import ClosingSum, CutClosing, PartitionedEngine
 from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
-from shoal_worker.engine.synchronized_norms import synchronize_norms
 from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.features.synchronized_norms import synchronize_norms
 from shoal_worker.sharding.collectives import (
     CompressedScatter,
     IssuedCollectives,

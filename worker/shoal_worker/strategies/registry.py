@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.session.session import Session
-    from shoal_worker.engine.model_session import ModelSession
+    from shoal_worker.features.model_session import ModelSession
     from shoal_worker.strategies.declaration import Strategy
     from shoal_worker.strategies.model import ShardedModel
     from shoal_worker.strategies.optimizer import ShardedOptimizer

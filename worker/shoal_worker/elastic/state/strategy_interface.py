@@ -269,7 +269,7 @@ class TrainingEngine(Protocol):
     @property
     def partly_updated(self) -> bool:
         """True if some of several models were updated in the current step, and others were not
-        (`engine/several_models.py`)."""
+        (`features/several_models.py`)."""
         ...
 
     def withdraw_updates(self) -> None:

@@ -20,7 +20,9 @@ end = script_end.ScriptEnd(in_backward=lambda: backward)
 end.install()
 atexit.register(lambda: print(end.failure()))
 """
-SOURCE = Path(__file__).parents[3] / "worker" / "shoal_worker" / "elastic" / "script_end.py"
+SOURCE = (
+    Path(__file__).parents[3] / "worker" / "shoal_worker" / "elastic" / "session" / "script_end.py"
+)
 
 
 @pytest.mark.parametrize(

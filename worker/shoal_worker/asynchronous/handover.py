@@ -4,8 +4,8 @@ their position in the schedule, buffers, and the module's extra state.
 In synchronous training the state is transferred at step boundaries, while all ranks are stopped.
 Here ranks never stop together, and with ssp a member may be waiting for the very joiner that asks.
 Each worker therefore keeps an offer available, a copy made at one of its last step boundaries, and
-its donor threads serve the offer regardless of the training thread (elastic/group/transfer.py). An offer
-is named by its giver's key, which the coordinator reveals to members only.
+its donor threads serve the offer regardless of the training thread (elastic/group/transfer.py). An
+offer is named by its giver's key, which the coordinator reveals to members only.
 
 The model's values are not part of it, since they come from the servers. Buffers are not kept in
 sync either: each worker changes its own from its first step on. But all workers start with the same

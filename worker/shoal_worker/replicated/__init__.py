@@ -3,5 +3,4 @@ parameters averaged every few steps.
 
 `engine` is that of ddp, on which `local_sgd` is based. `reduction` sums gradients as they are
 computed, in `buckets`, which also accumulate those of micro-batches; `rounds` averages parameters.
-`step_tables` is the engine's interface to sparse tables.
 """

@@ -1,8 +1,8 @@
-"""Interface of the engine to sparse tables of a model that is otherwise held by every rank.
+"""Interface of ddp's engine to the sparse tables of its model, which every rank holds otherwise.
 
-The rows are on parameter servers, of which this folder knows nothing: `sparse_tables/step_tables.py`
-has the client, and a strategy combines the two. All calls come from the training thread, in the
-order given here.
+The rows are on parameter servers, of which the engine knows nothing: `step_tables.py` has the
+client, and a strategy combines the two. All calls come from the training thread, in the order given
+here.
 """
 
 from __future__ import annotations

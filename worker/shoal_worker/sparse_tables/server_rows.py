@@ -34,8 +34,8 @@ _LOOK_S: Final = 0.2
 
 
 class ServerRowStore:
-    """A `RowStore` (elastic/contract/row_store.py). `StepRowStore` is the variant for ranks that take steps
-    together."""
+    """A `RowStore` (elastic/contract/row_store.py). `StepRowStore` is the variant for ranks that
+    take steps together."""
 
     steady = False
 

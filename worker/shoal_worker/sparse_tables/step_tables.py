@@ -51,6 +51,7 @@ from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.parameter_servers.job import Job
 from shoal_worker.parameter_servers.options import AsyncOptions, ServerOptimizer
 from shoal_worker.parameter_servers.own_cluster import OwnCluster, open_job
+from shoal_worker.parameter_servers.rows import PushedRows
 from shoal_worker.parameter_servers.servers import ParameterServers
 from shoal_worker.parameter_servers.tensors import Iteration
 from shoal_worker.sparse_tables.bucket_versions import BucketVersions
@@ -59,7 +60,6 @@ from shoal_worker.sparse_tables.row_reader import RowReader
 from shoal_worker.sparse_tables.row_sums import RowSums, summed
 from shoal_worker.sparse_tables.server_rows import StepRowStore
 from shoal_worker.sparse_tables.worker_tables import (
-    PushedRows,
     buckets_of_tables,
     check_names,
     pushed_rows,

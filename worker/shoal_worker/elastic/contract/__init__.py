@@ -1,4 +1,4 @@
-"""Values and pure rules on which the other parts of `elastic` agree. No I/O, no threads, no clock.
+"""Values and pure rules on which the other packages agree. No I/O, no threads, no clock.
 
 - `generation`: the ranks of one generation and their mirrors. `phase`: where the script is in the
   run. `step`: the step in progress and its control word. `reconcile`: what the ranks of a new

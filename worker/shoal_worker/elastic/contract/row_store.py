@@ -1,8 +1,8 @@
 """Rows of a model's sparse tables from the perspective of checkpoints: on parameter servers, in
 buckets that are read and replaced as a unit.
 
-Two protocols between the client of the servers (`sparse_tables/server_rows.py`) and the code for files
-(`checkpoint/rows.py`). The order of calls, and the ranks that make them, are documented in
+Two protocols between the client of the servers (`sparse_tables/server_rows.py`) and the code for
+files (`checkpoint/rows.py`). The order of calls, and the ranks that make them, are documented in
 `checkpoint/saving.py`.
 """
 

@@ -4,5 +4,5 @@
   coordinator. `fixed`: that of ranks which are threads of a launch or MPI's.
 - `link`: the stream to the coordinator. `outbox`: its outgoing messages. `coordinator_messages`:
   their conversion from and to protobuf.
-- `progress`: figures in heartbeats and metrics. `stall_watch`: reports peers that cannot be reached.
+- `progress`: figures in heartbeats and metrics. `stall_watch`: reports unreachable peers.
 """

@@ -10,8 +10,8 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Metr
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.registry import Collector
 
-from shoal_coordinator.membership.observation import ObservedJob
-from shoal_coordinator.membership.state import JobPhase, MemberPhase
+from shoal_coordinator.membership.model.observation import ObservedJob
+from shoal_coordinator.membership.model.state import JobPhase, MemberPhase
 
 _MILLISECONDS = (0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5)
 

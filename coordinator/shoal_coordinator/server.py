@@ -18,8 +18,8 @@ from shoal_common.settings import Address
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry.http import HttpRequest, HttpResponse, HttpServer, serve_metrics
 
-from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.spec import Policy
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.spec import Policy
 from shoal_coordinator.metrics import CoordinatorMetrics, JobsCollector
 from shoal_coordinator.page.routes import OF_ONE_JOB, PAGE, StatusPage
 from shoal_coordinator.service.clock import Clock

@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING, Any
 
 from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
 from shoal_common.rank_table import MOST_TOLD_WHOLE
-from shoal_coordinator.membership.effects import (
+from shoal_coordinator.membership.joining import Joined
+from shoal_coordinator.membership.model.effects import (
     AnnounceGeneration,
     EndSession,
     SendDrain,
@@ -24,7 +25,7 @@ from shoal_coordinator.membership.effects import (
     SendStandby,
     SendStop,
 )
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.model.events import (
     Ending,
     Event,
     LeaseEnded,
@@ -33,10 +34,16 @@ from shoal_coordinator.membership.events import (
     MemberReady,
     StreamBroken,
 )
-from shoal_coordinator.membership.joining import Joined
-from shoal_coordinator.membership.pulse import Pulse, Pulses, attached, beaten, detached, expired
-from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import Generation, MemberPhase, Now, RunId
+from shoal_coordinator.membership.model.pulse import (
+    Pulse,
+    Pulses,
+    attached,
+    beaten,
+    detached,
+    expired,
+)
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.state import Generation, MemberPhase, Now, RunId
 from shoal_coordinator.membership.transition import (
     Outcome,
     Transition,

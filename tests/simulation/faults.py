@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
-from shoal_coordinator.membership.events import StopRequested
+from shoal_coordinator.membership.model.events import StopRequested
 
 from tests.simulation.scenario import (
     CoordinatorAway,

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from shoal_common.exit_status import PUT_OUT
-from shoal_coordinator.membership.events import ExitReported
-from shoal_coordinator.membership.spec import JobSpec
+from shoal_coordinator.membership.model.events import ExitReported
+from shoal_coordinator.membership.model.spec import JobSpec
 
 from tests.simulation.coordinator import Coordinator, SimulatedClient
 from tests.simulation.faults import Faults

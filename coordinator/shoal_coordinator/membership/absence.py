@@ -11,12 +11,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.events import Ending, LeaseEnded, MemberLost
 from shoal_coordinator.membership.joining import has_place
 from shoal_coordinator.membership.leaving import member_lost
-from shoal_coordinator.membership.pulse import Pulse
-from shoal_coordinator.membership.state import Cause, JobPhase, Member, MemberPhase
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.events import Ending, LeaseEnded, MemberLost
+from shoal_coordinator.membership.model.pulse import Pulse
+from shoal_coordinator.membership.model.state import Cause, JobPhase, Member, MemberPhase
 
 
 @dataclass(frozen=True, kw_only=True)

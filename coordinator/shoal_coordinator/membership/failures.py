@@ -9,15 +9,15 @@ from itertools import combinations
 
 from shoal_common.errors import InvalidRequestError
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import Record, SendStop
-from shoal_coordinator.membership.events import CollectiveFailed, Ending, MemberLost
 from shoal_coordinator.membership.forming import holds_state, named
 from shoal_coordinator.membership.joining import finished_steps, has_place, live_member
 from shoal_coordinator.membership.leaving import member_lost
-from shoal_coordinator.membership.pulse import Pulse
-from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.state import (
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.effects import Record, SendStop
+from shoal_coordinator.membership.model.events import CollectiveFailed, Ending, MemberLost
+from shoal_coordinator.membership.model.pulse import Pulse
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.state import (
     FailureReport,
     Incident,
     JobPhase,

@@ -6,12 +6,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import AnnounceGeneration, Record, SendMembers, SendStop
 from shoal_coordinator.membership.joining import has_place
-from shoal_coordinator.membership.rank_changes import change_between, changes_to_write
-from shoal_coordinator.membership.ranks import assign_ranks
-from shoal_coordinator.membership.state import (
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.effects import (
+    AnnounceGeneration,
+    Record,
+    SendMembers,
+    SendStop,
+)
+from shoal_coordinator.membership.model.rank_changes import change_between, changes_to_write
+from shoal_coordinator.membership.model.ranks import assign_ranks
+from shoal_coordinator.membership.model.state import (
     Cause,
     Generation,
     Identity,

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 from shoal_common.errors import InvalidRequestError, LimitError
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.events import BatchesLeased
 from shoal_coordinator.membership.joining import live_member
-from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.events import BatchesLeased
+from shoal_coordinator.membership.model.reasons import Refusal
 
 
 @dataclass(frozen=True, kw_only=True)

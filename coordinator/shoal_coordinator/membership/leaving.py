@@ -7,15 +7,17 @@ from dataclasses import dataclass, replace
 
 from shoal_common.errors import PreconditionError, UnknownResourceError
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import (
+from shoal_coordinator.membership.forming import holds_state, named
+from shoal_coordinator.membership.joining import has_place, live_member, stop_for
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.effects import (
     EndSession,
     Record,
     SendDrain,
     SendStop,
     StopServers,
 )
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.model.events import (
     DrainRequested,
     Ending,
     ExitReported,
@@ -24,12 +26,10 @@ from shoal_coordinator.membership.events import (
     MemberLost,
     StopRequested,
 )
-from shoal_coordinator.membership.forming import holds_state, named
-from shoal_coordinator.membership.joining import has_place, live_member, stop_for
-from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.replicas import compare
+from shoal_coordinator.membership.model.state import Cause, JobEnding, JobPhase, Member, MemberPhase
 from shoal_coordinator.membership.recovery import is_recovering
-from shoal_coordinator.membership.replicas import compare
-from shoal_coordinator.membership.state import Cause, JobEnding, JobPhase, Member, MemberPhase
 
 _REFUSAL_OF: Mapping[Ending, Refusal] = {
     Ending.STREAM_BROKEN: Refusal.MEMBER_REPLACED,

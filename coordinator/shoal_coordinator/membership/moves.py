@@ -20,9 +20,18 @@ from dataclasses import replace
 
 from shoal_common.errors import PreconditionError, UnknownResourceError
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import Record, StopServer
-from shoal_coordinator.membership.events import MoveReported, ServerDrainRequested
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.effects import Record, StopServer
+from shoal_coordinator.membership.model.events import MoveReported, ServerDrainRequested
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.state import (
+    Drained,
+    FailedServer,
+    JobPhase,
+    Move,
+    Server,
+    ServerRole,
+)
 from shoal_coordinator.membership.places import (
     holds_something,
     of_place,
@@ -31,16 +40,7 @@ from shoal_coordinator.membership.places import (
     tell_move,
     tell_settled,
 )
-from shoal_coordinator.membership.reasons import Refusal
 from shoal_coordinator.membership.rebalancing import next_move
-from shoal_coordinator.membership.state import (
-    Drained,
-    FailedServer,
-    JobPhase,
-    Move,
-    Server,
-    ServerRole,
-)
 
 
 def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:

@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import SendMove, SendPlace, SendSettled
-from shoal_coordinator.membership.state import Server, ServerRole
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.effects import SendMove, SendPlace, SendSettled
+from shoal_coordinator.membership.model.state import Server, ServerRole
 
 
 def of_place(draft: Draft, index: int, role: ServerRole) -> Server | None:

@@ -7,7 +7,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Final
 
-from shoal_coordinator.membership.shards import SMALLEST_FULL_BYTES, ShardLayout
+from shoal_coordinator.membership.model.shards import SMALLEST_FULL_BYTES, ShardLayout
 
 MOST_BYTES: Final = 32 << 20
 """Maximum bytes of values in one move, for which workers wait: this much is copied, written and

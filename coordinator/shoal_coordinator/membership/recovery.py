@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import Record
-from shoal_coordinator.membership.events import MemberJoined
-from shoal_coordinator.membership.state import Member, MemberPhase, Recovery
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.effects import Record
+from shoal_coordinator.membership.model.events import MemberJoined
+from shoal_coordinator.membership.model.state import Member, MemberPhase, Recovery
 
 
 def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:

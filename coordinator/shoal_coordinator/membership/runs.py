@@ -14,9 +14,10 @@ from typing import Final
 
 from shoal_common.errors import PreconditionError, UnavailableError
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import EndServerSession, EndSession, Record
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.effects import EndServerSession, EndSession, Record
+from shoal_coordinator.membership.model.events import (
     Ending,
     MemberJoined,
     MemberLost,
@@ -24,10 +25,16 @@ from shoal_coordinator.membership.events import (
     RunWanted,
     ServerRegistered,
 )
-from shoal_coordinator.membership.leaving import member_lost
-from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import JobEnding, JobPhase, JobState, Now, PastRun, RunId
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.spec import JobSpec
+from shoal_coordinator.membership.model.state import (
+    JobEnding,
+    JobPhase,
+    JobState,
+    Now,
+    PastRun,
+    RunId,
+)
 
 _MOST_NAMED: Final = 5
 _ENDED: Final = {

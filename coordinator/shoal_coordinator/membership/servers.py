@@ -14,15 +14,29 @@ from dataclasses import dataclass, replace
 
 from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError, UnavailableError
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import EndServerSession, Record, SendMembers, StopServer
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.effects import (
+    EndServerSession,
+    Record,
+    SendMembers,
+    StopServer,
+)
+from shoal_coordinator.membership.model.events import (
     BackupReported,
     Ending,
     ServerLost,
     ServerRegistered,
     TensorsDeclared,
 )
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.shards import (
+    MOST_PIECES,
+    ShardLayout,
+    TensorSpec,
+    count_pieces,
+    lay_out,
+)
+from shoal_coordinator.membership.model.state import JobPhase, MemberPhase, Server, ServerRole
 from shoal_coordinator.membership.places import (
     holds_something,
     next_epoch,
@@ -31,15 +45,6 @@ from shoal_coordinator.membership.places import (
     tell_all_settled,
     tell_place,
 )
-from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.shards import (
-    MOST_PIECES,
-    ShardLayout,
-    TensorSpec,
-    count_pieces,
-    lay_out,
-)
-from shoal_coordinator.membership.state import JobPhase, MemberPhase, Server, ServerRole
 
 
 @dataclass(frozen=True, kw_only=True)

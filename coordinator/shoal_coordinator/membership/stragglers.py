@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from statistics import median
 from typing import Final
 
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.effects import Record, SendNotice
-from shoal_coordinator.membership.pulse import Progress
-from shoal_coordinator.membership.state import Generation, Straggler
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.effects import Record, SendNotice
+from shoal_coordinator.membership.model.pulse import Progress
+from shoal_coordinator.membership.model.state import Generation, Straggler
 
 _SHARE_OF_STEP: Final = 0.2
 """Minimum fraction of a step that the others would gain if the slowest rank were as fast as they

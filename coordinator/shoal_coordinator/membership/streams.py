@@ -16,9 +16,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from shoal_coordinator.membership.absence import is_closed
-from shoal_coordinator.membership.draft import Draft
-from shoal_coordinator.membership.events import Ending, MemberLost, StreamBroken
 from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.model.draft import Draft
+from shoal_coordinator.membership.model.events import Ending, MemberLost, StreamBroken
 
 
 def stream_broken(draft: Draft, event: StreamBroken) -> None:

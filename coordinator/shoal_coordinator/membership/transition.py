@@ -9,9 +9,24 @@ from dataclasses import dataclass
 from shoal_common.errors import ShoalError
 
 from shoal_coordinator.membership.absence import leases_ended
-from shoal_coordinator.membership.draft import Changes, Draft
-from shoal_coordinator.membership.effects import Effect, Record
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.failures import collective_failed, incident_due
+from shoal_coordinator.membership.generations import generation_due
+from shoal_coordinator.membership.joining import Joined, member_joined, member_ready
+from shoal_coordinator.membership.leases import Leased, batches_leased
+from shoal_coordinator.membership.leaving import (
+    DrainNoted,
+    ExitNoted,
+    drain_requested,
+    exit_reported,
+    last_one_left,
+    member_left,
+    member_lost,
+    reached_again,
+    stop_requested,
+)
+from shoal_coordinator.membership.model.draft import Changes, Draft
+from shoal_coordinator.membership.model.effects import Effect, Record
+from shoal_coordinator.membership.model.events import (
     BackupReported,
     BatchesLeased,
     CollectiveFailed,
@@ -33,23 +48,11 @@ from shoal_coordinator.membership.events import (
     StreamBroken,
     TensorsDeclared,
 )
-from shoal_coordinator.membership.failures import collective_failed, incident_due
-from shoal_coordinator.membership.generations import generation_due
-from shoal_coordinator.membership.joining import Joined, member_joined, member_ready
-from shoal_coordinator.membership.leases import Leased, batches_leased
-from shoal_coordinator.membership.leaving import (
-    DrainNoted,
-    ExitNoted,
-    drain_requested,
-    exit_reported,
-    last_one_left,
-    member_left,
-    member_lost,
-    reached_again,
-    stop_requested,
-)
+from shoal_coordinator.membership.model.pulse import Pulses
+from shoal_coordinator.membership.model.shards import ShardLayout
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.state import JobState, MemberPhase, Now, RunId
 from shoal_coordinator.membership.moves import move_reported, moves_due, server_drain_requested
-from shoal_coordinator.membership.pulse import Pulses
 from shoal_coordinator.membership.recovery import recovery_due
 from shoal_coordinator.membership.runs import RunEnding, RunGranted, check_run, run_wanted
 from shoal_coordinator.membership.servers import (
@@ -60,10 +63,7 @@ from shoal_coordinator.membership.servers import (
     server_registered,
     tensors_declared,
 )
-from shoal_coordinator.membership.shards import ShardLayout
-from shoal_coordinator.membership.spec import JobSpec, Policy
 from shoal_coordinator.membership.stalls import stalls_due
-from shoal_coordinator.membership.state import JobState, MemberPhase, Now, RunId
 from shoal_coordinator.membership.streams import stream_broken, streams_due
 
 Granted = (

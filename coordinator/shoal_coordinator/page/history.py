@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Final, NoReturn
 
-from shoal_coordinator.membership.observation import ObservedJob
-from shoal_coordinator.membership.state import JobPhase, RunId
+from shoal_coordinator.membership.model.observation import ObservedJob
+from shoal_coordinator.membership.model.state import JobPhase, RunId
 
 logger = logging.getLogger(__name__)
 

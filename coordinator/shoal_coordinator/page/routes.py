@@ -22,8 +22,8 @@ from typing import Any, Final
 from shoal_common.errors import InvalidRequestError, UnavailableError
 from shoal_common.telemetry.http import HttpRequest, HttpResponse, Route
 
-from shoal_coordinator.membership.observation import ObservedJob
-from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.model.observation import ObservedJob
+from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.page.history import Histories
 from shoal_coordinator.page.values import events_values, job_summary, job_values, points_values
 from shoal_coordinator.service.checks import job_id

@@ -11,10 +11,10 @@ import math
 from collections.abc import Iterable
 from typing import Any, Final
 
-from shoal_coordinator.membership.observation import ObservedJob
-from shoal_coordinator.membership.pulse import Progress
-from shoal_coordinator.membership.shards import Share
-from shoal_coordinator.membership.state import Member, PastRun, Server
+from shoal_coordinator.membership.model.observation import ObservedJob
+from shoal_coordinator.membership.model.pulse import Progress
+from shoal_coordinator.membership.model.shards import Share
+from shoal_coordinator.membership.model.state import Member, PastRun, Server
 from shoal_coordinator.page.history import Point
 from shoal_coordinator.service.responses import note_of
 from shoal_coordinator.state.store import StoredEvent

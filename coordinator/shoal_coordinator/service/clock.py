@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from typing import Final, NoReturn
 
-from shoal_coordinator.membership.state import Now
+from shoal_coordinator.membership.model.state import Now
 
 logger = logging.getLogger(__name__)
 

@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from shoal_coordinator.membership.state import JobState, Member
+from shoal_coordinator.membership.model.state import JobState, Member
 
 
 def targets(states: Iterable[JobState]) -> list[dict[str, Any]]:

@@ -23,8 +23,9 @@ from shoal_common.backoff import Backoff
 from shoal_common.errors import InternalError, ShoalError, UnavailableError
 from shoal_common.failpoints import failpoint
 
-from shoal_coordinator.membership.effects import AnnounceGeneration
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.leases import Leased
+from shoal_coordinator.membership.model.effects import AnnounceGeneration
+from shoal_coordinator.membership.model.events import (
     Ending,
     Event,
     ExitReported,
@@ -37,9 +38,8 @@ from shoal_coordinator.membership.events import (
     ServerLost,
     StreamBroken,
 )
-from shoal_coordinator.membership.leases import Leased
-from shoal_coordinator.membership.observation import ObservedJob
-from shoal_coordinator.membership.pulse import (
+from shoal_coordinator.membership.model.observation import ObservedJob
+from shoal_coordinator.membership.model.pulse import (
     Pulse,
     Pulses,
     ServerPulse,
@@ -47,9 +47,9 @@ from shoal_coordinator.membership.pulse import (
     detached,
     expired,
 )
-from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.spec import Policy
-from shoal_coordinator.membership.state import Cause, JobState, Now
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.spec import Policy
+from shoal_coordinator.membership.model.state import Cause, JobState, Now
 from shoal_coordinator.membership.transition import (
     Granted,
     Outcome,

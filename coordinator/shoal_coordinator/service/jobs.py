@@ -19,13 +19,13 @@ from shoal_common.errors import (
 )
 from shoal_common.tasks import end_tasks
 
-from shoal_coordinator.membership.effects import Record
-from shoal_coordinator.membership.events import RunWanted
-from shoal_coordinator.membership.observation import ObservedJob
-from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.model.effects import Record
+from shoal_coordinator.membership.model.events import RunWanted
+from shoal_coordinator.membership.model.observation import ObservedJob
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.spec import Policy
+from shoal_coordinator.membership.model.state import JobState, RunId
 from shoal_coordinator.membership.runs import RunEnding, RunGranted
-from shoal_coordinator.membership.spec import Policy
-from shoal_coordinator.membership.state import JobState, RunId
 from shoal_coordinator.membership.transition import job_created
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service.clock import Clock

@@ -11,7 +11,7 @@ from typing import Final, Self
 
 from shoal_common.errors import ShoalError, UnavailableError
 
-from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.transition import Outcome
 
 

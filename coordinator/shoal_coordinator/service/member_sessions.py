@@ -22,10 +22,16 @@ from google.protobuf.message import DecodeError
 from shoal_common.errors import InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.events import Ending, Event, MemberLost, MemberReady, StreamBroken
 from shoal_coordinator.membership.joining import Joined
-from shoal_coordinator.membership.pulse import attached, beaten, detached
-from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.model.events import (
+    Ending,
+    Event,
+    MemberLost,
+    MemberReady,
+    StreamBroken,
+)
+from shoal_coordinator.membership.model.pulse import attached, beaten, detached
+from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.transition import Granted, Outcome
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service.clock import Clock

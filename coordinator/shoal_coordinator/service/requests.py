@@ -15,7 +15,7 @@ from shoal_common.security import member_key_digest
 from shoal_common.tables.declaration import TableSpec, wrong_shape
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.model.events import (
     BackupReported,
     BatchesLeased,
     CollectiveFailed,
@@ -32,17 +32,23 @@ from shoal_coordinator.membership.events import (
     StopRequested,
     TensorsDeclared,
 )
-from shoal_coordinator.membership.pulse import Progress
-from shoal_coordinator.membership.replicas import Replicas
-from shoal_coordinator.membership.shards import ITEM_BYTES, TensorSpec
-from shoal_coordinator.membership.spec import (
+from shoal_coordinator.membership.model.pulse import Progress
+from shoal_coordinator.membership.model.replicas import Replicas
+from shoal_coordinator.membership.model.shards import ITEM_BYTES, TensorSpec
+from shoal_coordinator.membership.model.spec import (
     DEFAULT_LEASE_MS,
     DEFAULT_STALL_TIMEOUT_MS,
     LARGEST_WORLD,
     MOST_SERVERS,
     JobSpec,
 )
-from shoal_coordinator.membership.state import Generation, Identity, JobEnding, JobState, RunId
+from shoal_coordinator.membership.model.state import (
+    Generation,
+    Identity,
+    JobEnding,
+    JobState,
+    RunId,
+)
 from shoal_coordinator.service import checks
 from shoal_coordinator.service.checks import number, wrong
 

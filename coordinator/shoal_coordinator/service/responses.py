@@ -10,12 +10,12 @@ from typing import Final
 from shoal_common.rank_table import MOST_TOLD_WHOLE, runs
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.effects import SendMove, SendPlace
-from shoal_coordinator.membership.events import Ending
-from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses
-from shoal_coordinator.membership.shards import Bucket, ShardLayout, Share, TensorSpec
-from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import (
+from shoal_coordinator.membership.model.effects import SendMove, SendPlace
+from shoal_coordinator.membership.model.events import Ending
+from shoal_coordinator.membership.model.pulse import Progress, Pulse, Pulses
+from shoal_coordinator.membership.model.shards import Bucket, ShardLayout, Share, TensorSpec
+from shoal_coordinator.membership.model.spec import JobSpec
+from shoal_coordinator.membership.model.state import (
     Cause,
     Generation,
     JobEnding,

@@ -13,8 +13,8 @@ from google.protobuf.message import DecodeError
 from shoal_common.errors import InvalidRequestError, ShoalError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.events import Ending, Event, ServerLost
-from shoal_coordinator.membership.pulse import ServerPulse
+from shoal_coordinator.membership.model.events import Ending, Event, ServerLost
+from shoal_coordinator.membership.model.pulse import ServerPulse
 from shoal_coordinator.membership.servers import Registered
 from shoal_coordinator.membership.transition import Granted, Outcome
 from shoal_coordinator.metrics import CoordinatorMetrics

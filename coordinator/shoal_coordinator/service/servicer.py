@@ -21,10 +21,10 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_coordinator.membership import runs
 from shoal_coordinator.membership.leases import Leased
 from shoal_coordinator.membership.leaving import DrainNoted, ExitNoted
-from shoal_coordinator.membership.reasons import Refusal
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.shards import ShardLayout
+from shoal_coordinator.membership.model.state import JobState, RunId
 from shoal_coordinator.membership.servers import ServersAwaited
-from shoal_coordinator.membership.shards import ShardLayout
-from shoal_coordinator.membership.state import JobState, RunId
 from shoal_coordinator.service import checks, requests, responses
 from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from shoal_common.errors import PreconditionError, ShoalError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.effects import (
+from shoal_coordinator.membership.model.effects import (
     AnnounceGeneration,
     Effect,
     EndServerSession,
@@ -27,8 +27,8 @@ from shoal_coordinator.membership.effects import (
     StopServer,
     StopServers,
 )
-from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.state import Generation
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.state import Generation
 from shoal_coordinator.service.mailbox import Mailbox, Slot
 from shoal_coordinator.service.responses import (
     announcement,

@@ -25,11 +25,17 @@ from shoal_common import rank_table
 from shoal_common.errors import CorruptDataError
 from shoal_common.tables.declaration import TableSpec
 
-from shoal_coordinator.membership.batches import Answer, Epoch, Loader
-from shoal_coordinator.membership.draft import Changes
-from shoal_coordinator.membership.shards import Bucket, Partition, Piece, ShardLayout, TensorSpec
-from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import (
+from shoal_coordinator.membership.model.batches import Answer, Epoch, Loader
+from shoal_coordinator.membership.model.draft import Changes
+from shoal_coordinator.membership.model.shards import (
+    Bucket,
+    Partition,
+    Piece,
+    ShardLayout,
+    TensorSpec,
+)
+from shoal_coordinator.membership.model.spec import JobSpec
+from shoal_coordinator.membership.model.state import (
     Cause,
     Departure,
     Drained,

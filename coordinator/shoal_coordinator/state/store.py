@@ -28,9 +28,9 @@ import redis
 from shoal_common.errors import CorruptDataError, InternalError, UnavailableError
 from shoal_common.redis import RedisSettings, connect_async
 
-from shoal_coordinator.membership.effects import Record
-from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.state import JobState
+from shoal_coordinator.membership.model.effects import Record
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.state import JobState
 from shoal_coordinator.state.codec import Written, decode_state, encode_changes, everything
 from shoal_coordinator.state.scripts import CLAIM, COMMIT, REWRITE
 

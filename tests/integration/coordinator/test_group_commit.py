@@ -8,9 +8,9 @@ from datetime import timedelta
 
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import UnavailableError
-from shoal_coordinator.membership.events import MemberJoined, MemberReady, RunWanted
-from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import Identity
+from shoal_coordinator.membership.model.events import MemberJoined, MemberReady, RunWanted
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.state import Identity
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.jobs import Jobs

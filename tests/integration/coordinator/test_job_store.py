@@ -11,9 +11,9 @@ import pytest
 import redis
 from shoal_common.errors import CorruptDataError, InternalError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
-from shoal_coordinator.membership.effects import Record
-from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import JobState
+from shoal_coordinator.membership.model.effects import Record
+from shoal_coordinator.membership.model.spec import JobSpec
+from shoal_coordinator.membership.model.state import JobState
 from shoal_coordinator.state.codec import Written, encode_changes, everything
 from shoal_coordinator.state.store import FencedError, JobStore
 

@@ -16,9 +16,9 @@ import redis.asyncio as redis
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import InternalError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
-from shoal_coordinator.membership.events import RunWanted, StopRequested
-from shoal_coordinator.membership.reasons import Refusal
-from shoal_coordinator.membership.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.events import RunWanted, StopRequested
+from shoal_coordinator.membership.model.reasons import Refusal
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service import jobs as jobs_module
 from shoal_coordinator.service.clock import Clock

@@ -16,8 +16,8 @@ from prometheus_client import CollectorRegistry
 from shoal.launcher.ports import ReservedPort
 from shoal_common.errors import LimitError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
-from shoal_coordinator.membership.events import RunWanted
-from shoal_coordinator.membership.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.events import RunWanted
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service import jobs as jobs_module
 from shoal_coordinator.service.clock import Clock

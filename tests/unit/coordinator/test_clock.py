@@ -3,7 +3,7 @@ Redis' time does."""
 
 from __future__ import annotations
 
-from shoal_coordinator.membership.pulse import attached, expired
+from shoal_coordinator.membership.model.pulse import attached, expired
 from shoal_coordinator.service.clock import Clock
 
 LEASE_MS = 500

@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import (
+from shoal_coordinator.membership.model.spec import JobSpec
+from shoal_coordinator.membership.model.state import (
     Cause,
     Generation,
     Identity,

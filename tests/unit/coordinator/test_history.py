@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import pairwise
 
-from shoal_coordinator.membership.observation import ObservedJob
-from shoal_coordinator.membership.pulse import Progress, Pulses
-from shoal_coordinator.membership.state import Now, RunId
+from shoal_coordinator.membership.model.observation import ObservedJob
+from shoal_coordinator.membership.model.pulse import Progress, Pulses
+from shoal_coordinator.membership.model.state import Now, RunId
 from shoal_coordinator.page.history import Histories, History, Point
 
 from tests.unit.coordinator.test_membership_scenarios import Story

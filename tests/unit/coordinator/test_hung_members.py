@@ -6,10 +6,15 @@ from __future__ import annotations
 import random
 
 import pytest
-from shoal_coordinator.membership.events import CollectiveFailed, Event, MemberJoined, MemberReady
-from shoal_coordinator.membership.pulse import Progress, Pulse, Pulses, attached, beaten
-from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import Identity, JobState, Now
+from shoal_coordinator.membership.model.events import (
+    CollectiveFailed,
+    Event,
+    MemberJoined,
+    MemberReady,
+)
+from shoal_coordinator.membership.model.pulse import Progress, Pulse, Pulses, attached, beaten
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.state import Identity, JobState, Now
 from shoal_coordinator.membership.transition import next_wake_ms, transition
 
 STALL_MS = 3_000

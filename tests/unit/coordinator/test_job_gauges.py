@@ -3,9 +3,9 @@ state that the membership core is in."""
 
 import pytest
 from prometheus_client import CollectorRegistry
-from shoal_coordinator.membership.observation import ObservedJob
-from shoal_coordinator.membership.pulse import Pulses
-from shoal_coordinator.membership.state import Now
+from shoal_coordinator.membership.model.observation import ObservedJob
+from shoal_coordinator.membership.model.pulse import Pulses
+from shoal_coordinator.membership.model.state import Now
 from shoal_coordinator.metrics import JobsCollector
 
 from tests.unit.coordinator.test_membership_scenarios import Story

@@ -10,9 +10,9 @@ from typing import cast
 import pytest
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import UnavailableError
-from shoal_coordinator.membership.events import DrainRequested, StreamBroken
-from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import RunId
+from shoal_coordinator.membership.model.events import DrainRequested, StreamBroken
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.state import RunId
 from shoal_coordinator.membership.transition import Outcome, job_created
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service import job_loop

@@ -10,9 +10,10 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from shoal_common.errors import InternalError, ShoalError
-from shoal_coordinator.membership.draft import IN_MEMORY
-from shoal_coordinator.membership.effects import AnnounceGeneration
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.joining import Joined
+from shoal_coordinator.membership.model.draft import IN_MEMORY
+from shoal_coordinator.membership.model.effects import AnnounceGeneration
+from shoal_coordinator.membership.model.events import (
     BatchesLeased,
     CollectiveFailed,
     DrainRequested,
@@ -31,8 +32,7 @@ from shoal_coordinator.membership.events import (
     StreamBroken,
     TensorsDeclared,
 )
-from shoal_coordinator.membership.joining import Joined
-from shoal_coordinator.membership.pulse import (
+from shoal_coordinator.membership.model.pulse import (
     Progress,
     Pulse,
     Pulses,
@@ -41,9 +41,9 @@ from shoal_coordinator.membership.pulse import (
     detached,
     expired,
 )
-from shoal_coordinator.membership.shards import TensorSpec
-from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import (
+from shoal_coordinator.membership.model.shards import TensorSpec
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.state import (
     Cause,
     Identity,
     JobPhase,

@@ -17,8 +17,11 @@ from pathlib import Path
 
 import pytest
 from shoal_common.errors import ShoalError
-from shoal_coordinator.membership import effects as fx
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.joining import Joined
+from shoal_coordinator.membership.leases import Leased
+from shoal_coordinator.membership.leaving import ExitNoted
+from shoal_coordinator.membership.model import effects as fx
+from shoal_coordinator.membership.model.events import (
     BackupReported,
     BatchesLeased,
     CollectiveFailed,
@@ -42,10 +45,7 @@ from shoal_coordinator.membership.events import (
     StreamBroken,
     TensorsDeclared,
 )
-from shoal_coordinator.membership.joining import Joined
-from shoal_coordinator.membership.leases import Leased
-from shoal_coordinator.membership.leaving import ExitNoted
-from shoal_coordinator.membership.pulse import (
+from shoal_coordinator.membership.model.pulse import (
     Progress,
     Pulse,
     Pulses,
@@ -54,12 +54,19 @@ from shoal_coordinator.membership.pulse import (
     detached,
     expired,
 )
-from shoal_coordinator.membership.replicas import Replicas
+from shoal_coordinator.membership.model.replicas import Replicas
+from shoal_coordinator.membership.model.shards import Piece, ShardLayout, TensorSpec
+from shoal_coordinator.membership.model.spec import JobSpec
+from shoal_coordinator.membership.model.state import (
+    Identity,
+    JobEnding,
+    JobState,
+    Now,
+    RunId,
+    ServerRole,
+)
 from shoal_coordinator.membership.runs import RunEnding, RunGranted
 from shoal_coordinator.membership.servers import Registered, ServersAwaited
-from shoal_coordinator.membership.shards import Piece, ShardLayout, TensorSpec
-from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Identity, JobEnding, JobState, Now, RunId, ServerRole
 from shoal_coordinator.membership.transition import (
     Outcome,
     Transition,

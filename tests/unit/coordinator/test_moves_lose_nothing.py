@@ -17,8 +17,8 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from shoal_common.errors import ShoalError
-from shoal_coordinator.membership.effects import Effect, SendMove, SendSettled, StopServer
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.model.effects import Effect, SendMove, SendSettled, StopServer
+from shoal_coordinator.membership.model.events import (
     Ending,
     Event,
     MoveReported,
@@ -27,10 +27,10 @@ from shoal_coordinator.membership.events import (
     ServerRegistered,
     TensorsDeclared,
 )
-from shoal_coordinator.membership.pulse import Pulses
-from shoal_coordinator.membership.shards import TensorSpec
-from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Drained, JobState, Move, Now, ServerRole
+from shoal_coordinator.membership.model.pulse import Pulses
+from shoal_coordinator.membership.model.shards import TensorSpec
+from shoal_coordinator.membership.model.spec import JobSpec
+from shoal_coordinator.membership.model.state import Drained, JobState, Move, Now, ServerRole
 from shoal_coordinator.membership.transition import Transition, transition
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 

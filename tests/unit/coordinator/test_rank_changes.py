@@ -9,8 +9,8 @@ from dataclasses import replace
 import pytest
 from shoal_common import rank_table
 from shoal_common.errors import CorruptDataError
-from shoal_coordinator.membership.effects import SendStandby
-from shoal_coordinator.membership.events import (
+from shoal_coordinator.membership.model.effects import SendStandby
+from shoal_coordinator.membership.model.events import (
     Ending,
     LeaveReason,
     MemberJoined,
@@ -19,10 +19,10 @@ from shoal_coordinator.membership.events import (
     MemberReady,
     RunWanted,
 )
-from shoal_coordinator.membership.pulse import Pulses, attached
-from shoal_coordinator.membership.rank_changes import MOST_ADDED, change_between
-from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import (
+from shoal_coordinator.membership.model.pulse import Pulses, attached
+from shoal_coordinator.membership.model.rank_changes import MOST_ADDED, change_between
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.state import (
     Cause,
     Generation,
     Identity,

@@ -6,8 +6,7 @@ from collections.abc import Collection
 
 import hypothesis.strategies as st
 from hypothesis import given
-from shoal_coordinator.membership.rebalancing import MOST_BYTES, next_move
-from shoal_coordinator.membership.shards import (
+from shoal_coordinator.membership.model.shards import (
     SMALLEST_FULL_BYTES,
     Partition,
     Piece,
@@ -15,6 +14,7 @@ from shoal_coordinator.membership.shards import (
     TensorSpec,
     lay_out,
 )
+from shoal_coordinator.membership.rebalancing import MOST_BYTES, next_move
 
 KIB = 1 << 10
 MIB = 1 << 20

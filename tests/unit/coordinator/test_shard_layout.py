@@ -9,7 +9,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import given
 from shoal_common.tables.declaration import TableSpec
-from shoal_coordinator.membership.shards import (
+from shoal_coordinator.membership.model.shards import (
     ITEM_BYTES,
     LARGEST_PIECE_BYTES,
     Partition,

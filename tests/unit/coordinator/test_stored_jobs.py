@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 
-from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import JobState, Move, Moves
+from shoal_coordinator.membership.model.spec import JobSpec
+from shoal_coordinator.membership.model.state import JobState, Move, Moves
 from shoal_coordinator.state.codec import decode_state, encode_changes, everything
 
 SPEC = JobSpec(job_id="j", min_workers=1, max_workers=2, parameter_servers=2)

@@ -9,7 +9,7 @@ from typing import Any, Final
 
 import pytest
 from shoal.launcher.settings import NodeRange, RunSettings
-from shoal_coordinator.membership.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
 from shoal_worker.checkpoint import shards, writer
 from shoal_worker.elastic.coordinator import stall_watch
 from shoal_worker.elastic.session.session import LAST_STEP_PATIENCE

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import pytest
 from shoal_common.errors import PreconditionError, UnavailableError
-from shoal_coordinator.membership.batches import Epoch, Ledger
+from shoal_coordinator.membership.model.batches import Epoch, Ledger
 from shoal_worker.elastic.contract.loader_interface import Drained, StopTraining
 from shoal_worker.parameter_servers.job import Job
 from shoal_worker.parameter_servers.leases import CoordinatorLeases

@@ -15,10 +15,10 @@ from functools import cached_property
 
 from shoal_common import rank_table
 
-from shoal_coordinator.membership.batches import Loader
-from shoal_coordinator.membership.replicas import ReplicasSeen
-from shoal_coordinator.membership.shards import ShardLayout
-from shoal_coordinator.membership.spec import JobSpec
+from shoal_coordinator.membership.model.batches import Loader
+from shoal_coordinator.membership.model.replicas import ReplicasSeen
+from shoal_coordinator.membership.model.shards import ShardLayout
+from shoal_coordinator.membership.model.spec import JobSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,11 +11,11 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields, replace
 
-from shoal_coordinator.membership.batches import Epoch, Ledger, Loader, first_key_of
-from shoal_coordinator.membership.effects import Effect, Record
-from shoal_coordinator.membership.pulse import Pulse, Pulses
-from shoal_coordinator.membership.spec import JobSpec, Policy
-from shoal_coordinator.membership.state import (
+from shoal_coordinator.membership.model.batches import Epoch, Ledger, Loader, first_key_of
+from shoal_coordinator.membership.model.effects import Effect, Record
+from shoal_coordinator.membership.model.pulse import Pulse, Pulses
+from shoal_coordinator.membership.model.spec import JobSpec, Policy
+from shoal_coordinator.membership.model.state import (
     Departure,
     JobState,
     Member,

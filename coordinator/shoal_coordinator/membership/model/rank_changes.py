@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Final
 
-from shoal_coordinator.membership.state import Generation, Rank, RankChange
+from shoal_coordinator.membership.model.state import Generation, Rank, RankChange
 
 MOST_REMOVED: Final = 1024
 """Maximum number of removed ranks in a change that is still sent; each costs one number."""

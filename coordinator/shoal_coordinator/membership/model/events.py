@@ -6,10 +6,10 @@ from __future__ import annotations
 import enum
 from dataclasses import dataclass
 
-from shoal_coordinator.membership.replicas import Replicas
-from shoal_coordinator.membership.shards import TensorSpec
-from shoal_coordinator.membership.spec import JobSpec
-from shoal_coordinator.membership.state import Identity, JobEnding, RunId
+from shoal_coordinator.membership.model.replicas import Replicas
+from shoal_coordinator.membership.model.shards import TensorSpec
+from shoal_coordinator.membership.model.spec import JobSpec
+from shoal_coordinator.membership.model.state import Identity, JobEnding, RunId
 
 
 class LeaveReason(enum.StrEnum):

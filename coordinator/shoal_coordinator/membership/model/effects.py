@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from shoal_common.errors import ShoalError
 
-from shoal_coordinator.membership.state import Generation, Move, ServerRole
+from shoal_coordinator.membership.model.state import Generation, Move, ServerRole
 
 
 @dataclass(frozen=True, kw_only=True)

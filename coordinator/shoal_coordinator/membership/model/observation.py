@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from shoal_coordinator.membership.pulse import Pulses
-from shoal_coordinator.membership.state import (
+from shoal_coordinator.membership.model.pulse import Pulses
+from shoal_coordinator.membership.model.state import (
     JobEnding,
     JobPhase,
     JobState,

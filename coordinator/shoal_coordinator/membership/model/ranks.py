@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
-from shoal_coordinator.membership.state import Member, Rank
+from shoal_coordinator.membership.model.state import Member, Rank
 
 
 def assign_ranks(

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from shoal_common.errors import InvalidRequestError, LimitError
 
-from shoal_coordinator.membership.joining import live_member
+from shoal_coordinator.membership.members.joining import live_member
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.events import BatchesLeased
 from shoal_coordinator.membership.model.reasons import Refusal

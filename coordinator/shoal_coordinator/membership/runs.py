@@ -14,7 +14,7 @@ from typing import Final
 
 from shoal_common.errors import PreconditionError, UnavailableError
 
-from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.members.leaving import member_lost
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import EndServerSession, EndSession, Record
 from shoal_coordinator.membership.model.events import (

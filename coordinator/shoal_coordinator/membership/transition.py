@@ -8,12 +8,12 @@ from dataclasses import dataclass
 
 from shoal_common.errors import ShoalError
 
-from shoal_coordinator.membership.absence import leases_ended
-from shoal_coordinator.membership.failures import collective_failed, incident_due
-from shoal_coordinator.membership.generations import generation_due
-from shoal_coordinator.membership.joining import Joined, member_joined, member_ready
 from shoal_coordinator.membership.leases import Leased, batches_leased
-from shoal_coordinator.membership.leaving import (
+from shoal_coordinator.membership.members.absence import leases_ended
+from shoal_coordinator.membership.members.failures import collective_failed, incident_due
+from shoal_coordinator.membership.members.generations import generation_due
+from shoal_coordinator.membership.members.joining import Joined, member_joined, member_ready
+from shoal_coordinator.membership.members.leaving import (
     DrainNoted,
     ExitNoted,
     drain_requested,
@@ -24,6 +24,9 @@ from shoal_coordinator.membership.leaving import (
     reached_again,
     stop_requested,
 )
+from shoal_coordinator.membership.members.recovery import recovery_due
+from shoal_coordinator.membership.members.stalls import stalls_due
+from shoal_coordinator.membership.members.streams import stream_broken, streams_due
 from shoal_coordinator.membership.model.draft import Changes, Draft
 from shoal_coordinator.membership.model.effects import Effect, Record
 from shoal_coordinator.membership.model.events import (
@@ -53,7 +56,6 @@ from shoal_coordinator.membership.model.shards import ShardLayout
 from shoal_coordinator.membership.model.spec import JobSpec, Policy
 from shoal_coordinator.membership.model.state import JobState, MemberPhase, Now, RunId
 from shoal_coordinator.membership.moves import move_reported, moves_due, server_drain_requested
-from shoal_coordinator.membership.recovery import recovery_due
 from shoal_coordinator.membership.runs import RunEnding, RunGranted, check_run, run_wanted
 from shoal_coordinator.membership.servers import (
     Registered,
@@ -63,8 +65,6 @@ from shoal_coordinator.membership.servers import (
     server_registered,
     tensors_declared,
 )
-from shoal_coordinator.membership.stalls import stalls_due
-from shoal_coordinator.membership.streams import stream_broken, streams_due
 
 Granted = (
     RunGranted

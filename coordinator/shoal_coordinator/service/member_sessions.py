@@ -2,7 +2,7 @@
 
 A stream that ends before its member left most likely means that the member is lost: a killed
 process breaks its connection within milliseconds, and its peers wait in a collective until they are
-notified. membership/streams.py decides. `reconnect_grace` trades that speed for tolerance of
+notified. membership/members/streams.py decides. `reconnect_grace` trades that speed for tolerance of
 networks that drop single connections: a member may reconnect within this time before anything is
 decided. Streams that end because the coordinator itself shuts down decide nothing; the next
 coordinator gives every member a full lease.
@@ -22,7 +22,7 @@ from google.protobuf.message import DecodeError
 from shoal_common.errors import InvalidRequestError, ShoalError, UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal_coordinator.membership.joining import Joined
+from shoal_coordinator.membership.members.joining import Joined
 from shoal_coordinator.membership.model.events import (
     Ending,
     Event,

@@ -20,7 +20,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership import runs
 from shoal_coordinator.membership.leases import Leased
-from shoal_coordinator.membership.leaving import DrainNoted, ExitNoted
+from shoal_coordinator.membership.members.leaving import DrainNoted, ExitNoted
 from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.shards import ShardLayout
 from shoal_coordinator.membership.model.state import JobState, RunId

@@ -10,7 +10,7 @@ import hypothesis.strategies as st
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from shoal_common.errors import InternalError, ShoalError
-from shoal_coordinator.membership.joining import Joined
+from shoal_coordinator.membership.members.joining import Joined
 from shoal_coordinator.membership.model.draft import IN_MEMORY
 from shoal_coordinator.membership.model.effects import AnnounceGeneration
 from shoal_coordinator.membership.model.events import (

@@ -17,9 +17,9 @@ from pathlib import Path
 
 import pytest
 from shoal_common.errors import ShoalError
-from shoal_coordinator.membership.joining import Joined
 from shoal_coordinator.membership.leases import Leased
-from shoal_coordinator.membership.leaving import ExitNoted
+from shoal_coordinator.membership.members.joining import Joined
+from shoal_coordinator.membership.members.leaving import ExitNoted
 from shoal_coordinator.membership.model import effects as fx
 from shoal_coordinator.membership.model.events import (
     BackupReported,

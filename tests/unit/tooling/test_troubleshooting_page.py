@@ -41,7 +41,7 @@ _MADE: Final = {
 _PASSED_ON: Final = {
     ("common/shoal_common/rpc/status.py", "reason"),  # of a status that came by gRPC
     # a Refusal: why a member was put out
-    ("coordinator/shoal_coordinator/membership/leaving.py", "refusal"),
+    ("coordinator/shoal_coordinator/membership/members/leaving.py", "refusal"),
     # a Refusal: of which run somebody is not
     ("coordinator/shoal_coordinator/membership/runs.py", "reason"),
     # a Refusal: why a coordinator has ended

@@ -14,12 +14,12 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 
+from shoal_coordinator.membership.members.recovery import knows_of_lost, readmit
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import Record, SendDrain, SendGeneration, SendStop
 from shoal_coordinator.membership.model.events import LeaveReason, MemberJoined, MemberReady
 from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.state import JobPhase, Member, MemberPhase
-from shoal_coordinator.membership.recovery import knows_of_lost, readmit
 
 FEW_READY: Final = 100
 """Number of waiting members up to which all are told at once why they wait, before a start and

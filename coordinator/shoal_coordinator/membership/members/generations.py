@@ -6,14 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Final
 
-from shoal_coordinator.membership.absence import lose_absent, somebody_absent
-from shoal_coordinator.membership.failures import incident_moot
-from shoal_coordinator.membership.forming import draining_in_group, form, holds_state
-from shoal_coordinator.membership.joining import FEW_READY, stop_for
+from shoal_coordinator.membership.members.absence import lose_absent, somebody_absent
+from shoal_coordinator.membership.members.failures import incident_moot
+from shoal_coordinator.membership.members.forming import draining_in_group, form, holds_state
+from shoal_coordinator.membership.members.joining import FEW_READY, stop_for
+from shoal_coordinator.membership.members.recovery import is_recovering
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import Record, SendMembers, SendStandby, SendStop
 from shoal_coordinator.membership.model.state import Cause, JobPhase, MemberPhase
-from shoal_coordinator.membership.recovery import is_recovering
 
 _MOST_NAMED: Final = 5
 _PAUSE_MS: Final = 5

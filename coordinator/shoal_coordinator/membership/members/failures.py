@@ -9,9 +9,9 @@ from itertools import combinations
 
 from shoal_common.errors import InvalidRequestError
 
-from shoal_coordinator.membership.forming import holds_state, named
-from shoal_coordinator.membership.joining import finished_steps, has_place, live_member
-from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.members.forming import holds_state, named
+from shoal_coordinator.membership.members.joining import finished_steps, has_place, live_member
+from shoal_coordinator.membership.members.leaving import member_lost
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import Record, SendStop
 from shoal_coordinator.membership.model.events import CollectiveFailed, Ending, MemberLost

@@ -15,8 +15,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from shoal_coordinator.membership.absence import is_closed
-from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.members.absence import is_closed
+from shoal_coordinator.membership.members.leaving import member_lost
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.events import Ending, MemberLost, StreamBroken
 

@@ -13,15 +13,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from shoal_coordinator.membership.failures import stuck_members
-from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.members.failures import stuck_members
+from shoal_coordinator.membership.members.leaving import member_lost
+from shoal_coordinator.membership.members.recovery import is_recovering
+from shoal_coordinator.membership.members.stragglers import Told, behind_connection, find_stragglers
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import Record, SendNotice
 from shoal_coordinator.membership.model.events import Ending, MemberLost
 from shoal_coordinator.membership.model.pulse import Pulse
 from shoal_coordinator.membership.model.state import Generation, JobPhase, Stall
-from shoal_coordinator.membership.recovery import is_recovering
-from shoal_coordinator.membership.stragglers import Told, behind_connection, find_stragglers
 
 _MOST_NAMED: Final = 4
 _SURELY_WAITS_MS: Final = 1_000

@@ -7,8 +7,9 @@ from dataclasses import dataclass, replace
 
 from shoal_common.errors import PreconditionError, UnknownResourceError
 
-from shoal_coordinator.membership.forming import holds_state, named
-from shoal_coordinator.membership.joining import has_place, live_member, stop_for
+from shoal_coordinator.membership.members.forming import holds_state, named
+from shoal_coordinator.membership.members.joining import has_place, live_member, stop_for
+from shoal_coordinator.membership.members.recovery import is_recovering
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import (
     EndSession,
@@ -29,7 +30,6 @@ from shoal_coordinator.membership.model.events import (
 from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.replicas import compare
 from shoal_coordinator.membership.model.state import Cause, JobEnding, JobPhase, Member, MemberPhase
-from shoal_coordinator.membership.recovery import is_recovering
 
 _REFUSAL_OF: Mapping[Ending, Refusal] = {
     Ending.STREAM_BROKEN: Refusal.MEMBER_REPLACED,

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from shoal_coordinator.membership.joining import has_place
+from shoal_coordinator.membership.members.joining import has_place
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import (
     AnnounceGeneration,

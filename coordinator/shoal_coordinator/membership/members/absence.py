@@ -11,8 +11,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from shoal_coordinator.membership.joining import has_place
-from shoal_coordinator.membership.leaving import member_lost
+from shoal_coordinator.membership.members.joining import has_place
+from shoal_coordinator.membership.members.leaving import member_lost
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.events import Ending, LeaseEnded, MemberLost
 from shoal_coordinator.membership.model.pulse import Pulse

@@ -55,9 +55,13 @@ from shoal_coordinator.membership.model.pulse import Pulses
 from shoal_coordinator.membership.model.shards import ShardLayout
 from shoal_coordinator.membership.model.spec import JobSpec, Policy
 from shoal_coordinator.membership.model.state import JobState, MemberPhase, Now, RunId
-from shoal_coordinator.membership.moves import move_reported, moves_due, server_drain_requested
 from shoal_coordinator.membership.runs import RunEnding, RunGranted, check_run, run_wanted
-from shoal_coordinator.membership.servers import (
+from shoal_coordinator.membership.servers.moves import (
+    move_reported,
+    moves_due,
+    server_drain_requested,
+)
+from shoal_coordinator.membership.servers.servers import (
     Registered,
     ServersAwaited,
     backup_reported,

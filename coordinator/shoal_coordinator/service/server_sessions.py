@@ -15,7 +15,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.model.events import Ending, Event, ServerLost
 from shoal_coordinator.membership.model.pulse import ServerPulse
-from shoal_coordinator.membership.servers import Registered
+from shoal_coordinator.membership.servers.servers import Registered
 from shoal_coordinator.membership.transition import Granted, Outcome
 from shoal_coordinator.metrics import CoordinatorMetrics
 from shoal_coordinator.service.checks import number

@@ -24,7 +24,7 @@ from shoal_coordinator.membership.members.leaving import DrainNoted, ExitNoted
 from shoal_coordinator.membership.model.reasons import Refusal
 from shoal_coordinator.membership.model.shards import ShardLayout
 from shoal_coordinator.membership.model.state import JobState, RunId
-from shoal_coordinator.membership.servers import ServersAwaited
+from shoal_coordinator.membership.servers.servers import ServersAwaited
 from shoal_coordinator.service import checks, requests, responses
 from shoal_coordinator.service.clock import Clock
 from shoal_coordinator.service.job_loop import JobLoop

@@ -66,7 +66,7 @@ from shoal_coordinator.membership.model.state import (
     ServerRole,
 )
 from shoal_coordinator.membership.runs import RunEnding, RunGranted
-from shoal_coordinator.membership.servers import Registered, ServersAwaited
+from shoal_coordinator.membership.servers.servers import Registered, ServersAwaited
 from shoal_coordinator.membership.transition import (
     Outcome,
     Transition,

@@ -14,7 +14,7 @@ from shoal_coordinator.membership.model.shards import (
     TensorSpec,
     lay_out,
 )
-from shoal_coordinator.membership.rebalancing import MOST_BYTES, next_move
+from shoal_coordinator.membership.servers.rebalancing import MOST_BYTES, next_move
 
 KIB = 1 << 10
 MIB = 1 << 20

@@ -37,7 +37,7 @@ from shoal_coordinator.membership.model.shards import (
     lay_out,
 )
 from shoal_coordinator.membership.model.state import JobPhase, MemberPhase, Server, ServerRole
-from shoal_coordinator.membership.places import (
+from shoal_coordinator.membership.servers.places import (
     holds_something,
     next_epoch,
     of_place,

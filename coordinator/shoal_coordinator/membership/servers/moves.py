@@ -32,7 +32,7 @@ from shoal_coordinator.membership.model.state import (
     Server,
     ServerRole,
 )
-from shoal_coordinator.membership.places import (
+from shoal_coordinator.membership.servers.places import (
     holds_something,
     of_place,
     primaries,
@@ -40,7 +40,7 @@ from shoal_coordinator.membership.places import (
     tell_move,
     tell_settled,
 )
-from shoal_coordinator.membership.rebalancing import next_move
+from shoal_coordinator.membership.servers.rebalancing import next_move
 
 
 def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:

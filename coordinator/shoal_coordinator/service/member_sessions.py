@@ -2,8 +2,8 @@
 
 A stream that ends before its member left most likely means that the member is lost: a killed
 process breaks its connection within milliseconds, and its peers wait in a collective until they are
-notified. membership/members/streams.py decides. `reconnect_grace` trades that speed for tolerance of
-networks that drop single connections: a member may reconnect within this time before anything is
+notified. membership/members/streams.py decides. `reconnect_grace` trades that speed for tolerance
+of networks that drop single connections: a member may reconnect within this time before anything is
 decided. Streams that end because the coordinator itself shuts down decide nothing; the next
 coordinator gives every member a full lease.
 

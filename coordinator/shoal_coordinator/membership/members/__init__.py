@@ -1,7 +1,8 @@
 """Rules about members and their generations.
 
-- `joining` and `leaving`: a member joins or leaves. `streams`: its stream opens or ends.
-- `forming`: assigns ranks for the next generation. `generations`: its progress until it works.
-- `absence`: members without a stream. `failures`: failed collectives. `stalls`: steps that do not
-  end. `stragglers`: members slower than others. `recovery`: pauses of training, for reports.
+- `joining` and `leaving`: a member joins or leaves. `recovery`: members return after Redis lost
+  generations. `streams`: a stream ends before its member left. `absence`: members without a stream.
+- `generations`: when a new generation is due. `forming`: its members and their ranks.
+- `failures`: failed collectives. `stalls`: steps that do not end. `stragglers`: members slower than
+  the others.
 """

@@ -24,6 +24,7 @@ from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.group.waiting import Waiting
 from shoal_worker.elastic.recovery.formation import Formation
 from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.engine.parameters import materialize
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
@@ -90,31 +91,11 @@ class RoomGroup:
         yield lambda connection: None
 
 
-class Model:
+class Model(TrainingEngine):
     """The least that the session takes for a strategy's model."""
 
-    strategy, asynchronous, backend_name, in_parts = "test", False, "gloo", False
-    row_store = None
-    data_parallel_rank, data_parallel_size, idle, lacks_ranks, leads_replica = (
-        0,
-        1,
-        False,
-        False,
-        True,
-    )
-    consistency_check_every = 0
-    steps_alone = False
-    least_samples = 1
-    models, partly_updated = 1, False
-
-    def withdraw_updates(self) -> None: ...
-    def reinstate_updates(self) -> None: ...
-    def issued(self) -> bytes:
-        return b""
-
-    def compare_issued(self, told: Any) -> None: ...
-    def working(self, group: Any) -> Any:
-        return group
+    strategy, backend_name, least_samples = "test", "gloo", 1
+    data_parallel_rank, data_parallel_size, consistency_check_every = 0, 1, 0
 
     def __init__(self, value: float, *, meta: bool = False) -> None:
         with torch.device("meta" if meta else "cpu"):
@@ -124,17 +105,11 @@ class Model:
                 for parameter in self.module.parameters():
                     parameter.fill_(value)
 
-    def regroup(self, group: Group) -> None:
-        """Every rank holds all of it."""
-
     def bring_together(self, channel: Channel) -> None:
         """As strategies do whose models are in parts: a rank without values has nothing to say, and
         says nothing."""
         if self.has_values():
             channel.exchange(b"")
-
-    def keep_two_copies(self, channel: Channel, leaving: Any = ()) -> None:
-        pass
 
     def check_optimizer_state(self) -> None:
         """Accepts any state, since there is no optimizer."""
@@ -149,6 +124,13 @@ class Model:
 
     def has_values(self) -> bool:
         return not any(p.is_meta for p in self.module.parameters())
+
+    def step_begins(self) -> None: ...
+    def micro_batch_begins(self) -> None: ...
+    def micro_batch_ends(self, weight: float) -> None: ...
+    def finish_reduction(self) -> None: ...
+    def discard_step(self) -> None: ...
+    def commit_step(self) -> None: ...
 
     @property
     def value(self) -> float:

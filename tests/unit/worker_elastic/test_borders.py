@@ -27,9 +27,6 @@ class Strategy(Model):
     others: tuple[float, float] = (0.0, 0.0)
     """What the other ranks add: a border is wanted; a stop was told."""
 
-    def step_begins(self) -> None: ...
-    def commit_step(self) -> None: ...
-    def discard_step(self) -> None: ...
     def finish_reduction(self) -> None:
         word = self.steps.control_word()
         word[0] += self.others[0]

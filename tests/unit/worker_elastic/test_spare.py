@@ -25,6 +25,8 @@ from tests.unit.worker_elastic.ranks import Member, Model
 class Part(Model):
     """Several ranks hold one together."""
 
+    replica_size = 1
+
     def __init__(self, ranks: int) -> None:
         super().__init__(1.0)
         self.replica_size = ranks

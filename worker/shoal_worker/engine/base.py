@@ -15,21 +15,19 @@ from __future__ import annotations
 
 import abc
 import copy
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, ClassVar, TypeVar
 
 import torch
-from shoal_common.errors import ConfigurationError, InternalError, ShoalError
+from shoal_common.errors import ConfigurationError
 from torch import nn
+from typing_extensions import override
 
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.contract.loader_interface import Leases, StepStatus
-from shoal_worker.elastic.contract.row_store import RowStore
-from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.state.strategy_interface import StrategySession
+from shoal_worker.elastic.contract.loader_interface import StepStatus
+from shoal_worker.elastic.state.strategy_interface import StrategySession, TrainingEngine
 from shoal_worker.engine.buffers import give_memory, kept_buffers
 from shoal_worker.engine.extremes import find_extremes
 from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients
@@ -45,7 +43,7 @@ from shoal_worker.engine.passes import Loss, call_module
 from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.modes import evaluating
 from shoal_worker.state.fits import check_fits
-from shoal_worker.state.tree import StatePart, flatten
+from shoal_worker.state.tree import flatten
 from shoal_worker.torch_internals import _BatchNorm
 
 # --------------------------------------------------------------------------------------- the engine
@@ -88,11 +86,9 @@ def _normalizes_batches(layer: nn.Module) -> bool:
     return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
-class Engine(abc.ABC):
+class Engine(TrainingEngine):
     """One model and its optimizer in training. By default, this rank holds all of both."""
 
-    asynchronous: ClassVar[bool] = False
-    """True if the engine is asynchronous; see `TrainingEngine`."""
     keeps_parameters_whole: ClassVar[bool] = False
     """True if the module's own `state_dict()` has the parameters' current values between steps, as
     in torch."""
@@ -112,7 +108,6 @@ class Engine(abc.ABC):
         give_memory(setup.module)
         check_state_can_travel(setup.module, setup.strategy, whole=self.keeps_parameters_whole)
         self.least_samples = 2 if any(map(_normalizes_batches, setup.module.modules())) else 1
-        """Minimum number of samples; see `TrainingEngine`."""
         self.extremes = find_extremes(setup.module)
         """Buffers that hold minima and maxima."""
         self._setup = setup
@@ -310,7 +305,6 @@ class Engine(abc.ABC):
     would not see what they see in one process."""
     # other objects replace them in the module when the ranks are divided
     replaces_parameters = False
-    passes_with = ""  # all ranks go through the passes together
 
     def groups_are_read(self) -> None:
         """Prepares for access to the optimizer's parameter groups by a scheduler, a GradScaler or
@@ -453,91 +447,25 @@ class Engine(abc.ABC):
     # ----------------------------------------------- for the session: see `TrainingEngine` for each
 
     @property
-    def models(self) -> int:
-        """Always one."""
-        return 1
-
-    @property
+    @override
     def data_parallel_rank(self) -> int:
         """Rank, since each rank is a replica."""
         return self._session.rank
 
     @property
+    @override
     def data_parallel_size(self) -> int:
         """Number of ranks, since each is a replica."""
         return self._session.world_size
 
     @property
-    def leads_replica(self) -> bool:
-        """True, since each rank is a replica."""
-        return True
-
-    @property
-    def row_store(self) -> RowStore | None:
-        """Row store, as in `TrainingEngine`."""
-        return None
-
-    @property
-    def idle(self) -> bool:
-        """False, since there are no spares."""
-        return False
-
-    @property
-    def lacks_ranks(self) -> bool:
-        """False, since one rank is enough."""
-        return False
-
-    @property
-    def replica_size(self) -> int:
-        """One, since there are no spares."""
-        return 1
-
-    def issued(self) -> bytes:
-        """Returns nothing, since no traces are compared."""
-        return b""
-
-    def compare_issued(self, told: Sequence[bytes]) -> None:
-        """Implements `TrainingEngine.compare_issued`."""
-
-    def working(self, group: Group) -> Group:
-        """Returns the group, since all ranks work."""
-        return group
-
-    @property
-    def in_parts(self) -> bool:
-        """False, since each rank has the entire state."""
-        return False
-
-    @property
-    def holds(self) -> Sequence[str]:
-        """Empty, since the state is not sharded."""
-        return ()
-
-    @property
-    def steps_alone(self) -> bool:
-        """False, since the ranks take steps together."""
-        return False
-
-    @property
-    def within_round(self) -> bool:
-        """False, since each step counts by itself."""
-        return False
-
-    @property
+    @override
     def consistency_check_every(self) -> int:
         """Interval from the configuration."""
         return self.config.consistency_check_every
 
-    def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns nothing, since no other rank holds the state."""
-        return {}
-
-    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns nothing that a script could write between steps."""
-        return {}
-
+    @override
     def check_optimizer_state(self) -> None:
-        """Implements `TrainingEngine.check_optimizer_state`."""
         state = self.optimizer.state if self.optimizer is not None else {}
         for name, parameter in self._optimized():
             for key, value in state.get(parameter, {}).items():
@@ -558,95 +486,5 @@ class Engine(abc.ABC):
         """Raises ConfigurationError unless such an entry of the optimizer's state can be sent."""
         flatten({key: value})
 
-    @abc.abstractmethod
-    def has_values(self) -> bool: ...
-
-    @abc.abstractmethod
-    def capture(self) -> dict[str, Any]: ...
-
-    @abc.abstractmethod
-    def restore(self, state: Mapping[str, Any]) -> None: ...
-
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Raises CorruptDataError if `restore` would refuse this state; nothing is changed."""
-
-    def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the captured state, which is complete."""
-        return self.capture()
-
-    def part(self, channel: Channel) -> StatePart | None:
-        """Returns None, since there are no parts."""
-        return None
-
-    def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """Does nothing, since the module is unsharded."""
-        return nullcontext()
-
-    def regroup(self, group: Group) -> None:
-        """Does nothing, since nothing is sharded."""
-
-    def bring_together(self, channel: Channel) -> None:
-        """Does nothing, since an update leaves nothing on single ranks that others hold."""
-
-    def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """Does nothing, since every rank holds everything, or has no peer that could."""
-
-    def lease_batches(
-        self,
-        *,
-        loader: str,
-        epoch: int,
-        batches_in_epoch: int,
-        finished: Sequence[int],
-        want: int,
-        at_hand: int | None = None,
-    ) -> Leases:
-        """Refuses the call, since a step belongs to all ranks."""
-        raise ConfigurationError(
-            f"loader {loader!r}: batch_size= leases batches for async_sgd; with "
-            f"strategy={self.strategy!r} give global_batch_size="
-        )
-
-    @abc.abstractmethod
-    def step_begins(self) -> None: ...
-
-    def batch_begins(self) -> None:
-        """Does nothing before the passes."""
-
-    @abc.abstractmethod
-    def micro_batch_begins(self) -> None: ...
-
-    @abc.abstractmethod
-    def micro_batch_ends(self, weight: float) -> None: ...
-
-    @abc.abstractmethod
-    def finish_reduction(self) -> None: ...
-
-    def closing(self) -> dict[str, Any]:
-        """Returns nothing: a rank with the gradients' sums can apply the step without further
-        data."""
-        return {}
-
-    def take_closing(self, told: Mapping[str, Any]) -> None:
-        """Does nothing: this rank has the gradients' sums, and needs no more to apply the step."""
-
-    @property
-    def partly_updated(self) -> bool:
-        """False, since there is one model."""
-        return False
-
-    def withdraw_updates(self) -> None:
-        """Does nothing, since a step of one model updates only when it counts."""
-
-    def reinstate_updates(self) -> None:
-        """Does nothing, since nothing was withdrawn."""
-
-    def writes_apart(self) -> ShoalError:
-        """Returns an internal error: writes of a pass are refused, or stay this rank's own."""
-        return InternalError("ranks that compare no written parameters found them different")
-
-    @abc.abstractmethod
-    def discard_step(self) -> None: ...
-
-    @abc.abstractmethod
-    def commit_step(self) -> None: ...

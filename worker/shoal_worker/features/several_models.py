@@ -30,19 +30,19 @@ import contextlib
 import json
 import logging
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from shoal_common.errors import MembershipChanged, ShoalError
 from shoal_common.failpoints import failpoint
+from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.contract.course import BATCH
-from shoal_worker.elastic.contract.loader_interface import Leases
-from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import StepPhase
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.session.session import Session
+from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.engine.base import Engine
 from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.features.model_session import ModelSession, no_micro_batches
@@ -51,11 +51,8 @@ from shoal_worker.state.tree import StatePart
 _log = logging.getLogger(__name__)
 
 
-class SeveralEngines:
-    """Combined engine of several models: a `TrainingEngine`. All have one strategy and the same
-    sharding."""
-
-    asynchronous: ClassVar[bool] = False
+class SeveralEngines(TrainingEngine):
+    """Combined engine of several models. All have one strategy and the same sharding."""
 
     def __init__(self, session: Session, models: Sequence[ModelSession]) -> None:
         """`models`: with their engines."""
@@ -65,7 +62,9 @@ class SeveralEngines:
         self._first = self._engines[0]
         for engine in self._engines:
             engine.divide_alike(self._engines)
+        self.strategy = self._first.strategy
         self.backend_name = self._first.backend_name
+        self.least_samples = max(engine.least_samples for engine in self._engines)
         self._settings: list[list[dict[str, Any]]] = []
         """Settings of the optimizers' parameter groups at the step's beginning; while updates are
         withdrawn, those before that."""
@@ -73,105 +72,90 @@ class SeveralEngines:
         self._warned = False
 
     @property
+    @override
     def models(self) -> int:
-        """Number of models. This and the following members are those of `TrainingEngine`."""
         return len(self._engines)
 
     # ---------------------------------------------------------------------------------- one for all
 
     @property
-    def strategy(self) -> str:
-        return self._first.strategy
-
-    @property
+    @override
     def data_parallel_rank(self) -> int:
         return self._first.data_parallel_rank
 
     @property
+    @override
     def data_parallel_size(self) -> int:
         return self._first.data_parallel_size
 
     @property
+    @override
     def leads_replica(self) -> bool:
         return self._first.leads_replica
 
     @property
+    @override
     def idle(self) -> bool:
         return all(engine.idle for engine in self._engines)
 
     @property
+    @override
     def lacks_ranks(self) -> bool:
         return all(engine.lacks_ranks for engine in self._engines)
 
     @property
+    @override
     def replica_size(self) -> int:
         return self._first.replica_size
 
+    @override
     def issued(self) -> bytes:
         told = [engine.issued().decode() for engine in self._engines]
         return json.dumps(told).encode() if any(told) else b""
 
+    @override
     def compare_issued(self, told: Sequence[bytes]) -> None:
         ranks = [json.loads(each) for each in told if each]
         for number, engine in enumerate(self._engines):
             engine.compare_issued([each[number].encode() for each in ranks])
 
     @property
+    @override
     def passes_with(self) -> str:
         return self._first.passes_with
 
+    @override
     def working(self, group: Group) -> Group:
         return self._first.working(group)
 
     @property
+    @override
     def in_parts(self) -> bool:
         return any(engine.in_parts for engine in self._engines)
 
     @property
+    @override
     def holds(self) -> Sequence[str]:
         return self._first.holds
 
     @property
+    @override
     def steps_alone(self) -> bool:
         return self._first.steps_alone
 
     @property
+    @override
     def within_round(self) -> bool:
         return self._first.within_round
 
     @property
-    def least_samples(self) -> int:
-        return max(engine.least_samples for engine in self._engines)
-
-    @property
+    @override
     def consistency_check_every(self) -> int:
         return self._first.consistency_check_every
 
-    @property
-    def row_store(self) -> RowStore | None:
-        return None
-
-    def lease_batches(
-        self,
-        *,
-        loader: str,
-        epoch: int,
-        batches_in_epoch: int,
-        finished: Sequence[int],
-        want: int,
-        at_hand: int | None = None,
-    ) -> Leases:
-        return self._first.lease_batches(
-            loader=loader,
-            epoch=epoch,
-            batches_in_epoch=batches_in_epoch,
-            finished=finished,
-            want=want,
-            at_hand=at_hand,
-        )
-
     # ------------------------------------------------------------------------------ each for itself
 
+    @override
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         told = enumerate(engine.in_common() for engine in self._engines)
         return {
@@ -180,22 +164,24 @@ class SeveralEngines:
             for label, tensors in each.items()
         }
 
-    def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        return {}  # each model's own step compares what is its
-
+    @override
     def check_optimizer_state(self) -> None:
         for engine in self._engines:
             engine.check_optimizer_state()
 
+    @override
     def has_values(self) -> bool:
         return all(engine.has_values() for engine in self._engines)
 
+    @override
     def capture(self) -> dict[str, Any]:
         return {"models": [engine.capture() for engine in self._engines]}
 
+    @override
     def assemble(self, channel: Channel) -> dict[str, Any]:
         return {"models": [engine.assemble(channel) for engine in self._engines]}
 
+    @override
     def part(self, channel: Channel) -> StatePart | None:
         parts = [part for engine in self._engines if (part := engine.part(channel)) is not None]
         if len(parts) < len(self._engines):
@@ -209,6 +195,7 @@ class SeveralEngines:
             state={"models": [part.state for part in parts]}, count=parts[0].count, shards=shards
         )
 
+    @override
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
         with contextlib.ExitStack() as stack:
@@ -220,31 +207,37 @@ class SeveralEngines:
         for engine, own in zip(self._engines, state["models"], strict=True):
             engine.check_state(own)
 
+    @override
     def restore(self, state: Mapping[str, Any]) -> None:
         self.check_state(state)
         self._forget_updates()
         for engine, own in zip(self._engines, state["models"], strict=True):
             engine.restore(own)
 
+    @override
     def regroup(self, group: Group) -> None:
         for engine in self._engines:
             engine.regroup(group)
 
+    @override
     def bring_together(self, channel: Channel) -> None:
         for engine in self._engines:
             engine.bring_together(channel)
 
+    @override
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
         for engine in self._engines:
             engine.keep_two_copies(channel, leaving)
 
     # ---------------------------------------------------------------------------------------- steps
 
+    @override
     def writes_apart(self) -> ShoalError:
         """Returns the error of the first model: each model's reduction compares its own passes'
         writes."""
         return self._first.writes_apart()
 
+    @override
     def step_begins(self) -> None:
         step = self._session.step
         assert step is not None
@@ -253,16 +246,20 @@ class SeveralEngines:
             model.begin(step)
             engine.step_begins()
 
+    @override
     def batch_begins(self) -> None:
         for engine in self._engines:
             engine.batch_begins()
 
+    @override
     def micro_batch_begins(self) -> None:
         raise no_micro_batches()
 
+    @override
     def micro_batch_ends(self, weight: float) -> None:
         raise no_micro_batches()
 
+    @override
     def finish_reduction(self) -> None:
         """Ends the run's step with its commit all-reduce."""
         session = self._session
@@ -313,23 +310,19 @@ class SeveralEngines:
             engine.skip()
             model.reduce()
 
-    def closing(self) -> dict[str, Any]:
-        return {}
-
-    def take_closing(self, told: Mapping[str, Any]) -> None:
-        """Does nothing: each model's own step is committed here, or this rank had not prepared the
-        run's."""
-
     @property
+    @override
     def partly_updated(self) -> bool:
         return any(model.stepped for model in self._models) and not all(
             model.stepped for model in self._models
         )
 
+    @override
     def withdraw_updates(self) -> None:
         if not self._withdrawn:
             self._exchange_updates()
 
+    @override
     def reinstate_updates(self) -> None:
         if self._withdrawn:
             self._exchange_updates()
@@ -350,6 +343,7 @@ class SeveralEngines:
         for model in self._models:
             model.forget()
 
+    @override
     def discard_step(self) -> None:
         updated = [
             engine
@@ -365,6 +359,7 @@ class SeveralEngines:
             for engine in updated:
                 engine.fetch_put_back()
 
+    @override
     def commit_step(self) -> None:
         for model, engine in zip(self._models, self._engines, strict=True):
             summed = model.stepped or (model.passed and engine.changing_buffers)

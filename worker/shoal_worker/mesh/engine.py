@@ -822,8 +822,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         return at.data if at is not None else 0
 
     @property
-    def passes_with(self) -> str:  # type: ignore[override]  # read-only here
-        """Identifies the ranks of its replica; see `TrainingEngine`."""
+    @override
+    def passes_with(self) -> str:
         return f"replica {self.data_parallel_rank}"
 
     @property

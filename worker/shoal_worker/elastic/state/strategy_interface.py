@@ -29,12 +29,13 @@ from the survivors what became of a step whose group failed. Its optimizer's `st
 
 from __future__ import annotations
 
+import abc
 from collections.abc import Callable, Collection, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, ClassVar, Final, Protocol
 
 import torch
-from shoal_common.errors import ShoalError
+from shoal_common.errors import ConfigurationError, InternalError, ShoalError
 
 from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.contract.loader_interface import Leases, StepStatus
@@ -49,160 +50,153 @@ BUFFERS: Final = "the buffers"
 """Name of the group of a model's buffers in `TrainingEngine.in_common`."""
 
 
-class TrainingEngine(Protocol):
-    """A strategy's engine, with its model and optimizer, from the session's perspective."""
+class TrainingEngine(abc.ABC):
+    """A strategy's engine, with its model and optimizer, from the session's perspective. The
+    defaults are those of one model that every rank holds unsharded, and of ranks that take steps
+    together."""
 
-    @property
-    def strategy(self) -> str:
-        """Name of the strategy."""
-        ...
+    asynchronous: ClassVar[bool] = False
+    """True if there is no process group and every iteration is a separate step (async_sgd)."""
+    strategy: str
+    """Name of the strategy."""
+    backend_name: str
+    least_samples: int
+    """Minimum samples, as in `Placement`; the same on all ranks."""
 
     @property
     def models(self) -> int:
         """Number of models that it trains, each with an optimizer."""
-        ...
-
-    asynchronous: ClassVar[bool]
-    """True if there is no process group and every iteration is a separate step (async_sgd)."""
-    backend_name: str
+        return 1
 
     @property
+    @abc.abstractmethod
     def data_parallel_rank(self) -> int:
         """Index of the model replica that this rank belongs to, which determines its samples."""
-        ...
 
     @property
+    @abc.abstractmethod
     def data_parallel_size(self) -> int:
         """Number of replicas."""
-        ...
-
-    @property
-    def least_samples(self) -> int:
-        """Minimum samples, as in `Placement`; the same on all ranks."""
-        ...
 
     @property
     def leads_replica(self) -> bool:
         """True if this rank is the first of those that hold its replica of the model."""
-        ...
+        return True
 
     @property
     def idle(self) -> bool:
         """True if this rank is a spare: it has no part in the model, and takes no steps until a
         newer generation gives it one."""
-        ...
+        return False
 
     @property
     def lacks_ranks(self) -> bool:
         """True if there are fewer ranks than one replica of the model needs, while this one has the
         entire state: no step begins before more arrive."""
-        ...
+        return False
 
     @property
     def replica_size(self) -> int:
         """Number of ranks that hold one replica of the model together, if others are spares; 1 if
         there are none."""
-        ...
+        return 1
 
     def issued(self) -> bytes:
         """Returns this rank's trace of the collectives in the current step's passes; b"" if none.
         Called on another thread while the training thread waits for its peers."""
-        ...
+        return b""
 
     def compare_issued(self, told: Sequence[bytes]) -> None:
         """Compares the ranks' traces. Raises PreconditionError if they would wait for each other
         forever."""
-        ...
 
     @property
     def passes_with(self) -> str:
         """Names the ranks that go through the model's passes together with this one; empty: all
         do."""
-        ...
+        return ""
 
     def working(self, group: Group) -> Group:
         """Returns the ranks of `group`, for which the model was resharded, that are not spares.
         Called only on those."""
-        ...
+        return group
 
     @property
     def in_parts(self) -> bool:
         """True if no rank has the entire state."""
-        ...
+        return False
 
     @property
     def holds(self) -> Sequence[str]:
         """Names of the parts of the state that this rank holds, the same on all ranks that hold
         them; empty if the state is not sharded."""
-        ...
+        return ()
 
     @property
     def steps_alone(self) -> bool:
         """True if ranks take independent steps that need nothing of other ranks."""
-        ...
+        return False
 
     @property
     def within_round(self) -> bool:
         """True if steps were committed here that count only with a later one, after which this
         worker may leave. Only for asynchronous engines; others use `StrategySession.keep`."""
-        ...
+        return False
 
     @property
+    @abc.abstractmethod
     def consistency_check_every(self) -> int:
         """Number of steps after which ranks compare their common state; 0: never."""
-        ...
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns state that this rank and others have in common after a step applied by all:
         tensors by name, in groups that a rank holds entirely or not at all. Shares memory with the
         state."""
-        ...
+        return {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns committed parameters and buffers that every rank holds unsharded until an update:
         tensors by name, in groups. Shares memory with the state."""
-        ...
+        return {}
 
+    @abc.abstractmethod
     def check_optimizer_state(self) -> None:
         """Raises ConfigurationError (STATE_UNSUPPORTED), which names the parameter and the entry:
         the optimizer keeps something that cannot be sent to a rank that joins, or saved."""
-        ...
 
+    @abc.abstractmethod
     def capture(self) -> dict[str, Any]:
         """Returns the committed state of model and optimizer, including buffers. Shares memory with
         them."""
-        ...
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """Returns the complete committed state of model and optimizer, as on a single process, on
         the first rank of `channel` and possibly nothing on others: for checkpoints. Part of an
         operation. May share memory with the state."""
-        ...
+        return self.capture()
 
     def part(self, channel: Channel) -> StatePart | None:
         """Returns this rank's part of the result of `assemble`, for a checkpoint that the ranks
         write together; None, on all ranks: use `assemble`. Part of an operation. Shares memory with
         the state."""
-        ...
+        return None
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
         """Lets this rank compute with the model without its peers within the block. Entered by all
         ranks of an operation."""
-        ...
+        return nullcontext()
 
+    @abc.abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over a captured or an assembled state."""
-        ...
 
     def regroup(self, group: Group) -> None:
         """Reshards the state for a newly established group, all of whose ranks hold the same steps.
         A collective."""
-        ...
 
     def bring_together(self, channel: Channel) -> None:
         """Makes state that every rank holds unsharded between steps complete and current again on
         all of `channel`, whose group may contain further ranks without shards. An operation."""
-        ...
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
         """Copies each part of the state held by only one rank of `channel` to another rank, which
@@ -211,20 +205,19 @@ class TrainingEngine(Protocol):
 
         `leaving`: ranks about to leave, whose copies do not count.
         """
-        ...
 
     @property
     def row_store(self) -> RowStore | None:
         """Rows of the model's sparse tables; None if it has none."""
-        ...
+        return None
 
+    @abc.abstractmethod
     def has_values(self) -> bool:
         """Returns False while parameters are on the meta device."""
-        ...
 
+    @abc.abstractmethod
     def step_begins(self) -> None:
         """Begins the next step with the current ranks and committed state."""
-        ...
 
     def lease_batches(
         self,
@@ -236,66 +229,66 @@ class TrainingEngine(Protocol):
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """Leases batches, as in `LoaderSession`. Raises ConfigurationError unless asynchronous."""
-        ...
+        """Leases batches, as in `LoaderSession`. Raises ConfigurationError unless asynchronous: a
+        step belongs to all ranks."""
+        raise ConfigurationError(
+            f"loader {loader!r}: batch_size= leases batches for async_sgd; with "
+            f"strategy={self.strategy!r} give global_batch_size="
+        )
 
     def batch_begins(self) -> None:
         """Handles that the script gets this rank's batch of a step without micro-batches."""
-        ...
 
+    @abc.abstractmethod
     def micro_batch_begins(self) -> None:
         """Starts the next micro-batch from the committed buffers and without gradient."""
-        ...
 
+    @abc.abstractmethod
     def micro_batch_ends(self, weight: float) -> None:
         """Ends the backward pass of a micro-batch of that weight."""
-        ...
 
+    @abc.abstractmethod
     def finish_reduction(self) -> None:
         """Blocks until the gradients of all ranks are summed and the commit all-reduce is done, or
         until the survivors agree that the step is aborted."""
-        ...
 
     def closing(self) -> dict[str, Any]:
         """Returns the data of the last committed step's commit all-reduce besides the step vote,
         for a rank that prepared the step and missed it."""
-        ...
+        return {}
 
     def take_closing(self, told: Mapping[str, Any]) -> None:
         """Takes the data of `closing` from a peer that saw the commit all-reduce of the current
         step, which is prepared here. Its group has ended."""
-        ...
 
     @property
     def partly_updated(self) -> bool:
         """True if some of several models were updated in the current step, and others were not
         (`features/several_models.py`)."""
-        ...
+        return False
 
     def withdraw_updates(self) -> None:
         """Undoes the current step's updates while its outcome is unknown, since the state may be
         sent to peers or saved. `reinstate_updates` or `discard_step` follows; or neither, if the
         step is never finished."""
-        ...
 
     def reinstate_updates(self) -> None:
         """Restores withdrawn updates because the step continues or counts. Does nothing if there
         are none."""
-        ...
 
     def writes_apart(self) -> ShoalError:
         """Returns the error for ranks whose passes have written different values to parameters.
-        Raised by all ranks."""
-        ...
+        Raised by all ranks. By default an internal error, since passes may write none."""
+        return InternalError("ranks that compare no written parameters found them different")
 
+    @abc.abstractmethod
     def discard_step(self) -> None:
         """Restores what the step changed: buffers, written parameters, attributes and extra state
         of modules, gradients."""
-        ...
 
+    @abc.abstractmethod
     def commit_step(self) -> None:
         """Makes the buffers after an applied step the committed state."""
-        ...
 
 
 class StrategySession(Protocol):

@@ -96,7 +96,7 @@ class ModelReader:
             AuthenticationError, PermissionDeniedError: the token.
         """
         with self._reading:
-            self._insist()
+            self._retry_until()
             return dict(self._model.tensors)
 
     @property
@@ -124,7 +124,7 @@ class ModelReader:
 
     # ----------------------------------------------------------------------------- the call at work
 
-    def _insist(self) -> None:
+    def _retry_until(self) -> None:
         deadline = time.monotonic() + self._patience.total_seconds()
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         while True:

@@ -118,7 +118,7 @@ class Coordinator:
         self.away = False
         self._policy = Policy(kept_out_ms=_KEPT_OUT_MS) if world.scenario.parted else Policy()
         self._streams: dict[str, Stream] = {}
-        self._opening: list[Stream] = []
+        self._configuration: list[Stream] = []
         """Whose members are not let in yet."""
         self._pulses: dict[str, Pulse] = {}
         self._queue: list[tuple[Event, Callable[[Outcome], None] | None]] = []
@@ -147,9 +147,9 @@ class Coordinator:
         for member_id, stream in list(self._streams.items()):
             stream.end(UnavailableError("the coordinator is away"))
             self._detach(member_id, stream)
-        for stream in self._opening:
+        for stream in self._configuration:
             stream.end(UnavailableError("the coordinator is away"))
-        self._opening.clear()
+        self._configuration.clear()
         self._queue.clear()
 
     def come_back(self) -> None:
@@ -201,12 +201,12 @@ class Coordinator:
         if self.away:
             stream.end(UnavailableError("the coordinator is away"))
             return
-        self._opening.append(stream)
+        self._configuration.append(stream)
         _, event = parse_join(first.join)
         self.submit(event, lambda outcome: self._joined(stream, event, outcome))
 
     def _joined(self, stream: Stream, event: MemberJoined, outcome: Outcome) -> None:
-        self._opening.remove(stream)
+        self._configuration.remove(stream)
         if isinstance(outcome, ShoalError):
             stream.end(outcome)
             return

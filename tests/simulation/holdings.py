@@ -102,7 +102,7 @@ class Holdings:
         """Whether `process` stands in a generation. Called at each of its points."""
         formation = process.session._formation if process.session is not None else None
         group = formation.group if formation is not None else None
-        if formation is None or group is None or formation._spectators:
+        if formation is None or group is None or formation._learners:
             return
         number = group.generation.number
         peers = self._world.coordinator.members_of[number]

@@ -176,13 +176,13 @@ def test_a_state_that_is_given_up_after_one_death_is_found(
 ) -> None:
     scenario = Scenario(strategy="zero1", loop=loop, faults=(Dies(who="b", point=100),))
     oracle.reference(scenario.without_faults())
-    regroup, gave_up = ShardedState.regroup, set[int]()
+    reshard, gave_up = ShardedState.reshard, set[int]()
 
     def losing(state: ShardedState, group: Any) -> None:
         if group.world_size == 2 and group.rank not in gave_up:
             gave_up.add(group.rank)
             raise ShardsLostError(lost=1, shards=3)
-        regroup(state, group)
+        reshard(state, group)
 
     monkeypatch.setattr(ShardedState, "regroup", losing)
     assert kind in oracle.run(scenario).kinds

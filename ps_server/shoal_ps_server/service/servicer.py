@@ -211,7 +211,7 @@ class ParameterServerServicer:
     ) -> AsyncIterator[bytes]:
         """Serves Pull."""
         with self._metrics.counting_refusals("Pull"):
-            self._check_onlooker(request.member_id)
+            self._check_reader(request.member_id)
         async with aclosing(
             self._transfers.pull(request, Transport.GRPC, key=member_key())
         ) as answers:
@@ -245,7 +245,7 @@ class ParameterServerServicer:
         with self._metrics.counting_refusals("OpenData"):
             check_job(request.job_id, self._identity.job_id)
             member_id = parse_member(request.member_id) if request.member_id else ""
-            self._check_onlooker(member_id)
+            self._check_reader(member_id)
             speaker = Speaker(member_id=member_id, key=member_key())
             if member_id:
                 self._membership.check_key(member_id, speaker.key)
@@ -409,7 +409,7 @@ class ParameterServerServicer:
                 retry_after=MOVING_RETRY,
             )
 
-    def _check_onlooker(self, member_id: str) -> None:
+    def _check_reader(self, member_id: str) -> None:
         """Raises PermissionDeniedError if a reader claims to be a member: others would wait for
         it."""
         if member_id and caller().role is Role.READER:

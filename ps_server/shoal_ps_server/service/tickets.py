@@ -15,7 +15,7 @@ from shoal_common.errors import AuthenticationError, LimitError
 GOOD_FOR_S: Final = 10.0
 MOST_OF_A_MEMBER: Final = 8
 """Maximum number of connections for one member, including tickets for further ones."""
-MOST_OF_ONLOOKERS: Final = 256
+MOST_OF_READERS: Final = 256
 """The same for all anonymous clients together."""
 
 
@@ -61,7 +61,7 @@ class Tickets:
         member_id = speaker.member_id
         self._issued = [each for each in self._issued if each.until > now]
         own = self._open[member_id] + sum(each.member_id == member_id for each in self._issued)
-        most = MOST_OF_A_MEMBER if member_id else MOST_OF_ONLOOKERS
+        most = MOST_OF_A_MEMBER if member_id else MOST_OF_READERS
         if own >= most or self._open.total() + len(self._issued) >= self._most_together:
             raise LimitError(
                 f"member {member_id!r} has {own} bulk connections of at most {most}, all together "

@@ -55,10 +55,10 @@ def test_jobs_are_submitted_to_it_with_the_clients_token(
         assert [each.job_id for each in client.jobs()] == [job_id]
         status, out, err = here.run("jobs", "--coordinator", coordinator, SHOAL_TOKEN=VIEWER)
         assert (status, job_id in out) == (0, True), err
-        with Client(ChannelSettings(address=coordinator, token=VIEWER)) as onlooker:
-            assert onlooker.job(job_id).world_size == 2
-            assert next(onlooker.events(job_id)).kind == "job_created"
-            for refused in (lambda: onlooker.stop(job_id), lambda: onlooker.drain(job_id, rank=0)):
+        with Client(ChannelSettings(address=coordinator, token=VIEWER)) as reader:
+            assert reader.job(job_id).world_size == 2
+            assert next(reader.events(job_id)).kind == "job_created"
+            for refused in (lambda: reader.stop(job_id), lambda: reader.drain(job_id, rank=0)):
                 with pytest.raises(PermissionDeniedError):
                     refused()
         with Client(coordinator) as stranger, pytest.raises(AuthenticationError):

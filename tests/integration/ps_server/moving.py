@@ -297,7 +297,7 @@ class Trainer:
         """What the servers hold is what one would hold between whose partitions nothing ever moved,
         to the last bit."""
         for partition_id in self.partition_ids:
-            version, values = self._insist(
+            version, values = self._retry_until(
                 lambda partition_id=partition_id: self._pull(partition_id)
             )
             image = self.whole.image(partition_id)
@@ -340,7 +340,7 @@ class Trainer:
             (result,) = (client.push if push else client.initialize)([(header(), payload)])
             return result
 
-        result = self._insist(send)
+        result = self._retry_until(send)
         if not again:
             parsed = parse_upload_header(
                 pb.PushHeader.FromString(header().SerializeToString()), self._at_epoch(), kind
@@ -368,7 +368,7 @@ class Trainer:
         (header,) = self._client(self._map.partitions[partition_id].primary).pull(request, into)
         return header.version, buffers[0]
 
-    def _insist(self, attempt: Any) -> Any:
+    def _retry_until(self, attempt: Any) -> Any:
         def attempted() -> Any:
             try:
                 return [attempt()]

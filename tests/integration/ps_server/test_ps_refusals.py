@@ -312,11 +312,11 @@ def test_whatever_is_sent_the_answer_is_one_that_is_expected(
     # All pushes are this member's: a partition's version counts them, and its values are numbers
     # whatever was sent.
     assert [each.version for each in partitions] == [1 + each.sequence for each in partitions]
-    onlooker = {
+    reader = {
         "member_id": "",
         "partitions": [pb.PartitionPull(partition_id=each.partition_id) for each in partitions],
     }
     assert all(
         np.isfinite(np.frombuffer(values, np.float32)).all()
-        for values in member.pull(**onlooker).values()
+        for values in member.pull(**reader).values()
     )

@@ -56,7 +56,7 @@ class TableMember:
         self.sequence = 0
 
     def pull(
-        self, ids: np.ndarray[Any, Any], *, onlooker: bool = False, **changes: Any
+        self, ids: np.ndarray[Any, Any], *, reader: bool = False, **changes: Any
     ) -> np.ndarray[Any, Any]:
         """Rows in the order of their ids."""
         rows = np.empty((len(ids), DIM), np.float32)
@@ -71,7 +71,7 @@ class TableMember:
             pb.PartitionPull(partition_id=1 + n, ids=pulled_ids(ids[places[n]]))
             for n in range(BUCKETS)
         ]
-        member = {} if onlooker else {"member_id": self.name, "generation": 1}
+        member = {} if reader else {"member_id": self.name, "generation": 1}
         request = pb.PullRequest(
             job_id="job", shard_map_epoch=1, partitions=wanted, checksums=True, **member, **changes
         )
@@ -155,7 +155,7 @@ def test_rows_are_trained_by_id_as_torch_trains_them_with_sparse_gradients(membe
         )
         optimizer.step()
     np.testing.assert_allclose(
-        member.pull(ids, onlooker=True), reference.detach().numpy(), rtol=1e-6, atol=1e-6
+        member.pull(ids, reader=True), reference.detach().numpy(), rtol=1e-6, atol=1e-6
     )
     assert member.versions == dict.fromkeys(range(1, 5), 11)
     repeated = member.pull(np.array([5, 5, -3, 5]))
@@ -244,10 +244,10 @@ def test_ids_beyond_the_declared_rows_are_refused(cluster) -> None:
     cluster.coordinator.registrations.get(timeout=30)
     client.configure_optimizer("job", pb.OptimizerSpec(name="sgd"), ASP)
     member = TableMember(client)
-    assert member.pull(np.arange(50), onlooker=True).shape == (50, DIM)
+    assert member.pull(np.arange(50), reader=True).shape == (50, DIM)
     for wrong in (50, -1):
         with pytest.raises(ShoalError, match=f"id {wrong}: expected 0 to 49"):
-            member.pull(np.array([wrong]), onlooker=True)
+            member.pull(np.array([wrong]), reader=True)
 
 
 def test_a_server_that_is_killed_comes_back_with_every_row_that_it_acknowledged(
@@ -278,7 +278,7 @@ def test_a_server_that_is_killed_comes_back_with_every_row_that_it_acknowledged(
     member.client.close()
     again = TableMember(start(*flags).client())
     again.sequence = 8
-    assert (again.pull(np.arange(60), onlooker=True) == before).all()
+    assert (again.pull(np.arange(60), reader=True) == before).all()
     assert again.versions == member.versions
     assert all(each.duplicate for each in again.push(*steps(8)[7], again=True))
     again.client.close()

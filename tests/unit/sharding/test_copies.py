@@ -45,7 +45,11 @@ def told(
             if rank not in gone
             else []
         )
-        kept = [position for position, keeper in copies if keeper == rank and rank not in gone]
+        kept = [
+            position
+            for position, mirror_holder in copies
+            if mirror_holder == rank and rank not in gone
+        ]
         vectors = [{position: {"": torch.zeros(1)} for position in kept}]
         rows.append(
             rows_of(own + merge_copies([], ShardHolders(cut=3, shards=world_size), vectors))
@@ -56,8 +60,8 @@ def told(
 def test_what_a_rank_that_leaves_holds_is_copied_to_others() -> None:
     copies = plan_copies(told(4), range(4), [1])
     assert [(copy.place, copy.sender) for copy in copies] == [(0, 0), (1, 1)]
-    assert all(copy.keeper in (2, 3) for copy in copies if copy.place == 0)
-    assert all(copy.keeper in (0, 3) for copy in copies if copy.place == 1)
+    assert all(copy.mirror_holder in (2, 3) for copy in copies if copy.place == 0)
+    assert all(copy.mirror_holder in (0, 3) for copy in copies if copy.place == 1)
 
 
 def test_nothing_is_copied_where_all_have_all() -> None:
@@ -69,7 +73,9 @@ def test_a_shard_that_is_copied_already_is_not_copied_again() -> None:
     assert {copy.place for copy in first} == {0, 1}
     assert (
         plan_copies(
-            told(4, gone=[1], copies=[(copy.place, copy.keeper) for copy in first]), [0, 2, 3], []
+            told(4, gone=[1], copies=[(copy.place, copy.mirror_holder) for copy in first]),
+            [0, 2, 3],
+            [],
         )
         == []
     )
@@ -92,15 +98,19 @@ def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank
     copies: list[tuple[int, int]] = []
     for dead in (9, 7, 5, 3):
         gone.append(dead)
-        copies = [(position, keeper) for position, keeper in copies if keeper != dead]
+        copies = [
+            (position, mirror_holder) for position, mirror_holder in copies if mirror_holder != dead
+        ]
         left = [rank for rank in range(10) if rank not in gone]
         copies += [
-            (copy.place, copy.keeper)
+            (copy.place, copy.mirror_holder)
             for copy in plan_copies(told(10, gone, copies), left, [], most=MOST_COPIES)
         ]
         now = told(10, gone, copies)  # it would raise if a rank had more than it can tell
         assert all(len(now.having(position)) == 2 for position in range(10))
-    counts = [sum(keeper == rank for _, keeper in copies) for rank in (0, 1, 2, 4, 6, 8)]
+    counts = [
+        sum(mirror_holder == rank for _, mirror_holder in copies) for rank in (0, 1, 2, 4, 6, 8)
+    ]
     assert max(counts) - min(counts) <= 1
 
 
@@ -132,7 +142,7 @@ def test_ranks_of_a_mesh_have_places_instead_of_positions() -> None:
     )
     assert sorted(held.senders().values()) == [0, 1, 2, 3]
     assert [
-        (copy.place, copy.sender, copy.keeper) for copy in plan_copies(held, range(4), [3])
+        (copy.place, copy.sender, copy.mirror_holder) for copy in plan_copies(held, range(4), [3])
     ] == [(places[2], 2, 0), (places[3], 2, 1)]
 
 
@@ -152,7 +162,7 @@ def test_ranks_of_a_mesh_keep_as_many_copies_as_there_are_shards_left() -> None:
             for rank, own in held.items()
         )
         for copy in plan_copies(now, list(held), []):
-            held[copy.keeper].add(copy.place)
+            held[copy.mirror_holder].add(copy.place)
     assert held == {0: set(places)}
 
 

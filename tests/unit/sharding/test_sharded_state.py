@@ -16,7 +16,7 @@ from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.elastic.contract.generation import topology_of
 from shoal_worker.engine.parameter_groups import by_bytes
 from shoal_worker.sharding.execution import ShardedExecution
-from shoal_worker.sharding.layout import buddy_stride
+from shoal_worker.sharding.layout import mirror_stride
 from shoal_worker.sharding.resharding import Cut, hold
 from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.sharding.unit import Stage, Unit
@@ -126,7 +126,7 @@ def test_an_optimizers_state_outlives_ranks_that_die(name: str) -> None:
         def after(ranks: RankThread, number: int = number) -> None:
             own = survivors[ranks.rank]
             own.execution._collectives = ranks
-            own.state.regroup(generation(number, ranks.world_size, ranks))
+            own.state.reshard(generation(number, ranks.world_size, ranks))
             own.step(ranks)
 
         run_ranks(len(survivors), after)
@@ -155,7 +155,7 @@ def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
     def after(ranks: RankThread) -> None:
         own = survivors[ranks.rank]
         own.execution._collectives = ranks
-        own.state.regroup(generation(2, 2, ranks))
+        own.state.reshard(generation(2, 2, ranks))
 
     run_ranks(2, after)
     for own in survivors:
@@ -181,7 +181,7 @@ def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be
     def again(ranks: RankThread) -> None:
         own = ranks_of_three[ranks.rank]
         own.execution._collectives = ranks
-        own.state.regroup(generation(3, 3, ranks))
+        own.state.reshard(generation(3, 3, ranks))
         assert own.state._before is not None
         assert own.state._before.cut.number == 1
 
@@ -200,7 +200,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
 
 @pytest.mark.parametrize("hosts", ["ab", "aabb", "abb" + "ccc", "aabbcc", "abbcc", "abcd"])
 def test_a_mirror_lies_on_another_host_unless_one_host_has_most_ranks(hosts: str) -> None:
-    stride = buddy_stride(topology_of(list(hosts)))
+    stride = mirror_stride(topology_of(list(hosts)))
     assert all(host != hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts))
 
 
@@ -208,7 +208,7 @@ def test_a_mirror_lies_on_another_host_unless_one_host_has_most_ranks(hosts: str
     ("hosts", "together"), [("a", 1), ("aaa", 3), ("aaab", 2), ("baaa", 2), ("aab", 1)]
 )
 def test_as_few_mirrors_as_can_be_lie_on_their_shards_own_host(hosts: str, together: int) -> None:
-    stride = buddy_stride(topology_of(list(hosts)))
+    stride = mirror_stride(topology_of(list(hosts)))
     assert (
         sum(host == hosts[(rank + stride) % len(hosts)] for rank, host in enumerate(hosts))
         == together

@@ -14,7 +14,7 @@ import torch
 from shoal_common.errors import ConfigurationError, LimitError
 from shoal_worker.elastic.recovery.formation import GROUP_LOST
 from shoal_worker.engine.hidden_parameters import inside
-from shoal_worker.sharding.homes import FileHome, HostHome
+from shoal_worker.sharding.placements import FilePlacement, HostPlacement
 from shoal_worker.sharding.unit import Stage, Unit
 from torch import nn
 
@@ -170,7 +170,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wante
     tmp_path: Path,
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    home = FileHome(tmp_path)
+    placement = FilePlacement(tmp_path)
     # else it ends the process that asks for too large a file
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
@@ -180,14 +180,14 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wante
             match=rf"offload='{tmp_path}': a file of 8000 bytes could not be made there: .*make "
             r"room",
         ) as raised:
-            home.empty(2000, torch.float32)
+            placement.empty(2000, torch.float32)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     assert raised.value.reason == "OFFLOAD_FULL"
     assert not isinstance(raised.value, GROUP_LOST)  # those make a rank form group after group
     assert list(tmp_path.iterdir()) == []
-    assert home.empty(1000, torch.float32).sum() == 0
+    assert placement.empty(1000, torch.float32).sum() == 0
 
 
 def test_the_preset_for_offload_changes_nothing_where_all_is_on_the_host(plain: State) -> None:
@@ -253,16 +253,18 @@ def test_what_the_host_updates_is_waited_for_once(monkeypatch: pytest.MonkeyPatc
             waits.append(torch.device("meta"))
 
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
-    home = HostHome()
+    placement = HostPlacement()
     # stands in for the host, and the host for a device: they differ
-    home.device = torch.device("meta")
-    monkeypatch.setattr(HostHome, "empty", lambda _, numel, dtype: torch.empty(numel, dtype=dtype))
+    placement.device = torch.device("meta")
+    monkeypatch.setattr(
+        HostPlacement, "empty", lambda _, numel, dtype: torch.empty(numel, dtype=dtype)
+    )
     brought = [
-        home.bring(torch.full((3,), value, dtype=torch.float64), torch.float32)
+        placement.bring(torch.full((3,), value, dtype=torch.float64), torch.float32)
         for value in (1.0, 2.0)
     ]
     assert not waits
-    home.arrived()
-    home.arrived()
+    placement.arrived()
+    placement.arrived()
     assert len(waits) == 1
     assert [each.tolist() for each in brought] == [[1.0] * 3, [2.0] * 3]

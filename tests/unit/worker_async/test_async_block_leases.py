@@ -43,7 +43,7 @@ class FakeJob:
     def departure(self) -> StopTraining:
         return self.stop
 
-    def insist(self, what: str, call: Callable[[], Any]) -> Any:
+    def retry_until(self, what: str, call: Callable[[], Any]) -> Any:
         return call()
 
     def lease_batches(self, **request: Any) -> Any:

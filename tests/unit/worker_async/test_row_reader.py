@@ -34,7 +34,7 @@ def test_what_passes_is_repeated(reader: RowReader, error: ShoalError) -> None:
             raise outcome
         return "done"
 
-    assert reader.insist(attempt) == "done"
+    assert reader.retry_until(attempt) == "done"
 
 
 @pytest.mark.parametrize(
@@ -52,5 +52,5 @@ def test_what_no_repetition_cures_is_raised_at_once(reader: RowReader, error: Sh
         raise error
 
     with pytest.raises(type(error)):
-        reader.insist(attempt)
+        reader.retry_until(attempt)
     assert len(attempts) == 1

@@ -113,7 +113,7 @@ def test_rows_that_are_read_ahead_are_a_wait_only_once_the_training_thread_needs
     done: Future[Any] = Future()
 
     def read_ahead() -> None:
-        done.set_result(reader.insist(attempt))
+        done.set_result(reader.retry_until(attempt))
 
     thread = threading.Thread(target=read_ahead)
     thread.start()

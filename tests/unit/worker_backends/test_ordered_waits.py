@@ -15,7 +15,7 @@ from shoal_common.errors import MembershipChanged
 from shoal_worker.backends.nccl.backend import NCCLBackend
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.generation import Generation, Peer
-from shoal_worker.elastic.group.group import Group, Opening
+from shoal_worker.elastic.group.group import Group, GroupConfiguration
 
 from tests.fake_device.library import in_threads
 from tests.fake_device.ranks import PATIENCE, SEEDS, ProcessEnded, Ranks, close, outcome, started
@@ -156,7 +156,7 @@ class Groups:
         self.groups: list[Group] = self._answers
 
     def _connect(self, rank: int) -> Group:
-        opening = Opening(
+        configuration = GroupConfiguration(
             make_backend=lambda: self.ranks.backend(rank),
             store=lambda name: dist.PrefixStore(name, self._store),
             hostname=None,
@@ -164,8 +164,8 @@ class Groups:
             collective_timeout=PATIENCE,
         )
         backend, generation = self.ranks.backend(rank), _generation(rank, self.size)
-        opening.initialize(backend, generation, dist.PrefixStore("all", self._store))
-        return Group(generation, backend, None, opening)
+        configuration.initialize(backend, generation, dist.PrefixStore("all", self._store))
+        return Group(generation, backend, None, configuration)
 
     def close(self) -> None:
         in_threads([group.close for group in self.groups])

@@ -23,7 +23,7 @@ from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.group.waiting import Waiting
 from shoal_worker.elastic.recovery.formation import Formation
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.engine.parameters import materialize
 from shoal_worker.metrics import WorkerMetrics
@@ -74,7 +74,7 @@ class RoomGroup:
         self.waiting = Waiting(None)
         self._numbers = itertools.count()
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         self.exchange(b"")
 
     def exchange(self, payload: bytes) -> list[bytes]:
@@ -105,7 +105,7 @@ class Model(TrainingEngine):
                 for parameter in self.module.parameters():
                     parameter.fill_(value)
 
-    def bring_together(self, channel: Channel) -> None:
+    def consolidate(self, channel: Channel) -> None:
         """As strategies do whose models are in parts: a rank without values has nothing to say, and
         says nothing."""
         if self.has_values():
@@ -145,7 +145,7 @@ class Member:
         self, model: Model, *, state: StateName | None = None, live: bool = True, torn: bool = False
     ) -> None:
         self.model = model
-        self.held = HeldState(live=live)
+        self.held = CommittedState(live=live)
         self.held.set_engine(cast(Any, model))
         self.held.name = state
         if torn:

@@ -12,7 +12,12 @@ from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
-from shoal_worker.elastic.contract.course import CLOSING, FORWARD, GRADIENTS, Course
+from shoal_worker.elastic.contract.collective_trace import (
+    COMMIT,
+    FORWARD,
+    GRADIENTS,
+    CollectiveTrace,
+)
 from shoal_worker.elastic.group.operations import Operations
 from shoal_worker.elastic.group.waiting import Waiting
 from shoal_worker.elastic.session.desync_detector import DesyncDetector
@@ -50,7 +55,7 @@ class Rank:
         self.waiting = Waiting(cast(RedisStore, notes))
         self.ended: str | None = None
         self.engine, self.log, self.passes_with = self, [4], ""
-        self.course = Course()
+        self.trace = CollectiveTrace()
         self.group = SimpleNamespace(
             rank=number, broken=None, waiting=self.waiting, abort=self._abort
         )
@@ -70,7 +75,7 @@ class Rank:
 
     def steps_of(self, loader: str) -> None:
         self.step = cast(
-            Any, SimpleNamespace(source=SimpleNamespace(name=loader), course=self.course)
+            Any, SimpleNamespace(source=SimpleNamespace(name=loader), trace=self.trace)
         )
 
 
@@ -138,11 +143,11 @@ def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: lis
 def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[Rank]) -> None:
     """One leaves out `optimizer.step()`."""
     one, other = ranks
-    for rank, last in zip(ranks, (CLOSING, GRADIENTS), strict=True):
+    for rank, last in zip(ranks, (COMMIT, GRADIENTS), strict=True):
         rank.steps_of("train")
-        rank.course.begin(1, 4, 0)
-        rank.course.add(GRADIENTS)
-        rank.course.add(last)
+        rank.trace.begin(1, 4, 0)
+        rank.trace.add(GRADIENTS)
+        rank.trace.add(last)
     with one.waiting, other.waiting:
         look(one, other)
     assert other.ended is not None
@@ -159,13 +164,13 @@ def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_w
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
-        rank.course.begin(1, 4)
-        rank.course.add(GRADIENTS)
+        rank.trace.begin(1, 4)
+        rank.trace.add(GRADIENTS)
 
     def goes_on() -> bytes:
         one.waiting.__exit__()
-        one.course.begin(1, 5)
-        one.course.add(FORWARD)
+        one.trace.begin(1, 5)
+        one.trace.add(FORWARD)
         return b"[4]"
 
     monkeypatch.setattr(one, "issued", goes_on)
@@ -179,8 +184,8 @@ def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[R
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
-        rank.course.add(GRADIENTS, "model 0")
-    other.course.add(CLOSING, "model 0")
+        rank.trace.add(GRADIENTS, "model 0")
+    other.trace.add(COMMIT, "model 0")
     with one.waiting, other.waiting:
         look(one, other)
     assert one.ended is other.ended is None
@@ -190,16 +195,16 @@ def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -
     """Where a model is cut over ranks, each replica may take another number of micro-batches, and
     ends its batch as the others do."""
     third = Rank(2, cast(Any, ranks[0].waiting._notes))
-    for rank, replica, courses in zip(
+    for rank, replica, traces in zip(
         [*ranks, third],
         "001",
-        [[FORWARD, CLOSING], [FORWARD, FORWARD], [FORWARD, FORWARD, CLOSING]],
+        [[FORWARD, COMMIT], [FORWARD, FORWARD], [FORWARD, FORWARD, COMMIT]],
         strict=True,
     ):
         rank.steps_of("train")
         rank.passes_with = f"replica {replica}"
-        for what in courses:
-            rank.course.add(what)
+        for what in traces:
+            rank.trace.add(what)
     one, other = ranks
     with third.waiting, one.waiting:
         look(third, one)
@@ -211,11 +216,11 @@ def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -
 
 
 def test_the_course_of_a_step_that_was_left_goes_on_in_the_next_one_at_its_place() -> None:
-    course = Course()
+    trace = CollectiveTrace()
     for place, expected in (((1, 4), 1), ((1, 4), 2), ((1, 5), 1), ((2, 5), 1)):
-        course.begin(*place)
-        course.add(GRADIENTS)
-        assert course.told(passes=True)["issued"] == [0] * expected
+        trace.begin(*place)
+        trace.add(GRADIENTS)
+        assert trace.told(passes=True)["issued"] == [0] * expected
 
 
 def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(

@@ -24,7 +24,7 @@ def synchronize(member: Member) -> None:
     member.formation.synchronize_first()
 
 
-def border(member: Member) -> ScriptPosition | None:
+def boundary(member: Member) -> ScriptPosition | None:
     member.formation.reform()
     return member.formation.let_joiners_in(BORDER)
 
@@ -57,7 +57,7 @@ def test_a_state_that_every_holder_has_torn_is_said_to_be_lost_on_all_ranks() ->
 
 def test_a_state_that_every_holder_has_torn_is_not_given_to_joiners() -> None:
     members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(0.0), live=False)]
-    outcomes = form(members, border)
+    outcomes = form(members, boundary)
     assert [str(o) for o in outcomes] == [
         "no rank can give its state to the joiners; restart from a checkpoint"
     ] * 2
@@ -75,7 +75,7 @@ def test_the_weights_of_the_first_rank_that_is_no_joiner_win(first_is_joiner: bo
     outcomes = form(
         [joiner, *members],
         lambda m: (
-            border(m) if m is joiner else (synchronize(m), m.formation.let_joiners_in(BORDER))[1]
+            boundary(m) if m is joiner else (synchronize(m), m.formation.let_joiners_in(BORDER))[1]
         ),
     )
     assert outcomes == [BORDER, None, None, None]
@@ -100,7 +100,7 @@ def test_who_recovers_has_let_go_of_the_group_before_it_waits_for_the_next_one()
 
 def test_a_joiner_on_the_meta_device_gets_its_values_from_its_peers() -> None:
     members = [Member(Model(5.0), state=NEW), Member(Model(0.0, meta=True), live=False)]
-    assert form(members, border) == [None, BORDER]
+    assert form(members, boundary) == [None, BORDER]
     assert members[1].model.value == 5.0
     assert members[1].held.name == NEW
     assert members[1].held.phase.holds_state
@@ -115,7 +115,7 @@ def test_a_joiner_never_speaks_for_all_before_it_was_fed() -> None:
 
 def test_the_lowest_rank_speaks_for_all_once_all_hold_the_state() -> None:
     joiner, member = Member(Model(0.0), live=False), Member(Model(5.0), state=NEW)
-    form([joiner, member], border)
+    form([joiner, member], boundary)
     assert joiner.formation.is_first
     assert not member.formation.is_first
 
@@ -140,10 +140,10 @@ def test_ranks_at_different_loops_refuse_to_feed_a_joiner() -> None:
 def test_joiners_that_find_nobody_start_from_the_checkpoint() -> None:
     members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
     for member in members:
-        member.formation.feeding.fallback = lambda member=member: (
+        member.formation.syncing.fallback = lambda member=member: (
             member.model.restore(Model(7.0).capture()) is None
         )
-    assert form(members, border) == [None, None]
+    assert form(members, boundary) == [None, None]
     assert [m.model.value for m in members] == [7.0, 7.0]
 
 
@@ -153,8 +153,8 @@ def test_joiners_that_find_neither_the_state_nor_a_checkpoint_do_not_begin_at_st
 ) -> None:
     members = [Member(Model(1.0), live=False), Member(Model(2.0), live=False)]
     for member in members:
-        member.formation.feeding.fallback = reads
-    outcomes = form(members, border)
+        member.formation.syncing.fallback = reads
+    outcomes = form(members, boundary)
     assert [getattr(o, "reason", None) for o in outcomes] == ["PROGRESS_LOST"] * 2
     assert "shoal.resume" in str(outcomes[0])
     assert not any(m.held.phase.holds_state for m in members)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.committed_state import CommittedState
 
 
 class Loader:
@@ -48,7 +48,7 @@ def test_a_script_can_take_the_steps_of_its_loop_again_and_no_others(
     then: dict[str, tuple[int, int]],
     why_not: str | None,
 ) -> None:
-    held = HeldState(live=True)
+    held = CommittedState(live=True)
     loaders = [
         Loader(name, epoch, step, under_way=under)
         for name, (epoch, step, under) in (("train", train), ("other", other))

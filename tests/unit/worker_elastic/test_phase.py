@@ -11,7 +11,7 @@ REPLAYING, ARRIVING, TRAINING, TORN, RETURNED, STOPPED, LEFT = PHASES = tuple(Ph
 
 PATHS = {
     REPLAYING: (),
-    ARRIVING: ("feed",),
+    ARRIVING: ("sync",),
     TRAINING: ("begin",),
     TORN: ("begin", "tear"),
     RETURNED: ("begin", "go_back"),
@@ -25,7 +25,7 @@ MOVES = {
     # from:         REPLAYING  ARRIVING  TRAINING  TORN      RETURNED  STOPPED   LEFT
     "begin":       (TRAINING,  BUG,      BUG,      BUG,      BUG,      BUG,      BUG),
     "be_alone":    (TRAINING,  TRAINING, TRAINING, TORN,     TRAINING, STOPPED,  LEFT),
-    "feed":        (ARRIVING,  ARRIVING, TRAINING, TORN,     RETURNED, STOPPED,  BUG),
+    "sync":        (ARRIVING,  ARRIVING, TRAINING, TORN,     RETURNED, STOPPED,  BUG),
     "arrive":      (BUG,       TRAINING, BUG,      BUG,      BUG,      BUG,      BUG),
     "fall_behind": (BUG,       BUG,      ARRIVING, TORN,     BUG,      BUG,      BUG),
     "set_aside":   (REPLAYING, REPLAYING, REPLAYING, REPLAYING, REPLAYING, BUG,  BUG),

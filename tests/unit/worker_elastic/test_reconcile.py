@@ -2,27 +2,27 @@
 
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal_worker.elastic.contract.reconcile import Interrupted, Standing, StateName, reconcile
+from shoal_worker.elastic.contract.reconcile import Interrupted, RankStatus, StateName, reconcile
 
 
-def standing(
+def status(
     state: tuple[int, int] | None,
     *,
     attached: bool = True,
-    spectator: bool = False,
+    learner: bool = False,
     poisoned: bool = False,
     operations: int = 0,
     rewinds: bool = False,
     interrupted: tuple[int, bool] | None = None,
     doubt: tuple[int, int] | None = None,
     outcomes: int = 0,
-) -> Standing:
-    return Standing(
+) -> RankStatus:
+    return RankStatus(
         state=None if state is None else StateName(*state),
         doubt=None if doubt is None else StateName(*doubt),
         outcomes=outcomes,
         attached=attached,
-        spectator=spectator,
+        learner=learner,
         poisoned=poisoned,
         operations=operations,
         rewinds=rewinds,
@@ -31,108 +31,106 @@ def standing(
 
 
 def test_equal_states_need_nothing() -> None:
-    plan = reconcile([standing((1, 5)), standing((1, 5))])
+    plan = reconcile([status((1, 5)), status((1, 5))])
     assert (plan.donors, plan.behind, plan.results_from) == ((0, 1), (), None)
 
 
 def test_a_rank_in_doubt_of_a_step_that_its_peers_committed_applies_it_before_the_generation() -> (
     None
 ):
-    plan = reconcile([standing((1, 6), outcomes=6), standing((1, 5), doubt=(1, 6), outcomes=6)])
+    plan = reconcile([status((1, 6), outcomes=6), status((1, 5), doubt=(1, 6), outcomes=6)])
     assert (plan.decided, plan.behind, plan.moving) == ((1,), (), (1,))
 
 
 def test_a_step_whose_closing_no_survivor_saw_is_void_on_all_at_once() -> None:
     plan = reconcile(
         [
-            standing((1, 5), doubt=(1, 6), outcomes=6),
-            standing((1, 5), outcomes=6),
-            standing((1, 5), doubt=(1, 6), outcomes=6),
+            status((1, 5), doubt=(1, 6), outcomes=6),
+            status((1, 5), outcomes=6),
+            status((1, 5), doubt=(1, 6), outcomes=6),
         ]
     )
     assert (plan.newest, plan.decided, plan.moving) == (StateName(1, 5), (), ())
 
 
 def test_a_rank_that_has_not_begun_the_step_that_its_peers_lost_has_to_lose_it_too() -> None:
-    plan = reconcile([standing((1, 6), outcomes=7), standing((1, 6), outcomes=6)])
+    plan = reconcile([status((1, 6), outcomes=7), status((1, 6), outcomes=6)])
     assert (plan.moving, plan.outcomes) == ((1,), 7)
 
 
 def test_a_joiner_need_not_have_been_told_of_anything() -> None:
-    assert reconcile([standing((1, 6), outcomes=7), standing(None, spectator=True)]).moving == ()
+    assert reconcile([status((1, 6), outcomes=7), status(None, learner=True)]).moving == ()
 
 
 def test_a_rank_of_an_older_state_that_is_not_in_doubt_takes_the_newest_from_all_that_hold_it() -> (
     None
 ):
-    plan = reconcile([standing((1, 6)), standing((1, 5)), standing((1, 6))])
+    plan = reconcile([status((1, 6)), status((1, 5)), status((1, 6))])
     assert plan.newest == StateName(1, 6)
     assert plan.donors == (0, 2)
     assert plan.behind == (1,)
 
 
 def test_ranks_whose_peers_took_steps_without_them_are_replaced_and_take_no_state() -> None:
-    in_an_operation = standing((1, 20), operations=1, outcomes=20, interrupted=(1, True))
-    in_a_step = standing((1, 20), doubt=(1, 21), outcomes=21, interrupted=(1, False))
-    before_its_first_state = standing(None)
+    in_an_operation = status((1, 20), operations=1, outcomes=20, interrupted=(1, True))
+    in_a_step = status((1, 20), doubt=(1, 21), outcomes=21, interrupted=(1, False))
+    before_its_first_state = status(None)
     plan = reconcile(
-        [standing((3, 168), outcomes=169), in_an_operation, in_a_step, before_its_first_state]
+        [status((3, 168), outcomes=169), in_an_operation, in_a_step, before_its_first_state]
     )
     assert plan.overtaken == (1, 2, 3)
     assert (plan.behind, plan.moving, plan.decided) == ((), (), ())
 
 
 def test_a_rank_that_missed_the_return_to_a_checkpoint_is_behind_but_not_overtaken() -> None:
-    plan = reconcile([standing((3, 10), operations=1, outcomes=20), standing((1, 20), outcomes=20)])
+    plan = reconcile([status((3, 10), operations=1, outcomes=20), status((1, 20), outcomes=20)])
     assert (plan.overtaken, plan.behind) == ((), (1,))
 
 
 def test_a_later_generation_wins_over_a_higher_step() -> None:
-    plan = reconcile([standing((1, 9)), standing((2, 7))])
+    plan = reconcile([status((1, 9)), status((2, 7))])
     assert plan.newest == StateName(2, 7)
     assert plan.behind == (0,)
 
 
 def test_a_spectator_takes_nothing_before_the_border_and_counts_for_nothing() -> None:
-    plan = reconcile([standing((1, 5)), standing(None, spectator=True)])
+    plan = reconcile([status((1, 5)), status(None, learner=True)])
     assert plan.behind == ()
-    assert plan.spectators == (1,)
+    assert plan.learners == (1,)
 
 
 def test_a_rank_whose_update_raised_half_way_never_donates_and_takes_the_state_anew() -> None:
-    plan = reconcile([standing((1, 5), poisoned=True), standing((1, 5))])
+    plan = reconcile([status((1, 5), poisoned=True), status((1, 5))])
     assert plan.donors == (1,)
     assert plan.behind == (0,)
 
 
 def test_when_every_holder_is_torn_the_state_is_lost() -> None:
-    assert reconcile([standing((1, 5), poisoned=True)]).state_lost
+    assert reconcile([status((1, 5), poisoned=True)]).state_lost
 
 
 def test_a_rank_that_has_not_finished_the_first_synchronization_takes_anothers_state() -> None:
-    plan = reconcile([standing((1, 0)), standing(None)])
+    plan = reconcile([status((1, 0)), status(None)])
     assert plan.behind == (1,)
     assert plan.donors == (0,)
 
 
 def test_results_come_from_the_rank_that_finished_most_operations() -> None:
-    plan = reconcile(
-        [standing((1, 5), operations=1), standing((1, 5), operations=3), standing((1, 5))]
-    )
+    plan = reconcile([status((1, 5), operations=1), status((1, 5), operations=3), status((1, 5))])
     assert plan.results_from == 1
 
 
 def test_results_of_a_round_that_is_undone_go_to_those_alone_who_have_to_come_to_its_end() -> None:
-    ends_the_round = standing((1, 5), operations=1, outcomes=9, rewinds=True)
-    in_the_operation = standing((1, 5), outcomes=8)
-    has_rewound = standing((1, 5), outcomes=9)
+    ends_the_round = status((1, 5), operations=1, outcomes=9, rewinds=True)
+    in_the_operation = status((1, 5), outcomes=8)
+    has_rewound = status((1, 5), outcomes=9)
     plan = reconcile([ends_the_round, in_the_operation, has_rewound])
     assert (plan.results_from, plan.results_to) == (0, (1,))
     assert reconcile([ends_the_round, has_rewound]).results_from is None
 
 
 def test_a_rank_behind_gets_the_results_that_followed_the_step_it_missed() -> None:
-    plan = reconcile([standing((1, 6), operations=1), standing((1, 5))])
+    plan = reconcile([status((1, 6), operations=1), status((1, 5))])
     assert plan.results_from == 0
 
 
@@ -143,27 +141,27 @@ def test_ranks_of_one_state_in_an_operation_and_in_a_step_of_one_group_went_diff
     None
 ):
     assert reconcile(
-        [standing((1, 5), interrupted=IN_OPERATION), standing((1, 5), interrupted=IN_STEP)]
+        [status((1, 5), interrupted=IN_OPERATION), status((1, 5), interrupted=IN_STEP)]
     ).apart == (0,)
-    assert reconcile([standing((1, 5), interrupted=IN_OPERATION)] * 2).apart == ()
-    assert reconcile([standing((1, 5), interrupted=IN_STEP)] * 2).apart == ()
+    assert reconcile([status((1, 5), interrupted=IN_OPERATION)] * 2).apart == ()
+    assert reconcile([status((1, 5), interrupted=IN_STEP)] * 2).apart == ()
 
 
 def test_ranks_that_a_fault_has_parted_did_not_go_different_ways() -> None:
-    behind = standing((1, 4), interrupted=IN_STEP)
-    further = standing((1, 5), interrupted=IN_STEP, operations=1)
-    of_another_group = standing((1, 5), interrupted=(2, False))
-    spectator = standing(None, interrupted=IN_STEP, spectator=True)
-    for other in (behind, further, of_another_group, spectator, standing((1, 5))):
-        assert reconcile([standing((1, 5), interrupted=IN_OPERATION), other]).apart == ()
+    behind = status((1, 4), interrupted=IN_STEP)
+    further = status((1, 5), interrupted=IN_STEP, operations=1)
+    of_another_group = status((1, 5), interrupted=(2, False))
+    learner = status(None, interrupted=IN_STEP, learner=True)
+    for other in (behind, further, of_another_group, learner, status((1, 5))):
+        assert reconcile([status((1, 5), interrupted=IN_OPERATION), other]).apart == ()
 
 
-standings = st.lists(
+statuses = st.lists(
     st.builds(
-        standing,
+        status,
         st.none() | st.tuples(st.integers(1, 3), st.integers(0, 3)),
         attached=st.booleans(),
-        spectator=st.booleans(),
+        learner=st.booleans(),
         poisoned=st.booleans(),
         operations=st.integers(0, 3),
         interrupted=st.none() | st.tuples(st.integers(1, 3), st.booleans()),
@@ -175,31 +173,31 @@ standings = st.lists(
 )
 
 
-@given(standings)
+@given(statuses)
 def test_donors_hold_the_newest_state_whole_and_nobody_both_gives_and_takes(
-    ranks: list[Standing],
+    ranks: list[RankStatus],
 ) -> None:
     plan = reconcile(ranks)
     assert not set(plan.donors) & set(plan.behind)
     for rank in plan.donors:
         assert ranks[rank].state == plan.newest
         assert not ranks[rank].poisoned
-        assert not ranks[rank].spectator
+        assert not ranks[rank].learner
     for rank in plan.behind:
         assert ranks[rank].attached
-        assert not ranks[rank].spectator
+        assert not ranks[rank].learner
     for s in ranks:
-        if s.state is not None and not s.spectator:
+        if s.state is not None and not s.learner:
             assert plan.newest is not None
             assert s.state <= plan.newest
 
 
-@given(standings)
+@given(statuses)
 def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_is_told_what_to_do(
-    ranks: list[Standing],
+    ranks: list[RankStatus],
 ) -> None:
     plan = reconcile(ranks)
-    members = [r for r, s in enumerate(ranks) if not s.spectator]
+    members = [r for r, s in enumerate(ranks) if not s.learner]
     assert set(plan.moving) <= set(members)
     assert not set(plan.decided) & set(plan.behind)
     assert not set(plan.overtaken) & {*plan.behind, *plan.decided, *plan.donors}
@@ -208,6 +206,6 @@ def test_nobody_waits_for_ranks_that_do_not_move_and_each_that_holds_too_little_
         assert not plan.decided
 
 
-@given(standings)
-def test_standings_survive_the_wire(ranks: list[Standing]) -> None:
-    assert [Standing.decode(s.encode()) for s in ranks] == ranks
+@given(statuses)
+def test_standings_survive_the_wire(ranks: list[RankStatus]) -> None:
+    assert [RankStatus.decode(s.encode()) for s in ranks] == ranks

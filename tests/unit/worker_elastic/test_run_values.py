@@ -46,7 +46,7 @@ def test_a_lost_step_puts_values_back() -> None:
         run.seen += 12
         run.history.append(run.seen)
         if lost:
-            registered.step_void()
+            registered.step_aborted()
         else:
             registered.step_committed()
     assert (run.seen, run.history) == (24, [12, 24])

@@ -24,7 +24,7 @@ class Training:
         self.scaler.scale(self.parameter.sum() * factor).backward()
         self.scaler.unscale_(self.optimizer)
         if lost:
-            self.registered.step_void()
+            self.registered.step_aborted()
         else:
             self.scaler.step(self.optimizer)
         self.scaler.update()

@@ -20,7 +20,7 @@ def scheduler() -> torch.optim.lr_scheduler.StepLR:
 def test_a_scheduler_does_not_advance_after_a_void_step() -> None:
     registered, lr = RegisteredState(), scheduler()
     registered.register("lr", lr)
-    registered.step_void()
+    registered.step_aborted()
     lr.step()
     assert lr.get_last_lr() == [1.0]
     registered.step_begins()
@@ -50,7 +50,7 @@ def test_what_a_lost_step_did_to_a_registered_object_is_undone() -> None:
         registered.step_taken(may_be_lost=True)
         seen.samples += 1  # in place: a copy must have been made
         if lost:
-            registered.step_void()
+            registered.step_aborted()
             assert seen.samples.item() == 11  # after one step that counts
         else:
             registered.step_committed()
@@ -68,7 +68,7 @@ def test_peers_and_checkpoints_get_a_registered_object_as_it_was_before_the_lost
     assert registered.capture()["states"]["seen"]["samples"].item() == 0
     registered.reinstate()
     assert seen.samples.item() == 1
-    registered.step_void()
+    registered.step_aborted()
     seen.samples += 1
     assert registered.capture()["states"]["seen"]["samples"].item() == 0
 
@@ -83,7 +83,7 @@ def test_a_large_registered_object_is_not_copied_in_each_step(
         registered.step_begins()
         registered.step_taken(may_be_lost=True)
         seen.samples[0] += 1
-        registered.step_void()
+        registered.step_aborted()
     assert seen.samples[0].item() == 2
     assert [record.message for record in caplog.records if "64 MiB" in record.message] == [
         "the registered object 'seen' holds more than 64 MiB of tensors, or 256 KiB of other "
@@ -118,7 +118,7 @@ def test_a_loop_without_a_loader_trains_on_no_sample_twice_after_a_lost_step() -
         registered.step_taken(may_be_lost=True, comes_again=False)
         position.history.append(0.5)
         if lost:
-            registered.step_void()
+            registered.step_aborted()
         else:
             registered.step_committed()
             trained.append(sample)
@@ -136,7 +136,7 @@ def test_an_object_with_many_values_is_not_copied_in_each_step(
     for _ in range(2):
         registered.step_begins()
         registered.step_taken(may_be_lost=True)
-        registered.step_void()
+        registered.step_aborted()
     assert (
         len([record for record in caplog.records if "256 KiB of other values" in record.message])
         == 1
@@ -146,7 +146,7 @@ def test_an_object_with_many_values_is_not_copied_in_each_step(
 def test_a_scaler_that_is_not_enabled_may_be_updated_after_a_void_step() -> None:
     registered, scaler = RegisteredState(), torch.amp.GradScaler("cpu", enabled=False)
     registered.register("scaler", scaler)
-    registered.step_void()
+    registered.step_aborted()
     scaler.update()
 
 
@@ -173,7 +173,7 @@ def test_what_advanced_in_a_step_is_withdrawn_while_nobody_knows_whether_it_coun
         captured["scale"],
         captured["advances"],
     ) == (1, 0.5, 8.0, {"lr": 1})
-    registered.step_void()
+    registered.step_aborted()
     assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"], registered.capture()["scale"]) == (
         0,
         1.0,
@@ -193,7 +193,7 @@ def test_a_copy_of_a_registered_scheduler_steps_itself_and_is_not_gated() -> Non
     registered, lr = RegisteredState(), scheduler()
     registered.register("lr", lr)
     copied = copy.copy(lr)
-    registered.step_void()
+    registered.step_aborted()
     copied.step()
     assert (lr.last_epoch, copied.last_epoch) == (0, 1)
 
@@ -236,14 +236,14 @@ def test_an_advance_before_the_step_was_found_lost_is_undone() -> None:
     lr = run_of(registered)
     registered.step_begins()
     lr.step()
-    registered.step_void()
+    registered.step_aborted()
     lr.step()
     assert (lr.last_epoch, lr.get_last_lr(), lr.optimizer.param_groups[0]["lr"]) == (0, [1.0], 1.0)
     registered.step_begins()
     lr.step()
     registered.step_committed()
     registered.step_begins()
-    registered.step_void()
+    registered.step_aborted()
     assert (lr.last_epoch, lr.optimizer.param_groups[0]["lr"]) == (1, 0.5)
 
 

@@ -144,9 +144,9 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
     def reduce_with_a_rank_that_takes_the_next_step() -> None:
         step = steps.require()
         words = [
-            step.control_word(
-                border_wanted=False,
-                stop_told=False,
+            step.step_vote(
+                boundary_wanted=False,
+                stop_announced=False,
                 leaving=False,
                 settings=0,
                 place=ScriptPosition("loader", 1, 0, number),

@@ -16,7 +16,7 @@ from shoal_worker.backends.base import CommunicationBackend
 from shoal_worker.backends.gloo.backend import GlooBackend
 from shoal_worker.backends.inmemory.backend import InMemoryBackend
 from shoal_worker.elastic.contract.generation import Generation, Peer
-from shoal_worker.elastic.group.group import Group, Opening
+from shoal_worker.elastic.group.group import Group, GroupConfiguration
 from shoal_worker.elastic.session.worker_process import current_session
 from torch import nn
 from torch.distributed import HashStore, PrefixStore
@@ -33,7 +33,7 @@ def ranks(
 ) -> list[Any]:
     """Returns what `do(group)` gives on each of four ranks, or how it fails."""
     store, results, done = HashStore(), [None] * WORLD, threading.Barrier(WORLD)
-    opening = Opening(
+    configuration = GroupConfiguration(
         make_backend=make_backend,
         store=lambda name: PrefixStore(name, store),
         hostname="127.0.0.1",
@@ -50,8 +50,8 @@ def ranks(
             number=1, nonce="0" * 32, peers=peers, rank=rank, interrupts_below=0
         )
         backend, own = make_backend(), PrefixStore("all", store)
-        opening.initialize(backend, generation, own)
-        group = Group(generation, backend, own, opening)
+        configuration.initialize(backend, generation, own)
+        group = Group(generation, backend, own, configuration)
         try:
             results[rank] = do(group)
         except Exception as error:  # told to the test
@@ -243,7 +243,7 @@ def test_a_group_that_its_backend_has_ended_is_over() -> None:
             backend.abort("a peer has gone")
         with contextlib.suppress(MembershipChanged):
             while True:  # until the end has been noticed
-                group.meet()
+                group.rendezvous()
         return group.broken
 
     assert None not in ranks(GlooBackend, end_or_sum)

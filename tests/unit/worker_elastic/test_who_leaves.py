@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_worker.elastic.recovery.borders import Told, WhoLeaves, who_leaves
+from shoal_worker.elastic.recovery.step_boundaries import Told, WhoLeaves, who_leaves
 
 
 def told(

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 import shoal
 import torch
-from shoal_worker.elastic.contract.told_loss import MeanLoss, read_later
+from shoal_worker.elastic.contract.reported_loss import MeanLoss, read_later
 from shoal_worker.replicated import engine as replicated
 from shoal_worker.replicated import local_sgd
 from torch import nn

@@ -124,12 +124,12 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
             # the others connect and lay out.
             over = min(attempt, EXCHANGES + 1) if members.rank == SPARE else attempt
             with pytest.raises(MembershipChanged, match="a peer is gone"):
-                model.engine.regroup(
+                model.engine.reshard(
                     cast("Group", NextGeneration(launch, members, LEFT, 1 + attempt, over))
                 )
-            assert model.engine.in_parts
+            assert model.engine.is_sharded
             assert not model.engine.idle
-        model.engine.regroup(cast("Group", NextGeneration(launch, members, LEFT, 2 + USES, None)))
+        model.engine.reshard(cast("Group", NextGeneration(launch, members, LEFT, 2 + USES, None)))
         return before, dict(model.local_shard), model.engine.idle
 
     first, _, second, spare = shoal.launch(rank, world_size=4)
@@ -175,7 +175,7 @@ def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holde
         members = launch.subgroup(left, "left")
         if members is None:
             return None
-        model.engine.regroup(cast("Group", NextGeneration(launch, members, left, 2, None)))
+        model.engine.reshard(cast("Group", NextGeneration(launch, members, left, 2, None)))
         return expected, model.engine._held.assemble(members)
 
     results = shoal.launch(rank, world_size=4)
@@ -253,7 +253,7 @@ def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:
             held.append(weakref.ref(inner.param_groups[0]["params"][0]))
             group = current_session().group
             assert group is not None
-            model.engine.regroup(group)
+            model.engine.reshard(group)
         model.train_step(x, y, models.loss_of)
         optimizer.step()
         gc.collect()

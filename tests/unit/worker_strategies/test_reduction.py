@@ -71,8 +71,8 @@ class OneStepSession:
     def note_trained(self, trained: Sequence[bool]) -> None:
         """Nobody compares it."""
 
-    def seal_step(self) -> None:
-        self.step.seal()
+    def prepare_step(self) -> None:
+        self.step.prepare()
 
     def mark_lost(self, error: BaseException) -> None:
         self.step.lost = str(error)
@@ -144,7 +144,7 @@ def test_the_mean_gradient_is_in_grad_when_backward_returns() -> None:
         torch.equal(a.grad, b.grad)
         for a, b in zip(net.parameters(), plain.parameters(), strict=True)
     )
-    assert session.step.phase is StepPhase.SEALED
+    assert session.step.phase is StepPhase.PREPARED
 
 
 @pytest.mark.parametrize(("failing", "refusing"), [((0,), None), ((1, 2), None), ((), 2)])
@@ -229,7 +229,7 @@ def test_a_backward_pass_on_another_thread_reduces_as_well() -> None:
     thread = threading.Thread(target=logits.sum().backward)
     thread.start()
     thread.join()
-    assert session.step.phase is StepPhase.SEALED
+    assert session.step.phase is StepPhase.PREPARED
     assert all(work.waited for work in group.works)
 
 

@@ -123,7 +123,7 @@ class OuterSteps:
                 "the round of inner steps that this batch is in went back to the coordinator when "
                 "its loop was left; leave the loop again, and go on with the next epoch"
             )
-        self._session.void_step(
+        self._session.abort_step(
             "its loop was left within a round of inner steps, whose batches are dealt again"
         )
 

@@ -4,9 +4,9 @@ engine.
 - `base`: what a model, an optimizer and the session ask of an engine. `partitioned`: the end of a
   step where no rank need hold all of the model.
 - Sharded state: `parameter_groups` (parameters that are gathered or reduced together, and whose
-  activations are recomputed), `state_in_parts` (questions to any sharded state), `holders` (which
-  rank holds a shard, and which sends it), `hidden_parameters` (parameters whose values or gradients
-  are elsewhere).
+  activations are recomputed), `partitioned_state` (questions to any sharded state), `holders`
+  (which rank holds a shard, and which sends it), `hidden_parameters` (parameters whose values or
+  gradients are elsewhere).
 - Parameters and modules: `parameters` (those of users; models built without values),
   `module_state` (all state of a module, by tensor), `buffers` (changed by a step), `extremes`
   (minima and maxima in buffers), `pass_writes` (anything else that a pass changes),

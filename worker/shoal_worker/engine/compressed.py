@@ -141,7 +141,7 @@ class GradientCompression:
         else:
             self._reduction.commit()
 
-    def void(self) -> None:
+    def abort(self) -> None:
         """Discards the aborted step's residuals."""
         self._reduction.rollback()
 

@@ -54,7 +54,7 @@ class Copy(Generic[Place]):
 
     place: Place
     sender: int
-    keeper: int
+    mirror_holder: int
 
 
 @dataclass(kw_only=True)
@@ -67,7 +67,7 @@ class ShardHolders(Generic[Place]):
     """Number of shards."""
     holders: dict[Place, list[int]] = field(default_factory=dict)
     """Ranks that hold each shard, ascending."""
-    keepers: dict[Place, list[int]] = field(default_factory=dict)
+    mirror_holders: dict[Place, list[int]] = field(default_factory=dict)
     """Ranks that keep a copy of it, ascending."""
 
     @property
@@ -77,11 +77,11 @@ class ShardHolders(Generic[Place]):
 
     def sources(self) -> dict[Place, list[int]]:
         """Returns the ranks that can send each shard: those with a copy if no rank holds it."""
-        return self.keepers | self.holders
+        return self.mirror_holders | self.holders
 
     def having(self, place: Place) -> list[int]:
         """Returns all ranks that have a shard or a copy of it."""
-        return [*self.holders.get(place, ()), *self.keepers.get(place, ())]
+        return [*self.holders.get(place, ()), *self.mirror_holders.get(place, ())]
 
     def senders(self) -> dict[Place, int]:
         """Returns the rank that sends each shard if each is sent once."""
@@ -100,7 +100,9 @@ def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
     for claim in sorted(claims, key=lambda claim: claim.rank):
         cut = cuts.setdefault(claim.cut, ShardHolders(cut=claim.cut, shards=claim.shards))
         for place in claim.places:
-            (cut.keepers if claim.copied else cut.holders).setdefault(place, []).append(claim.rank)
+            (cut.mirror_holders if claim.copied else cut.holders).setdefault(place, []).append(
+                claim.rank
+            )
     newest_first = [cuts[number] for number in sorted(cuts, reverse=True)]
     for cut in newest_first:
         if not cut.lost:
@@ -127,7 +129,9 @@ def plan_copies(
         most: maximum number of copies per rank; None: unlimited.
     """
     staying = [rank for rank in ranks if rank not in leaving]
-    kept = Counter(rank for keepers in held.keepers.values() for rank in keepers)
+    kept = Counter(
+        rank for mirror_holders in held.mirror_holders.values() for rank in mirror_holders
+    )
     copies = []
     for place, sources in sorted(held.sources().items()):
         having = held.having(place)
@@ -137,9 +141,9 @@ def plan_copies(
             rank for rank in staying if rank not in having and (most is None or kept[rank] < most)
         ]
         if free:
-            keeper = min(free, key=lambda rank: (kept[rank], rank))
-            kept[keeper] += 1
-            copies.append(Copy(place=place, sender=min(sources), keeper=keeper))
+            mirror_holder = min(free, key=lambda rank: (kept[rank], rank))
+            kept[mirror_holder] += 1
+            copies.append(Copy(place=place, sender=min(sources), mirror_holder=mirror_holder))
     return copies
 
 

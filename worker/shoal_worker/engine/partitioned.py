@@ -12,7 +12,7 @@ ranks or on none:
 3. Each rank updates its own part.
 
 After a failure either no survivor has seen the commit all-reduce, and the step is aborted, or one
-has: the others get its result from that one (`take_closing`), and continue as if they had seen it
+has: the others get its result from that one (`take_commit`), and continue as if they had seen it
 themselves. Sharded state is resharded after the update.
 
 torch's own calls (`state_dict`, `zero_grad`, `to`) are correct, or raise and name the alternative.
@@ -35,8 +35,8 @@ from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.contract.loader_interface import Share
+from shoal_worker.elastic.contract.reported_loss import read_later
 from shoal_worker.elastic.contract.step import Step, StepPhase
-from shoal_worker.elastic.contract.told_loss import read_later
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.hidden_parameters import Whereabouts, guard_parts, inside, is_hidden
 from shoal_worker.engine.module_state import ModuleState
@@ -47,8 +47,8 @@ from shoal_worker.engine.parameters import (
     materialize,
     named_values,
 )
+from shoal_worker.engine.partitioned_state import PartitionedState
 from shoal_worker.engine.passes import Loss
-from shoal_worker.engine.state_in_parts import StateInParts
 from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.state.fits import check_elementwise
 
@@ -58,7 +58,7 @@ from shoal_worker.state.fits import check_elementwise
 
 
 @dataclass(kw_only=True)
-class Closing:
+class CommitPayload:
     """Common knowledge of all ranks about a committed step. Sent to ranks that missed it."""
 
     number: int
@@ -79,7 +79,7 @@ class Closing:
 
 
 @dataclass(kw_only=True)
-class CutClosing(Closing):
+class ShardedCommitPayload(CommitPayload):
     """Commit data of a model sharded over all ranks: every rank has a piece of each parameter."""
 
     present: list[bool]
@@ -88,7 +88,7 @@ class CutClosing(Closing):
     """Changes of the buffers, averaged over the ranks."""
 
 
-class ClosingSum:
+class CommitSum:
     """Concatenated float64 vectors to be summed, with the same lengths on all ranks."""
 
     def __init__(self, *parts: torch.Tensor | Sequence[float]) -> None:
@@ -106,8 +106,8 @@ class ClosingSum:
 
 # --------------------------------------------------------------------------------------- the engine
 
-State = TypeVar("State", bound=StateInParts)
-Closed = TypeVar("Closed", bound=Closing)
+State = TypeVar("State", bound=PartitionedState)
+Closed = TypeVar("Closed", bound=CommitPayload)
 
 
 class Gradients(Protocol):
@@ -169,7 +169,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """True if a pass of the current step has left gradients."""
 
     @abc.abstractmethod
-    def _hand_out(self, closing: Closed) -> None:
+    def _hand_out(self, commit_payload: Closed) -> None:
         """Gives the optimizer the gradients of a closed step."""
 
     @abc.abstractmethod
@@ -181,8 +181,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Handles an optimizer step."""
 
     @abc.abstractmethod
-    def _as_closing(self, told: Mapping[str, Any]) -> Closed:
-        """Restores the result of `closing` on a peer."""
+    def _parse_commit(self, told: Mapping[str, Any]) -> Closed:
+        """Restores the result of `commit_payload` on a peer."""
 
     # ---------------------------------------------------------------------------------------- start
 
@@ -200,7 +200,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._applied = 0
         """Number of steps applied since the initial state or a checkpoint; the same on all
         ranks."""
-        self._closing: Closed | None = None
+        self._commit_payload: Closed | None = None
         """Commit data of the current step once committed, and of the last step until then."""
         self._clipped = 1.0
         """Factor by which clipping has scaled the current step's gradients."""
@@ -352,24 +352,24 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Resets the state of a step."""
         self._clipped, self._shown, self._skipped, self._carried = 1.0, False, False, False
 
-    def _close(self, closing: Closed, control_word: Sequence[float]) -> None:
+    def _close(self, commit_payload: Closed, step_vote: Sequence[float]) -> None:
         """Takes the result of the commit all-reduce."""
-        self._session.take_control_word(control_word)
-        self._take(closing)
+        self._session.take_step_vote(step_vote)
+        self._take(commit_payload)
 
-    def _take(self, closing: Closed) -> None:
-        self._closing = closing
-        self._hand_out(closing)
+    def _take(self, commit_payload: Closed) -> None:
+        self._commit_payload = commit_payload
+        self._hand_out(commit_payload)
         with inside():
             self._handed_out = self._gradients.norm_here() if self._shown else 0.0
 
     @override
-    def closing(self) -> dict[str, Any]:
-        return dict(vars(self._closing)) if self._closing is not None else {}
+    def commit_payload(self) -> dict[str, Any]:
+        return dict(vars(self._commit_payload)) if self._commit_payload is not None else {}
 
     @override
-    def take_closing(self, told: Mapping[str, Any]) -> None:
-        self._take(self._as_closing(told))
+    def take_commit(self, told: Mapping[str, Any]) -> None:
+        self._take(self._parse_commit(told))
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -385,10 +385,10 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
                 "2.0"
             )
         self.finish_reduction()
-        step, closing, norm = self._session.step, self._closing, 0.0
-        if step is not None and step.control is not None and closing is not None:
+        step, commit_payload, norm = self._session.step, self._commit_payload, 0.0
+        if step is not None and step.control is not None and commit_payload is not None:
             # otherwise the step is lost
-            norm = closing.norm * self._scaled_by
+            norm = commit_payload.norm * self._scaled_by
             scale = max_norm / (norm + 1e-6)
             if not scale >= 1.0:  # with a norm that is not a number, all become that
                 self._clipped *= scale
@@ -410,9 +410,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._shown = True
             self.finish_reduction()
             if (
-                self._closing is not None
+                self._commit_payload is not None
                 and step.control is not None
-                and not math.isfinite(self._closing.norm)
+                and not math.isfinite(self._commit_payload.norm)
             ):
                 self.scale_gradients(math.nan)
         if self._parts is not None:

@@ -105,7 +105,7 @@ class ModelSession:
             placement=step.placement,
             source=step.source,
             of=f"model {self.number}",
-            course=step.course,
+            trace=step.trace,
         )
 
     def forget(self) -> None:
@@ -145,19 +145,19 @@ class ModelSession:
         self._trained = trained
         self._session.note_trained([wanted for peer in self._peers for wanted in peer._trained])
 
-    def control_word(self) -> list[float]:
+    def step_vote(self) -> list[float]:
         """Returns the step vote of the run's step, with this model's loss in it."""
-        return self._session.lifecycle.control_word(self.step)
+        return self._session.lifecycle.step_vote(self.step)
 
     def settle_collectives(self) -> None:
         self._session.lifecycle.settle_collectives()
 
-    def seal_step(self) -> None:
+    def prepare_step(self) -> None:
         self._session.lifecycle.settle_collectives()
         if (own := self.step) is not None:
-            own.seal()
+            own.prepare()
 
-    def take_control_word(self, summed: Sequence[float]) -> None:
+    def take_step_vote(self, summed: Sequence[float]) -> None:
         own = self.step
         assert own is not None
         own.decide(summed)
@@ -167,15 +167,15 @@ class ModelSession:
         if (own := self.step) is not None:
             own.fail(str(error))
 
-    def void_step(self, reason: str) -> None:
-        self._session.void_step(reason)
+    def abort_step(self, reason: str) -> None:
+        self._session.abort_step(reason)
 
     def settle_step(self) -> None:
         """Waits for the outcome of a lost step. No rank can have committed the run's step, which
         this rank has not prepared."""
         own = self.step
-        if own is not None and own.undecided and own.phase is not StepPhase.DECIDED:
-            own.void()
+        if own is not None and own.unresolved and own.phase is not StepPhase.COMMITTED:
+            own.abort()
 
     def finish_reduction_if_whole(self) -> None:
         if self.step is not None and self.engine is not None:
@@ -232,7 +232,7 @@ class ModelSession:
             self._session.lifecycle.compare_before_update(self.engine.whole_everywhere())
 
     @property
-    def told_loss(self) -> SupportsFloat | None:
+    def reported_loss(self) -> SupportsFloat | None:
         """Loss reported by `train_step` in the model's own step."""
         return self._own.loss if self._own is not None else None
 

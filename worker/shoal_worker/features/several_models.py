@@ -38,7 +38,7 @@ from shoal_common.failpoints import failpoint
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.contract.course import BATCH
+from shoal_worker.elastic.contract.collective_trace import BATCH
 from shoal_worker.elastic.contract.step import StepPhase
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.session.session import Session
@@ -130,8 +130,8 @@ class SeveralEngines(TrainingEngine):
 
     @property
     @override
-    def in_parts(self) -> bool:
-        return any(engine.in_parts for engine in self._engines)
+    def is_sharded(self) -> bool:
+        return any(engine.is_sharded for engine in self._engines)
 
     @property
     @override
@@ -215,14 +215,14 @@ class SeveralEngines(TrainingEngine):
             engine.restore(own)
 
     @override
-    def regroup(self, group: Group) -> None:
+    def reshard(self, group: Group) -> None:
         for engine in self._engines:
-            engine.regroup(group)
+            engine.reshard(group)
 
     @override
-    def bring_together(self, channel: Channel) -> None:
+    def consolidate(self, channel: Channel) -> None:
         for engine in self._engines:
-            engine.bring_together(channel)
+            engine.consolidate(channel)
 
     @override
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
@@ -277,21 +277,22 @@ class SeveralEngines(TrainingEngine):
                 str(model.number) for model in self._models if model.stepped
             )
             step.loss = next(
-                (loss for model in self._models if (loss := model.told_loss) is not None), step.loss
+                (loss for model in self._models if (loss := model.reported_loss) is not None),
+                step.loss,
             )
         if step is not None and step.lost is None and step.phase is StepPhase.OPEN:
-            session.seal_step()
-            control = session.control_word()
+            session.prepare_step()
+            control = session.step_vote()
             step.issues(BATCH)
-            with LosingStep(session) as closing:
+            with LosingStep(session) as commit_payload:
                 if session.elastic:
                     if group is None:
                         raise MembershipChanged("there is no group")
                     failpoint("several_models.sealed")
                     control = self.working(group).sum_numbers(control)
                     failpoint("several_models.closed")
-            if not closing.failed:
-                session.take_control_word(control)
+            if not commit_payload.failed:
+                session.take_step_vote(control)
         session.settle_step()
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:

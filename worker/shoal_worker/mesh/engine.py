@@ -6,7 +6,7 @@ axes, and `hybrid` uses all. The model's layers communicate during passes, along
 between stages. A step ends as described in `engine/partitioned.py`. Its gradients are final once
 those of this rank's part, accumulated over the micro-batches, are summed over the replicas and, if
 replicas hold shards of the sums (`data_axis.py`), sent to the ranks that mirror them. After a
-failure the state is split for the remaining ranks (`regroup`) from the parts that any of them
+failure the state is split for the remaining ranks (`reshard`) from the parts that any of them
 holds. A part that no rank holds is lost: see docs/strategies/hybrid.md.
 
 `rank_mesh.py` holds the current division of the ranks, and `parts.py` this rank's part of the
@@ -29,7 +29,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
-from shoal_worker.elastic.contract.course import CLOSING, EXTREMES, FORWARD, SUM
+from shoal_worker.elastic.contract.collective_trace import COMMIT, EXTREMES, FORWARD, SUM
 from shoal_worker.elastic.contract.loader_interface import Share, StepStatus
 from shoal_worker.elastic.contract.step import CONTROL_LENGTH, Step
 from shoal_worker.elastic.group.group import Group
@@ -43,7 +43,7 @@ from shoal_worker.engine.hidden_parameters import (
 )
 from shoal_worker.engine.module_state import ModuleState
 from shoal_worker.engine.parameters import take_unsaved
-from shoal_worker.engine.partitioned import Closing, PartitionedEngine
+from shoal_worker.engine.partitioned import CommitPayload, PartitionedEngine
 from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
 from shoal_worker.engine.passes import Loss, call_module, loss_of, when_gradients_come
 from shoal_worker.engine.tentative_update import TentativeUpdate
@@ -61,7 +61,7 @@ from shoal_worker.tensor_parallel.region import loss_parallel
 from shoal_worker.torch_internals import after_backward, pytree
 
 
-class MeshEngine(PartitionedEngine[ModelParts, Closing]):
+class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     """State and steps of a model that several ranks hold together."""
 
     def __init__(self, setup: Setup, plan: MeshPlan) -> None:
@@ -181,7 +181,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
 
     @property
     @override
-    def in_parts(self) -> bool:
+    def is_sharded(self) -> bool:
         return self._parts is not None and not self._parts.is_whole
 
     @property
@@ -394,12 +394,12 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     def _ahead(self) -> bool:
         """True if this process's script is not at the same point as its peers', which would not
         answer, or a failure has left the model assigned to nobody and the step is lost."""
-        return self.in_parts and (self._session.is_joining or self._mesh is None)
+        return self.is_sharded and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
         """Returns a module for such a script, with outputs that nobody uses: the module itself if
         it is whole."""
-        if not self.in_parts:
+        if not self.is_sharded:
             return self.module
         if self._standing_in is None:
             self._standing_in = self._whole_module(zeros(self._template))
@@ -444,7 +444,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     def capture(self) -> dict[str, Any]:
         """Captures the state for `TrainingEngine`: all of it before the first step, and later the
         part that every rank has."""
-        if not self.in_parts:
+        if not self.is_sharded:
             own = {
                 "model": ModuleState(self.module).captured(),
                 "optimizer": self.optimizer.state_dict() if self.optimizer is not None else None,
@@ -469,7 +469,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         held = self._held
         if "model" in state:
             held.check(state)
-            if self.in_parts and (self._mesh is None or self._mesh.group.broken is not None):
+            if self.is_sharded and (self._mesh is None or self._mesh.group.broken is not None):
                 self._mesh = None
                 # parts of the state are lost, and this replaces them: it is split again when the
                 # next step begins
@@ -478,13 +478,13 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
             self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
-            self._closing = None
+            self._commit_payload = None
         else:
             if self._mesh is None or state["applied"] != self._applied:
                 self._release()
                 # nothing, or too old: the peers' state arrives when the ranks are divided
                 held.drop()
-                self._closing = None
+                self._commit_payload = None
             held.settings = state["settings"]
             self._applied = state["applied"]
         take_unsaved(self.module, state.get("buffers" if "model" in state else "unsaved", {}))
@@ -493,9 +493,9 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         if self._mesh is not None:
             self._mesh.buffers.replaced()
 
-    def _hand_out(self, closing: Closing) -> None:
+    def _hand_out(self, commit_payload: CommitPayload) -> None:
         self._held.hidden.show_gradients()
-        self._gradients.hand_out(closing.divisor)
+        self._gradients.hand_out(commit_payload.divisor)
         self._held.hidden.handed_out(self._held.optimized)
         guard_parts(self._held.optimized, guarded=True)
 
@@ -521,20 +521,20 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             [each.layouts for each in several if isinstance(each, MeshEngine)]
         )
 
-    def _as_closing(self, told: Mapping[str, Any]) -> Closing:
-        return Closing(**told)
+    def _parse_commit(self, told: Mapping[str, Any]) -> CommitPayload:
+        return CommitPayload(**told)
 
     @torch.no_grad()
     @override
-    def regroup(self, group: Group) -> None:
+    def reshard(self, group: Group) -> None:
         execution = self._mesh.execution if self._mesh is not None else None
         issued = execution.issued.encode().decode() if execution is not None else ""
         told = [
             json.loads(each)
-            for each in group.exchange(json.dumps([self.in_parts, issued]).encode())
+            for each in group.exchange(json.dumps([self.is_sharded, issued]).encode())
         ]
         IssuedCollectives.compare([each.encode() for _, each in told], self.strategy)
-        if not any(in_parts for in_parts, _ in told):
+        if not any(is_sharded for is_sharded, _ in told):
             return
         if self.layouts.too_few(group.world_size):
             state = self._held.gather_whole(group)
@@ -544,8 +544,8 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             self._lay_out(group, gathered=True)
 
     @torch.no_grad()
-    def bring_together(self, channel: Channel) -> None:
-        """Implements `TrainingEngine.bring_together`: some ranks may have begun the first step and
+    def consolidate(self, channel: Channel) -> None:
+        """Implements `TrainingEngine.consolidate`: some ranks may have begun the first step and
         split the model for ranks that are gone."""
         if self._parts is not None and self._parts.make_whole_again(channel):
             self._mesh = None
@@ -589,7 +589,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     @property
     def holds(self) -> list[str]:
         """Lists this rank's shards of its part of the model; see `TrainingEngine`."""
-        if self._mesh is None or not self.in_parts:
+        if self._mesh is None or not self.is_sharded:
             return []
         cut = self._mesh.cut
         return [f"{cut.at.pipeline}.{cut.at.tensor}.{position}" for position in cut.positions]
@@ -676,12 +676,12 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
             step.writes = self._digest_of_buffers(mesh)
             if mesh.cut.axes.pipeline == 1:  # else ranks of other stages have others
                 step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
-            session.seal_step()
+            session.prepare_step()
             failpoint("sharded.sealed")
             norm = mesh.gradients.squared_norm()
             issued = mesh.execution.issued.word() if mesh.execution is not None else []
-            step.issues(CLOSING)
-            told = mesh.all.sum_numbers([*session.control_word(), norm, *issued])
+            step.issues(COMMIT)
+            told = mesh.all.sum_numbers([*session.step_vote(), norm, *issued])
             failpoint("step.closed")
         if summing.failed:
             return
@@ -689,7 +689,9 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
         if issued:
             IssuedCollectives.check(issued, self.strategy)
         self._close(
-            Closing(number=self._applied + 1, squared_norm=norm, divisor=mesh.gradients.divisor),
+            CommitPayload(
+                number=self._applied + 1, squared_norm=norm, divisor=mesh.gradients.divisor
+            ),
             word,
         )
 
@@ -863,7 +865,7 @@ class MeshEngine(PartitionedEngine[ModelParts, Closing]):
     def whole_for(self, channel: Channel) -> Iterator[None]:
         """Implements `TrainingEngine.whole_for`. The whole model has to fit on each rank beside its
         part."""
-        if self._parts is None or not self.in_parts:
+        if self._parts is None or not self.is_sharded:
             yield
             return
         whole, own = self._whole_module(self._held.values(channel)), self.module

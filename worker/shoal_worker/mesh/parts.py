@@ -33,7 +33,7 @@ from shoal_worker.engine.module_state import ModuleState, load_captured, other_e
 from shoal_worker.engine.optimizer_state import as_made_by, is_element
 from shoal_worker.engine.parameter_groups import checkpoint_activations
 from shoal_worker.engine.parameters import unsaved_buffers
-from shoal_worker.engine.state_in_parts import StateInParts
+from shoal_worker.engine.partitioned_state import PartitionedState
 from shoal_worker.mesh.data_axis import DataAxis, Replicated, State
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate, Template
 from shoal_worker.mesh.resharding import (
@@ -165,7 +165,7 @@ Shard = Callable[["ModelParts"], DataAxis]
 """Takes over the pieces of a model that is laid out."""
 
 
-class ModelParts(StateInParts):
+class ModelParts(PartitionedState):
     """The state of one model and its optimizer."""
 
     def __init__(
@@ -208,7 +208,7 @@ class ModelParts(StateInParts):
         self._own_pieces()
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Implements `StateInParts`: the optimizer updates the pieces."""
+        """Implements `PartitionedState`: the optimizer updates the pieces."""
         names = {id(parameter): name for name, parameter in self.pieces.items()}
         self._group_names = [
             [names[id(p)] for p in group["params"]] for group in optimizer.param_groups

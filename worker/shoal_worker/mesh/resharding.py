@@ -189,7 +189,7 @@ def copy_singles(
         return None
     mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
     arrived: dict[MeshPlace, dict[str, PieceState]] = {
-        copy.place: {} for copy in copies if copy.keeper == channel.rank
+        copy.place: {} for copy in copies if copy.mirror_holder == channel.rank
     }
     tensors = blueprint_for(cut.axes).template.tensors()
     for names in in_buckets(tensors, lambda name: tensors[name].nbytes, _CHUNK_BYTES):

@@ -163,7 +163,7 @@ class Job:
             DeadlineError: the servers did not register in time.
         """
         try:
-            answer = self.insist(
+            answer = self.retry_until(
                 "the job's parameter servers",
                 lambda: self._link.client.declare_tensors(self.job_id, tensors),
             )
@@ -230,7 +230,7 @@ class Job:
         self._takeovers.add(client)
         return client
 
-    def insist(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
+    def retry_until(self, what: str, call: Callable[[], AnswerT]) -> AnswerT:
         """Repeats an idempotent call while its service is unreachable.
 
         Raises:

@@ -217,7 +217,7 @@ class CoordinatorLeases:
     def newest_epoch(self, loader: str, epoch: int) -> int:
         """Implements `LeaseSource.newest_epoch`. Raises DeadlineError, and StopTraining if this
         worker should leave."""
-        answer = self._job.insist(
+        answer = self._job.retry_until(
             "the coordinator",
             lambda: self._job.lease_batches(loader=loader, epoch=epoch, batches_in_epoch=0, want=0),
         )

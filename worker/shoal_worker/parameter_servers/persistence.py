@@ -69,7 +69,7 @@ class Persistence:
         self._started = started
         self._resynchronize = resynchronize
 
-    def insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
+    def retry_until(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
         """Repeats `attempt` until it succeeds, determining the server's state before each retry.
 
         Raises ShardMapChanged if partitions have moved, DeadlineError if the server was unreachable
@@ -77,9 +77,9 @@ class Persistence:
         """
         server = self._connection
         with self._job.waits.of(f"parameter server {server.share.index} at {server.address}"):
-            return self._insist(method, attempt)
+            return self._retry_until(method, attempt)
 
-    def _insist(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
+    def _retry_until(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
         away_since: float | None = None
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         while True:
@@ -139,7 +139,7 @@ class Persistence:
         waiting_since = accused_at = time.monotonic()
         while True:
             try:
-                return self.insist(method, attempt)
+                return self.retry_until(method, attempt)
             except DeadlineError as error:
                 if error.reason not in NOT_MY_TURN or self._job.leaving or self._closing.is_set():
                     raise

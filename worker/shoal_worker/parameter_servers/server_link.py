@@ -155,7 +155,7 @@ class ServerLink:
             PreconditionError (OPTIMIZER_CONFLICT): another worker has set other ones.
             DeadlineError: the server was not there in time.
         """
-        self._persistence.insist("ConfigureOptimizer", self._configure)
+        self._persistence.retry_until("ConfigureOptimizer", self._configure)
 
     def start(self, *, has_values: bool, joins_late: bool = False) -> None:
         """Initializes the server with rank 0's values unless it has some, and adopts its values.
@@ -168,12 +168,12 @@ class ServerLink:
         deadline = time.monotonic() + self._options.server_timeout.total_seconds()
         while not self._started:
             if self._job.rank == 0:
-                self._persistence.insist(
+                self._persistence.retry_until(
                     "Initialize",
                     lambda: self._initialize_missing(has_values=has_values, joins_late=joins_late),
                 )
             try:
-                self._persistence.insist("Pull", self._pull_first_values)
+                self._persistence.retry_until("Pull", self._pull_first_values)
             except DeadlineError as error:
                 # Rank 0 may be gone: the rank's current owner is asked for its values in the next
                 # round.
@@ -190,7 +190,7 @@ class ServerLink:
         if self._options.delay_compensation and not self._options.waits_for_others:
             # The first gradient is compensated with the values that this worker pulls under its own
             # name.
-            self._persistence.insist(
+            self._persistence.retry_until(
                 "Pull", lambda: self._pulls.pull(self._server.trained, clock=self._clock)
             )
 
@@ -209,7 +209,7 @@ class ServerLink:
         """
         iteration = delivery.iteration
         if iteration.revision.number > self._revision.number:
-            self._persistence.insist(
+            self._persistence.retry_until(
                 "SetHyperparameters", lambda: self._set_hyperparameters(iteration.revision)
             )
         wanted: list[Partition | PushedRows] = [
@@ -253,7 +253,7 @@ class ServerLink:
         }
         if doubtful:
             delivery.there.update(
-                self._persistence.insist("GetServer", lambda: self._look_back(doubtful))
+                self._persistence.retry_until("GetServer", lambda: self._look_back(doubtful))
             )
         self._ledger.begun((each.partition_id for each in new), batch)
         for each in new:
@@ -305,20 +305,20 @@ class ServerLink:
         # As an observer if the pull would have to wait for its turn; a gradient on these values is
         # then not compensated.
         in_turn = bool(self._options.delay_compensation) and not self._options.waits_for_others
-        self._persistence.insist(
+        self._persistence.retry_until(
             "Pull",
             lambda: self._pulls.pull(self._server.trained, clock=self._clock if in_turn else None),
         )
 
     def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
         """Implements `prefetch.Source`."""
-        return self._persistence.insist(
+        return self._persistence.retry_until(
             "Pull", lambda: self._pulls.pull_ahead(self._server.trained, memory, clock=self._clock)
         )
 
     def read(self, into: Mapping[str, torch.Tensor]) -> None:
         """Reads all values into flat host tensors, by name, without changing the values in use."""
-        self._persistence.insist("Pull", lambda: self._pulls.read(into))
+        self._persistence.retry_until("Pull", lambda: self._pulls.read(into))
 
     # --------------------------------------------------------------------------------------- clocks
 
@@ -334,7 +334,7 @@ class ServerLink:
         if not self._takes_part:
             return None
         self.advance_clock(clock)
-        state = self._persistence.insist(
+        state = self._persistence.retry_until(
             "GetServer", lambda: self._server.client.get_server(member_id=self._job.member_id)
         )
         own = state.clocks.get(self._job.member_id, 0)
@@ -373,7 +373,7 @@ class ServerLink:
                 shard_map_epoch=self._server.share.epoch,
             )
 
-        self._persistence.insist("AdvanceClock", tell)
+        self._persistence.retry_until("AdvanceClock", tell)
 
     # -------------------------------------------------------------------------------------- the end
 

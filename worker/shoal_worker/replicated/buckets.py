@@ -34,8 +34,8 @@ if TYPE_CHECKING:
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
+from shoal_worker.elastic.contract.reported_loss import MeanLoss
 from shoal_worker.elastic.contract.step import StepPhase
-from shoal_worker.elastic.contract.told_loss import MeanLoss
 from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.engine.parameter_groups import in_buckets
 
@@ -459,7 +459,7 @@ class AccumulatedReduction:
                 else mean
             )
         if not self._alone:
-            session.seal_step()
+            session.prepare_step()
 
     def _check_complete(self) -> None:
         """Raises ConfigurationError: a parameter has a gradient that was not added up."""

@@ -20,11 +20,11 @@ from torch import nn
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.contract.course import CLOSING, EXTREMES
+from shoal_worker.elastic.contract.collective_trace import COMMIT, EXTREMES
 from shoal_worker.elastic.contract.loader_interface import StepStatus
+from shoal_worker.elastic.contract.reported_loss import read_later
 from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import Step, StepPhase
-from shoal_worker.elastic.contract.told_loss import read_later
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.engine.base import Engine, Setup
@@ -131,7 +131,7 @@ class ReplicatedEngine(Engine):
             check_reproducible(self.config, step)
         if self._in_micro_batches:
             return False
-        if step.phase is StepPhase.DECIDED:
+        if step.phase is StepPhase.COMMITTED:
             raise PreconditionError(
                 "the gradients of this step are reduced already, by train_step, clip_grad_norm_ "
                 "or synchronize_gradients: do all backward passes of a step before; to "
@@ -373,7 +373,7 @@ class ReplicatedEngine(Engine):
         if (
             self._tables is not None
             and step is not None
-            and step.phase is StepPhase.SEALED
+            and step.phase is StepPhase.PREPARED
             and step.lost is None
         ):
             self._tables.reduce()
@@ -384,22 +384,22 @@ class ReplicatedEngine(Engine):
         """Runs the commit all-reduce of the step (`elastic/contract/step.py`)."""
         session = self._session
         step, group = session.step, session.group
-        if step is None or step.phase is not StepPhase.SEALED or step.lost is not None:
+        if step is None or step.phase is not StepPhase.PREPARED or step.lost is not None:
             return
         step.writes, step.written_between = self._digest_of_writes(), self._digest_between()
-        control = session.control_word()
+        control = session.step_vote()
         if not self._agree_on_extremes(step):
             return
         if session.elastic:
-            step.issues(CLOSING)
-            with LosingStep(self._session) as closing:
+            step.issues(COMMIT)
+            with LosingStep(self._session) as commit_payload:
                 if group is None:
                     raise MembershipChanged("there is no group")
-                control = self._sum_closing(group, control)
+                control = self._sum_commit(group, control)
                 failpoint("step.closed")
-            if closing.failed:
+            if commit_payload.failed:
                 return
-        session.take_control_word(control)
+        session.take_step_vote(control)
 
     def _digest_of_writes(self) -> int:
         return joined(self._writes.digest(), self._step_buffers.exact_digest())
@@ -423,7 +423,7 @@ class ReplicatedEngine(Engine):
         return joined(self._writes.between, self._step_buffers.between)
 
     @torch.no_grad()
-    def _sum_closing(self, group: Group, control: list[float]) -> list[float]:
+    def _sum_commit(self, group: Group, control: list[float]) -> list[float]:
         """Returns the sum of all ranks' step votes. If a script has changed buffers after the
         backward pass on any rank, the vote says so and does not commit: the buffers' changes are
         summed again, and the vote is repeated. Raises MembershipChanged."""
@@ -464,7 +464,7 @@ class ReplicatedEngine(Engine):
                 )
             self._accumulation().finish()
         elif not self._session.elastic:
-            self._session.seal_step()
+            self._session.prepare_step()
         elif step.phase is StepPhase.OPEN or self._reduction().pending:
             self._reduction().synchronize()
         else:
@@ -491,7 +491,7 @@ class ReplicatedEngine(Engine):
             self._writes.forget()
             self._attributes.forget()
         if self._compression is not None:
-            self._compression.void()
+            self._compression.abort()
         if self._tables is not None:
             self._tables.discard()
         for parameter in self.module.parameters():

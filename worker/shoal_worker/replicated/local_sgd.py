@@ -27,8 +27,8 @@ from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
 from shoal_worker.elastic.contract.loader_interface import StepStatus
+from shoal_worker.elastic.contract.reported_loss import read_later
 from shoal_worker.elastic.contract.step import Step, StepPhase
-from shoal_worker.elastic.contract.told_loss import read_later
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.engine.base import Setup
@@ -197,13 +197,13 @@ class LocalSGDEngine(ReplicatedEngine):
         if self._averaging and step.phase is StepPhase.OPEN:
             if step.placement.generation != self._round.generation:
                 # training on ranks that are gone is lost as well
-                self._session.void_step("the ranks have changed since the round began")
+                self._session.abort_step("the ranks have changed since the round began")
                 return
             with LosingStep(self._session) as averaging:
                 self._sum_round()
                 failpoint("reduction.completed")
             if not averaging.failed:
-                self._session.seal_step()
+                self._session.prepare_step()
         self._close()
         self._session.settle_step()
 
@@ -389,7 +389,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def capture(self) -> dict[str, Any]:
         """Returns the common state of all ranks at a round's end: only the settings of the
-        optimizer, whose state comes with `regroup`."""
+        optimizer, whose state comes with `reshard`."""
         captured = self._captured()
         if captured["optimizer"] is not None:
             captured["optimizer"] = {**captured["optimizer"], "state": {}}
@@ -414,7 +414,7 @@ class LocalSGDEngine(ReplicatedEngine):
             if name in ("the model", BUFFERS)
         }
 
-    def regroup(self, group: Group) -> None:
+    def reshard(self, group: Group) -> None:
         """Handles a new group. A rank without optimizer state gets the mean of the others'."""
         if self.optimizer is None:
             return

@@ -33,7 +33,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from shoal_worker.elastic.contract.course import GRADIENTS
+from shoal_worker.elastic.contract.collective_trace import GRADIENTS
 from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
 from shoal_worker.engine.passes import half_a_pass, tensors_in
 from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
@@ -320,7 +320,7 @@ class OverlappedReduction:
             if slot.parameter.grad is not None and slot.parameter.grad._nnz() == 0:
                 slot.parameter.grad = None
         self._buffer_changes = self._changes
-        self._session.seal_step()
+        self._session.prepare_step()
 
     @property
     def _share(self) -> Share:

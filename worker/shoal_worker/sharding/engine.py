@@ -12,7 +12,7 @@ A step ends as described in `engine/partitioned.py`. Its gradients are prepared 
 its shard's sum and has passed it on to the mirror holder, which mirrors the shard: parameters and
 optimizer state, as further pieces of the same optimizer. The commit all-reduce also tells which
 parameters were used and how the buffers changed. Owners and mirrors apply the same update. After a
-failure the shards are redistributed for the new group (`regroup`). Operations on the state between
+failure the shards are redistributed for the new group (`reshard`). Operations on the state between
 steps are in `sharded_state.py`; the gathering of units in the passes is in `execution.py`.
 Everything runs on the training thread, equally on every rank.
 """
@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.elastic.contract.course import CLOSING, EXTREMES
+from shoal_worker.elastic.contract.collective_trace import COMMIT, EXTREMES
 from shoal_worker.elastic.contract.generation import Topology
 from shoal_worker.elastic.contract.loader_interface import Share
 from shoal_worker.elastic.contract.step import Step
@@ -43,7 +43,7 @@ from shoal_worker.engine.failed_collectives import LosingStep
 from shoal_worker.engine.hidden_parameters import inside, refuse_loading
 from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
 from shoal_worker.engine.parameters import take_unsaved
-from shoal_worker.engine.partitioned import ClosingSum, CutClosing, PartitionedEngine
+from shoal_worker.engine.partitioned import CommitSum, PartitionedEngine, ShardedCommitPayload
 from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
 from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
 from shoal_worker.engine.tentative_update import TentativeUpdate
@@ -56,9 +56,9 @@ from shoal_worker.sharding.collectives import (
 )
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients
-from shoal_worker.sharding.homes import home_of
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.mirrors import TravellingMirrors
+from shoal_worker.sharding.placements import placement_of
 from shoal_worker.sharding.sharded_state import ShardedState
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.state.fits import takes_whole_tensors
@@ -99,7 +99,7 @@ def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
     )
 
 
-class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
+class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     """Engine of a model whose optimizer state, and possibly gradients and parameters, are sharded
     over the ranks."""
 
@@ -155,7 +155,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             wide=config.deterministic,
             param_dtype=config.param_dtype,
             reduce_dtype=config.reduce_dtype,
-            home=home_of(config.offload, part.parameters[0].device),
+            placement=placement_of(config.offload, part.parameters[0].device),
             whereabouts=self._whereabouts,
         )
 
@@ -368,7 +368,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
             if self._compression is not None:
                 self._compression.restore(state.get("compression"))
-            self._closing = None
+            self._commit_payload = None
         else:
             if (
                 not self._held.whole
@@ -412,15 +412,15 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 
-    def _hand_out(self, closing: CutClosing) -> None:
+    def _hand_out(self, commit_payload: ShardedCommitPayload) -> None:
         self._held.bring_mirrors()
-        self._gradients.hand_out(closing.divisor, closing.present)
-        present = iter(closing.present)
+        self._gradients.hand_out(commit_payload.divisor, commit_payload.present)
+        present = iter(commit_payload.present)
         for unit in self._held.trained:
             unit.hidden.gradients_handed_out([next(present) for _ in unit.parameters])
 
-    def _as_closing(self, told: Mapping[str, Any]) -> CutClosing:
-        return CutClosing(**told)
+    def _parse_commit(self, told: Mapping[str, Any]) -> ShardedCommitPayload:
+        return ShardedCommitPayload(**told)
 
     @override
     def issued(self) -> bytes:
@@ -432,14 +432,14 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     @torch.no_grad()
     @override
-    def regroup(self, group: Group) -> None:
+    def reshard(self, group: Group) -> None:
         if self._replicas is not None:
             self._replicas.connect(group, self._divide(group.generation.topology))
         self.compare_issued(group.exchange(self.issued()))
         if self._parts is not None:
             self._writes.moving()
-            self._execution.regrouped()
-            self._parts.regroup(group)
+            self._execution.resharded()
+            self._parts.reshard(group)
         elif any(row[0] for row in group.all_gather_integers([0])):
             raise PreconditionError(
                 "this rank's model is on the meta device, and its peers' states are cut already: "
@@ -528,13 +528,13 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             step.writes = joined(self._writes.digest(), self._step_buffers.exact_digest())
             step.written_between = joined(self._writes.between, self._step_buffers.between)
         self._agree_on_extremes(step, share)
-        step.issues(CLOSING)
-        if step.lost is not None or not self._seal():
+        step.issues(COMMIT)
+        if step.lost is not None or not self._prepare():
             return
         failpoint("sharded.sealed")
         gradients = self._gradients
-        summing = ClosingSum(
-            session.control_word(),
+        summing = CommitSum(
+            session.step_vote(),
             self._execution.issued.word(),
             [self._weights],
             gradients.squared_norm_part(
@@ -549,14 +549,14 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         word, issued, weights, norm, present, changes = summing.split(summed)
         IssuedCollectives.check(issued.tolist(), self.strategy)
         total = (float(weights) or 1.0) if step.in_micro_batches else 1.0
-        closing = CutClosing(
+        commit_payload = ShardedCommitPayload(
             number=self._applied + 1,
             divisor=total if self.config.loss_reduction == "mean" else 1.0,
             squared_norm=self._gradients.squared_norm(norm),
             present=[count > 0 for count in present.tolist()],
             changes=changes,
         )
-        self._close(closing, word.tolist())
+        self._close(commit_payload, word.tolist())
 
     def _agree_on_extremes(self, step: Step, share: Share) -> None:
         extremes, group = self._step_buffers.extremes, self._session.group
@@ -602,14 +602,14 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
             self._refuse_half_a_pass(step)
         self._execution.drop_gradients()
 
-    def _seal(self) -> bool:
+    def _prepare(self) -> bool:
         """Passes the summed gradients on to the mirror holder. Returns False if the step is
         lost."""
         if not self._gradients.pass_on(self._collectives, self._held.division) or not self._passes(
             "reduction.completed"
         ):
             return False
-        self._session.seal_step()
+        self._session.prepare_step()
         return True
 
     def _updated(self) -> None:
@@ -636,8 +636,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     @torch.no_grad()
     @override
     def commit_step(self) -> None:
-        assert self._closing is not None
-        self._step_buffers.apply(self._closing.changes)
+        assert self._commit_payload is not None
+        self._step_buffers.apply(self._commit_payload.changes)
         self._execution.forget()
         self._step_buffers.step_committed()
         self._writes.commit()
@@ -721,7 +721,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
         return {"the parameters": parameters, "the buffers": self._step_buffers.begun_from()}
 
     @torch.no_grad()
-    def bring_together(self, channel: Channel) -> None:
+    def consolidate(self, channel: Channel) -> None:
         """Consolidates parameters that are unsharded on every rank but were updated only on their
         owners; and handles that only some ranks may have begun the first step."""
         if self._parts is not None:
@@ -740,7 +740,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
 
     @property
     @override
-    def in_parts(self) -> bool:
+    def is_sharded(self) -> bool:
         return (
             self._parts is not None
             and self._parts.cut is not None
@@ -750,7 +750,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, CutClosing]):
     @property
     def holds(self) -> list[str]:
         """Shards of this rank, including the mirrored one."""
-        cut = self._parts.cut if self._parts is not None and self.in_parts else None
+        cut = self._parts.cut if self._parts is not None and self.is_sharded else None
         return (
             [str(position) for position in (cut.position, cut.mirrored) if position is not None]
             if cut is not None

@@ -415,7 +415,7 @@ class ShardedExecution:
         for unit in self._reduced:
             unit.hidden.show_gradients()
 
-    def regrouped(self) -> None:
+    def resharded(self) -> None:
         """Handles a new group, whose ranks need not have made the same passes."""
         self._order = []
         self._visited = []

@@ -123,7 +123,7 @@ class CutGradients:
             for holding in unit.holdings:
                 holding.hand_out(divisor, here)
         for unit in self._trained:
-            unit.home.arrived()
+            unit.placement.arrived()
 
     def scale(self, factor: float) -> None:
         """Multiplies the gradients that were handed out."""

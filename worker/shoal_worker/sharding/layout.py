@@ -215,7 +215,7 @@ def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout
     return UnitLayout(shapes=tuple(p.shape for p in parameters), world_size=world_size)
 
 
-def buddy_stride(topology: Topology) -> int:
+def mirror_stride(topology: Topology) -> int:
     """Returns the distance in ranks between a shard and its mirror: the number of ranks on the
     largest host. Ranks of one host are adjacent, so no mirror is on its shard's own host, unless
     that host has more than half of the ranks."""
@@ -263,7 +263,7 @@ class Division:
 def among_all(topology: Topology) -> Division:
     """Returns a division with one shard per rank."""
     return Division(
-        world_size=topology.world_size, shards=topology.world_size, stride=buddy_stride(topology)
+        world_size=topology.world_size, shards=topology.world_size, stride=mirror_stride(topology)
     )
 
 
@@ -274,7 +274,7 @@ def in_replicas(topology: Topology, shards: int | None) -> Division:
     world_size = topology.world_size
     wanted = min(shards or topology.most_local, world_size)
     fitting = next(number for number in range(wanted, world_size + 1) if world_size % number == 0)
-    return Division(world_size=world_size, shards=fitting, stride=buddy_stride(topology))
+    return Division(world_size=world_size, shards=fitting, stride=mirror_stride(topology))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -129,7 +129,7 @@ class TravellingMirrors:
     ) -> None:
         for unit in self._units:
             mirror = unit.mirror
-            if mirror.position is None or unit.home.apart:
+            if mirror.position is None or unit.placement.apart:
                 continue
             if unit.apart and wanted(mirror.shard):
                 # otherwise it is part of the parameters, which every rank has unsharded

@@ -62,7 +62,7 @@ class ShardedOptimizerState:
 
     def shard(self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype) -> torch.Tensor:
         """Returns an element state of an entire shard, flat."""
-        flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.home.device)
+        flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.placement.device)
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
             value = self._of(piece).get(key)
             if is_cut(value, key, unit, piece.shape):
@@ -100,16 +100,16 @@ class ShardedOptimizerState:
                 ):
                     continue
                 state = {
-                    key: _own_copy(value, unit.home.device)
+                    key: _own_copy(value, unit.placement.device)
                     for key, value in own.items()
                     if key != ELEMENTS
                 }
                 for key in own[ELEMENTS]:
                     flat = shards[holding.position][key][cut.offset : cut.offset + cut.length]
-                    state[key] = unit.home.copy(flat).view(piece.shape)
+                    state[key] = unit.placement.copy(flat).view(piece.shape)
                 self.optimizer.state[piece] = state
 
-    def bring_home(self, unit: Unit) -> None:
+    def move_to_placement(self, unit: Unit) -> None:
         """Moves state that the optimizer has created elsewhere to its proper memory."""
         for holding in unit.holdings:
             for piece in holding.pieces:
@@ -119,7 +119,9 @@ class ShardedOptimizerState:
                         and value.numel()
                         and value.untyped_storage().filename is None
                     ):
-                        self._of(piece)[key] = unit.home.copy(value.reshape(-1)).view(value.shape)
+                        self._of(piece)[key] = unit.placement.copy(value.reshape(-1)).view(
+                            value.shape
+                        )
 
     def cut(
         self,
@@ -450,7 +452,7 @@ def reshard(
         for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
             here = mine.vectors[index] if mine is not None else {}
             held_here = {  # copies lie on the CPU
-                position: vector_of(unit, vectors, name, dtype).to(unit.home.device)
+                position: vector_of(unit, vectors, name, dtype).to(unit.placement.device)
                 for position, vectors in here.items()
             }
             outgoing = message(table, rank, held_here or {0: torch.empty(0, dtype=dtype)}).to(
@@ -459,7 +461,7 @@ def reshard(
             incoming = torch.empty(sum(received), dtype=dtype, device=unit.device)
             peers.all_to_all(incoming, outgoing, received, sent)
             shards = {
-                position: torch.zeros(new.shard_numel, dtype=dtype, device=unit.home.device)
+                position: torch.zeros(new.shard_numel, dtype=dtype, device=unit.placement.device)
                 for position in gets[rank]
             }
             place(table, rank, incoming, shards)

@@ -27,7 +27,7 @@ from shoal_worker.engine.holders import ShardsLostError
 from shoal_worker.engine.module_state import ModuleState, load_captured
 from shoal_worker.engine.optimizer_state import is_element
 from shoal_worker.engine.parameters import unsaved_buffers
-from shoal_worker.engine.state_in_parts import StateInParts
+from shoal_worker.engine.partitioned_state import PartitionedState
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.mirrors import TravellingMirrors
@@ -62,7 +62,7 @@ _MUCH_PADDING: Final = 2.0
 """Times the model's size."""
 
 
-class ShardedState(StateInParts):
+class ShardedState(PartitionedState):
     """State of a model's units and of the optimizer over them."""
 
     def __init__(
@@ -151,7 +151,7 @@ class ShardedState(StateInParts):
         self.cut = cut
         self._warn_of_padding()
 
-    def regroup(self, group: Group) -> None:
+    def reshard(self, group: Group) -> None:
         """Reshards the state for the ranks of another group from their shards. A collective.
 
         Raises:
@@ -206,8 +206,8 @@ class ShardedState(StateInParts):
     def updated(self) -> None:
         """Handles an optimizer step."""
         for unit in self.trained:
-            if unit.home.keeps_files:
-                self._state.bring_home(unit)
+            if unit.placement.keeps_files:
+                self._state.move_to_placement(unit)
         self.mirrors.put_away(self.optimizer, updated=True)
 
     def bring_mirrors(self) -> None:
@@ -274,7 +274,7 @@ class ShardedState(StateInParts):
         self, channel: Channel
     ) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
         """Returns this rank's shards, and the scalars and keys of the complete state, which the
-        owners of whole tensors send. Part of an operation. Raises like `regroup`."""
+        owners of whole tensors send. Part of an operation. Raises like `reshard`."""
         held = self._held()
         if self.whole_tensors:
             sends, mine, _ = agree(held, channel)
@@ -309,7 +309,7 @@ class ShardedState(StateInParts):
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
         """Restores a peer's `capture_common`. A rank that has not sharded anything then holds
-        nothing: its shards come by `regroup`."""
+        nothing: its shards come by `reshard`."""
         load_captured(self.module, state["buffers"])
         self.settings = state["settings"]
         if self.whole:
@@ -334,7 +334,7 @@ class ShardedState(StateInParts):
 
     def part(self, channel: Channel) -> StatePart | None:
         """Returns this rank's part of the result of `assemble`; None if it holds everything. Part
-        of an operation. Raises like `regroup`."""
+        of an operation. Raises like `reshard`."""
         if self.cut is None or isinstance(channel, LocalChannel):
             return None
         held, scalars, keys = self._agreed(channel)
@@ -408,7 +408,7 @@ class ShardedState(StateInParts):
     def make_whole_again(self, channel: Channel) -> None:
         """Makes the state unsharded on all ranks if only some have sharded it yet and others may be
         gone. It is unchanged, since no step was taken on a sharding that not all have. Part of an
-        operation. Raises like `regroup`."""
+        operation. Raises like `reshard`."""
         told = channel.exchange(b"whole" if self.whole else b"")
         if all(told) or not any(told):
             return
@@ -418,7 +418,7 @@ class ShardedState(StateInParts):
 
     def fill(self, channel: Channel) -> None:
         """Updates parameters that are unsharded on every rank. Part of an operation. Raises like
-        `regroup`."""
+        `reshard`."""
         if self._stage is Stage.PARAMETERS or self.cut is None:
             return
         # even if it is not sharded yet: a peer may have begun the first step
@@ -431,7 +431,7 @@ class ShardedState(StateInParts):
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
         """Keeps the parameters unsharded here within the block, whatever is computed. Part of an
-        operation. Raises like `regroup`."""
+        operation. Raises like `reshard`."""
         if self.cut is None:
             yield
             return

@@ -17,8 +17,8 @@ because the unit is gathered before its backward pass). Meanwhile the parameters
 Optimizers update pieces of shards (`Holding`).
 
 Where parameters are computed with in another dtype than they are updated in, or are updated
-elsewhere (`Home`), shards have memory of their own at every stage, and `full` is a copy of them: P
-in the dtype of the computation, and P/N in their own.
+elsewhere (`ShardPlacement`), shards have memory of their own at every stage, and `full` is a copy
+of them: P in the dtype of the computation, and P/N in their own.
 
 It does not know when to gather or reduce (`execution.py`).
 """
@@ -44,8 +44,8 @@ from shoal_worker.engine.hidden_parameters import (
 )
 from shoal_worker.engine.pass_writes import same, some_of, written_in_vain
 from shoal_worker.sharding.collectives import Collectives, Pending
-from shoal_worker.sharding.homes import Home
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
+from shoal_worker.sharding.placements import ShardPlacement
 
 _log = logging.getLogger(__name__)
 
@@ -65,8 +65,8 @@ class Holding:
     def __init__(self, unit: Unit) -> None:
         self.position: int | None = None
         """Position of the shard; None if it is empty."""
-        self._home = unit.home
-        self.shard = torch.empty(0, dtype=unit.dtype, device=unit.home.device)
+        self._placement = unit.placement
+        self.shard = torch.empty(0, dtype=unit.dtype, device=unit.placement.device)
         self.pieces = tuple(
             nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters
         )
@@ -104,7 +104,7 @@ class Holding:
         reports the transfer complete."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
-            gradient = self._home.bring(gradient.div_(divisor), self.shard.dtype)
+            gradient = self._placement.bring(gradient.div_(divisor), self.shard.dtype)
         for piece, cut, here in zip(self.pieces, self.cuts, present, strict=True):
             if gradient is None or not here or (self._whole_tensors and not cut.length):
                 piece.grad = None
@@ -131,7 +131,7 @@ class Unit:
         wide: bool,
         param_dtype: torch.dtype | None = None,
         reduce_dtype: torch.dtype | None = None,
-        home: Home | None = None,
+        placement: ShardPlacement | None = None,
         leaves: Sequence[torch.Tensor] | None = None,
         whereabouts: Whereabouts | None = None,
     ) -> None:
@@ -159,7 +159,7 @@ class Unit:
         """Dtype of the shards."""
         self.device = self.parameters[0].device
         """Device of the unsharded parameters."""
-        self.home = home or Home(self.device)
+        self.placement = placement or ShardPlacement(self.device)
         self.stage = stage
         self.sum_dtype = torch.float64 if wide or self.dtype == torch.float64 else torch.float32
         """Dtype of gradient sums."""
@@ -167,7 +167,9 @@ class Unit:
         self._whole_dtype = (
             param_dtype if param_dtype is not None and self.dtype.is_floating_point else self.dtype
         )
-        self.apart = stage is Stage.PARAMETERS or self.home.apart or self._whole_dtype != self.dtype
+        self.apart = (
+            stage is Stage.PARAMETERS or self.placement.apart or self._whole_dtype != self.dtype
+        )
         """Shards have memory of their own."""
         self.layout = layout_of(self.parameters, 1)
         self.own, self.mirror = Holding(self), Holding(self)
@@ -317,9 +319,9 @@ class Unit:
         """Fills the holdings. `values`: returns those of the shard at a position."""
         for holding, where in ((self.own, position), (self.mirror, mirrored)):
             if where is None:
-                shard = self.home.empty(0, self.dtype)
+                shard = self.placement.empty(0, self.dtype)
             elif self.apart:
-                shard = self.home.empty(self.layout.shard_numel, self.dtype)
+                shard = self.placement.empty(self.layout.shard_numel, self.dtype)
                 shard.zero_()
             else:
                 shard = self._slot(where)  # a part of the parameters: it costs nothing

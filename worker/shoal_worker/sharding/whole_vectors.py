@@ -234,7 +234,7 @@ def copy_singles(
                     offsets[copy.sender],
                     offsets[copy.sender] + size * dtype.itemsize,
                 )
-                if copy.keeper == channel.rank:
+                if copy.mirror_holder == channel.rank:
                     data = bytearray(answers[copy.sender][begin : offsets[copy.sender]])
                     arrived.setdefault(copy.place, {})[name] = torch.frombuffer(data, dtype=dtype)
         kept.append(arrived)

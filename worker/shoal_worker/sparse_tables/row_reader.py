@@ -86,15 +86,15 @@ class RowReader:
             UnavailableError (CLIENT_CLOSED): the tables were closed.
         """
         places = by_bucket(ids, len(partitions))
-        return self.insist(lambda: self._read_all(partitions, dim, ids, places))
+        return self.retry_until(lambda: self._read_all(partitions, dim, ids, places))
 
-    def insist(self, attempt: Callable[[], AnswerT]) -> AnswerT:
+    def retry_until(self, attempt: Callable[[], AnswerT]) -> AnswerT:
         """Repeats a call to servers while one is unreachable or buckets move, looking up their
         locations before each retry. Raises as `read`."""
         with self._job.waits.of("parameter servers of sparse tables"):
-            return self._insist(attempt)
+            return self._retry_until(attempt)
 
-    def _insist(self, attempt: Callable[[], AnswerT]) -> AnswerT:
+    def _retry_until(self, attempt: Callable[[], AnswerT]) -> AnswerT:
         away_since: float | None = None
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         while True:
@@ -139,7 +139,7 @@ class RowReader:
             if not self.find():
                 raise UnavailableError("the coordinator does not say where the servers are")
 
-        self.insist(ask)
+        self.retry_until(ask)
 
     def server_of(self, partition_id: int) -> tuple[ParameterServerClient, int]:
         """Returns the server of a partition and the shard map's epoch. Raises PreconditionError /
@@ -170,7 +170,7 @@ class RowReader:
                 )
             return found
 
-        return self.insist(look)
+        return self.retry_until(look)
 
     def read_ahead(self, partitions: Sequence[int], dim: int, ids: Ids) -> Future[LookedUp]:
         """Starts a `read` in the background."""

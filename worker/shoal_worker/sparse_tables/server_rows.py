@@ -82,7 +82,7 @@ class ServerRowStore:
                 request, file.write, deadline=_deadline(_LARGEST_BUCKET)
             ).version
 
-        return self._reader.insist(read)
+        return self._reader.retry_until(read)
 
     # ----------------------------------------------------------------------- first rows (async_sgd)
 
@@ -174,7 +174,7 @@ class ServerRowStore:
             header = self._header(partition_id, epoch, bucket, restoration)
             client.restore_rows(header, bucket.chunks(), deadline=_deadline(bucket.nbytes))
 
-        self._reader.insist(put)
+        self._reader.retry_until(put)
 
     def _header(
         self, partition_id: int, epoch: int, bucket: StoredBucket, restoration: int

@@ -256,7 +256,7 @@ class ServerStepTables:
         group = self._session.group
         try:
             if group is not None:
-                group.meet()
+                group.rendezvous()
         except MembershipChanged as error:
             _log.info(
                 "not all ranks are known to have committed the step; the next generation tells: %s",
@@ -355,7 +355,7 @@ class ServerStepTables:
         looked_anew = False
         while True:
             found = self._require_reader().read(partitions, dim, ids)
-            if self._session.is_joining or self._is_void:
+            if self._session.is_joining or self._is_aborted:
                 return found  # of what is computed with them nothing counts
             pending = self._pending
             behind = {
@@ -529,7 +529,7 @@ class ServerStepTables:
         self._stale = False
 
     @property
-    def _is_void(self) -> bool:
+    def _is_aborted(self) -> bool:
         step = self._session.step
         return step is not None and step.lost is not None
 

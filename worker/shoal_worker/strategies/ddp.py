@@ -32,7 +32,7 @@ class DDPModel(ShardedModel):
         complex_parameters=True,
         keeps_memory=True,
         sparse_tables=True,
-        meets_in_passes=True,
+        communicates_in_passes=True,
         several_models=True,
     )
 

@@ -36,7 +36,7 @@ class Strategy:
     """Suitable compressor for slow links; None: no support for `gradient_compression=`."""
     complex_parameters: bool = False
     """True if it supports complex parameters."""
-    meets_in_passes: bool = False
+    communicates_in_passes: bool = False
     """True if all ranks pass samples of their own at the same time, so that a pass may communicate
     with the others: SyncBatchNorm layers, `shoal.whole_batch`."""
     keeps_memory: bool = False

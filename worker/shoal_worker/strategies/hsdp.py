@@ -55,7 +55,7 @@ class HSDPModel(ShardedModel):
         memory="(P + G + O)/S + two blocks",
         sent="3P(S-1)/S within, 2(P/S)(R-1)/R between",
         a_death="loses nothing: other replicas have its shard",
-        meets_in_passes=True,
+        communicates_in_passes=True,
         several_models=True,
         options=OPTIONS | {"shard_size"},
         # and no compression: most of what it sends stays within a host

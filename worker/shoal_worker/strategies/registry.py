@@ -180,11 +180,11 @@ def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, A
 def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str | None:
     """Returns the reason why `shoal.whole_batch` cannot be used in this run, with an alternative;
     None: it can."""
-    if not strategy.meets_in_passes:
+    if not strategy.communicates_in_passes:
         return (
             f"with strategy={strategy.name!r} a rank cannot ask the others in a pass: take "
-            f"{_those(lambda other: other.meets_in_passes)}, or compute the loss of each rank's "
-            "own samples"
+            f"{_those(lambda other: other.communicates_in_passes)}, or compute the loss of each "
+            "rank's own samples"
         )
     if config.loss_reduction == "sum":
         return (
@@ -214,12 +214,12 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
     synchronized = next(
         (path for path, each in module.named_modules() if isinstance(each, nn.SyncBatchNorm)), None
     )
-    if synchronized is not None and not strategy.meets_in_passes:
+    if synchronized is not None and not strategy.communicates_in_passes:
         raise ConfigurationError(
             f"{synchronized or 'the model'} is a SyncBatchNorm, and with strategy={name!r} a "
             "rank's layers cannot ask the others in a pass: take "
-            f"{_those(lambda other: other.meets_in_passes)}, or use BatchNorm, whose running "
-            "statistics are averaged"
+            f"{_those(lambda other: other.communicates_in_passes)}, or use BatchNorm, whose "
+            "running statistics are averaged"
         )
     if (tables := tables_of(module)) and not strategy.sparse_tables:
         raise ConfigurationError(

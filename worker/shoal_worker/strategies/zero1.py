@@ -30,7 +30,7 @@ class ZeRO1Model(ShardedModel):
         options=OPTIONS,
         settings=SETTINGS,
         compressor="topk",
-        meets_in_passes=True,
+        communicates_in_passes=True,
         several_models=True,
     )
 

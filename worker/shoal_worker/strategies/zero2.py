@@ -29,7 +29,7 @@ class ZeRO2Model(ShardedModel):
         options=OPTIONS,
         settings=SETTINGS,
         compressor="topk",
-        meets_in_passes=True,
+        communicates_in_passes=True,
         several_models=True,
     )
 

@@ -30,7 +30,7 @@ class ZeRO3Model(ShardedModel):
         options=OPTIONS,
         settings=SETTINGS | {"shard_modules", "prefetch_blocks"},
         compressor="topk",
-        meets_in_passes=True,
+        communicates_in_passes=True,
         several_models=True,
     )
 

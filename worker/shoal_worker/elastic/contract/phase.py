@@ -1,7 +1,7 @@
 """Phase of this process's script in its job: one phase at a time, changed by named transitions.
 Pure.
 
-    REPLAYING --feed--> ARRIVING --arrive--> TRAINING --stop--> STOPPED
+    REPLAYING --sync--> ARRIVING --arrive--> TRAINING --stop--> STOPPED
         |  ^                ^-----fall_behind----|  ^
         |  |------------set_aside----------------|  |--resume-- RETURNED <--go_back-- TRAINING
         |-------------------begin----------------^  |--mend---- TORN     <--tear----- TRAINING
@@ -99,11 +99,11 @@ class ScriptPhase:
             unchanged=(Phase.TORN, Phase.STOPPED, Phase.LEFT),
         )
 
-    def feed(self) -> None:
+    def sync(self) -> None:
         """Handles the job's state received at a step boundary. Changes nothing for members that
         held it, which may be anywhere in their scripts: a joiner may also enter a run that was
         stopped or has gone back."""
-        self._move("feed", {Phase.REPLAYING: Phase.ARRIVING}, unchanged=_HOLDING)
+        self._move("sync", {Phase.REPLAYING: Phase.ARRIVING}, unchanged=_HOLDING)
 
     def arrive(self) -> None:
         """Handles the arrival at its first live batch, or the absence of peers ahead of it."""
@@ -134,7 +134,7 @@ class ScriptPhase:
     def replace(self) -> None:
         """Replaces its state with a peer's or a checkpoint's. Allowed at any time: a script may
         load a checkpoint before its loop, after it, and when it has left. Not for the arrival of a
-        joiner (`feed`)."""
+        joiner (`sync`)."""
         others = frozenset(Phase) - {Phase.TORN, Phase.RETURNED}
         self._move(
             "replace", {Phase.TORN: self._whole, Phase.RETURNED: Phase.TRAINING}, unchanged=others

@@ -1,6 +1,6 @@
 """Reconciles the ranks of a new generation: a pure decision from the status of every rank.
 
-Each rank of a new generation sends its `Standing` to all others (one all-gather), and every rank
+Each rank of a new generation sends its `RankStatus` to all others (one all-gather), and every rank
 computes the same `Reconciliation` from the same list. No I/O, no torch.
 
 A generation is established only when all its members have the same state and their scripts have
@@ -39,7 +39,7 @@ class Interrupted(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Standing:
+class RankStatus:
     """Status of one rank when a generation forms."""
 
     state: StateName | None
@@ -51,7 +51,7 @@ class Standing:
     """Number of step outcomes received by its script, including that of the current step."""
     attached: bool
     """True if it has a model, so that it can receive a state."""
-    spectator: bool
+    learner: bool
     """True if it is a learner: a joiner that replays its script and receives its state only at the
     next step boundary, where all ranks' user code is at the same line."""
     poisoned: bool
@@ -67,12 +67,12 @@ class Standing:
 
     def encode(self) -> list[int]:
         """Returns it as integers, for an all-gather of int64."""
-        flags = [int(self.attached), int(self.spectator), int(self.poisoned), int(self.rewinds)]
+        flags = [int(self.attached), int(self.learner), int(self.poisoned), int(self.rewinds)]
         names = [*(self.state or (-1, -1)), *(self.doubt or (-1, -1))]
         return [*names, self.outcomes, *flags, self.operations, *(self.interrupted or (-1, 0))]
 
     @classmethod
-    def decode(cls, values: Sequence[int]) -> Standing:
+    def decode(cls, values: Sequence[int]) -> RankStatus:
         """Restores the result of `encode`."""
         (
             generation,
@@ -81,7 +81,7 @@ class Standing:
             doubt_step,
             outcomes,
             attached,
-            spectator,
+            learner,
             poisoned,
             rewinds,
             *rest,
@@ -93,7 +93,7 @@ class Standing:
             doubt=None if doubt_generation < 0 else StateName(doubt_generation, doubt_step),
             outcomes=outcomes,
             attached=bool(attached),
-            spectator=bool(spectator),
+            learner=bool(learner),
             poisoned=bool(poisoned),
             operations=operations,
             rewinds=bool(rewinds),
@@ -103,7 +103,7 @@ class Standing:
         )
 
 
-STANDING_LENGTH = 12
+RANK_STATUS_LENGTH = 12
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -128,7 +128,7 @@ class Reconciliation:
     now."""
     outcomes: int
     """Count of outcomes that all members must reach."""
-    spectators: tuple[int, ...]
+    learners: tuple[int, ...]
     """Ranks that receive the state at the next step boundary."""
     results_from: int | None
     """A rank with the results of all operations that a donor has finished since; None if no results
@@ -147,35 +147,31 @@ class Reconciliation:
         return self.newest is not None and not self.donors
 
 
-def reconcile(standings: Sequence[Standing]) -> Reconciliation:
+def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
     """Decides from the status of all ranks in rank order. Every rank must pass the same list."""
-    members = [r for r, s in enumerate(standings) if not s.spectator]
-    newest = max(
-        (state for r in members if (state := standings[r].state) is not None), default=None
-    )
-    current = tuple(r for r in members if newest is not None and standings[r].state == newest)
-    donors = tuple(r for r in current if not standings[r].poisoned)
+    members = [r for r, s in enumerate(statuses) if not s.learner]
+    newest = max((state for r in members if (state := statuses[r].state) is not None), default=None)
+    current = tuple(r for r in members if newest is not None and statuses[r].state == newest)
+    donors = tuple(r for r in current if not statuses[r].poisoned)
     decided = tuple(
         r
         for r in members
-        if newest is not None and standings[r].doubt == newest and not standings[r].poisoned
+        if newest is not None and statuses[r].doubt == newest and not statuses[r].poisoned
     )
-    outcomes = max((standings[r].outcomes for r in members), default=0)
+    outcomes = max((statuses[r].outcomes for r in members), default=0)
     lacking = tuple(
         r
         for r in members
-        if newest is not None and standings[r].attached and (r not in donors and r not in decided)
+        if newest is not None and statuses[r].attached and (r not in donors and r not in decided)
     )
-    overtaken = tuple(r for r in lacking if standings[r].outcomes < outcomes)
+    overtaken = tuple(r for r in lacking if statuses[r].outcomes < outcomes)
     behind = tuple(r for r in lacking if r not in overtaken)
     moving = tuple(
-        r
-        for r in members
-        if r in decided or (r not in lacking and standings[r].outcomes < outcomes)
+        r for r in members if r in decided or (r not in lacking and statuses[r].outcomes < outcomes)
     )
-    operations = max((standings[r].operations for r in donors), default=0)
-    furthest = next((r for r in donors if standings[r].operations == operations), None)
-    results_to = _lacking(standings, donors, furthest)
+    operations = max((statuses[r].operations for r in donors), default=0)
+    furthest = next((r for r in donors if statuses[r].operations == operations), None)
+    results_to = _lacking(statuses, donors, furthest)
     return Reconciliation(
         newest=newest,
         donors=donors,
@@ -184,31 +180,31 @@ def reconcile(standings: Sequence[Standing]) -> Reconciliation:
         overtaken=overtaken,
         moving=moving,
         outcomes=outcomes,
-        spectators=tuple(r for r, s in enumerate(standings) if s.spectator),
+        learners=tuple(r for r, s in enumerate(statuses) if s.learner),
         results_from=furthest if (behind or results_to) and operations > 0 else None,
         results_to=results_to,
-        apart=_apart({r: standings[r] for r in donors}, operations),
+        apart=_apart({r: statuses[r] for r in donors}, operations),
     )
 
 
 def _lacking(
-    standings: Sequence[Standing], donors: Sequence[int], furthest: int | None
+    statuses: Sequence[RankStatus], donors: Sequence[int], furthest: int | None
 ) -> tuple[int, ...]:
     """Returns the ranks of one state that have finished fewer operations than `furthest`. If that
     one rewinds, ranks that have already rewound lack nothing; only ranks that have yet to reach the
     same step pass the operations on the way."""
     if furthest is None:
         return ()
-    most = standings[furthest]
+    most = statuses[furthest]
     return tuple(
         r
         for r in donors
-        if standings[r].operations < most.operations
-        and (not most.rewinds or standings[r].outcomes < most.outcomes)
+        if statuses[r].operations < most.operations
+        and (not most.rewinds or statuses[r].outcomes < most.outcomes)
     )
 
 
-def _apart(holders: Mapping[int, Standing], operations: int) -> tuple[int, ...]:
+def _apart(holders: Mapping[int, RankStatus], operations: int) -> tuple[int, ...]:
     """Returns the ranks of one state in an operation that no other has finished, while another is
     in the following step."""
     interrupted = {

@@ -19,7 +19,7 @@ from typing import Final, NamedTuple, SupportsFloat
 
 from shoal_common.errors import PreconditionError, ShoalError
 
-from shoal_worker.elastic.contract.course import Course
+from shoal_worker.elastic.contract.collective_trace import CollectiveTrace
 from shoal_worker.elastic.contract.loader_interface import Placement, Share, StepSource, WeighRows
 
 # -------------------------------------------------------------------------- where the script stands
@@ -84,8 +84,8 @@ def _digits(value: int, count: int) -> list[int]:
 
 # ----------------------------------------------------------------------------- the step in progress
 
-_BORDER, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
-"""Indices in a step vote; see `Step.control_word`."""
+_BOUNDARY, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
+"""Indices in a step vote; see `Step.step_vote`."""
 _OWN: Final = 5
 """Numbers of a control word that are the step's own; the others say whether settings agree, writes
 in passes and between steps, and what was evaluated, and where the script stands."""
@@ -111,12 +111,12 @@ class StepPhase(enum.Enum):
 
     OPEN = "open"
     """Gradients are not, or not all, summed: no rank can have seen the commit all-reduce."""
-    SEALED = "sealed"
+    PREPARED = "sealed"
     """This rank has everything needed to apply it. Only the commit all-reduce reveals whether every
     rank has."""
-    DECIDED = "decided"
+    COMMITTED = "decided"
     """The commit all-reduce was seen, here or by a surviving peer: the step counts."""
-    VOID = "void"
+    ABORTED = "void"
     """No survivor saw the commit all-reduce: no rank applies it."""
 
 
@@ -130,7 +130,7 @@ class Step:
     of: str = ""
     """Identifies the model, if there are several, or which of them the step has updated: the same
     on all ranks. Empty for a single model."""
-    course: Course = dataclasses.field(default_factory=Course)
+    trace: CollectiveTrace = dataclasses.field(default_factory=CollectiveTrace)
     """Trace of this rank's collectives in the step, and in an earlier, abandoned step."""
     share: Share | None = None
     handed_out: bool = False
@@ -182,9 +182,10 @@ class Step:
         return self.share is not None and self.share.micro_batches is not None
 
     def issues(self, what: str) -> None:
-        """Records a collective of the step that is about to be issued. `what`: see `Course.add`."""
+        """Records a collective of the step that is about to be issued. `what`: see
+        `CollectiveTrace.add`."""
         if self.lost is None:
-            self.course.add(what, self.of)
+            self.trace.add(what, self.of)
 
     def check_whole(self) -> None:
         """Raises PreconditionError unless the inner loop took all micro-batches of this rank: a
@@ -198,11 +199,11 @@ class Step:
                 reason="STEP_NOT_WHOLE",
             )
 
-    def control_word(
+    def step_vote(
         self,
         *,
-        border_wanted: bool,
-        stop_told: bool,
+        boundary_wanted: bool,
+        stop_announced: bool,
         leaving: bool,
         settings: int,
         place: ScriptPosition,
@@ -221,47 +222,47 @@ class Step:
             *_digest_word(self.written_between),
             *_digest_word(self.evaluated),
         ]
-        own = (float(border_wanted), loss, weight, float(stop_told), float(leaving))
+        own = (float(boundary_wanted), loss, weight, float(stop_announced), float(leaving))
         return [*own, *digits, *place.word()]
 
     def fail(self, reason: str) -> None:
         """Handles a failed collective of the step. Changes nothing for a step with a known
         outcome."""
-        if self.phase in (StepPhase.OPEN, StepPhase.SEALED) and self.lost is None:
+        if self.phase in (StepPhase.OPEN, StepPhase.PREPARED) and self.lost is None:
             self.lost = reason
 
-    def seal(self) -> None:
+    def prepare(self) -> None:
         """Marks the step as prepared: the gradients are summed, and this rank has everything needed
         to apply it."""
         if self.phase is StepPhase.OPEN and self.lost is None:
-            self.phase = StepPhase.SEALED
+            self.phase = StepPhase.PREPARED
 
     def decide(self, summed: Sequence[float]) -> None:
         """Commits the step: this rank or a surviving peer saw the commit all-reduce. `summed`: its
         step vote, the same on all ranks."""
-        self.control, self.phase, self.lost = list(summed), StepPhase.DECIDED, None
+        self.control, self.phase, self.lost = list(summed), StepPhase.COMMITTED, None
 
-    def void(self) -> None:
+    def abort(self) -> None:
         """Aborts the step, since no survivor saw the commit all-reduce."""
-        self.phase, self.lost = StepPhase.VOID, self.lost or "void"
+        self.phase, self.lost = StepPhase.ABORTED, self.lost or "void"
 
     @property
-    def undecided(self) -> bool:
+    def unresolved(self) -> bool:
         """True if its group has ended and its outcome is unknown here."""
-        return self.lost is not None and self.phase is not StepPhase.VOID
+        return self.lost is not None and self.phase is not StepPhase.ABORTED
 
     @property
     def in_doubt(self) -> bool:
         """True if it may have been applied by a peer."""
-        return self.lost is not None and self.phase is StepPhase.SEALED
+        return self.lost is not None and self.phase is StepPhase.PREPARED
 
     @property
-    def border_wanted(self) -> bool:
+    def boundary_wanted(self) -> bool:
         """True if some rank wants a membership change at the next step boundary."""
-        return self.control is not None and self.control[_BORDER] > 0
+        return self.control is not None and self.control[_BOUNDARY] > 0
 
     @property
-    def stop_told(self) -> bool:
+    def stop_announced(self) -> bool:
         """True if some rank knows that the job stops: all stop at the next boundary, including
         those that learn of it later."""
         return self.control is not None and self.control[_STOP] > 0

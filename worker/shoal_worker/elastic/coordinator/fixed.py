@@ -31,7 +31,7 @@ from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.coordinator.member import LeaveReason
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
-from shoal_worker.elastic.group.group import Group, Opening
+from shoal_worker.elastic.group.group import Group, GroupConfiguration
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 
 _TRAINED_BY: Final[weakref.WeakKeyDictionary[nn.Module, Seat]] = weakref.WeakKeyDictionary()
@@ -128,7 +128,7 @@ class FixedMembership:
     def form(self) -> Group:
         """Implements `Member.form`. Waits for the other ranks."""
         seat, generation = self._seat, self.link.newest_generation
-        opening = Opening(
+        configuration = GroupConfiguration(
             make_backend=self._backend_class,
             store=lambda name: PrefixStore(f"shoal-session/{name}", seat.store),
             hostname=None,
@@ -138,13 +138,13 @@ class FixedMembership:
         backend = None
         if seat.world_size > 1:
             backend = self._backend_class()
-            opening.initialize(backend, generation, PrefixStore("shoal-session", seat.store))
+            configuration.initialize(backend, generation, PrefixStore("shoal-session", seat.store))
         told = Group(generation, backend, None).exchange(
             json.dumps([uuid.uuid4().hex, self._host, self._donor_address]).encode()
         )
         nonces, *places = zip(*(json.loads(one) for one in told), strict=True)
         self.link.newest_generation = self._generation(nonces[0], list(zip(*places, strict=True)))
-        self._group = Group(self.link.newest_generation, backend, None, opening)
+        self._group = Group(self.link.newest_generation, backend, None, configuration)
         return self._group
 
     def failed(self, error: BaseException) -> NoReturn:

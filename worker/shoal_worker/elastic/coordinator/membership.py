@@ -46,7 +46,7 @@ from shoal_worker.elastic.coordinator.stall_watch import (
     named_ranks,
     unreachable,
 )
-from shoal_worker.elastic.group.group import Group, Opening
+from shoal_worker.elastic.group.group import Group, GroupConfiguration
 from shoal_worker.elastic.group.waiting import EVERY_S, WaitingLines
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.settings import WorkerSettings
@@ -104,7 +104,7 @@ def connect(
     if generation.world_size == 1:
         announce(Forming(generation, None))
         return Group(generation, None, None)
-    opening = Opening(
+    configuration = GroupConfiguration(
         make_backend=make_backend,
         store=lambda name: RedisStore(store_url, f"{prefix}:{name}", timeout=connect_timeout),
         hostname=host,
@@ -117,14 +117,14 @@ def connect(
         with waits.of(f"generation {generation.number} to form"):
             _arrive(generation, store, arrival_timeout)
             backend = make_backend()
-            opening.initialize(backend, generation, store)
+            configuration.initialize(backend, generation, store)
     except (MembershipChanged, ConfigurationError):
         raise
     except (RuntimeError, ShoalError) as error:
         raise MembershipChanged(
             f"generation {generation.number} did not form: {cause_of(error)}"
         ) from error
-    return Group(generation, backend, store, opening)
+    return Group(generation, backend, store, configuration)
 
 
 def _arrive(generation: Generation, store: RedisStore, timeout: timedelta) -> None:

@@ -20,7 +20,7 @@ from shoal_common.processes import children_cpu_s
 from shoal_common.tally import Counts, TallyWriter
 
 from shoal_worker.backends.waits import Waits
-from shoal_worker.elastic.contract.told_loss import ToldLoss
+from shoal_worker.elastic.contract.reported_loss import ReportedLoss
 from shoal_worker.metrics import WorkerMetrics
 
 _WINDOW_S = 1.0
@@ -91,9 +91,9 @@ class ProgressMeter:
         self._sequence = 0
         self._steps = 0
         self._samples = 0
-        self.loss = ToldLoss()
+        self.loss = ReportedLoss()
         """Losses reported by the loop or by `train_step`."""
-        self._reported: dict[str, ToldLoss] = {}
+        self._reported: dict[str, ReportedLoss] = {}
         """Other numbers that the loop reports, by name. Replaced when a name is added."""
         metrics.loss.set_function(lambda: self.loss.value)
         self._staleness = 0.0
@@ -286,12 +286,12 @@ class ProgressMeter:
                         f"shoal.report({name}=...): expected at most {_MOST_METRICS} names besides "
                         f"the loss; there are {', '.join(self._reported)}"
                     )
-                told = ToldLoss(name)
+                told = ReportedLoss(name)
             told.tell(value)
             self._reported = {**self._reported, name: told}
 
     @property
-    def reported(self) -> Mapping[str, ToldLoss]:
+    def reported(self) -> Mapping[str, ReportedLoss]:
         """All numbers that are reported, by name, the loss among them."""
         return {"loss": self.loss, **self._reported}
 

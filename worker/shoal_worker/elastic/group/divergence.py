@@ -76,7 +76,7 @@ def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError
     )
 
 
-def courses_apart(
+def traces_apart(
     one: dict[str, Any], other: dict[str, Any], what: tuple[str, str], step: int
 ) -> PreconditionError:
     """Returns the error for ranks that wait for each other in different collectives of step number
@@ -104,7 +104,7 @@ def operations_apart(who: str) -> PreconditionError:
     )
 
 
-def borders_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
+def boundaries_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
     """Returns the error for ranks at different positions when joiners are admitted. `places`: each
     rank's loader, its number, epoch and step."""
     return PreconditionError(

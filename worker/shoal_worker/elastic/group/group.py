@@ -42,7 +42,7 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Opening:
+class GroupConfiguration:
     """Configuration for connecting the groups of one generation."""
 
     make_backend: Callable[[], CommunicationBackend]
@@ -108,15 +108,15 @@ class Group:
         generation: Generation,
         backend: CommunicationBackend | None,
         store: Store | None,
-        opening: Opening | None = None,
+        configuration: GroupConfiguration | None = None,
         parent: Group | None = None,
     ) -> None:
         """`backend` is initialized already; None in a world of one. Takes ownership of `backend`
-        and `store`. `opening` connects parts of the group."""
+        and `store`. `configuration` connects parts of the group."""
         self.generation = generation
         self._backend = backend
         self._store = store
-        self._opening = opening
+        self._configuration = configuration
         self._parent = parent
         self.waiting: Waiting = (
             parent.waiting
@@ -229,21 +229,21 @@ class Group:
         return self._connect_part(list(range(self.world_size)), name)
 
     def _connect_part(self, members: list[int], name: str, number: int | None = None) -> Group:
-        if self._opening is None:
+        if self._configuration is None:
             raise ConfigurationError(
                 f"subgroup({members}): this group cannot be divided further; divide the "
                 "generation's own"
             )
         self._connections[name] += 1  # of several models each may connect its own
         name = f"{name} {self._connections[name]}"
-        store, backend = self._opening.store(name), self._opening.make_backend()
+        store, backend = self._configuration.store(name), self._configuration.make_backend()
         if number is not None and self._backend is not None:
             self.settle()  # a group that is split has nothing to do
             backend.comes_from(self._backend, number)
         generation = self.generation.part(members)
         part = self._adopt(Group(generation, backend, store, parent=self))
         try:
-            self._opening.initialize(backend, generation, store, members)
+            self._configuration.initialize(backend, generation, store, members)
         except (RuntimeError, ShoalError) as error:
             raise part._over(f"connecting part {name!r}", error) from error
         return part
@@ -441,7 +441,7 @@ class Group:
         """Returns everybody's `values` (equally many on all ranks), in rank order."""
         return [t.tolist() for t in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
-    def meet(self) -> None:
+    def rendezvous(self) -> None:
         """Waits until all ranks have called it. No step issues such a collective. If some ranks are
         in a step and others here, they wait for each other without receiving each other's messages,
         at which Gloo would end the processes if sizes differ."""

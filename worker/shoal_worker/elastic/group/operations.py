@@ -24,7 +24,7 @@ Body = Callable[[Channel], Any]
 """Runs one operation over a channel; may be repeated on another channel when the membership has
 changed meanwhile."""
 
-_SPECTATOR = "spectator"
+_LEARNER = "spectator"
 
 
 class Operations:
@@ -102,10 +102,10 @@ class GroupChannel:
     of each other's data.
     """
 
-    def __init__(self, group: Group, kind: str, spectators: tuple[int, ...]) -> None:
+    def __init__(self, group: Group, kind: str, learners: tuple[int, ...]) -> None:
         self._group = group
         self._kind = kind
-        self.members = [r for r in range(group.world_size) if r not in spectators]
+        self.members = [r for r in range(group.world_size) if r not in learners]
         """Their ranks in the group, ascending."""
 
     @property
@@ -120,7 +120,7 @@ class GroupChannel:
 
     def exchange(self, payload: bytes) -> list[bytes]:
         """Sends `payload` to all members and returns everybody's, in rank order."""
-        self._group.meet()
+        self._group.rendezvous()
         answers = self._group.exchange(self._kind.encode() + b"\0" + payload)
         split = [answers[r].split(b"\0", 1) for r in self.members]
         kinds = {kind.decode() for kind, _ in split}
@@ -132,15 +132,15 @@ class GroupChannel:
         return [body for _, body in split]
 
 
-def spectate(group: Group, spectators: tuple[int, ...], border: str) -> None:
+def follow_as_learner(group: Group, learners: tuple[int, ...], boundary: str) -> None:
     """Follows the members' exchanges until they are all at the step boundary.
 
     Raises:
         MembershipChanged: the group has ended.
     """
-    members = [r for r in range(group.world_size) if r not in spectators]
+    members = [r for r in range(group.world_size) if r not in learners]
     while True:
-        group.meet()
-        answers = group.exchange(_SPECTATOR.encode() + b"\0")
-        if all(answers[r].startswith(border.encode() + b"\0") for r in members):
+        group.rendezvous()
+        answers = group.exchange(_LEARNER.encode() + b"\0")
+        if all(answers[r].startswith(boundary.encode() + b"\0") for r in members):
             return

@@ -40,10 +40,10 @@ from shoal_common.failpoints import failpoint
 from shoal_worker.elastic.contract.generation import Generation
 from shoal_worker.elastic.contract.loader_interface import Drained, StateLostError, StopTraining
 from shoal_worker.elastic.contract.reconcile import (
-    STANDING_LENGTH,
+    RANK_STATUS_LENGTH,
     Interrupted,
+    RankStatus,
     Reconciliation,
-    Standing,
     StateName,
     reconcile,
 )
@@ -52,11 +52,11 @@ from shoal_worker.elastic.coordinator.member import Member
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group.divergence import operations_apart
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.group.operations import GroupChannel, spectate
+from shoal_worker.elastic.group.operations import GroupChannel, follow_as_learner
 from shoal_worker.elastic.group.transfer import StateExchange
 from shoal_worker.elastic.group.waiting import WaitingLines, Where
 from shoal_worker.elastic.recovery.joiner_state import JoinerState
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from shoal_worker.state.digest import state_digest
@@ -77,7 +77,7 @@ class Formation:
     def __init__(
         self,
         membership: Member,
-        held: HeldState,
+        held: CommittedState,
         exchange: StateExchange | None,
         *,
         settings: WorkerSettings,
@@ -86,12 +86,12 @@ class Formation:
     ) -> None:
         """`exchange`: None for strategies without a process group."""
         self.membership = membership
-        self.feeding = JoinerState(
+        self.syncing = JoinerState(
             held, exchange, allow_restart=settings.allow_restart_from_scratch
         )
         self.where: Callable[[], Where | None] = lambda: None
         """Returns the current location; see `Waiting.where`."""
-        self.border_due = False
+        self.boundary_due = False
         """True if there is a newer generation to adopt at the next step boundary, according to the
         last step vote, the same on all ranks."""
         self.stop_due = False
@@ -105,7 +105,7 @@ class Formation:
         self._settings = settings
         self._metrics = metrics
         self._progress = progress
-        self._spectators: tuple[int, ...] = ()
+        self._learners: tuple[int, ...] = ()
         self.group: Group | None = None
         """The last established group, or the one about to be; it may have ended. None before the
         first. Strategies know no other: a group whose ranks have only met belongs to the
@@ -117,7 +117,7 @@ class Formation:
         established yet."""
         self._outcomes_due = 0
         """Maximum number of outcomes known to any rank at the last rendezvous."""
-        self._meeting_began = 0.0
+        self._rendezvous_began = 0.0
         self._failed_at: float | None = None
 
     # ---------------------------------------------------------------------------------- who is here
@@ -129,7 +129,7 @@ class Formation:
         group, held = self.group, self._held
         return (
             held.engine.working(group)
-            if group is not None and held.has_engine and not self._spectators
+            if group is not None and held.has_engine and not self._learners
             else group
         )
 
@@ -145,13 +145,13 @@ class Formation:
         """Ids of the members of the last established group that hold the state. Raises
         MembershipChanged, UnavailableError: see `AskedPeers`."""
         peers = self.group.generation.peers if self.group is not None else ()
-        return [peer.member_id for peer in peers if peer.rank not in self._spectators]
+        return [peer.member_id for peer in peers if peer.rank not in self._learners]
 
     def peers_have(self, step: int) -> bool:
         """Returns whether all state holders in the last established group are known to have
         committed `step`."""
         return self.group is None or self.membership.all_have(
-            self.group.generation, self._spectators, step
+            self.group.generation, self._learners, step
         )
 
     @property
@@ -160,7 +160,7 @@ class Formation:
         joiner without the state."""
         generation = self.generation
         members = (
-            (r for r in range(generation.world_size) if r not in self._spectators)
+            (r for r in range(generation.world_size) if r not in self._learners)
             if generation is not None
             else ()
         )
@@ -183,7 +183,7 @@ class Formation:
         Raises:
             MembershipChanged: there is no group.
         """
-        return GroupChannel(self.working or self._require_group(), kind, self._spectators)
+        return GroupChannel(self.working or self._require_group(), kind, self._learners)
 
     # ------------------------------------------------------------------------------ new generations
 
@@ -191,10 +191,10 @@ class Formation:
         """Records the time of a failure; recovery is timed from the first one."""
         self._failed_at = self._failed_at or time.monotonic()
 
-    def committed(self, *, border_due: bool, stop_due: bool, preempted: bool) -> None:
+    def committed(self, *, boundary_due: bool, stop_due: bool, preempted: bool) -> None:
         """Records a committed step, whose step vote asked for a boundary, for the end, or for
         nothing."""
-        self.border_due, self.stop_due, self.preempted = border_due, stop_due, preempted
+        self.boundary_due, self.stop_due, self.preempted = boundary_due, stop_due, preempted
         if self._failed_at is not None:
             self._metrics.recovery_seconds.observe(time.monotonic() - self._failed_at)
             self._failed_at = None
@@ -248,12 +248,12 @@ class Formation:
             and group.broken is None
         )
         if self._met:
-            self.border_due = False  # this is the generation that was due
+            self.boundary_due = False  # this is the generation that was due
 
     def take_newest(self) -> None:
         """Forms the generation that was due at the boundary, unless one was formed here since.
         Raises like `reform`."""
-        if self.border_due:
+        if self.boundary_due:
             self.reform()
         else:
             self.settle()
@@ -267,11 +267,11 @@ class Formation:
             DeadlineError: none formed within the rendezvous timeout.
             PreconditionError: the state is lost, or this member was evicted.
         """
-        while self.meet():
+        while self.rendezvous():
             if self.stand():
                 return
 
-    def meet(self) -> bool:
+    def rendezvous(self) -> bool:
         """Forms newer generations until the ranks of one agree on the state and returns True.
         Returns False if this rank's script has to advance first; its group is then given up. Raises
         like `reform`."""
@@ -279,7 +279,7 @@ class Formation:
         give_up_at: float | None = None
         self._stands = self._met = False
         while True:
-            self._meeting_began = time.monotonic()
+            self._rendezvous_began = time.monotonic()
             try:
                 group = self.membership.form()
                 if self._exchange is not None:
@@ -329,7 +329,7 @@ class Formation:
             return False
         self._stands = True
         group.waiting.where = self.where
-        self.border_due = False
+        self.boundary_due = False
         held.interrupted = None
         self._progress.entered()
         generation = group.generation
@@ -338,7 +338,7 @@ class Formation:
             member_id=generation.me.member_id,
             rank=generation.rank,
             world_size=generation.world_size,
-            seconds=time.monotonic() - self._meeting_began,
+            seconds=time.monotonic() - self._rendezvous_began,
         )
         return True
 
@@ -347,12 +347,12 @@ class Formation:
         boundary. A collective."""
         self.group = group
         held = self._held
-        if not self._spectators:
+        if not self._learners:
             if held.has_engine:
-                held.engine.regroup(group)
-        elif group.rank not in self._spectators:
+                held.engine.reshard(group)
+        elif group.rank not in self._learners:
             lost: StateLostError | None = None
-            channel = GroupChannel(group, _BRINGING, self._spectators)
+            channel = GroupChannel(group, _BRINGING, self._learners)
             try:
                 # For a model on the meta device, no step was taken and nothing is sharded.
                 if all(
@@ -360,15 +360,15 @@ class Formation:
                         b"values" if held.has_engine and held.engine.has_values() else b""
                     )
                 ):
-                    held.engine.bring_together(channel)
+                    held.engine.consolidate(channel)
                     held.engine.keep_two_copies(channel)
             except StateLostError as error:  # on all members alike
                 lost = error
-            GroupChannel(group, _TOGETHER, self._spectators).exchange(b"")
+            GroupChannel(group, _TOGETHER, self._learners).exchange(b"")
             if lost is not None:
                 raise lost
-        elif len(self._spectators) < group.world_size:
-            spectate(group, self._spectators, _TOGETHER)
+        elif len(self._learners) < group.world_size:
+            follow_as_learner(group, self._learners, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
         """Lets some ranks advance first. Returns when they have everything required; the group is
@@ -376,7 +376,7 @@ class Formation:
         if not plan.decided:
             with contextlib.suppress(StateLostError):
                 # the next generation finds the same, when all have moved
-                self._bring_together(group)
+                self._consolidate(group)
         try:
             group.exchange(b"")
         except GROUP_LOST:
@@ -384,15 +384,15 @@ class Formation:
                 raise
             # It has all, and another has left already.
 
-    def _bring_together(self, group: Group) -> None:
+    def _consolidate(self, group: Group) -> None:
         """Consolidates the state of ranks that hold the same one while some must first lose a step
         before this group can be established. Until then their scripts see the state, so the owners'
         updates are sent to all holders. A collective."""
         held = self._held
         step, held.step = held.step, None  # else nothing would be sent, in a step that is lost
         try:
-            if step is not None and step.undecided:
-                step.void()
+            if step is not None and step.unresolved:
+                step.abort()
                 held.engine.discard_step()
             self._cut_for(group)
         finally:
@@ -402,10 +402,10 @@ class Formation:
         """Exchanges the ranks' status, and transfers results or state accordingly."""
         failpoint("session.before_reconcile")
         held = self._held
-        gathered = group.all_gather_integers(held.standing().encode())
-        assert all(len(row) == STANDING_LENGTH for row in gathered)
-        plan = reconcile([Standing.decode(row) for row in gathered])
-        if plan.state_lost and not plan.spectators:
+        gathered = group.all_gather_integers(held.status().encode())
+        assert all(len(row) == RANK_STATUS_LENGTH for row in gathered)
+        plan = reconcile([RankStatus.decode(row) for row in gathered])
+        if plan.state_lost and not plan.learners:
             raise PreconditionError(
                 f"the state {plan.newest} is lost: no rank that holds it can give it (an update "
                 "failed half way on each); restart from a checkpoint"
@@ -418,11 +418,11 @@ class Formation:
             )
         if plan.behind or plan.results_from is not None:
             held.interrupted = None
-        closing, results = b"", b""
+        commit_payload, results = b"", b""
         if plan.decided and plan.donors:
-            closing = group.exchange(held.closing() if group.rank == plan.donors[0] else b"")[
-                plan.donors[0]
-            ]
+            commit_payload = group.exchange(
+                held.commit_payload() if group.rank == plan.donors[0] else b""
+            )[plan.donors[0]]
         if plan.behind and plan.donors:
             self._catch_up(group, plan)
         if plan.results_from is not None:
@@ -431,18 +431,18 @@ class Formation:
             )[plan.results_from]
         # The following does not communicate: it is done on all ranks, or on none.
         if group.rank in plan.decided:
-            held.decide(closing)
+            held.decide(commit_payload)
             held.operations.await_results(results)
         elif group.rank in plan.behind:
             held.operations.restart(results, passed=False)
         elif group.rank in plan.results_to:
             held.operations.extend(results)
-        if group.rank not in plan.spectators:
+        if group.rank not in plan.learners:
             if group.rank in plan.behind:
                 # its script is in an operation, after all outcomes that the others have received
                 held.outcomes = plan.outcomes
             self._outcomes_due = plan.outcomes
-        self._spectators = plan.spectators
+        self._learners = plan.learners
         return plan
 
     def _replace_overtaken(self, group: Group, plan: Reconciliation) -> NoReturn:
@@ -538,7 +538,7 @@ class Formation:
         while self._held.name is None:
             # once it has one, an established generation provides the same as the exchange below
             group = self._require_group()
-            channel = GroupChannel(group, "attach", self._spectators)
+            channel = GroupChannel(group, "attach", self._learners)
             try:
                 self._equal_weights(group, channel)
                 # a rank that passes this knows that all have the weights, and may shard its own
@@ -591,27 +591,27 @@ class Formation:
     def joiners_wait(self) -> bool:
         """True if there are joiners, this process or others, that receive the state at the next
         boundary."""
-        return bool(self._spectators)
+        return bool(self._learners)
 
     def let_joiners_in(self, place: ScriptPosition) -> ScriptPosition | None:
         """At a step boundary, sends the state to joiners, which are members from then on. `place`:
         this process's position in the script. Returns the peers' position if this process is a
         joiner and has peers, otherwise None. Raises like `reform`."""
         peers_at = None
-        while self._spectators and not self.must_move:
+        while self._learners and not self.must_move:
             group = self._require_group()
             started = time.monotonic()
             try:
-                peers_at = self.feeding.feed(group, self._spectators, place)
+                peers_at = self.syncing.sync(group, self._learners, place)
             except GROUP_LOST as error:
                 self.recover(error)
             except StateLostError:
-                if group.rank not in self._spectators:
+                if group.rank not in self._learners:
                     raise
                 # The members go back to a checkpoint, and reach this boundary again with a complete
                 # state.
             else:
-                self._spectators, self._outcomes_due = (), self._held.outcomes
+                self._learners, self._outcomes_due = (), self._held.outcomes
                 self._metrics.join_seconds.observe(time.monotonic() - started)
         return peers_at
 

@@ -19,15 +19,15 @@ from shoal_worker.elastic.contract.loader_interface import LeftOver
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.reconcile import StateName
 from shoal_worker.elastic.contract.step import ScriptPosition
-from shoal_worker.elastic.group.divergence import borders_apart
+from shoal_worker.elastic.group.divergence import boundaries_apart
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.group.operations import GroupChannel, spectate
+from shoal_worker.elastic.group.operations import GroupChannel, follow_as_learner
 from shoal_worker.elastic.group.transfer import StateExchange
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.committed_state import CommittedState
 
 _log = logging.getLogger(__name__)
 
-_BORDER = "border"
+_BOUNDARY = "border"
 
 
 class _Offer(enum.IntEnum):
@@ -51,7 +51,7 @@ class JoinerState:
     """This rank's part in sending the state to joiners."""
 
     def __init__(
-        self, held: HeldState, exchange: StateExchange | None, *, allow_restart: bool
+        self, held: CommittedState, exchange: StateExchange | None, *, allow_restart: bool
     ) -> None:
         """`exchange`: None for strategies without a process group, which send no state.
         `allow_restart`: all progress may be lost."""
@@ -64,10 +64,10 @@ class JoinerState:
         self._unreadable: ShoalError | None = None
         """Reason why the checkpoint could not be read, if this rank had to."""
 
-    def feed(
-        self, group: Group, spectators: Sequence[int], place: ScriptPosition
+    def sync(
+        self, group: Group, learners: Sequence[int], place: ScriptPosition
     ) -> ScriptPosition | None:
-        """Sends the state to the ranks `spectators`, or receives it. Called by all ranks of
+        """Sends the state to the ranks `learners`, or receives it. Called by all ranks of
         `group`. `place`: this process's position in the script.
 
         Returns the peers' position if this process is a joiner and has peers, otherwise None.
@@ -79,7 +79,7 @@ class JoinerState:
             PreconditionError: there is no state, or the scripts diverged; on all ranks.
         """
         held = self._held
-        offer = self._meet(group, spectators, place)
+        offer = self._rendezvous(group, learners, place)
         peers_at = None
         failpoint("session.at_border")
         offers = [_Offer(row[0]) for row in group.all_gather_integers([offer])]
@@ -98,7 +98,7 @@ class JoinerState:
         anew = not donors and _Offer.NOTHING_DONE in offers
         if anew:
             donors = [offers.index(_Offer.NOTHING_DONE)]
-        receivers = [r for r in spectators if r not in donors]
+        receivers = [r for r in learners if r not in donors]
         if not donors and _Offer.UNREADABLE not in offers:
             raise PreconditionError(
                 "no rank can give its state to the joiners; restart from a checkpoint"
@@ -130,34 +130,34 @@ class JoinerState:
             held.outcomes = state["outcomes"]
             held.name = StateName(*state["state"])
             peers_at = ScriptPosition(*state["place"]) if state["place"] is not None else None
-        held.engine.regroup(group)
-        held.phase.feed()
-        if len(spectators) == group.world_size:
+        held.engine.reshard(group)
+        held.phase.sync()
+        if len(learners) == group.world_size:
             held.phase.arrive()  # there are no others that it would have to come to
         return peers_at
 
-    def _meet(self, group: Group, spectators: Sequence[int], place: ScriptPosition) -> _Offer:
+    def _rendezvous(self, group: Group, learners: Sequence[int], place: ScriptPosition) -> _Offer:
         """Waits until all members are at the step boundary. Returns this rank's announcement."""
-        if group.rank not in spectators:
+        if group.rank not in learners:
             places = [
                 json.loads(told)
-                for told in GroupChannel(group, _BORDER, tuple(spectators)).exchange(
+                for told in GroupChannel(group, _BOUNDARY, tuple(learners)).exchange(
                     json.dumps(place).encode()
                 )
             ]
             if any(other != list(place) for other in places):
-                raise borders_apart(places)
+                raise boundaries_apart(places)
             if self._held.phase.now is Phase.TORN:
                 return _Offer.NOTHING
             return _Offer.FED if self._held.phase.now is Phase.ARRIVING else _Offer.STATE
-        if len(spectators) < group.world_size:
-            spectate(group, tuple(spectators), _BORDER)
+        if len(learners) < group.world_size:
+            follow_as_learner(group, tuple(learners), _BOUNDARY)
             return _Offer.NOTHING
         # No holder of the state is left: the lowest rank starts again, from the newest checkpoint
         # if the script resumes from one.
-        if self._held.engine.in_parts:
+        if self._held.engine.is_sharded:
             return _Offer.LEFT_OVER
-        if group.rank == spectators[0]:
+        if group.rank == learners[0]:
             try:
                 if self.fallback is not None and self.fallback():
                     return _Offer.STATE

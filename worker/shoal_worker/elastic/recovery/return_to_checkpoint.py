@@ -9,8 +9,8 @@ import logging
 from collections.abc import Callable
 
 from shoal_worker.elastic.contract.loader_interface import StateLostError
-from shoal_worker.elastic.recovery.borders import Borders
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.recovery.step_boundaries import StepBoundaries
+from shoal_worker.elastic.state.committed_state import CommittedState
 
 _log = logging.getLogger(__name__)
 
@@ -18,14 +18,14 @@ _log = logging.getLogger(__name__)
 class ReturnToCheckpoint:
     """This process's part in a return to a checkpoint."""
 
-    def __init__(self, held: HeldState, borders: Borders) -> None:
+    def __init__(self, held: CommittedState, boundaries: StepBoundaries) -> None:
         self.load: Callable[[], str | None] | None = None
         """Replaces a lost state with the newest checkpoint, together with all ranks. Returns why it
         cannot; None on success. The attribute is None if there is no checkpoint to return to."""
         self.under_way = False
         """True if the ranks are replacing a lost state with a checkpoint's."""
         self._held = held
-        self._borders = borders
+        self._boundaries = boundaries
 
     def go_back(self, lost: StateLostError) -> None:
         """Goes back to the newest checkpoint: the steps since then are undone, and the loader deals
@@ -62,9 +62,9 @@ class ReturnToCheckpoint:
             except StateLostError as again:
                 _log.info("the ranks changed while they went back to a checkpoint: %s", again)
             else:
-                self._borders.went_back()
+                self._boundaries.went_back()
                 step = self._held.step
                 if step is not None and step.lost is None and why_not is None:
                     # a pass before an operation has begun it, with the state that is lost
-                    step.void()
+                    step.abort()
                 return why_not

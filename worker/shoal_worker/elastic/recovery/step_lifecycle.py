@@ -1,8 +1,8 @@
 """The steps of the run: begins them at borders, commits those whose every part is in, and voids the
 others.
 
-- A step begins at a border (`borders.py`), where the membership may change: when the last step's
-  control word said so, on all ranks.
+- A step begins at a border (`step_boundaries.py`), where the membership may change: when the last
+  step's control word said so, on all ranks.
 - A step counts when a rank that survives has seen its closing (`step.py`): then every survivor
   applies it, and its script is told COMMITTED. Else none does, all are told LOST, and the loader
   deals the same samples again. There is no vote.
@@ -12,8 +12,8 @@ others.
 
 This is the `LoaderSession` of the loaders; engines reach it through the session
 (`strategy_interface.py`). The step in progress, and the phase that the script is in, are
-`HeldState`'s. All of it runs on the training thread, except `mark_lost` and what a collective's
-callback writes into the step.
+`CommittedState`'s. All of it runs on the training thread, except `mark_lost` and what a
+collective's callback writes into the step.
 """
 
 from __future__ import annotations
@@ -44,10 +44,10 @@ from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.contract.step import Step, StepPhase, not_finished
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group.divergence import ends_apart, settings_apart, steps_apart
-from shoal_worker.elastic.recovery.borders import ALONE, Borders, Departure
 from shoal_worker.elastic.recovery.formation import Formation
 from shoal_worker.elastic.recovery.return_to_checkpoint import ReturnToCheckpoint
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.recovery.step_boundaries import ALONE, Departure, StepBoundaries
+from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.elastic.state.replicas_compared import (
     compare_after_step,
     compare_before_update,
@@ -65,7 +65,7 @@ class StepLifecycle:
 
     def __init__(
         self,
-        held: HeldState,
+        held: CommittedState,
         formation: Formation | None,
         departure: Departure,
         *,
@@ -75,12 +75,12 @@ class StepLifecycle:
         drain_grace: timedelta = timedelta(0),
     ) -> None:
         """`formation`: None in a world of one. `operation(kind)`: returns when all ranks have
-        called it. `drain_grace`: see `Borders`."""
+        called it. `drain_grace`: see `StepBoundaries`."""
         self._held = held
         self._elastic = formation is not None
         self._state_checked = False
-        self._borders = Borders(held, formation, drain_grace=drain_grace)
-        self.returning = ReturnToCheckpoint(held, self._borders)
+        self._boundaries = StepBoundaries(held, formation, drain_grace=drain_grace)
+        self.returning = ReturnToCheckpoint(held, self._boundaries)
         self._departure = departure
         self.before_step: Callable[[], None] = lambda: None
         """Called whenever a step begins."""
@@ -126,7 +126,7 @@ class StepLifecycle:
             raise not_finished(
                 elsewhere=step.source is not source and self._held.engine.partly_updated
             )
-        if step is not None and step.source is source and self._borders.settled(step.placement):
+        if step is not None and step.source is source and self._boundaries.settled(step.placement):
             return step.placement
         step = self._begin(source)
         while self._held.engine.idle:
@@ -155,7 +155,7 @@ class StepLifecycle:
                 raise
             # a script that only looks at the batch and leaves its loop behaves as its peers did
             self._stop = stop
-        step = self._held.begin_step(self._borders.placement, source)
+        step = self._held.begin_step(self._boundaries.placement, source)
         if self._stop is not None:
             step.fail(str(self._stop))
         self._held.phase.resume()
@@ -181,7 +181,7 @@ class StepLifecycle:
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
         """Implements `LoaderSession.is_elsewhere`."""
-        return self._held.phase.replaying and self._borders.peers_elsewhere(source, epoch)
+        return self._held.phase.replaying and self._boundaries.peers_elsewhere(source, epoch)
 
     def assign(self, share: Share) -> None:
         """Implements `LoaderSession.assign`."""
@@ -216,7 +216,7 @@ class StepLifecycle:
             )
         if self.require().lost is not None:
             return None
-        group = self._borders.group
+        group = self._boundaries.group
         if group is None or group.world_size == 1 or self._held.engine.steps_alone:
             return [*values]
         try:
@@ -273,7 +273,7 @@ class StepLifecycle:
 
     def loop_ended(self) -> None:
         """Implements `LoaderSession.loop_ended`."""
-        note_last_state(self._held, self._borders.group)
+        note_last_state(self._held, self._boundaries.group)
 
     def drop_partly_updated(self) -> None:
         """Undoes the updates of several models in the current step, which nobody will finish."""
@@ -364,18 +364,18 @@ class StepLifecycle:
             )
         return self.require()
 
-    def control_word(self, step: Step | None = None) -> list[float]:
+    def step_vote(self, step: Step | None = None) -> list[float]:
         """Returns this rank's part of the step vote. `step`: that of one model within it, if there
         are several. Raises PreconditionError if its part of the step is incomplete."""
         step = step or self.require()
         step.check_whole()
         step.evaluated = self._held.evaluations.digest
-        return self._borders.control_word(step)
+        return self._boundaries.step_vote(step)
 
     def settle_collectives(self) -> None:
         """Returns when all collectives that were ordered in the step have ended (`Group.settle`);
         if not all did well it is marked lost."""
-        group = self._borders.group
+        group = self._boundaries.group
         if group is not None and self.require().lost is None:
             try:
                 group.settle()
@@ -388,25 +388,25 @@ class StepLifecycle:
         step = self.current
         if step is not None:
             step.fail(str(error))
-            self._borders.failed(str(error))
+            self._boundaries.failed(str(error))
 
     def settle(self) -> None:
         """Waits until the outcome of the current step is known: see `StrategySession.settle_step`.
         Raises ShoalError."""
         step = self.current
-        if step is None or not step.undecided or self._stop is not None:
+        if step is None or not step.unresolved or self._stop is not None:
             return
         # Peers may receive the committed state meanwhile.
         self._held.registered.withdraw()
         self._held.engine.withdraw_updates()
         try:
-            self._borders.ask(step.lost or "lost")
+            self._boundaries.ask(step.lost or "lost")
         except StopTraining as stop:
             self._stop = stop
             _log.warning("step %d: no peer is left to confirm it: %s", self._held.steps, stop)
-        if step.undecided:
-            step.void()
-        if step.phase is StepPhase.DECIDED:
+        if step.unresolved:
+            step.abort()
+        if step.phase is StepPhase.COMMITTED:
             self._held.engine.reinstate_updates()
             self._held.registered.reinstate()
 
@@ -423,7 +423,7 @@ class StepLifecycle:
         propagates, and the rank never sends its state to others.
         """
         if self._rehearsing:
-            self._void()
+            self._abort()
             return StepStatus.LOST
         step = self.require()
         if self.diverged is not None:
@@ -511,7 +511,9 @@ class StepLifecycle:
     def steps_apart(self, step: Step) -> PreconditionError:
         """Returns the error for ranks that did not mean the same step, or one model's own within
         it. Called by all ranks."""
-        return steps_apart(self._held.place(step.source), step.source, self._borders.group, step.of)
+        return steps_apart(
+            self._held.place(step.source), step.source, self._boundaries.group, step.of
+        )
 
     def note_inputs(self, inputs: Any) -> None:
         """Records the inputs of a training call of the model in the current step, or before one
@@ -529,7 +531,7 @@ class StepLifecycle:
 
     @property
     def _compares_batches(self) -> bool:
-        group = self._borders.group
+        group = self._boundaries.group
         return (
             group is not None
             and group.world_size > 1
@@ -539,7 +541,7 @@ class StepLifecycle:
     def _compare_batches(self, step: Step) -> None:
         """Compares batches after the first steps of a loop without loaders. Raises
         PreconditionError (SAME_BATCHES), on all ranks."""
-        group = self._borders.group
+        group = self._boundaries.group
         if (
             step.source is None
             and self._held.batches.due
@@ -561,7 +563,7 @@ class StepLifecycle:
             evaluations.note(inputs)
 
     def _compare_evaluations(self, step: Step) -> None:
-        group = self._borders.group
+        group = self._boundaries.group
         self._held.evaluations.conclude(
             step.evaluated,
             replicas=step.placement.world_size,
@@ -573,7 +575,7 @@ class StepLifecycle:
         """Compares state before an update if ranks differ in their writes between steps, since the
         state may still be equal. `whole`: their state. Raises PreconditionError
         (REPLICAS_DIVERGED), on all ranks."""
-        group = self._borders.group
+        group = self._boundaries.group
         if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
             return
         self.diverged = compare_before_update(self._held, whole, self._held.engine.working(group))
@@ -583,7 +585,7 @@ class StepLifecycle:
     def _compare_replicas(self) -> None:
         """Compares replicas after some steps. Raises PreconditionError (REPLICAS_DIVERGED), on all
         ranks."""
-        self.diverged = compare_after_step(self._held, self._borders.group)
+        self.diverged = compare_after_step(self._held, self._boundaries.group)
         if self.diverged is not None:
             raise self._divergence(self.diverged)
 
@@ -594,7 +596,7 @@ class StepLifecycle:
     def give_up(self, stop: StopTraining) -> StepStatus:
         """Gives up the current step of asynchronous training because the run ended for this
         member."""
-        self._void()
+        self._abort()
         self._departure.obey(stop)
         return StepStatus.LOST
 
@@ -606,7 +608,7 @@ class StepLifecycle:
 
     def leave_peers(self) -> None:
         """Switches to a world of one after this process left its job."""
-        self._borders.leave_peers()
+        self._boundaries.leave_peers()
         self._held.phase.be_alone()
 
     def _commit(self, step: Step) -> None:
@@ -626,19 +628,19 @@ class StepLifecycle:
             held.steps,
             held.samples,
             held.samples - before,
-            generation=self._borders.generation,
+            generation=self._boundaries.generation,
             asynchronous=own,
             known=step.known,
             pushed=step.pushed != (),
         )
-        self._borders.committed(step)
+        self._boundaries.committed(step)
 
     def _lose(self, step: Step) -> None:
         """Aborts the step, on this rank as on all."""
         held = self._held
         _log.warning("step %d is lost: %s", held.steps, step.lost)
         self._progress.lost()
-        self._void()
+        self._abort()
         held.go_back()
         held.lost()
         self._end(updated=False)
@@ -653,7 +655,7 @@ class StepLifecycle:
         try:
             if stop is not None:
                 raise stop
-            self._borders.step_ended(updated=updated)
+            self._boundaries.step_ended(updated=updated)
         except StopTraining as asked:
             self._departure.obey(asked)
         except StateLostError as lost:
@@ -664,22 +666,22 @@ class StepLifecycle:
     @property
     def _peers_have_ended(self) -> bool:
         """True if a peer's script finished with no more steps than are committed here."""
-        return 0 < self._borders.finished_steps <= self._held.steps
+        return 0 < self._boundaries.finished_steps <= self._held.steps
 
     def _apart_from_the_end(self) -> PreconditionError:
-        return ends_apart(self._borders.finished_steps, self._held.steps + 1)
+        return ends_apart(self._boundaries.finished_steps, self._held.steps + 1)
 
     def _settle(self, source: StepSource | None) -> None:
-        """Settles the boundary like `Borders.settle`, after a return to a checkpoint if the state
-        is lost. Also raises StateLostError."""
+        """Settles the boundary like `StepBoundaries.settle`, after a return to a checkpoint if the
+        state is lost. Also raises StateLostError."""
         try:
-            self._borders.settle(source)
+            self._boundaries.settle(source)
         except StateLostError as lost:
             self.returning.go_back(lost)
-            self._borders.settle(source)
+            self._boundaries.settle(source)
 
-    def _void(self) -> None:
+    def _abort(self) -> None:
         self._held.batches.drop()
-        self._held.registered.step_void()
+        self._held.registered.step_aborted()
         self._held.engine.discard_step()
         self._held.step = None

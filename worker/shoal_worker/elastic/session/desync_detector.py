@@ -6,8 +6,9 @@ issue. This looks like a slow peer, so nothing is checked while nobody waits. A 
 for a second writes its position and its collective to the group's store, and reads what the first
 rank waiting at that position has written. If the collectives differ, the wait is in vain: the group
 ends with RANKS_DIVERGED, which lists the ranks' collectives. For ranks in the same step, the traces
-of collectives are compared as far as both have come (`course.py`). A step only pays for recording
-the trace, and each wait of more than a second costs one or two small messages to the store.
+of collectives are compared as far as both have come (`collective_trace.py`). A step only pays for
+recording the trace, and each wait of more than a second costs one or two small messages to the
+store.
 
 Runs on a separate thread and reads the training thread's position, which does not change during a
 wait.
@@ -23,8 +24,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import PreconditionError, ShoalError
 
-from shoal_worker.elastic.contract.course import Course, apart
-from shoal_worker.elastic.group.divergence import courses_apart, waits_apart
+from shoal_worker.elastic.contract.collective_trace import CollectiveTrace, apart
+from shoal_worker.elastic.group.divergence import traces_apart, waits_apart
 from shoal_worker.elastic.group.waiting import Wait, Where
 
 if TYPE_CHECKING:
@@ -107,24 +108,27 @@ class DesyncDetector:
         """Raises PreconditionError if this rank and another have issued different collectives in
         their common step."""
         engine, step = self._session.engine, self._session.step
-        course, passes_with = step.course if step is not None else Course(), engine.passes_with
-        mine |= {"issued": engine.issued().decode(), "course": course.told(passes=not passes_with)}
-        own = {"rank": group.rank, "course": course.told(passes=True)}
+        trace, passes_with = (
+            step.trace if step is not None else CollectiveTrace(),
+            engine.passes_with,
+        )
+        mine |= {"issued": engine.issued().decode(), "course": trace.told(passes=not passes_with)}
+        own = {"rank": group.rank, "course": trace.told(passes=True)}
         if group.waiting.now is not wait:
             # it has continued, perhaps to the next step, whose trace must not be written here
             return
         first = self._tell(group, wait, mine)
         engine.compare_issued([first["issued"].encode(), mine["issued"].encode()])
-        self._compare_courses(first, mine, wait)
+        self._compare_traces(first, mine, wait)
         if passes_with:
-            self._compare_courses(
+            self._compare_traces(
                 json.loads(group.waiting.note(wait.where.at, json.dumps(own), passes_with)),
                 own,
                 wait,
             )
 
     @staticmethod
-    def _compare_courses(first: dict[str, Any], mine: dict[str, Any], wait: Wait) -> None:
+    def _compare_traces(first: dict[str, Any], mine: dict[str, Any], wait: Wait) -> None:
         what = apart(first["course"], mine["course"])
         if what is not None:
-            raise courses_apart(first, mine, what, wait.where.at[0] + 1)
+            raise traces_apart(first, mine, what, wait.where.at[0] + 1)

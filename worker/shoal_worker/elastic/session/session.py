@@ -5,7 +5,8 @@ parts:
 
 - `step_lifecycle.py`   begins, commits and loses steps: what loaders call (`loader_interface.py`),
                         and engines by way of the session (`strategy_interface.py`)
-- `borders.py`          what happens between two steps, and how this process's part in the run ends
+- `step_boundaries.py`          what happens between two steps, and how this process's part in the
+  run ends
 - `formation.py`        forms generations, and brings the ranks of one to the same state
 - `committed_state.py`  the state that this process holds
 - `member.py`           its place among the ranks: `membership.py` and `link.py` have it from a
@@ -46,12 +47,12 @@ from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import Body, GroupChannel, Operations
 from shoal_worker.elastic.group.transfer import StateDonor, StateExchange
 from shoal_worker.elastic.group.waiting import Where
-from shoal_worker.elastic.recovery.borders import Departure
 from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
+from shoal_worker.elastic.recovery.step_boundaries import Departure
 from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
 from shoal_worker.elastic.session.files_written import WhenWritten
 from shoal_worker.elastic.state.batches_compared import EvaluationComparison
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.elastic.state.replicas_compared import apart_at_the_end
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
@@ -67,7 +68,7 @@ _LOOK: Final = timedelta(seconds=0.05)
 they report in heartbeats."""
 
 
-def await_last_step(formation: Formation, held: HeldState) -> None:
+def await_last_step(formation: Formation, held: CommittedState) -> None:
     """Returns when all peers have committed the last step. One that is in doubt of it asks in the
     next generation, which this rank forms with it. Not while the coordinator is away for longer
     than LAST_STEP_PATIENCE."""
@@ -101,7 +102,7 @@ class Session:
         self.metrics = metrics
         self.progress = ProgressMeter(metrics)
         self._membership = membership
-        self._held = HeldState(live=membership is None)
+        self._held = CommittedState(live=membership is None)
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
         """Sends state to peers; None in a world of one."""
@@ -369,21 +370,21 @@ class Session:
         """Implements `StrategySession.note_trained`."""
         self._held.registered.note_trained(trained)
 
-    def control_word(self) -> list[float]:
+    def step_vote(self) -> list[float]:
         """Returns this rank's part of the step vote."""
-        return self.lifecycle.control_word()
+        return self.lifecycle.step_vote()
 
     def settle_collectives(self) -> None:
         """Implements `StepLifecycle.settle_collectives`."""
         self.lifecycle.settle_collectives()
 
-    def seal_step(self) -> None:
+    def prepare_step(self) -> None:
         """Marks the step as prepared: the gradients are summed, and this rank has everything needed
         to apply the step; or the step is marked lost."""
         self.lifecycle.settle_collectives()
-        self.lifecycle.require().seal()
+        self.lifecycle.require().prepare()
 
-    def take_control_word(self, summed: Sequence[float]) -> None:
+    def take_step_vote(self, summed: Sequence[float]) -> None:
         """Takes the result of the commit all-reduce: the step counts, whatever fails afterwards."""
         self.lifecycle.require().decide(summed)
 
@@ -392,11 +393,11 @@ class Session:
         callback."""
         self.lifecycle.mark_lost(error)
 
-    def void_step(self, reason: str) -> None:
+    def abort_step(self, reason: str) -> None:
         """Aborts the current step, as every rank concludes by itself."""
         step = self.lifecycle.require()
         step.fail(reason)
-        step.void()
+        step.abort()
 
     def settle_step(self) -> None:
         """Waits until the outcome of the current step is known. See `StepLifecycle.settle`."""
@@ -421,7 +422,7 @@ class Session:
 
     def keep(self, replica: Mapping[str, Any]) -> None:
         """Makes the steps committed from here on undone if the group fails, until `release`. See
-        `HeldState.keep`."""
+        `CommittedState.keep`."""
         self._held.keep(replica)
 
     def release(self) -> None:
@@ -528,7 +529,7 @@ class Session:
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
 
     def warn_of_given_up(self) -> None:
-        """Warns like `HeldState.warn_of_given_up`."""
+        """Warns like `CommittedState.warn_of_given_up`."""
         self._held.warn_of_given_up()
 
     @property
@@ -581,7 +582,7 @@ class Session:
         """Sets the function that loads the newest checkpoint here and returns whether there was
         one. Called if all holders of the state are gone."""
         if self._formation is not None:
-            self._formation.feeding.fallback = fallback
+            self._formation.syncing.fallback = fallback
 
     def go_back_by(self, load: Callable[[], str | None]) -> None:
         """Sets the function that replaces the state with the newest checkpoint, together with all
@@ -634,7 +635,7 @@ class Session:
                 and self._departure.stopped is not None
             )
             good = LeaveReason.DRAINED if preempted else LeaveReason.FINISHED
-            apart = self._departure.say_goodbye(
+            apart = self._departure.send_leave(
                 LeaveReason.FAILED if failed is not None else good, failed or ""
             )
             if apart:
@@ -673,7 +674,7 @@ class Session:
         if formation is None or not has_part or held.steps == 0:
             return
         try:
-            if held.engine.in_parts and (self._departure.stopped is None or formation.healthy):
+            if held.engine.is_sharded and (self._departure.stopped is None or formation.healthy):
                 self._confirm("end of the run")
             elif held.operations.finished == 0:
                 # otherwise all have ended the last step, or could not have taken part

@@ -18,11 +18,11 @@ from typing import Any, Final
 import xxhash
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
 
-from shoal_worker.elastic.contract.course import Course
+from shoal_worker.elastic.contract.collective_trace import CollectiveTrace
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.loader_interface import Placement, StepSource
 from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
-from shoal_worker.elastic.contract.reconcile import Interrupted, Standing, StateName
+from shoal_worker.elastic.contract.reconcile import Interrupted, RankStatus, StateName
 from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.group.operations import Operations
 from shoal_worker.elastic.state.batches_compared import BatchComparison, EvaluationComparison
@@ -46,7 +46,7 @@ class _Kept:
     operations: bytes
 
 
-class HeldState:
+class CommittedState:
     """State from which this process would continue."""
 
     def __init__(self, *, live: bool) -> None:
@@ -60,10 +60,10 @@ class HeldState:
         """Samples of the run's committed steps over all ranks; only this rank's if ranks take
         independent steps. Part of the state."""
         self.interrupted: Interrupted | None = None
-        """Interruption of the last group, until the next one is formed; see `Standing`."""
+        """Interruption of the last group, until the next one is formed; see `RankStatus`."""
         self.step: Step | None = None
         """The step in progress."""
-        self._course = Course()
+        self._trace = CollectiveTrace()
         self.outcomes = 0
         """Number of steps whose outcome the script has received. A joiner continues from its peers'
         count."""
@@ -177,8 +177,8 @@ class HeldState:
 
     def begin_step(self, placement: Placement, source: StepSource | None) -> Step:
         """Begins one in the group of `placement`."""
-        self._course.begin(placement.generation, self.steps, self.operations.position)
-        self.step = Step(placement=placement, source=source, course=self._course)
+        self._trace.begin(placement.generation, self.steps, self.operations.position)
+        self.step = Step(placement=placement, source=source, trace=self._trace)
         return self.step
 
     def committed(self, step: Step) -> None:
@@ -195,20 +195,22 @@ class HeldState:
         self.step = None
         self.outcomes += 1
 
-    def closing(self) -> bytes:
+    def commit_payload(self) -> bytes:
         """Returns the data of the last committed step's commit all-reduce, for a rank that missed
         it."""
-        structure, tensors = flatten({"control": self.control, "closing": self.engine.closing()})
+        structure, tensors = flatten(
+            {"control": self.control, "closing": self.engine.commit_payload()}
+        )
         return dump_tensors(tensors, {"structure": structure})
 
-    def decide(self, closing: bytes) -> None:
-        """Commits the current step with the data of `closing` from a peer that saw the commit
-        all-reduce."""
+    def decide(self, commit_payload: bytes) -> None:
+        """Commits the current step with the data of `commit_payload` from a peer that saw the
+        commit all-reduce."""
         assert self.step is not None
-        tensors, metadata = load_tensors(closing)
+        tensors, metadata = load_tensors(commit_payload)
         told = unflatten(metadata["structure"], tensors)
         self.step.decide(told["control"])
-        self.engine.take_closing(told["closing"])
+        self.engine.take_commit(told["closing"])
 
     # ---------------------------------------------------------------------------------------- place
 
@@ -437,7 +439,7 @@ class HeldState:
         loops = self._loops_to_enter
         yield
         self._loops_to_enter = loops
-        self.registered.step_void()
+        self.registered.step_aborted()
         self.registered.keep_for_redo()
         self.phase.go_back()
 
@@ -448,18 +450,18 @@ class HeldState:
             *(f"the loader {name!r}" for name in sorted(self._waiting)),
         ]
 
-    def standing(self) -> Standing:
+    def status(self) -> RankStatus:
         """Returns this rank's status for the formation of a generation."""
         step, name = self.step, self._kept.name if self._kept is not None else self.name
         in_doubt = step is not None and step.in_doubt
-        return Standing(
+        return RankStatus(
             state=name if self.phase.holds_state else None,
             doubt=StateName(step.placement.generation, self.steps + 1)
             if step is not None and in_doubt
             else None,
             outcomes=self.outcomes + (step is not None and step.handed_out),
             attached=self.has_engine,
-            spectator=not self.phase.holds_state,
+            learner=not self.phase.holds_state,
             poisoned=self.phase.now is Phase.TORN,
             operations=self.operations.finished,
             rewinds=self.in_round and step is not None and step.handed_out,
@@ -468,7 +470,7 @@ class HeldState:
 
 
 def _note_end(
-    held: weakref.ref[HeldState], name: str, read_cursor: Callable[[], dict[str, Any]]
+    held: weakref.ref[CommittedState], name: str, read_cursor: Callable[[], dict[str, Any]]
 ) -> None:
     """Records that the script has released the loader `name`."""
     if (state := held()) is not None and (cursor := read_cursor()).get("global_step"):

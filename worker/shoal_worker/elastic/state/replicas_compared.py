@@ -28,7 +28,7 @@ from shoal_common.errors import MembershipChanged
 from shoal_worker.elastic.contract.last_state import LastState
 from shoal_worker.elastic.contract.phase import Phase
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.state.digest import digest_in_place, digest_of
 
@@ -37,7 +37,7 @@ _PARTS: Final = 64
 are wrong."""
 
 
-def note_last_state(held: HeldState, group: Group | None) -> None:
+def note_last_state(held: CommittedState, group: Group | None) -> None:
     """Takes digests of the state after the last committed step, unless ranks have compared that
     state. The script must have done nothing since its loop's last iteration."""
     if (
@@ -86,7 +86,7 @@ Exchange = Callable[[bytes], Sequence[bytes]]
 """Sends a message to all ranks and returns every rank's, by rank."""
 
 
-def compare_after_step(held: HeldState, group: Group | None) -> str | None:
+def compare_after_step(held: CommittedState, group: Group | None) -> str | None:
     """Compares if a comparison is due since the last call. Returns the difference, the same on all
     ranks; None if none is known."""
     every, before = held.engine.consistency_check_every, held.compared
@@ -105,7 +105,7 @@ def compare_after_step(held: HeldState, group: Group | None) -> str | None:
 
 
 def compare_before_update(
-    held: HeldState, whole: Mapping[str, Mapping[str, torch.Tensor]], group: Group
+    held: CommittedState, whole: Mapping[str, Mapping[str, torch.Tensor]], group: Group
 ) -> str | None:
     """Compares state held unsharded by all ranks, in a step that all are about to apply. Returns
     like `compare_after_step`."""
@@ -116,7 +116,7 @@ def compare_before_update(
 
 
 def _compare(
-    held: HeldState, in_common: Mapping[str, Mapping[str, torch.Tensor]], exchange: Exchange
+    held: CommittedState, in_common: Mapping[str, Mapping[str, torch.Tensor]], exchange: Exchange
 ) -> str | None:
     digests = {group: digest_of(tensors.values()) for group, tensors in in_common.items()}
     told: list[dict[str, Any]] = [

@@ -686,7 +686,7 @@ class RegisteredState:
         optimizer = getattr(one, "optimizer", None)
         return optimizer is not None and self._is_own(optimizer)
 
-    def step_void(self) -> None:
+    def step_aborted(self) -> None:
         """Discards the advances of a lost step."""
         self.find_new()
         self._void = True
@@ -706,7 +706,7 @@ class RegisteredState:
 
     def withdraw(self) -> None:
         """Restores objects that have advanced in the current step to their earlier state while its
-        outcome is unknown, since their state may be sent to peers. `reinstate` or `step_void`
+        outcome is unknown, since their state may be sent to peers. `reinstate` or `step_aborted`
         follows."""
         if self._advanced is None:
             after = {

@@ -12,7 +12,7 @@ The order of calls in one step, all on the training thread:
           once per micro-batch of this rank, perhaps never
       finish_reduction
           may come several times; the first one reduces and closes
-        take_closing
+        take_commit
             where only a peer saw the closing
     commit_step
         after `apply` returned, or
@@ -21,8 +21,8 @@ The order of calls in one step, all on the training thread:
 
 In between a strategy asks for `session.step`, reduces over `session.group`, and marks the step lost
 when a collective fails, instead of raising out of a backward pass. When the sums are there it calls
-`seal_step`; then it sums the control word in the closing, one small all-reduce (`control_word`,
-`take_control_word`); and at the end of `finish_reduction` it calls `settle_step`, which finds out
+`prepare_step`; then it sums the control word in the closing, one small all-reduce (`step_vote`,
+`take_step_vote`); and at the end of `finish_reduction` it calls `settle_step`, which finds out
 from the survivors what became of a step whose group failed. Its optimizer's `step()` is
 `session.finish_step(apply)`.
 """
@@ -122,7 +122,7 @@ class TrainingEngine(abc.ABC):
         return group
 
     @property
-    def in_parts(self) -> bool:
+    def is_sharded(self) -> bool:
         """True if no rank has the entire state."""
         return False
 
@@ -190,11 +190,11 @@ class TrainingEngine(abc.ABC):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Takes over a captured or an assembled state."""
 
-    def regroup(self, group: Group) -> None:
+    def reshard(self, group: Group) -> None:
         """Reshards the state for a newly established group, all of whose ranks hold the same steps.
         A collective."""
 
-    def bring_together(self, channel: Channel) -> None:
+    def consolidate(self, channel: Channel) -> None:
         """Makes state that every rank holds unsharded between steps complete and current again on
         all of `channel`, whose group may contain further ranks without shards. An operation."""
 
@@ -252,14 +252,14 @@ class TrainingEngine(abc.ABC):
         """Blocks until the gradients of all ranks are summed and the commit all-reduce is done, or
         until the survivors agree that the step is aborted."""
 
-    def closing(self) -> dict[str, Any]:
+    def commit_payload(self) -> dict[str, Any]:
         """Returns the data of the last committed step's commit all-reduce besides the step vote,
         for a rank that prepared the step and missed it."""
         return {}
 
-    def take_closing(self, told: Mapping[str, Any]) -> None:
-        """Takes the data of `closing` from a peer that saw the commit all-reduce of the current
-        step, which is prepared here. Its group has ended."""
+    def take_commit(self, told: Mapping[str, Any]) -> None:
+        """Takes the data of `commit_payload` from a peer that saw the commit all-reduce of the
+        current step, which is prepared here. Its group has ended."""
 
     @property
     def partly_updated(self) -> bool:
@@ -365,7 +365,7 @@ class StrategySession(Protocol):
         agree on all ranks at the step's end."""
         ...
 
-    def control_word(self) -> list[float]:
+    def step_vote(self) -> list[float]:
         """Returns this rank's part of the step vote: CONTROL_LENGTH numbers, to be summed over the
         ranks once per step."""
         ...
@@ -375,13 +375,13 @@ class StrategySession(Protocol):
         marked lost. On a device a failure is heard of no earlier."""
         ...
 
-    def seal_step(self) -> None:
+    def prepare_step(self) -> None:
         """Marks the step as prepared: the gradients are summed, and this rank has everything needed
         to apply it. Waits for all ordered collectives (`Group.settle`); if any failed, the step is
         marked lost instead."""
         ...
 
-    def take_control_word(self, summed: Sequence[float]) -> None:
+    def take_step_vote(self, summed: Sequence[float]) -> None:
         """Takes the result of the commit all-reduce: the step counts, whatever fails afterwards."""
         ...
 
@@ -390,7 +390,7 @@ class StrategySession(Protocol):
         nothing once the commit all-reduce was seen. Thread-safe."""
         ...
 
-    def void_step(self, reason: str) -> None:
+    def abort_step(self, reason: str) -> None:
         """Aborts the current step, as every rank concludes by itself."""
         ...
 

@@ -21,7 +21,7 @@ Settings = list[dict[str, Any]]
 """Hyperparameters of an optimizer's parameter groups, without their parameters."""
 
 
-class StateInParts(abc.ABC):
+class PartitionedState(abc.ABC):
     """State of one model and of the optimizer over it."""
 
     module: nn.Module

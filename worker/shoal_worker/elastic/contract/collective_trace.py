@@ -18,14 +18,14 @@ GRADIENTS = "sums gradients of a backward pass"
 FORWARD = "takes the model through a forward pass"
 EXTREMES = "agrees on buffers that hold minima and maxima"
 SUM = "sums the step's gradients"
-CLOSING = (
+COMMIT = (
     "ends the step (optimizer.step(), or train_step, clip_grad_norm_ and the like, which do "
     "it ahead)"
 )
 BATCH = "ends the batch (it steps the last of all optimizers, or asks for the next batch)"
 
 
-class Course:
+class CollectiveTrace:
     """Collectives issued by this rank since a committed step, in one generation."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Course:
 
 def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the actions of two ranks at the first position at which they issued different
-    collectives; None if they did not diverge. Arguments: results of `Course.told`."""
+    collectives; None if they did not diverge. Arguments: results of `CollectiveTrace.told`."""
     lists = ([each["texts"][number] for number in each["issued"]] for each in (one, other))
     return next(
         ((mine, theirs) for mine, theirs in zip(*lists, strict=False) if mine != theirs), None

@@ -11,9 +11,9 @@ from shoal_worker.elastic.contract.reconcile import StateName
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group import transfer
 from shoal_worker.elastic.group.transfer import StateExchange
-from shoal_worker.elastic.recovery.borders import Departure
+from shoal_worker.elastic.recovery.step_boundaries import Departure
 from shoal_worker.elastic.recovery.step_lifecycle import StepLifecycle
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 
@@ -28,7 +28,7 @@ class Strategy(Model):
     """What the other ranks add: a border is wanted; a stop was told."""
 
     def finish_reduction(self) -> None:
-        word = self.steps.control_word()
+        word = self.steps.step_vote()
         word[0] += self.others[0]
         word[3] += self.others[1]
         self.steps.require().decide(word)
@@ -79,7 +79,7 @@ def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were
 
 
 def test_a_stop_before_there_is_a_model_is_obeyed() -> None:
-    held = HeldState(live=True)
+    held = CommittedState(live=True)
     told: Any = SimpleNamespace(link=SimpleNamespace(finished_steps=0))
     departure = Departure(told, held)
     departure.obey(StopTraining("enough"))
@@ -146,7 +146,7 @@ def test_a_loop_that_is_left_at_a_lost_step_leaves_registered_objects_to_the_scr
     registered.step_begins()
     registered.step_taken(may_be_lost=True)
     seen.count += 1  # in the pass of a step that is lost
-    registered.step_void()
+    registered.step_aborted()
     rank.steps.loop_left(source)
     assert seen.count == 0
     seen.count = 100  # behind the loop

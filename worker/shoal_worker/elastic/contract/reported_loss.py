@@ -1,4 +1,4 @@
-"""Numbers that a training loop reports (`ToldLoss`), and the losses of steps (`read_later`).
+"""Numbers that a training loop reports (`ReportedLoss`), and the losses of steps (`read_later`).
 
 A number on a device is copied once the device has computed it. Only a reader waits for that.
 """
@@ -15,7 +15,7 @@ from shoal_common.errors import ConfigurationError
 from torch.distributed.tensor import DTensor
 
 
-class ToldLoss:
+class ReportedLoss:
     """A number that the loop reports under one name, written by the training thread and readable by
     any."""
 

@@ -38,7 +38,7 @@ from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.coordinator.member import LeaveReason, Member
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
-from shoal_worker.elastic.state.committed_state import HeldState
+from shoal_worker.elastic.state.committed_state import CommittedState
 
 # ----------------------------------------------------------------------------- how a process leaves
 #
@@ -107,7 +107,7 @@ _log = logging.getLogger(__name__)
 class Departure:
     """Records that the run must end, and leaves once."""
 
-    def __init__(self, membership: Member | None, held: HeldState) -> None:
+    def __init__(self, membership: Member | None, held: CommittedState) -> None:
         self._membership = membership
         self._held = held
         self._callbacks: list[Callable[[], None]] = []
@@ -172,7 +172,7 @@ class Departure:
             self._held.has_engine and self._held.engine.asynchronous
         ):
             self._membership.leave(LeaveReason.DRAINED, reason, alone=True)
-        self.say_goodbye(LeaveReason.DRAINED, reason, alone=True)
+        self.send_leave(LeaveReason.DRAINED, reason, alone=True)
         raise SystemExit(status)
 
     def finish(self) -> None:
@@ -180,7 +180,7 @@ class Departure:
         while self._callbacks:
             self._callbacks.pop()()
 
-    def say_goodbye(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> str:
+    def send_leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> str:
         """Leaves the job after everything registered with `on_leave`. If it has already left, only
         does the latter. `alone`: its peers continue. Returns like `Member.leave`."""
         self.finish()
@@ -198,12 +198,12 @@ ALONE = Placement(generation=0, rank=0, world_size=1)
 """In a world of one, and before the first generation."""
 
 
-class Borders:
+class StepBoundaries:
     """Settles membership between two steps, and carries the consequences of a step's end to the
     next boundary."""
 
     def __init__(
-        self, held: HeldState, formation: Formation | None, *, drain_grace: timedelta
+        self, held: CommittedState, formation: Formation | None, *, drain_grace: timedelta
     ) -> None:
         """`formation`: None in a world of one."""
         self._held = held
@@ -286,7 +286,7 @@ class Borders:
             self._leave_if_asked(
                 formation, stop=link.stopped or link.draining or "the job is stopped"
             )
-        elif formation.border_due:
+        elif formation.boundary_due:
             self._leave_in_turn(formation)
             formation.take_newest()
         else:
@@ -331,10 +331,10 @@ class Borders:
             healthy = link.stopped is None and link.draining is None
         else:
             healthy = formation.healthy
-        quiet = healthy and not formation.border_due and not formation.stop_due
+        quiet = healthy and not formation.boundary_due and not formation.stop_due
         return self._held.phase.holds_state and quiet and placement == self.placement
 
-    def control_word(self, step: Step) -> list[float]:
+    def step_vote(self, step: Step) -> list[float]:
         """Returns this rank's part of the step vote: what the next boundary has to settle as far as
         this rank knows, and its position in the script."""
         place, settings = self._held.place(step.source), self._held.registered.settings_digest()
@@ -343,17 +343,21 @@ class Borders:
                 dealing=xxhash.xxh3_64_intdigest(f"{place.dealing} {step.of}".encode())
             )
         if self._formation is None:
-            return step.control_word(
-                border_wanted=False, stop_told=False, leaving=False, settings=settings, place=place
+            return step.step_vote(
+                boundary_wanted=False,
+                stop_announced=False,
+                leaving=False,
+                settings=settings,
+                place=place,
             )
         membership = self._formation.membership
         link, group = membership.link, membership.group
-        return step.control_word(
-            border_wanted=group is None
+        return step.step_vote(
+            boundary_wanted=group is None
             or link.newest > group.generation.number
             or link.refused is not None
             or self._leaves_alone,
-            stop_told=link.stopped is not None,
+            stop_announced=link.stopped is not None,
             leaving=link.draining is not None
             or (group is not None and group.generation.number == self._all_leave_in),
             settings=settings,
@@ -375,11 +379,11 @@ class Borders:
         has caught up with its peers."""
         self._peers_at = None
         if self._formation is not None:
-            stops = step.stop_told or step.all_leave
+            stops = step.stop_announced or step.all_leave
             self._formation.committed(
-                border_due=step.border_wanted,
+                boundary_due=step.boundary_wanted,
                 stop_due=stops,
-                preempted=step.all_leave and not step.stop_told,
+                preempted=step.all_leave and not step.stop_announced,
             )
 
     def failed(self, reason: str) -> None:
@@ -396,14 +400,14 @@ class Borders:
         formation = self._formation
         if formation is not None:
             formation.end_group(MembershipChanged(reason), in_operation=False)
-            formation.meet()
+            formation.rendezvous()
 
     def step_ended(self, *, updated: bool) -> None:
         """Re-forms if the step's group failed, before the script learns the step's outcome.
         `updated`: the step counts. Raises StopTraining."""
         formation = self._formation
         if formation is not None and not self._held.engine.asynchronous and not self._held.in_round:
-            formation.settle(updated=updated and self._held.engine.in_parts)
+            formation.settle(updated=updated and self._held.engine.is_sharded)
 
     @property
     def finished_steps(self) -> int:
@@ -425,7 +429,7 @@ class Borders:
         after another, so that the remaining ones hold all of it; see `who_leaves`. Raises Drained,
         and ShoalError if this member was evicted."""
         engine, link = self._held.engine, formation.membership.link
-        if not engine.in_parts or link.refused is not None:
+        if not engine.is_sharded or link.refused is not None:
             self._leave_if_asked(formation, stop=None)
             return
         if not formation.healthy:
@@ -467,7 +471,7 @@ class Borders:
         if channel.rank in plan.now:
             raise Drained(link.draining or "")
         if not plan.now and not any(each.joiners for each in told):
-            formation.border_due = False  # no other generation comes
+            formation.boundary_due = False  # no other generation comes
 
     def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:
         membership = formation.membership

@@ -17,7 +17,7 @@ from shoal_common.errors import ConfigurationError, LimitError
 from typing_extensions import override
 
 
-class Home:
+class ShardPlacement:
     """Memory next to the parameters."""
 
     apart = False
@@ -46,7 +46,7 @@ class Home:
         """Waits for all that was brought."""
 
 
-class HostHome(Home):
+class HostPlacement(ShardPlacement):
     """Pinned host memory, for full transfer speed."""
 
     apart = True
@@ -74,7 +74,7 @@ class HostHome(Home):
             torch.accelerator.current_stream(device).synchronize()
 
 
-class FileHome(Home):
+class FilePlacement(ShardPlacement):
     """Files mapped into memory, which the system writes out when it needs space. A file has no
     name, and is deleted with its last tensor."""
 
@@ -123,9 +123,9 @@ class FileHome(Home):
             Path(name).unlink()
 
 
-def home_of(offload: Literal["cpu"] | Path | None, device: torch.device) -> Home:
+def placement_of(offload: Literal["cpu"] | Path | None, device: torch.device) -> ShardPlacement:
     """Returns the memory selected by `offload` for parameters on `device`. On the CPU "cpu" changes
     nothing."""
     if isinstance(offload, Path):
-        return FileHome(offload)
-    return HostHome() if offload == "cpu" and device.type != "cpu" else Home(device)
+        return FilePlacement(offload)
+    return HostPlacement() if offload == "cpu" and device.type != "cpu" else ShardPlacement(device)

@@ -115,7 +115,7 @@ def measure(options: Options) -> Table:
             "rank) with plain SGD at one learning rate, until the loss on a fixed set of images, "
             f"looked at off the clock, is {_LOSS}. torch's own bf16 hook fails on the CPU: bf16 is "
             "Shoal's. Bytes are those that the interface of the first rank counted, headers and "
-            "control words included, beside the formula of docs/strategies/compression.md and the "
+            "step votes included, beside the formula of docs/strategies/compression.md and the "
             "time that the formula's bytes take on the link. Gloo's all-to-all often sends one "
             "way after the other, so fp16, bf16, int8 and sign take up to twice that time "
             "(docs/explanation/compression.md#presets). Runs of less than 10 s are repeated; "

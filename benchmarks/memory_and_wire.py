@@ -76,7 +76,7 @@ def _tensor_sends(ranks: int) -> float:
 
 
 def _pipeline_sends(ranks: int) -> float:
-    """The activation and its gradient at each border, over all ranks."""
+    """The activation and its gradient at each step boundary, over all ranks."""
     return 2 * (ranks - 1) * _ACTIVATION / ranks
 
 

@@ -17,13 +17,13 @@ Workers:
     whole_batch.before_rows     all know how many rows each rank has, and have only their own
     reduction.under_way         this rank has started to sum some of the step's gradients, and waits
                                 for none
-    reduction.completed         the step's gradients are summed, and it is not sealed on this rank
-    sharded.sealed              this rank's part of the summed gradients is with its buddy
-    step.closed                 the closing came back, and this rank has not looked at it
+    reduction.completed         the step's gradients are summed, and it is not prepared on this rank
+    sharded.sealed              this rank's part of the summed gradients is with its mirror holder
+    step.closed                 the commit all-reduce came back, and this rank has not looked at it
     several_models.updated      one of several models is updated, and the step is not known to count
     several_models.sealed       all that step are updated, or about to be, and this rank has not
-                                sent its part of the closing
-    several_models.closed       the closing came back, and this rank has not looked at it
+                                sent its part of the commit all-reduce
+    several_models.closed       the commit all-reduce came back, and this rank has not looked at it
     mesh.dividing               this rank is about to connect the groups along the axes, its parts
                                 gathered
     session.before_apply        all collectives of the step are done, nothing is applied on this
@@ -33,7 +33,7 @@ Workers:
     session.before_reconcile    the generation's group is connected
     session.in_operation        an operation between steps begins on its channel
     session.after_operation     its result is kept
-    session.at_border           the members have met at a border that joiners wait at
+    session.at_border           the members have met at a step boundary that joiners wait at
     checkpoint.shard_written    this rank's shard of a checkpoint is on the disk, and nobody was
                                 told
     rows.written                a bucket of a sparse table is on the disk, in a checkpoint that is

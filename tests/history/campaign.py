@@ -173,7 +173,7 @@ class Campaign:
         verdict.counts = counts(history) | {
             "snapshots": self._snapshots,
             "processes started again": faults.restarts,
-            "members put out": faults.put_out,
+            "members evicted": faults.put_out,
             "servers drained": faults.drained,
         }
         return verdict

@@ -52,7 +52,7 @@ WORKERS, SERVERS = 3, 2
 MOST_SERVERS = 3
 """With moves."""
 LEASE_MS = 3000
-"""A worker that stands still for longer is put out."""
+"""A worker that stands still for longer is evicted."""
 _SNAPSHOT_INTERVAL_S = 2
 """Of backups, which cannot be asked for some, and so of all servers that may be one."""
 

@@ -442,7 +442,7 @@ class Network:
             statuses: of launchers that do not end with 0.
             to_the_end: how many workers train to the end; 0: one on each host.
             redone: at most so many steps may have been committed in two generations: by one that
-                was put out as it committed, and by those that went on without it.
+                was evicted as it committed, and by those that went on without it.
         """
         alone = self._services.get("alone") or self.run_alone()
         self.release()

@@ -331,7 +331,7 @@ class Coordinator:
             for member_id in expired(self._pulses, self._now().ms, self.state.spec.lease_ms):
                 self.submit(LeaseEnded(member_id=member_id))
             if self.world.scenario.parted:
-                self._wake()  # what heartbeats have told of steps that stand, and of peers in reach
+                self._wake()  # what heartbeats have told of stalled steps, and of peers in reach
 
     def _step(self, incarnation: int) -> None:
         self._stepping = False

@@ -240,7 +240,7 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
         if process.dead:
             continue
         if process.put_out and process.exit_code == 0:
-            wrong("put out", f"{process.name} was put out of the job, and ended with 0")
+            wrong("evicted", f"{process.name} was evicted of the job, and ended with 0")
         if process.exit_code and not _is_excused(world, process):
             wrong("failed", f"{process.name} ended with {process.exit_code}: {process.failure}")
         elif process.exit_code == 0 and process.diary.ended_with is None:
@@ -268,8 +268,8 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
 
 
 def _ended_before(one: Process, other: Process) -> bool:
-    """Returns whether `one` said goodbye before `other` ended: from a finisher's goodbye on the run
-    may be over for joiners and spares."""
+    """Returns whether `one` sent its leave message before `other` ended: from a finisher's leave
+    message on the run may be over for joiners and spares."""
     at = one.left_at if one.left_at is not None else one.ended_at
     return at is not None and other.ended_at is not None and at <= other.ended_at
 

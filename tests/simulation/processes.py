@@ -81,7 +81,7 @@ class Process:
         self.steps_before = world.steps
         """What the others had committed when it started."""
         self.left_at: float | None = None
-        """When it said goodbye."""
+        """When it sent its leave message."""
         self.spare = False
         """At its end it had no part in the model."""
         self.files: list[SampleRecord] = []
@@ -181,7 +181,8 @@ class Process:
             and not self.still_until
         ):
             self.world.violated(
-                "lingers", f"{self.name} has ended {lingered_s:.0f} s after it said goodbye"
+                "lingers",
+                f"{self.name} has ended {lingered_s:.0f} s after it sent its leave message",
             )
         for side in self.sides:
             side.end(f"{self.name} is gone")

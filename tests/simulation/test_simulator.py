@@ -332,7 +332,8 @@ def test_a_stopped_job_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPat
 def test_ranks_that_do_not_ask_what_became_of_their_collectives_are_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fault is in a gathering before the closing, and their hosts hear of it behind that."""
+    """The fault is in a gathering before the commit all-reduce, and their hosts hear of it behind
+    that."""
     scenario = parse(
         "zero3, loop flat, 3 ranks, 3 steps, on devices, schedule 0\ncollective 34 of generation "
         "1: connections break, c got it"

@@ -74,7 +74,8 @@ class WorkerMetrics:
         )
         self.join_seconds = Histogram(
             "shoal_worker_join_seconds",
-            "Pause of training at a join: from the border to the joiners' having their state.",
+            "Pause of training at a join: from the step boundary to the joiners' having their "
+            "state.",
             buckets=_PAUSES,
             registry=self.registry,
         )

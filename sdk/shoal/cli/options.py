@@ -95,7 +95,7 @@ MaxRestarts = Annotated[
     typer.Option(
         help="How often workers are started again: a plain script's all together, elastic ones "
         "each by itself. "
-        "Default: 0; 3 for elastic workers that did not raise, but were killed or put out.",
+        "Default: 0; 3 for elastic workers that did not raise, but were killed or evicted.",
         envvar="PET_MAX_RESTARTS",
         show_envvar=False,
         show_default=False,

@@ -27,7 +27,7 @@ WORKERS = 4
 
 class Worker(threading.Thread):
     """A process' life: joins, is ready, takes what it is told, reconnects, and starts anew when it
-    was put out."""
+    was evicted."""
 
     def __init__(self, job: Job, number: int) -> None:
         super().__init__(daemon=True)

@@ -402,7 +402,7 @@ def test_a_malformed_message_ends_the_session(make_job: MakeJob) -> None:
     error = a.end()
     assert error is not None
     assert error.reason == "REQUEST_INVALID"
-    eventually(lambda: not job.get().members, "the member to be put out")
+    eventually(lambda: not job.get().members, "the member to be evicted")
 
 
 def test_events_are_kept_and_followed(make_job: MakeJob) -> None:

@@ -1,4 +1,4 @@
-"""Tests what `shoal run` returns and says when workers of a job raise, are put out, or are asked to
+"""Tests what `shoal run` returns and says when workers of a job raise, are evicted, or are asked to
 leave. docs/exit-status.md is the table."""
 
 from __future__ import annotations

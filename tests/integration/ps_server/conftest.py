@@ -2,7 +2,7 @@
 processes where signals and files matter.
 
 Their coordinator is either the real one (test_ps_real_coordinator.py) or a scripted one, over real
-gRPC too, for moments that the real one reaches only by luck: a member put out at a given time, a
+gRPC too, for moments that the real one reaches only by luck: a member evicted at a given time, a
 coordinator that dies and comes back.
 """
 

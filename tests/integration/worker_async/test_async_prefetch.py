@@ -60,7 +60,7 @@ def test_gradients_are_of_values_that_are_older_by_at_most_one_pull(
         assert optimizer.step()
         if not late or step == 0:
             torch.testing.assert_close(
-                values(net), before, msg="values changed before the next border"
+                values(net), before, msg="values changed before the next step boundary"
             )
         optimizer.zero_grad()
         assert optimizer.last_staleness == (1 if late and step else 0)

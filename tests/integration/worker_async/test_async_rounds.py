@@ -163,8 +163,8 @@ def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(
     joiner.go(1)
     results = [first.result(), joiner.result()]
     assert results[1]["epochs"] == [2, 3]
-    # A peer's offer is a copy made at one of its last borders, perhaps before the step of its
-    # scheduler behind the last epoch.
+    # A peer's offer is a copy made at one of its last step boundaries, perhaps before the step of
+    # its scheduler behind the last epoch.
     assert any(results[1]["lr"] == pytest.approx(0.01 * 0.5**steps) for steps in (3, 4))
     assert results[1]["computed_on"][0] == results[0]["computed_on"][2 * BATCHES + STEPS], (
         "the last that was pushed"

@@ -336,7 +336,7 @@ def test_a_collective_that_fails_before_a_boundary_is_reported_though_the_next_g
     link.entered(1)
     b.beat(1)
     job.client.drain_member(job.job_id, member_id="b")
-    # for the border that the collective does not let it come to
+    # for the step boundary that the collective does not let it come to
     link.wait_generation(after=1, timeout=60 * SECOND)
     link.failed(1, detail="timed out", timed_out=True)
     eventually(

@@ -1,4 +1,4 @@
-"""A worker that the coordinator has put out is no result of the run: it ends with a status of its
+"""A worker that the coordinator has evicted is no result of the run: it ends with a status of its
 own, so that its launcher replaces it."""
 
 import signal
@@ -25,7 +25,7 @@ try:
             nn.functional.cross_entropy(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()
-            time.sleep(0.01)  # else it would take a processor until it is put out
+            time.sleep(0.01)  # else it would take a processor until it is evicted
 except Exception as error:
     print("swallowed", type(error).__name__, flush=True)
 print("the end of the script", flush=True)
@@ -52,7 +52,7 @@ def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_
         said = running.workers[1].said()
         assert "Traceback" not in said, said
         (line,) = [line for line in said.splitlines() if line.startswith("shoal: ")]
-        assert "put out of job 'job'" in line
+        assert "evicted of job 'job'" in line
         assert "start it anew" in line
 
 

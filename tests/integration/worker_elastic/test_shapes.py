@@ -56,8 +56,8 @@ def check_alike(results: list[dict[str, Any]], expected: dict[str, Any], running
 def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends_it(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
 ) -> None:
-    """The gradients are handed out when the closing comes back; a forward pass without gradients
-    meets the death."""
+    """The gradients are handed out when the commit all-reduce comes back; a forward pass without
+    gradients meets the death."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="no_grad", STRATEGY=strategy) as running:
         for index in range(3):
             running.start(index, **({"DIE": "clipped:5"} if index == 1 else {}))

@@ -1,4 +1,4 @@
-"""A member that hangs while its heartbeats go on: put out, whatever the others' counts of progress
+"""A member that hangs while its heartbeats go on: evicted, whatever the others' counts of progress
 say, and nobody else with it."""
 
 from __future__ import annotations

@@ -188,7 +188,7 @@ class Story:
         self.ms = int(ms)
 
     def next_deadline(self) -> int | None:
-        """The service looks at leases, and for steps that stand, twice a second; here it does when
+        """The service looks at leases, and for stalled steps, twice a second; here it does when
         that can change something."""
         ended = [pulse.heard_ms + self.state.spec.lease_ms + 1 for pulse in self.pulses.values()]
         dues = [due if due > self.ms else self.ms + LOOK_MS for due in ended]
@@ -261,7 +261,7 @@ class Story:
         self.happen(MemberLost(member_id=member, ending=Ending(how), detail=how.replace("_", " ")))
 
     def broken(self, *members: str) -> None:
-        """Their streams end without a goodbye, one after another in this moment."""
+        """Their streams end without a leave message, one after another in this moment."""
         for member in members:
             self.detach(member)
             self.happen(StreamBroken(member_id=member))

@@ -1,5 +1,5 @@
 """The fence lets current members work on in older generations, and nothing through that was begun
-before a member was put out."""
+before a member was evicted."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ SECONDS: Final[dict[str, list[float]]] = {
         "absence_ms", "quiet_absence_ms"
     ),
     "stall (`stall_timeout_ms`)": [_SPEC.stall_timeout_ms / 1000],
-    "explaining a step that stands (`explain_after_ms`, `explain_again_ms`)": policy(
+    "explaining a stalled step (`explain_after_ms`, `explain_again_ms`)": policy(
         "explain_after_ms", "explain_again_ms"
     ),
     "looking for peers out of reach": [stall_watch.LOOK_AFTER_S, stall_watch._LOOK_AGAIN_S],
@@ -75,7 +75,7 @@ SECONDS: Final[dict[str, list[float]]] = {
     "settling (`settle_ms`, `longest_settle_ms`)": policy("settle_ms", "longest_settle_ms"),
     "settling after a time-out (`timeout_settle_ms`)": policy("timeout_settle_ms"),
     "reconnecting (`reconnect_ms`)": policy("reconnect_ms"),
-    "border (`border_patience_ms`)": policy("border_patience_ms"),
+    "step boundary (`border_patience_ms`)": policy("border_patience_ms"),
     "last step": [LAST_STEP_PATIENCE.total_seconds()],
     "a peer's disk": [shards._TIMEOUT.total_seconds()],
 }

@@ -40,7 +40,7 @@ _MADE: Final = {
 """Reasons that are put together."""
 _PASSED_ON: Final = {
     ("common/shoal_common/rpc/status.py", "reason"),  # of a status that came by gRPC
-    # a Refusal: why a member was put out
+    # a Refusal: why a member was evicted
     ("coordinator/shoal_coordinator/membership/members/leaving.py", "refusal"),
     # a Refusal: of which run somebody is not
     ("coordinator/shoal_coordinator/membership/runs.py", "reason"),

@@ -173,7 +173,8 @@ class Groups:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(seed: int) -> None:
-    """The hosts' sum stands in for a closing; hosts reach it while the device still spins."""
+    """The hosts' sum stands in for a commit all-reduce; hosts reach it while the device still
+    spins."""
     made = Groups(3, seed)
 
     def step(rank: int) -> Any:

@@ -11,7 +11,7 @@ from shoal_worker.elastic.session.worker_process import set_session
 
 
 class FakeSession:
-    """Grants borders as it is told, and notes what the loader says."""
+    """Grants step boundaries as it is told, and notes what the loader says."""
 
     def __init__(self, placement=None):
         self.placement = placement or Placement(generation=0, rank=0, world_size=1)

@@ -44,7 +44,7 @@ class World:
         if event == "lost":
             self._reform()
         elif event == "kill behind" and len(self.ranks) > 1:
-            # before its part arrived: the step is void everywhere
+            # before its part arrived: the step is aborted everywhere
             self._kill(self.ranks[-1])
         elif event == "kill ahead" and len(self.ranks) > 1:
             # it alone applied the step, and takes that with it

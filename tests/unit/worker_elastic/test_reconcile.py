@@ -1,4 +1,4 @@
-"""Tests who gives state to whom: worked cases, and invariants over arbitrary standings."""
+"""Tests who gives state to whom: worked cases, and invariants over arbitrary rank statuses."""
 
 from hypothesis import given
 from hypothesis import strategies as st

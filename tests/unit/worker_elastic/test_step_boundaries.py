@@ -1,5 +1,5 @@
-"""Tests what a rank does at a border: obeys what all ranks agreed on in the control word, and
-leaves when it was put out."""
+"""Tests what a rank does at a border: obeys what all ranks agreed on in the step vote, and
+leaves when it was evicted."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -21,11 +21,11 @@ from tests.unit.worker_elastic.ranks import Member, Model, form
 
 
 class Strategy(Model):
-    """Whose reduction brings back the control word that a test gives it."""
+    """Whose reduction brings back the step vote that a test gives it."""
 
     steps: StepLifecycle
     others: tuple[float, float] = (0.0, 0.0)
-    """What the other ranks add: a border is wanted; a stop was told."""
+    """What the other ranks add: a step boundary is wanted; a stop was told."""
 
     def finish_reduction(self) -> None:
         word = self.steps.step_vote()
@@ -73,7 +73,7 @@ def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were
 ) -> None:
     assert take_step(rank)
     rank.link.stopped = "enough"
-    assert take_step(rank)  # its control word tells the others
+    assert take_step(rank)  # its step vote tells the others
     with pytest.raises(StopTraining, match="enough"):
         rank.steps.begin_step(None)
 

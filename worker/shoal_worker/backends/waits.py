@@ -1,5 +1,5 @@
 """Durations of a rank's waits for its peers: noted where works are waited for, read by heartbeats
-and by whoever explains a step that stands.
+and by whoever explains a stalled step.
 
 The training thread waits; any thread reads. Single values only, so there is no lock: a reader may
 see a wait that has just ended.

@@ -408,7 +408,9 @@ class Iterations:
             self._pass_over(source)
             return
         self.under_way = True
-        progress.move_to(epoch)  # ahead of the border, where a joiner may be given this cursor
+        progress.move_to(
+            epoch
+        )  # ahead of the step boundary, where a joiner may be given this cursor
         took_part = False
         while not self._is_over(source, epoch, session := self._introduction.session(source)):
             placement = self._begin(source, epoch, session)

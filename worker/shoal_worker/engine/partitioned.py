@@ -52,9 +52,10 @@ from shoal_worker.engine.passes import Loss
 from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.state.fits import check_elementwise
 
-# ---------------------------------------------------------------------- what a step's closing tells
+# ---------------------------------------------------------------------- what a step's commit
+# all-reduce tells
 #
-# The closing of a step: one small all-reduce after which every rank knows the same of it.
+# The commit all-reduce of a step: one small all-reduce after which every rank knows the same of it.
 
 
 @dataclass(kw_only=True)
@@ -314,7 +315,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _reduce(self, step: Step, share: Share) -> None:
-        """Sums the gradients, seals and closes the step; or it is marked lost."""
+        """Sums the gradients, prepares and closes the step; or it is marked lost."""
 
     def _refuse_reduced(self, step: Step) -> None:
         if step.control is not None:

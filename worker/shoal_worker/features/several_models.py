@@ -4,17 +4,17 @@ an actor and a critic.
 A batch is one step of the run, as with one model. Each optimizer may step once in it, in any order,
 and the step counts as a whole or not at all:
 
-- Each model has a step of its own within the run's, which its engine seals and closes as it would
-  the run's. So when an optimizer is told to step, all ranks have the same gradients for it, and it
-  updates its model at once, since the other models' passes are to see that. What was there before
-  is kept (`tentative_update.py`).
-- When the last optimizer has stepped, or the loop asks for the next batch, the run's step is sealed
-  and closed by one small all-reduce of the control word. Who sees that closing knows that every
-  rank has made every update.
+- Each model has a step of its own within the run's, which its engine prepares and closes as it
+  would the run's. So when an optimizer is told to step, all ranks have the same gradients for it,
+  and it updates its model at once, since the other models' passes are to see that. What was there
+  before is kept (`tentative_update.py`).
+- When the last optimizer has stepped, or the loop asks for the next batch, the run's step is
+  prepared and closed by one small all-reduce of the step vote. Who sees that commit all-reduce
+  knows that every rank has made every update.
 - If a rank dies before, every survivor puts the updates back, and the batch is dealt anew. A rank
-  that sealed the run's step and lost its closing is in doubt: while it asks its peers, to whom it
-  may have to give the committed state, the updates are withdrawn, and they are reinstated if a peer
-  has seen the closing.
+  that prepared the run's step and lost its commit all-reduce is in doubt: while it asks its peers,
+  to whom it may have to give the committed state, the updates are withdrawn, and they are
+  reinstated if a peer has seen the commit all-reduce.
 
 Behind its update a model is still called, so that gradients go through it to others (through the
 discriminator to the generator). Its own parameters get none then, and its buffers stay.

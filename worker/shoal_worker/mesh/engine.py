@@ -309,7 +309,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
                 dataclasses.replace(one, weight=weight)
                 for one, weight in zip(batches, weights, strict=True)
             ]
-        # the closing reports only the mean of these
+        # the commit all-reduce reports only the mean of these
         several = step is not None and step.in_micro_batches
         self._note_pass()
         with LosingStep(self._session), self._passing():

@@ -293,7 +293,7 @@ class ServerLink:
             except DeadlineError as error:
                 if error.reason not in NOT_MY_TURN:
                     raise
-                return  # the next border lets it go; it needs no newer values for that
+                return  # the next step boundary lets it go; it needs no newer values for that
             pulled.update(each.partition_id for each in missing)
         elif not self._options.in_step:
             self.advance_clock(self._clock)
@@ -390,7 +390,7 @@ class ServerLink:
                 self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience
             )
         except (*TRANSIENT, UnknownResourceError) as error:
-            _log.debug("server %d did not hear the farewell: %s", self.index, error)
+            _log.debug("server %d did not hear the leave message: %s", self.index, error)
 
     def close(self) -> None:
         """Ends calls in progress. Idempotent. Any thread may call it."""

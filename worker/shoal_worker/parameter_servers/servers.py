@@ -169,7 +169,7 @@ class ParameterServers:
 
     def rest(self) -> None:
         """Reports that nobody needs to wait for this worker until it enters again; after the
-        farewell this is already known."""
+        leave message this is already known."""
         if not self._closing.is_set():
             self._each(ServerLink.rest)
 

@@ -2,7 +2,7 @@
 holds for them.
 
 What is held, in bytes of this unit's parameters P, at rest and over N ranks (and once more P/N
-where a buddy's shard is mirrored):
+where a mirror holder's shard is mirrored):
 
     stage           parameters     gradients
     OPTIMIZER       P              P

@@ -4,11 +4,11 @@ ranks and pushed once per step.
 A lost step must leave the servers' rows unchanged, and a committed step must reach all of them
 exactly once, regardless of which ranks die:
 
-1. Before the closing, each rank gathers the row gradients of all ranks and sums them (`reduce`), so
-   that every rank has everything that the step pushes.
+1. Before the commit all-reduce, each rank gathers the row gradients of all ranks and sums them
+   (`reduce`), so that every rank has everything that the step pushes.
 2. When the step is committed, the ranks meet once more (`commit`). A rank that leaves that meeting
-   knows that all have seen the closing, so that nobody will redo the step. If the meeting fails,
-   the next generation serves the same purpose, since its ranks are all past the step.
+   knows that all have seen the commit all-reduce, so that nobody will redo the step. If the meeting
+   fails, the next generation serves the same purpose, since its ranks are all past the step.
 3. Only then are the sums pushed (`deliver`), by each rank to a share of the buckets, under a key
    that no other step has. A server applies one push of a key to each bucket, whoever sends it. A
    rank that waits for a push by another rank therefore makes that push as well.

@@ -191,7 +191,7 @@ def _why_ready_ones_wait(draft: Draft) -> str | None:
     if (absent := somebody_absent(draft)) is not None:
         return (
             f"member {absent.member_id} on {absent.identity.host} is not heard of: its peers "
-            "train on, and their borders wait for it"
+            "train on, and their step boundaries wait for it"
         )
     return None
 

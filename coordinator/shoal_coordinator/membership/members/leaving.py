@@ -53,7 +53,7 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
         None
         if refusal is None
         else PreconditionError(
-            f"member {member.member_id} was put out: {event.detail}", reason=refusal
+            f"member {member.member_id} was evicted: {event.detail}", reason=refusal
         )
     )
     draft.effects.append(EndSession(member_id=member.member_id, error=error))

@@ -207,7 +207,7 @@ def _explain_incident(draft: Draft, places: Sequence[Place]) -> str:
     waited_for = dict(stuck_members(draft, incident))
     stuck = [place for place in places if place.member_id in waited_for][:_MOST_NAMED]
     told = [
-        f"{place.name}, put out in {max(0, waited_for[place.member_id] - draft.now.ms) // 1000} s "
+        f"{place.name}, evicted in {max(0, waited_for[place.member_id] - draft.now.ms) // 1000} s "
         "unless it moves"
         for place in stuck
     ]

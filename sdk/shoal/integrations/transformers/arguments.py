@@ -34,7 +34,8 @@ _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
     "deepspeed": (None, "strategy= says how the model is cut"),
     "enable_jit_checkpoint": (
         False,
-        "workers that are asked to leave stop at one border, and train() saves there by itself",
+        "workers that are asked to leave stop at one step boundary, and train() saves there by "
+        "itself",
     ),
     "fp16": (False, "use bf16=True, which needs no scaler"),
     "fsdp": (None, "strategy='fsdp' is Shoal's"),

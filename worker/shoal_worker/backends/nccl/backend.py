@@ -5,7 +5,7 @@ NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` is that 
 The group is bound to the current CUDA device: call torch.cuda.set_device first. It has not run on a
 GPU yet; what needs none is tested on a stand-in (docs/gpu.md).
 
-The hosts' own group carries what hosts read at once: control words, numbers, messages between
+The hosts' own group carries what hosts read at once: step votes, numbers, messages between
 steps. On the device each of these would be queued behind all that computes. It is connected first:
 NCCL is asked only when all ranks are there, since what it is asked for can hardly be taken back.
 And it notices within a quarter of a second that a peer is gone, which NCCL often does not notice at

@@ -7,8 +7,8 @@ whether the group was ended meanwhile. A wait that fails because the group has e
 when no kernel of it is left (ending.py), so that who catches it may use the memory again.
 
 Within a step that would have the host stand still at every block. So there is a second way: `order`
-has the device wait and not the host, and `settle`, before the step is sealed, has the host wait for
-all of them and asks once. What was computed meanwhile from the results of a collective that was
+has the device wait and not the host, and `settle`, before the step is prepared, has the host wait
+for all of them and asks once. What was computed meanwhile from the results of a collective that was
 lost goes with the step. ordered.py keeps the time of what was ordered, for a host that does not
 come to settle it.
 

@@ -27,7 +27,7 @@ from shoal_worker.elastic.contract.loader_interface import Placement, Share, Ste
 # Where the user's script stands among its training loops: in which loader, which epoch, which step.
 #
 # All ranks must stand at one place when they take a step together, and deal its samples alike. So a
-# place rides, as a few small numbers, in the control word of each step; and a joiner is told its
+# place rides, as a few small numbers, in the step vote of each step; and a joiner is told its
 # peers' place when it is fed, so that its script passes over every loop before it. Pure.
 
 _BASE = 1 << 20
@@ -87,7 +87,7 @@ def _digits(value: int, count: int) -> list[int]:
 _BOUNDARY, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
 """Indices in a step vote; see `Step.step_vote`."""
 _OWN: Final = 5
-"""Numbers of a control word that are the step's own; the others say whether settings agree, writes
+"""Numbers of a step vote that are the step's own; the others say whether settings agree, writes
 in passes and between steps, and what was evaluated, and where the script stands."""
 _DIGEST: Final = 4
 """Numbers that check whether the ranks have the same digest: two digits of it, and their

@@ -451,7 +451,7 @@ class CoordinatorLink:
                     self._fail(error)
                     return
             except ShoalError as error:
-                if error.reason == "REPLICAS_DIVERGED":  # the answer to its goodbye
+                if error.reason == "REPLICAS_DIVERGED":  # the answer to its leave message
                     self._apart = str(error)
                     return
                 # An evicted member must not end well, even if it learns of the eviction while
@@ -622,7 +622,7 @@ class CoordinatorLink:
             ) from error
 
     def _fail(self, error: ShoalError) -> None:
-        _log.info("this member is put out: %s", error)  # whoever waits raises it
+        _log.info("this member is evicted: %s", error)  # whoever waits raises it
         with self._changed:
             self._fatal = error
             self._changed.notify_all()
@@ -636,7 +636,7 @@ class CoordinatorLink:
             error = self._fatal
             if isinstance(error, PreconditionError | PermissionDeniedError):
                 raise type(error)(
-                    f"this member was put out of job {self.identity.job_id!r}: {error}",
+                    f"this member was evicted of job {self.identity.job_id!r}: {error}",
                     reason=error.reason,
                 ) from error
             raise error

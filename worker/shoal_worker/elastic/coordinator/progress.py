@@ -47,7 +47,7 @@ class Progress:
     """Number of committed optimizer steps."""
     epoch: int = 0
     sequence: int = 0
-    """Counts borders, steps and operations entered: grows while the worker is not stuck."""
+    """Counts step boundaries, steps and operations entered: grows while the worker is not stuck."""
     samples_per_s: float = 0.0
     """Samples per second of this rank, over about the last second."""
     loss: float = math.nan

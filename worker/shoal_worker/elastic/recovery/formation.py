@@ -3,20 +3,20 @@
 - The ranks of a new generation *meet*: each says how it stands, and all conclude the same
   (`reconcile.py`). If they are at one, the generation *stands*: what is cut over the ranks is cut
   for these. If not, some have to move first, each in its own script: they get what they need for
-  that (the closing of a step that they are in doubt of, results of operations), and the group is
-  given up; the others wait for the next one. So when a generation stands, every member's script has
-  been told of the same outcomes.
+  that (the commit all-reduce of a step that they are in doubt of, results of operations), and the
+  group is given up; the others wait for the next one. So when a generation stands, every member's
+  script has been told of the same outcomes.
 - Nobody but a joiner takes a state from peers, and a rank whose peers read a checkpoint while it
   did not. A rank in doubt applies its own step.
 - A rank that its peers took steps without, as while a cable was cut, leaves when it meets them
   again, and its process ends to be replaced: its script stands in an operation or a step that they
   finished long ago.
-- A joiner is a spectator of its first generation until all others stand at a border; there it is
-  fed. So it never sees a state in the middle of the users' code between two steps.
+- A joiner is a learner of its first generation until all others stand at a step boundary; there it
+  is fed. So it never sees a state in the middle of the users' code between two steps.
 
-Owns whether the group stands, who the spectators are, whether a border is due, and when the last
-failure was. All of it runs on the training thread, except that `failed_now` may be called from a
-collective's callback.
+Owns whether the group stands, who the learners are, whether a step boundary is due, and when the
+last failure was. All of it runs on the training thread, except that `failed_now` may be called from
+a collective's callback.
 """
 
 from __future__ import annotations

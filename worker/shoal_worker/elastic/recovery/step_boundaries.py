@@ -44,8 +44,8 @@ from shoal_worker.elastic.state.committed_state import CommittedState
 #
 # How this process's part in the run ends: with its job, by being drained, or with its script.
 #
-# Owns what has to be done before the goodbye. All of it runs on the training thread, or at the
-# process's end.
+# Owns what has to be done before the leave message. All of it runs on the training thread, or at
+# the process's end.
 #
 # Here is also, as pure functions, which of the ranks that were asked to leave go at a border: as
 # many as can while ranks that stay hold all of the state. Each rank tells all others what it holds
@@ -192,7 +192,8 @@ class Departure:
         )
 
 
-# ------------------------------------------------------------------------------------------ borders
+# ------------------------------------------------------------------------------------------ step
+# boundaries
 
 ALONE = Placement(generation=0, rank=0, world_size=1)
 """In a world of one, and before the first generation."""

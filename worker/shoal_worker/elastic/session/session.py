@@ -111,7 +111,7 @@ class Session:
         self.outcome: StepStatus | None = None
         """Outcome of the last step that the script finished."""
         self._left_from: Generation | None = None
-        """The generation in which this process said goodbye."""
+        """The generation in which this process sent its leave message."""
         self._left_as_first = True
         """True if it was the first of that generation, or of no generation."""
         self._formation: Formation | None = None

@@ -13,7 +13,7 @@ Anything less gives a warning: a tiny or constant dataset, a custom sampler, bat
 loop.
 
 Ranks that each go through the whole validation set get the right figures, in as much time as one
-rank: that is a warning, too. Digests of the first passes go with the next step's control word, so
+rank: that is a warning, too. Digests of the first passes go with the next step's step vote, so
 comparing them costs no message, and an evaluation behind the last step is not compared.
 
 Used by the training thread.
@@ -169,7 +169,7 @@ class EvaluationComparison:
         return xxhash.xxh3_64_intdigest(repr(self._passes).encode())
 
     def conclude(self, digest: int, *, replicas: int, alike: bool, warns: bool) -> None:
-        """A step was committed, whose control word had `digest`. `alike`: all ranks had the same.
+        """A step was committed, whose step vote had `digest`. `alike`: all ranks had the same.
         `warns`: this is the one rank that says so."""
         self._passes = []
         if digest == 0 or replicas == 1:

@@ -13,17 +13,17 @@ The order of calls in one step, all on the training thread:
       finish_reduction
           may come several times; the first one reduces and closes
         take_commit
-            where only a peer saw the closing
+            where only a peer saw the commit all-reduce
     commit_step
         after `apply` returned, or
     discard_step
-        when the step is void or was not meant
+        when the step is aborted or was not meant
 
 In between a strategy asks for `session.step`, reduces over `session.group`, and marks the step lost
 when a collective fails, instead of raising out of a backward pass. When the sums are there it calls
-`prepare_step`; then it sums the control word in the closing, one small all-reduce (`step_vote`,
-`take_step_vote`); and at the end of `finish_reduction` it calls `settle_step`, which finds out
-from the survivors what became of a step whose group failed. Its optimizer's `step()` is
+`prepare_step`; then it sums the step vote in the commit all-reduce, one small all-reduce
+(`step_vote`, `take_step_vote`); and at the end of `finish_reduction` it calls `settle_step`, which
+finds out from the survivors what became of a step whose group failed. Its optimizer's `step()` is
 `session.finish_step(apply)`.
 """
 

@@ -396,9 +396,18 @@ class Membership:
             behind = [m for m in job.members if m.member_id != self.link.identity.member_id]
             if job.generation.number == generation.number:
                 return all(m.rank in apart_from for m in behind) and len(job.members) < _MOST_BEHIND
-            more = len(job.members) >= _MOST_BEHIND  # of whom it is not told
+            if len(job.members) >= _MOST_BEHIND:  # and there may be more
+                return False
+            newest = self.link.newest_generation
+            if (
+                newest is not None
+                and newest.number == job.generation.number == generation.number + 1
+            ):
+                # those that join after the last step have no part in it; in a large world
+                # the ranks of `generation` can no longer be requested
+                behind = [m for m in behind if m.rank not in newest.joining]
             return not behind or not (
-                more or _holders(generation, apart_from) & {m.member_id for m in behind}
+                _holders(generation, apart_from) & {m.member_id for m in behind}
             )
         except (UnavailableError, DeadlineError):
             return False

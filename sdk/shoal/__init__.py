@@ -85,16 +85,23 @@ if TYPE_CHECKING:
         OptimizationInputData,
         OptimizationResult,
     )
-    from shoal_worker.strategies.fsdp import FSDPModel, FSDPOptimizer
-    from shoal_worker.strategies.hsdp import HSDPModel, HSDPOptimizer
     from shoal_worker.strategies.hybrid import HybridShardedModel, HybridShardedOptimizer
     from shoal_worker.strategies.local_sgd import LocalSGDModel, LocalSGDOptimizer
     from shoal_worker.strategies.optimizer import ElasticOptimizer
     from shoal_worker.strategies.pipeline import PipelineParallelModel, PipelineParallelOptimizer
+    from shoal_worker.strategies.sharded import (
+        FSDPModel,
+        FSDPOptimizer,
+        HSDPModel,
+        HSDPOptimizer,
+        ZeRO1Model,
+        ZeRO1Optimizer,
+        ZeRO2Model,
+        ZeRO2Optimizer,
+        ZeRO3Model,
+        ZeRO3Optimizer,
+    )
     from shoal_worker.strategies.tensor import TensorParallelModel, TensorParallelOptimizer
-    from shoal_worker.strategies.zero1 import ZeRO1Model, ZeRO1Optimizer
-    from shoal_worker.strategies.zero2 import ZeRO2Model, ZeRO2Optimizer
-    from shoal_worker.strategies.zero3 import ZeRO3Model, ZeRO3Optimizer
 
     from shoal import optim as optim
     from shoal import ray as ray
@@ -211,13 +218,13 @@ _HOMES = {
     "DDPOptimizer": "shoal_worker.strategies.ddp",
     "ElasticOptimizer": "shoal_worker.strategies.optimizer",
     "EpochRecord": "shoal_worker.strategies.fitting",
-    "FSDPModel": "shoal_worker.strategies.fsdp",
-    "FSDPOptimizer": "shoal_worker.strategies.fsdp",
+    "FSDPModel": "shoal_worker.strategies.sharded",
+    "FSDPOptimizer": "shoal_worker.strategies.sharded",
     "GlooBackend": "shoal_worker.backends.gloo.backend",
     "GradientCompressionOptimizer": "shoal_worker.compression.optimizer",
     "GradientCompressor": "shoal_worker.compression.base",
-    "HSDPModel": "shoal_worker.strategies.hsdp",
-    "HSDPOptimizer": "shoal_worker.strategies.hsdp",
+    "HSDPModel": "shoal_worker.strategies.sharded",
+    "HSDPOptimizer": "shoal_worker.strategies.sharded",
     "HybridShardedModel": "shoal_worker.strategies.hybrid",
     "HybridShardedOptimizer": "shoal_worker.strategies.hybrid",
     "InMemoryBackend": "shoal_worker.backends.inmemory.backend",
@@ -240,12 +247,12 @@ _HOMES = {
     "TensorParallelOptimizer": "shoal_worker.strategies.tensor",
     "TensorBoard": "shoal_worker.tracking.tensorboard",
     "TlsSettings": "shoal_common.security",
-    "ZeRO1Model": "shoal_worker.strategies.zero1",
-    "ZeRO1Optimizer": "shoal_worker.strategies.zero1",
-    "ZeRO2Model": "shoal_worker.strategies.zero2",
-    "ZeRO2Optimizer": "shoal_worker.strategies.zero2",
-    "ZeRO3Model": "shoal_worker.strategies.zero3",
-    "ZeRO3Optimizer": "shoal_worker.strategies.zero3",
+    "ZeRO1Model": "shoal_worker.strategies.sharded",
+    "ZeRO1Optimizer": "shoal_worker.strategies.sharded",
+    "ZeRO2Model": "shoal_worker.strategies.sharded",
+    "ZeRO2Optimizer": "shoal_worker.strategies.sharded",
+    "ZeRO3Model": "shoal_worker.strategies.sharded",
+    "ZeRO3Optimizer": "shoal_worker.strategies.sharded",
     "launch": "shoal_worker.launch",
     "plan": "shoal_worker.planning.planner",
 }

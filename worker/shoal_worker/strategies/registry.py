@@ -1,4 +1,4 @@
-"""The strategies by name. To add one, add a file with its declaration, and a line here."""
+"""The strategies by name. To add one, add its declaration, and a line here."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ _log = logging.getLogger(__name__)
 
 _STRATEGIES = {
     "ddp": ("shoal_worker.strategies.ddp", "DDPModel", "DDPOptimizer"),
-    "zero1": ("shoal_worker.strategies.zero1", "ZeRO1Model", "ZeRO1Optimizer"),
-    "zero2": ("shoal_worker.strategies.zero2", "ZeRO2Model", "ZeRO2Optimizer"),
-    "zero3": ("shoal_worker.strategies.zero3", "ZeRO3Model", "ZeRO3Optimizer"),
-    "fsdp": ("shoal_worker.strategies.fsdp", "FSDPModel", "FSDPOptimizer"),
-    "hsdp": ("shoal_worker.strategies.hsdp", "HSDPModel", "HSDPOptimizer"),
+    "zero1": ("shoal_worker.strategies.sharded", "ZeRO1Model", "ZeRO1Optimizer"),
+    "zero2": ("shoal_worker.strategies.sharded", "ZeRO2Model", "ZeRO2Optimizer"),
+    "zero3": ("shoal_worker.strategies.sharded", "ZeRO3Model", "ZeRO3Optimizer"),
+    "fsdp": ("shoal_worker.strategies.sharded", "FSDPModel", "FSDPOptimizer"),
+    "hsdp": ("shoal_worker.strategies.sharded", "HSDPModel", "HSDPOptimizer"),
     "tensor": ("shoal_worker.strategies.tensor", "TensorParallelModel", "TensorParallelOptimizer"),
     "pipeline": (
         "shoal_worker.strategies.pipeline",

@@ -1,0 +1,145 @@
+"""Strategies that shard over the data-parallel ranks: zero1, zero2, zero3, fsdp and hsdp.
+
+Optimizer state is sharded by zero1, gradients too by zero2, and parameters too by the others, where
+a block is unsharded only while it computes. zero1 and zero2 send what ddp sends: gradients are
+reduce-scattered and updated parameters all-gathered, 2P(N-1)/N bytes per rank and step. zero3
+gathers parameters for the forward and again for the backward pass, so it sends 3P(N-1)/N.
+(Rajbhandari et al., "ZeRO", SC 2020, sections 5.1 to 5.3 and 7.2.)
+
+fsdp is zero3 under the name that users of torch's FSDP know. hsdp has replicas of a host's size,
+each of which is sharded like zero3: 3P(S-1)/S bytes within the replica, where links are fast, and
+2(P/S)(R-1)/R between replicas, with S ranks in a replica and R replicas. A shard's copies in the
+other replicas serve as mirrors: they receive the same sums and make the same updates, so fault
+tolerance needs no additional traffic unless there is only one replica. (Zhao et al., "PyTorch
+FSDP", VLDB 2023, sections 3 and 3.2.2.)
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from typing import ClassVar
+
+from shoal_common.errors import ConfigurationError
+
+from shoal_worker.engine.base import Setup
+from shoal_worker.sharding.engine import OPTIONS, SETTINGS, ShardedEngine, in_blocks, in_buckets
+from shoal_worker.sharding.layout import in_replicas
+from shoal_worker.sharding.unit import Stage
+from shoal_worker.strategies.declaration import Strategy
+from shoal_worker.strategies.model import ShardedModel
+from shoal_worker.strategies.optimizer import ShardedOptimizer
+
+
+def _hybrid(setup: Setup) -> ShardedEngine:
+    size = setup.options.get("shard_size")
+    if size is not None and (type(size) is not int or size < 1):
+        raise ConfigurationError(
+            f"shard_size={size!r}: expected the number of ranks in a replica, at least 1, or None"
+        )
+    return ShardedEngine(
+        setup,
+        stage=Stage.PARAMETERS,
+        groups=in_blocks,
+        divide=functools.partial(in_replicas, shards=size),
+    )
+
+
+_ZERO1 = Strategy(
+    name="zero1",
+    engine=functools.partial(ShardedEngine, stage=Stage.OPTIMIZER, groups=in_buckets),
+    memory="P + G + O/N",
+    sent="2P(N-1)/N",
+    a_death="loses nothing: its shard is mirrored",
+    options=OPTIONS,
+    settings=SETTINGS,
+    compressor="topk",
+    communicates_in_passes=True,
+    several_models=True,
+)
+_ZERO2 = dataclasses.replace(
+    _ZERO1,
+    name="zero2",
+    engine=functools.partial(ShardedEngine, stage=Stage.GRADIENTS, groups=in_buckets),
+    memory="P + (G + O)/N",
+)
+_ZERO3 = dataclasses.replace(
+    _ZERO1,
+    name="zero3",
+    engine=functools.partial(ShardedEngine, stage=Stage.PARAMETERS, groups=in_blocks),
+    memory="(P + G + O)/N + two blocks",
+    sent="3P(N-1)/N",
+    settings=SETTINGS | {"shard_modules", "prefetch_blocks"},
+)
+_FSDP = dataclasses.replace(_ZERO3, name="fsdp")
+_HSDP = dataclasses.replace(
+    _ZERO3,
+    name="hsdp",
+    engine=_hybrid,
+    memory="(P + G + O)/S + two blocks",
+    sent="3P(S-1)/S within, 2(P/S)(R-1)/R between",
+    a_death="loses nothing: other replicas have its shard",
+    options=OPTIONS | {"shard_size"},
+    compressor=None,  # most of what it sends stays within a host
+)
+
+
+class ZeRO1Model(ShardedModel):
+    """Optimizer state is sharded over the ranks. Memory of a rank: P + G + O/N bytes."""
+
+    declaration: ClassVar[Strategy] = _ZERO1
+
+
+class ZeRO1Optimizer(ShardedOptimizer):
+    """The user's optimizer, stepped on this rank's share of the parameters; the others are
+    fetched."""
+
+
+class ZeRO2Model(ShardedModel):
+    """Gradients and optimizer state are sharded over the ranks, in zero1's buckets. Memory of a
+    rank: P + (G + O)/N bytes and one bucket. With micro-batches the gradients are reduce-scattered
+    for each."""
+
+    declaration: ClassVar[Strategy] = _ZERO2
+
+
+class ZeRO2Optimizer(ShardedOptimizer):
+    """The user's optimizer, stepped on this rank's share of the parameters; the others are
+    fetched."""
+
+
+class ZeRO3Model(ShardedModel):
+    """Parameters, gradients and optimizer state are sharded over the ranks. Memory of a rank:
+    (P + G + O)/N bytes and the largest blocks, two at a time."""
+
+    declaration: ClassVar[Strategy] = _ZERO3
+
+
+class ZeRO3Optimizer(ShardedOptimizer):
+    """The user's optimizer, stepped on this rank's shard."""
+
+
+class FSDPModel(ShardedModel):
+    """Parameters, gradients and optimizer state are sharded over the ranks, as with zero3."""
+
+    declaration: ClassVar[Strategy] = _FSDP
+
+
+class FSDPOptimizer(ShardedOptimizer):
+    """The user's optimizer, stepped on this rank's shard."""
+
+
+class HSDPModel(ShardedModel):
+    """Parameters, gradients and optimizer state are sharded over the ranks of a replica, of which
+    there are several. Memory of a rank: (P + G + O)/S bytes and the largest blocks, two at a time.
+
+    `shard_size`: ranks in a replica. None: as many as the largest host has. If it does not divide
+    the number of ranks, for example after a death, replicas have the next larger number of ranks
+    that does.
+    """
+
+    declaration: ClassVar[Strategy] = _HSDP
+
+
+class HSDPOptimizer(ShardedOptimizer):
+    """The user's optimizer, stepped on this rank's shard."""

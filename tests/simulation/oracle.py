@@ -240,7 +240,7 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
         if process.dead:
             continue
         if process.put_out and process.exit_code == 0:
-            wrong("evicted", f"{process.name} was evicted of the job, and ended with 0")
+            wrong("evicted", f"{process.name} was evicted from the job, and ended with 0")
         if process.exit_code and not _is_excused(world, process):
             wrong("failed", f"{process.name} ended with {process.exit_code}: {process.failure}")
         elif process.exit_code == 0 and process.diary.ended_with is None:

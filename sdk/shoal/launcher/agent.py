@@ -255,7 +255,7 @@ class Agent:
                     known.pop(worker, None)  # it may be back
                 elif now >= known.setdefault(worker, now) + _PUT_OUT_GRACE.total_seconds():
                     self._note(
-                        f"worker {worker.index} (pid {worker.child.pid}) was evicted of the job "
+                        f"worker {worker.index} (pid {worker.child.pid}) was evicted from the job "
                         f"and has not ended for {now - known[worker]:.0f} s: it hangs, and is "
                         "killed"
                     )

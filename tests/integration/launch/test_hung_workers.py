@@ -1,4 +1,4 @@
-"""A worker that hangs does not hear that it was evicted of the job: its launcher ends it."""
+"""A worker that hangs does not hear that it was evicted from the job: its launcher ends it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_run_whose_worker_hangs_comes_to_its_end_without_it(shell: Shell) -> N
     )
     assert command.wait() == 0, command.stderr
     assert re.search(
-        r"worker 1 \(pid \d+\) was evicted of the job and has not ended for 2\d s: it hangs, and "
+        r"worker 1 \(pid \d+\) was evicted from the job and has not ended for 2\d s: it hangs, and "
         r"is killed",
         command.stderr,
     )

@@ -52,7 +52,7 @@ def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_
         said = running.workers[1].said()
         assert "Traceback" not in said, said
         (line,) = [line for line in said.splitlines() if line.startswith("shoal: ")]
-        assert "evicted of job 'job'" in line
+        assert "evicted from job 'job'" in line
         assert "start it anew" in line
 
 

@@ -408,9 +408,8 @@ class Iterations:
             self._pass_over(source)
             return
         self.under_way = True
-        progress.move_to(
-            epoch
-        )  # ahead of the step boundary, where a joiner may be given this cursor
+        # before the step boundary, where a joiner may receive this cursor
+        progress.move_to(epoch)
         took_part = False
         while not self._is_over(source, epoch, session := self._introduction.session(source)):
             placement = self._begin(source, epoch, session)

@@ -52,8 +52,7 @@ from shoal_worker.engine.passes import Loss
 from shoal_worker.engine.tentative_update import TentativeUpdate
 from shoal_worker.state.fits import check_elementwise
 
-# ---------------------------------------------------------------------- what a step's commit
-# all-reduce tells
+# --------------------------------------------------------------------------- the commit all-reduce
 #
 # The commit all-reduce of a step: one small all-reduce after which every rank knows the same of it.
 

@@ -636,7 +636,7 @@ class CoordinatorLink:
             error = self._fatal
             if isinstance(error, PreconditionError | PermissionDeniedError):
                 raise type(error)(
-                    f"this member was evicted of job {self.identity.job_id!r}: {error}",
+                    f"this member was evicted from job {self.identity.job_id!r}: {error}",
                     reason=error.reason,
                 ) from error
             raise error

@@ -365,7 +365,7 @@ class Membership:
             return
         if all(m.member_id != identity.member_id for m in job.members):
             raise StaleGenerationError(
-                f"this process was evicted of job {identity.job_id!r} after generation "
+                f"this process was evicted from job {identity.job_id!r} after generation "
                 f"{generation}: what it holds is not published"
             )
 

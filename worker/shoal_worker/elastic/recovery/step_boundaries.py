@@ -192,8 +192,7 @@ class Departure:
         )
 
 
-# ------------------------------------------------------------------------------------------ step
-# boundaries
+# -------------------------------------------------------------------------------- step boundaries
 
 ALONE = Placement(generation=0, rank=0, world_size=1)
 """In a world of one, and before the first generation."""

@@ -1,11 +1,11 @@
 """The steps of the run: begins them at step boundaries, commits those whose every part is in, and
-voids the others.
+aborts the others.
 
 - A step begins at a step boundary (`step_boundaries.py`), where the membership may change: when the
-  last step's step vote said so, on all ranks.
+  last step vote said so, on all ranks.
 - A step counts when a rank that survives has seen its commit all-reduce (`step.py`): then every
   survivor applies it, and its script is told COMMITTED. Else none does, all are told LOST, and the
-  loader deals the same samples again. There is no vote.
+  loader deals the same samples again.
 - A failure inside a step never raises out of the user's forward or backward pass. Where the
   reduction is to be finished (`settle`), the survivors form the next generation and tell each other
   what they saw (`formation.py`); `finish` returns when that generation stands.

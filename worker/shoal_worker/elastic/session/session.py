@@ -1,16 +1,14 @@
 """The elastic session: this process's training run, alone or as a member of a job.
 
-It puts the parts together and gives each side its view of them; what happens is decided in the
-parts:
+It combines parts, which make the decisions:
 
-- `step_lifecycle.py`   begins, commits and loses steps: what loaders call (`loader_interface.py`),
-                        and engines by way of the session (`strategy_interface.py`)
-- `step_boundaries.py`          what happens between two steps, and how this process's part in the
-  run ends
-- `formation.py`        forms generations, and brings the ranks of one to the same state
-- `committed_state.py`  the state that this process holds
-- `member.py`           its place among the ranks: `membership.py` and `link.py` have it from a
-                        coordinator, `fixed.py` from `shoal.launch`
+- `step_lifecycle.py`: begins, commits and aborts steps. Called by loaders (`loader_interface.py`),
+  and by engines through the session (`strategy_interface.py`).
+- `step_boundaries.py`: what happens between two steps, and how this process's part in the run ends.
+- `formation.py`: forms generations, and brings their ranks to the same state.
+- `committed_state.py`: the state that this process holds.
+- `member.py`: its place among the ranks. `membership.py` and `link.py` get it from a coordinator,
+  `fixed.py` from `shoal.launch`.
 
 Here: opening and closing, identity, operations between steps, and the end of a run, which no rank
 leaves while a peer may be in doubt about the last step. Operations are run again on a new group

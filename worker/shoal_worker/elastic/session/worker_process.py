@@ -492,7 +492,7 @@ class _Exit:
         job = self._membership.link.identity.job_id
         end_now(
             PUT_OUT,
-            f"this worker was evicted of job {job!r} and ends with status {PUT_OUT}, for its "
+            f"this worker was evicted from job {job!r} and ends with status {PUT_OUT}, for its "
             f"launcher to start it anew: {refused}",
         )
 

@@ -13,7 +13,7 @@ Anything less gives a warning: a tiny or constant dataset, a custom sampler, bat
 loop.
 
 Ranks that each go through the whole validation set get the right figures, in as much time as one
-rank: that is a warning, too. Digests of the first passes go with the next step's step vote, so
+rank: that is a warning, too. Digests of the first passes go with the next step vote, so
 comparing them costs no message, and an evaluation behind the last step is not compared.
 
 Used by the training thread.

@@ -9,7 +9,7 @@ k, not counting iterations that are abandoned before their first commit (`next(i
 look at a batch). An iteration of a finished epoch yields nothing; of the cursor's epoch, the rest;
 of a later epoch, everything. Leaving the loop over the batches early and starting the next epoch
 abandons the rest. Leaving `epochs()` as well abandons nothing: a time limit has ended the script,
-and a resumed run continues within the epoch.
+and a resumed run continues within the epoch. Neither does the end of `epochs(max_steps=...)`.
 
 Does not deal samples and knows no session. Used by the training thread only.
 """
@@ -114,6 +114,9 @@ class LoaderProgress:
         moved."""
         self.within: int | None = None
         """Epoch last yielded by `epochs()`; None outside of it."""
+        self.max_steps: int | None = None
+        """Number of committed steps, over all epochs, with which the enclosing `epochs()` ends;
+        None: none."""
         self._orders = orders
         self._next_epoch = 0
         self._loaded_next_epoch = 0
@@ -142,6 +145,16 @@ class LoaderProgress:
     def is_past(self, epoch: int) -> bool:
         """Returns whether the run has finished or abandoned this epoch."""
         return epoch < self._loaded_next_epoch or epoch < self.cursor.epoch
+
+    @property
+    def has_all_steps(self) -> bool:
+        """True if the run has committed the last step of the enclosing `epochs()`."""
+        return self.max_steps is not None and self.cursor.global_step >= self.max_steps
+
+    @property
+    def takes_last_step(self) -> bool:
+        """True if the next commit is the last of the enclosing `epochs()`."""
+        return self.max_steps is not None and self.cursor.global_step + 1 >= self.max_steps
 
     def move_to(self, epoch: int) -> None:
         """Makes an iteration of `epoch` continue from the cursor, or from the epoch's beginning if

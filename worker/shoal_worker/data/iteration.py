@@ -316,32 +316,38 @@ class Iterations:
         self._stopped = False
         self._last_epoch = 0
         """The last epoch of the loop that requests step boundaries."""
+        self._ended_within = False
+        """True if the last iteration ended within its epoch, after the loop's last step."""
 
     @property
     def is_over(self) -> bool:
         """True if the loop is over; see `StepSource`."""
-        return self._progress.is_past(self._last_epoch)
+        return self._progress.is_past(self._last_epoch) or self._progress.has_all_steps
 
-    def epochs(self, source: StepSource, n: int) -> Iterator[int]:
+    def epochs(self, source: StepSource, n: int, max_steps: int | None) -> Iterator[int]:
         """Implements `ElasticDataLoader.epochs`."""
         progress, session = self._progress, self._introduction.session
+        if max_steps is not None:
+            self._supply.limit(max_steps)
+            n = min(n, self._supply.epochs_of(max_steps))
         self._last_epoch = n - 1
         try:
             epoch = session(source).enter_epochs(source)
-        except StopTraining:
-            return
-        self._stopped = False
-        try:
-            while epoch < n and not self._stopped:
+            self._stopped = False
+            while epoch < n and not self._stopped and not progress.has_all_steps:
                 progress.within = epoch
                 session(source).epoch_opens(source, epoch, epochs=n)
                 yield epoch
-                epoch = max(epoch + 1, progress.cursor.epoch)
+                # After a return to a checkpoint, steps of an epoch that ended early are redone.
+                epoch = max(epoch + (not self._ended_within), progress.cursor.epoch)
+        except StopTraining:
+            return
         except GeneratorExit:
             progress.leave_epochs(epoch)
             raise
         finally:
             progress.within = None
+            self._supply.limit(None)
 
     def steps(self, source: StepSource) -> Iterator[Step]:
         """Yields the steps of one iteration."""
@@ -350,13 +356,14 @@ class Iterations:
         # an older iterator that waits at a batch, if there is one
         self._introduction.session(source).loop_left(source)
         self._delivery.failed = False
-        over = stopped_within = False
+        over = stopped_within = self._ended_within = False
         try:
             yield from self._epoch_steps(source, epoch, began)
-            # An epoch in which training was stopped is neither finished nor abandoned: a checkpoint
-            # saved now continues in it.
+            # An epoch in which training was stopped, or took its last step, is neither finished
+            # nor abandoned: a checkpoint saved now continues in it.
             stopped_within = self._stopped and progress.cursor.epoch == epoch
-            over = not stopped_within
+            self._ended_within = progress.has_all_steps and progress.cursor.epoch == epoch
+            over = not stopped_within and not self._ended_within
         except GeneratorExit:
             # Left early. After an error in the dataset the loop may be entered again, and continues
             # in the epoch.
@@ -441,9 +448,13 @@ class Iterations:
             self._introduction.session(source).passed_over(source)
 
     def _is_over(self, source: StepSource, epoch: int, session: LoaderSession) -> bool:
-        """Returns whether the run has finished or left this epoch or, in a joiner, the peers are
-        elsewhere."""
-        return self._progress.is_past(epoch) or session.is_elsewhere(source, epoch)
+        """Returns whether the run has finished or left this epoch, or taken all steps of the loop,
+        or, in a joiner, the peers are elsewhere."""
+        return (
+            self._progress.is_past(epoch)
+            or self._progress.has_all_steps
+            or session.is_elsewhere(source, epoch)
+        )
 
     def _begin(self, source: StepSource, epoch: int, session: LoaderSession) -> Placement | None:
         """Begins the next step and returns its placement; None when this rank should stop."""

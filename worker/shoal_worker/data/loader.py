@@ -19,6 +19,7 @@ from __future__ import annotations
 import functools
 import json
 import math
+import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, SupportsIndex
 
@@ -377,7 +378,7 @@ class ElasticDataLoader:
     @property
     def ends_epoch(self) -> bool:
         """Implements `StepSource.ends_epoch`."""
-        return self._supply.ends_epoch
+        return self._supply.ends_epoch or self._progress.takes_last_step
 
     @property
     def under_way(self) -> bool:
@@ -399,10 +400,7 @@ class ElasticDataLoader:
 
     def steps_until(self, epoch: int) -> int | None:
         """Implements `StepSource.steps_until`."""
-        if isinstance(self._supply, StreamSupply):
-            return None
-        cursor = self._progress.cursor
-        return max(0, (epoch - cursor.epoch) * len(self.plan) - cursor.step)
+        return self._supply.steps_until(epoch)
 
     def count_from(self, epoch: int | None) -> None:
         """Implements `StepSource.count_from`."""
@@ -441,16 +439,33 @@ class ElasticDataLoader:
 
     # ------------------------------------------------------------------------ for the training loop
 
-    def epochs(self, n: int) -> Iterator[int]:
-        """Yields the epochs from the run's position (after a resume, or in a joiner) up to `n`:
-        `for epoch in loader.epochs(90)`.
+    def epochs(self, n: int | None = None, *, max_steps: int | None = None) -> Iterator[int]:
+        """Yields the epochs from the run's position (after a resume, or in a joiner) up to `n`,
+        or until the run has committed `max_steps` steps: `for epoch in loader.epochs(90)`, or
+        `for epoch in loader.epochs(max_steps=10_000)`.
 
         Ends early when the job is stopped.
+
+        Args:
+            n: number of epochs. None: no limit.
+            max_steps: value of `global_step` with which the loop ends, possibly within an epoch,
+                in which a resumed run with a larger value continues. Steps before a resume count;
+                lost steps do not. In the leased form, number of batches over all ranks. With both
+                arguments, whichever comes first.
+
+        Raises:
+            ConfigurationError: neither argument is given, or one is not a whole number; or it is an
+                evaluation loader.
         """
         self._refuse_evaluation("epochs()")
-        if not isinstance(n, SupportsIndex):
-            raise ConfigurationError(f"epochs({n!r}): expected a whole number")
-        return self._iterations.epochs(self, n)
+        if n is None and max_steps is None:
+            raise ConfigurationError(
+                "epochs(): expected a number of epochs, or max_steps=, or both"
+            )
+        for shown, value in (("", n), ("max_steps=", max_steps)):
+            if value is not None and not isinstance(value, SupportsIndex):
+                raise ConfigurationError(f"epochs({shown}{value!r}): expected a whole number")
+        return self._iterations.epochs(self, sys.maxsize if n is None else n, max_steps)
 
     def __iter__(self) -> Iterator[Any]:
         """Iterates over this rank's batches, one per step; for an evaluation loader, over every

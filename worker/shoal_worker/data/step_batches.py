@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import abc
 import itertools
+import math
+import sys
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
@@ -346,6 +348,30 @@ class Supply(abc.ABC):
         same on all ranks. JSON-able; the same object while unchanged."""
         return {}
 
+    def limit(self, max_steps: int | None) -> None:
+        """Ends the run's steps after this number, over all epochs; None: no more."""
+        self._progress.max_steps = max_steps
+
+    def epochs_of(self, max_steps: int) -> int:
+        """Returns an upper bound of the number of epochs in which `max_steps` are taken."""
+        return sys.maxsize
+
+    def steps_until(self, epoch: int) -> int | None:
+        """Implements `StepSource.steps_until`."""
+        progress = self._progress
+        steps = self._steps_until(epoch)
+        if progress.max_steps is None:
+            return steps
+        left = max(0, progress.max_steps - progress.cursor.global_step)
+        if steps is None:  # its epochs may end before
+            return left if epoch >= sys.maxsize else None
+        return min(steps, left)
+
+    def _steps_until(self, epoch: int) -> int | None:
+        """As `steps_until`, in a loop without `max_steps`."""
+        cursor = self._progress.cursor
+        return max(0, (epoch - cursor.epoch) * len(self.plan(cursor.epoch)) - cursor.step)
+
     def drop(self) -> None:
         """Drops the current step, which was not committed."""
         self.current = None
@@ -458,12 +484,32 @@ class LeasedSupply(IndexedSupply):
         super().__init__(dealer, progress)
         self._ahead = ahead
         self._leases: LeasedBatches | None = None
+        self._max_steps: int | None = None
+
+    @override
+    def limit(self, max_steps: int | None) -> None:
+        # No member knows the steps of all: the last epoch has fewer batches instead.
+        self._max_steps = max_steps
+
+    @override
+    def epochs_of(self, max_steps: int) -> int:
+        return math.ceil(max_steps / len(self.plan(0)))
+
+    @override
+    def _steps_until(self, epoch: int) -> int | None:
+        steps = super()._steps_until(epoch)
+        if steps is None or self._max_steps is None:
+            return steps
+        before = self._progress.cursor.epoch * len(self.plan(0))
+        return min(steps, max(0, self._max_steps - before))
 
     @override
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         epoch = self._progress.cursor.epoch
         if self._leases is None or self._leases.epoch != epoch:
             batches = len(self._dealer.plan(epoch))
+            if self._max_steps is not None:
+                batches = min(batches, self._max_steps - epoch * len(self.plan(0)))
             self._leases = LeasedBatches(
                 loader=loader, epoch=epoch, batches_in_epoch=batches, ahead=self._ahead
             )

@@ -84,6 +84,10 @@ class StreamSupply(Supply):
     def _close_readers(self) -> None:
         """Ends all readers. Their items are read again when needed."""
 
+    @override
+    def _steps_until(self, epoch: int) -> int | None:
+        return None
+
     def rest(self) -> None:
         """Implements `Supply.rest`. Sources read by this process stay open for a loop that
         continues."""

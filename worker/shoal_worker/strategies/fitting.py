@@ -76,8 +76,11 @@ class OptimizationInputData:
     """None: the output's `.loss`."""
     metric_fn: Loss | None = None
     """Metric on the validation samples; None: `loss_fn`."""
-    epochs: int
-    """Maximum number of epochs; >= 1."""
+    epochs: int | None = None
+    """Maximum number of epochs; >= 1. None: no limit, with `max_steps`."""
+    max_steps: int | None = None
+    """Maximum number of optimizer steps; >= 1. None: no limit, with `epochs`. The epoch in which
+    they end is measured and recorded like the others. With `async_sgd`, steps of all ranks."""
     global_batch_size: int
     """Samples in a step over all ranks; with `async_sgd`, in a push. The last step of an epoch may
     have fewer."""
@@ -101,8 +104,11 @@ class OptimizationInputData:
     ranks alike."""
 
     def __post_init__(self) -> None:
-        if self.epochs < 1:
-            raise ConfigurationError(f"epochs={self.epochs}: expected at least 1")
+        if self.epochs is None and self.max_steps is None:
+            raise ConfigurationError("expected epochs= or max_steps=, or both")
+        for name, value in (("epochs", self.epochs), ("max_steps", self.max_steps)):
+            if value is not None and value < 1:
+                raise ConfigurationError(f"{name}={value}: expected at least 1")
         if self.patience is not None and self.patience < 1:
             raise ConfigurationError(
                 f"patience={self.patience}: expected at least 1 epoch, or None for never"
@@ -140,8 +146,8 @@ class OptimizationResult:
     history: tuple[EpochRecord, ...]
     """Records by epoch, including those before a resume or before this rank joined."""
     stopped_early: bool
-    """True if it stopped for lack of improvement, and not after the last epoch or because the job
-    was stopped."""
+    """True if it stopped for lack of improvement, and not after the last epoch or step or because
+    the job was stopped."""
     steps: int
     """Number of committed optimizer steps of the fit; with `async_sgd`, this rank's."""
     samples: int
@@ -221,13 +227,15 @@ def fit(
     if data.scheduler is not None:
         session.registered.register(f"{name}.scheduler", data.scheduler)
     validation = _validation_loader(data)
-    for epoch in () if progress.stop else loader.epochs(data.epochs):
+    rounds = loader.epochs(data.epochs, max_steps=data.max_steps)
+    for epoch in () if progress.stop else rounds:
         sums = _epoch(session, model, optimizer, data, loader)
         training_loss = _mean(session, sums)
         metric = (
             training_loss if validation is None else _validate(session, model, data, validation)
         )
-        if loader.epoch <= epoch or session.is_redoing:
+        has_all_steps = data.max_steps is not None and loader.global_step >= data.max_steps
+        if (loader.epoch <= epoch and not has_all_steps) or session.is_redoing:
             continue  # the job was stopped within the epoch, or some of it comes again
         record = progress.add(epoch, training_loss, metric)
         if data.on_epoch is not None:

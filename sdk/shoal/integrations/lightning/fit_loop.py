@@ -154,7 +154,11 @@ class ElasticFit(_FitLoop):
         if self._checkpoints is not None and self._checkpoints.resume:
             api.resume(self._checkpoints.directory)
         max_epochs: int = self.max_epochs
-        remaining = loader.epochs(sys.maxsize if max_epochs < 0 else max_epochs)
+        max_steps = counters.max_steps
+        remaining = loader.epochs(
+            sys.maxsize if max_epochs < 0 else max_epochs,
+            max_steps=max_steps if max_steps >= 0 else None,
+        )
         # in a worker that joins, the state is the others' from here on
         first = next(remaining, None)
         self._stand(loader.epoch)

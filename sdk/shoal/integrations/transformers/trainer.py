@@ -234,7 +234,7 @@ class Trainer(transformers.Trainer):
         if self._resume_from is not None:
             api.resume(self._resume_from)
 
-        remaining = loader.epochs(epochs)
+        remaining = loader.epochs(epochs, max_steps=max_steps)
         # in a worker that joins the state is the others' from here on
         first = next(remaining, None)
         self._note_who_writes()

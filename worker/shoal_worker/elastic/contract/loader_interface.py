@@ -263,7 +263,8 @@ class StepSource(Protocol):
 
     @property
     def ends_epoch(self) -> bool:
-        """True if the last step handed out is the last of its epoch."""
+        """True if the last step handed out is the last of its epoch, or of the loop over
+        epochs."""
         ...
 
     @property
@@ -284,8 +285,9 @@ class StepSource(Protocol):
         ...
 
     def steps_until(self, epoch: int) -> int | None:
-        """Returns the number of steps from the cursor to the start of `epoch`, if no loop is left
-        early; over all ranks if they are leased. None if unknown, as for a stream."""
+        """Returns the number of steps from the cursor to the start of `epoch`, or to `max_steps` of
+        its `epochs()`, if no loop is left early; over all ranks if they are leased. None if
+        unknown, as for a stream without `max_steps`."""
         ...
 
     def count_from(self, epoch: int | None) -> None:

@@ -79,6 +79,7 @@ def job_values(job: ObservedJob) -> dict[str, Any]:
         "now_unix_ms": job.now.unix_ms,
         "waits_for": state.waits_for or None,
         "newest_step": job.newest_step,
+        "steps_in_all": job.steps_in_all or None,
         "without_progress_s": job.without_progress_s,
         "members": shown,
         "members_total": len(members),

@@ -180,6 +180,7 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
             number(f"heartbeat.{name}", count)
     progress = Progress(
         step=told.step,
+        steps_in_all=max(0, told.steps_in_all),
         epoch=told.epoch,
         sequence=told.sequence,
         samples_per_s=told.samples_per_s,

@@ -380,6 +380,7 @@ def _member_message(
 def _progress_message(progress: Progress) -> pb.Progress:
     return pb.Progress(
         step=progress.step,
+        steps_in_all=progress.steps_in_all,
         epoch=progress.epoch,
         sequence=progress.sequence,
         samples_per_s=progress.samples_per_s,

@@ -45,6 +45,8 @@ _MOST_PAST_RUNS: Final = 5
 def job_view(job: Job) -> RenderableType:
     """Returns a headline and tables of members and servers."""
     parts: list[RenderableType] = [_headline(job)]
+    if (progress := _progress(job)) is not None:
+        parts.append(Text(progress))
     if job.waits_for:
         parts.append(Text(job.waits_for, style="yellow"))
     if job.ending_reason and job.ending is not JobEnding.COMPLETED:
@@ -123,6 +125,19 @@ def _headline(job: Job) -> Text:
         text.append(f", {ranked} of {job.max_workers} workers have a rank")
     elif job.ending is not None:
         text.append(f", {job.ending}")
+    return text
+
+
+def _progress(job: Job) -> str | None:
+    """Returns the step of the run, its end and the remaining time; None if the end is unknown."""
+    ranked = [member for member in job.members if member.rank is not None]
+    newest = max(ranked, key=lambda member: member.step, default=None)
+    if newest is None or newest.steps_in_all is None or job.phase is JobPhase.FINISHED:
+        return None
+    step, total = newest.step, newest.steps_in_all
+    text = f"step {step:,} of {total:,} ({min(1.0, step / total):.0%})"
+    if step < total and newest.step_time:
+        text += f", {_whole((total - step) * newest.step_time)} left"
     return text
 
 
@@ -333,6 +348,7 @@ def _member_json(member: Member) -> dict[str, Any]:
         "metrics_address": member.metrics_address,
         "joined_unix_ms": _unix_ms(member.joined),
         "step": member.step,
+        "steps_in_all": member.steps_in_all,
         "epoch": member.epoch,
         "samples": member.samples,
         "samples_per_s": member.samples_per_s,

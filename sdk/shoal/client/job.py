@@ -97,6 +97,8 @@ class Member:
     """Note for people if it slows the others down or has been silent for long."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Last values of the other numbers that it reports (`shoal.report`), by name."""
+    steps_in_all: int | None = None
+    """Number of steps that the run will have committed at its end; None if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True)

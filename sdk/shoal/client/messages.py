@@ -78,6 +78,7 @@ def member_of(message: pb.MemberStatus) -> Member:
         metrics_address=message.metrics_address or None,
         joined=_moment(message.joined_unix_ms),
         step=progress.step,
+        steps_in_all=progress.steps_in_all or None,
         epoch=progress.epoch,
         samples=progress.samples,
         samples_per_s=progress.samples_per_s,

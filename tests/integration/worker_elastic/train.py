@@ -55,7 +55,8 @@ def main(arguments: Sequence[str]) -> None:
 
     lost = 0
     evaluations = []
-    for _ in loader.epochs(epochs):
+    max_steps = os.environ.get("MAX_STEPS")
+    for _ in loader.epochs(epochs, max_steps=None if max_steps is None else int(max_steps)):
         if micro:
             for step in loader.steps():
                 for inputs, labels in step:

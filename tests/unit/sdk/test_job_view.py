@@ -257,3 +257,15 @@ def test_a_list_of_jobs_says_how_those_ended_of_which_that_is_known() -> None:
     assert [
         each["result"] and each["result"]["exit_status"] for each in map(summary_json, jobs)
     ] == [0, 3, None, None]
+
+
+def test_the_end_of_a_run_is_shown_with_the_time_that_is_left_until_then() -> None:
+    members = [member(rank, step=372 - rank, steps_in_all=2100, step_time_s=0.5) for rank in (0, 1)]
+    job = pb.GetJobResponse(
+        spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members
+    )
+    assert "step 372 of 2,100 (18%), 0:14:24 left\n" in shown(job)
+    assert job_json(job_of(job))["members"][0]["steps_in_all"] == 2100
+    for each in job.members:
+        each.progress.steps_in_all = 0
+    assert " of 0" not in shown(job)

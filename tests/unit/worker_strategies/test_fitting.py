@@ -4,6 +4,7 @@ ranks."""
 from __future__ import annotations
 
 import copy
+import functools
 import math
 from pathlib import Path
 from typing import Any
@@ -225,3 +226,22 @@ def test_losses_that_are_summed_are_refused() -> None:
 def test_tensors_of_different_lengths_are_refused() -> None:
     with pytest.raises(shoal.ConfigurationError, match=r"\[40, 64\] samples"):
         shoal.launch(lambda: fit(training=(X[:40], Y)), world_size=1)
+
+
+def test_a_fit_of_so_many_steps_ends_within_an_epoch_and_records_it(
+    alone: tuple[shoal.OptimizationResult, Any],
+) -> None:
+    (found, _), *_ = shoal.launch(functools.partial(fit, epochs=None, max_steps=5), world_size=2)
+    assert (found.steps, found.samples) == (5, 40 + 2 * 16)  # 3 steps an epoch
+    assert [record.epoch for record in found.history] == [0, 1]
+    assert math.isclose(found.history[0].metric, alone[0].history[0].metric, rel_tol=1e-9)
+    assert found.history[1].metric != alone[0].history[1].metric
+    assert not found.stopped_early
+
+
+@pytest.mark.parametrize("lengths", [{"epochs": None}, {"max_steps": 0}, {"epochs": 0}])
+def test_a_fit_without_a_length_is_refused(lengths: dict[str, Any]) -> None:
+    with pytest.raises(shoal.ConfigurationError, match=r"epochs=|max_steps="):
+        shoal.OptimizationInputData(
+            **{"training": TRAINING, "epochs": 4, "global_batch_size": 16} | lengths
+        )

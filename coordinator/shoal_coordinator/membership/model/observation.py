@@ -48,6 +48,17 @@ class ObservedJob:
         """Highest step that a member has reported as committed; 0 if none has."""
         return max((pulse.progress.step for pulse in self.pulses.members.values()), default=0)
 
+    @cached_property
+    def steps_in_all(self) -> int:
+        """Number of steps that the run will have committed at its end, by the member with the
+        highest step; 0 if unknown."""
+        newest = max(
+            (pulse.progress for pulse in self.pulses.members.values()),
+            key=lambda progress: progress.step,
+            default=None,
+        )
+        return 0 if newest is None else newest.steps_in_all
+
     @property
     def without_progress_s(self) -> float:
         """Seconds since a rank last advanced to another step, step boundary or operation; 0 while

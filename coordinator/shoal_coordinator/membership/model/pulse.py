@@ -21,6 +21,7 @@ class Progress:
     """Contents of a heartbeat; shoal.v1.Progress describes most fields."""
 
     step: int = 0
+    steps_in_all: int = 0
     epoch: int = 0
     sequence: int = 0
     samples_per_s: float = 0.0

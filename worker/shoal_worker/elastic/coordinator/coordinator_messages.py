@@ -163,6 +163,7 @@ def progress_message(progress: Progress) -> pb.Progress:
     busy = progress.busy_link
     return pb.Progress(
         step=progress.step,
+        steps_in_all=progress.steps_in_all,
         epoch=progress.epoch,
         sequence=progress.sequence,
         samples_per_s=progress.samples_per_s,

@@ -45,6 +45,9 @@ class Progress:
 
     step: int = 0
     """Number of committed optimizer steps."""
+    steps_in_all: int = 0
+    """Number of steps that the run will have committed at its end; 0 if unknown, or if each rank
+    takes its own."""
     epoch: int = 0
     sequence: int = 0
     """Counts step boundaries, steps and operations entered: grows while the worker is not stuck."""
@@ -114,6 +117,8 @@ class ProgressMeter:
         self.steps_in_all = 0
         """Total number of steps of the run over all ranks; 0 if unknown. Set by the session's
         owner."""
+        self.takes_own_steps = False
+        """True if each rank takes steps of its own. Set by the session's owner."""
         self.tally_writer: TallyWriter | None = None
         """File in which the launcher reads this worker's commits; None if it requested none. Set by
         the session's owner."""
@@ -315,6 +320,7 @@ class ProgressMeter:
             span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
             return Progress(
                 step=self._steps,
+                steps_in_all=0 if self.takes_own_steps else self.steps_in_all,
                 epoch=self.epoch,
                 sequence=self._sequence,
                 samples_per_s=sum(samples[1:]) / span if span > 0 else 0.0,

@@ -175,6 +175,7 @@ class StepLifecycle:
     def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
         """Implements `LoaderSession.epoch_opens`."""
         self._held.epoch_opens(source, epoch)
+        self._progress.takes_own_steps = self._held.engine.asynchronous
         self._progress.steps_in_all = self._held.steps_in_all(
             source, epochs, known=self._progress.steps_in_all
         )

@@ -5,11 +5,12 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
+import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Literal, overload
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
@@ -354,6 +355,8 @@ def save_checkpoint(
     directory: str | Path,
     *,
     keep: int = 3,
+    best: float | torch.Tensor | None = None,
+    mode: Literal["min", "max"] | None = None,
     sharded: bool | None = None,
     every_steps: int | None = None,
 ) -> None:
@@ -368,7 +371,12 @@ def save_checkpoint(
 
     Args:
         directory: shared by all ranks, or local to the first rank's machine.
-        keep: how many checkpoints to keep; >= 1.
+        keep: how many of the newest checkpoints to keep; >= 1.
+        best: metric of the state, the same on every rank, such as the accuracy from
+            `shoal.evaluate`. The run's checkpoint with the best one is kept beside the newest,
+            whatever later saves give; of equal ones the earliest. NaN, or None: not measured.
+            Infinite values are refused.
+        mode: "min": smaller values of `best` are better, "max": larger. Required with `best`.
         sharded: each rank writes what it holds, and nothing is gathered. None: where the state is
             in shards (zero1, zero2, zero3, fsdp, hsdp) and all ranks see the directory. False: the
             first rank gathers all and writes it. True: as None, but a directory that not all ranks
@@ -379,17 +387,46 @@ def save_checkpoint(
 
     Raises:
         PreconditionError (STEP_NOT_FINISHED): `every_steps` inside a step.
-        ConfigurationError: `keep` below 1, or a directory that cannot be written, or is not shared.
+        ConfigurationError: `keep` below 1, a `best` that is not one finite number, or without
+            `mode`, or not the same on all ranks; or a directory that cannot be written, or is not
+            shared.
         UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed; or this one, of the rows
             of sparse tables under ddp.
         DeadlineError (SERVER_AWAY): a server with rows of sparse tables was away for too long.
     """
     if keep < 1:
         raise ConfigurationError(f"save_checkpoint(keep={keep}): expected at least 1")
+    metric = _metric(best, mode)
     session = current_session()
     if every_steps is not None and not is_due(session, every_steps, "save_checkpoint"):
         return
-    CheckpointSaver.of(session).save(session, Path(directory), keep=keep, sharded=sharded)
+    CheckpointSaver.of(session).save(
+        session,
+        Path(directory),
+        keep=keep,
+        sharded=sharded,
+        best=metric,
+        mode=mode if metric is not None and mode is not None else "",
+    )
+
+
+def _metric(best: float | torch.Tensor | None, mode: str | None) -> float | None:
+    """Returns the number given as `best`. Raises ConfigurationError if it, or `mode`, is not
+    valid."""
+    if mode not in ("min", "max") and (best is not None or mode is not None):
+        raise ConfigurationError(
+            f'save_checkpoint(mode={mode!r}): expected mode="max" if larger values of best= are '
+            'better, such as an accuracy, or mode="min" if smaller ones are, such as a loss'
+        )
+    try:
+        metric = None if best is None else float(best)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of several elements
+        raise ConfigurationError(
+            f"save_checkpoint(best={best!r}): expected one number ({error})"
+        ) from error
+    if metric is not None and math.isinf(metric):
+        raise ConfigurationError(f"save_checkpoint(best={metric}): expected a finite number")
+    return metric
 
 
 def resume(directory: str | Path) -> bool:
@@ -409,7 +446,9 @@ def resume(directory: str | Path) -> bool:
     return load_newest(current_session(), Path(directory))
 
 
-def load_full_state(path: str | Path, *, model: int | None = None) -> dict[str, torch.Tensor]:
+def load_full_state(
+    path: str | Path, *, model: int | None = None, best: bool = False
+) -> dict[str, torch.Tensor]:
     """Returns the model's state from a checkpoint, under the original module's names, for
     `module.load_state_dict`. Needs no session and no ranks.
 
@@ -417,13 +456,15 @@ def load_full_state(path: str | Path, *, model: int | None = None) -> dict[str, 
         path: a directory passed to `save_checkpoint`, of which the newest checkpoint is read, or
             one `step-<n>` in it.
         model: index of the model in a run that trained several, in the order of `as_distributed`.
+        best: read the checkpoint with the best metric of the newest run in the directory, instead
+            of the newest: see `best` of `save_checkpoint`.
 
     Raises:
-        ConfigurationError: there is no checkpoint; or it has several models and `model` names none
-            of them.
+        ConfigurationError: there is no checkpoint, or with `best` none that was measured; or it has
+            several models and `model` names none of them.
         CorruptDataError: it is damaged, foreign or of a newer release.
     """
-    return read_model(Path(path), model)
+    return read_model(Path(path), model, of_best=best)
 
 
 def report(**numbers: float | torch.Tensor) -> None:

@@ -78,7 +78,10 @@ def main(arguments: Sequence[str]) -> None:
         evaluations.append(shoal.evaluate(model, validation, correct))
         per_epoch.optimizer.step()
         per_epoch.step()
-        if checkpoints and not save_every:
+        if checkpoints and os.environ.get("BEST"):
+            quality = -abs(loader.epoch - int(os.environ["BEST"]))
+            shoal.save_checkpoint(checkpoints, keep=1, best=quality, mode="max")
+        elif checkpoints and not save_every:
             shoal.save_checkpoint(checkpoints, keep=2)
 
     eventually(

@@ -18,8 +18,9 @@ save, and who, is not decided here.
 
 from __future__ import annotations
 
+import dataclasses
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def begin(directory: Path, step: int) -> Path:
 def finish(temporary: Path, info: CheckpointInfo, *, fence: Callable[[], None], keep: int) -> Path:
     """Publishes `temporary`, in which all of checkpoint `info` is on the disk, as `step-<n>` beside
     it, and returns that. An older one of the same step is replaced; older steps of the same run but
-    the newest `keep` are removed, after the new one is in place.
+    the newest `keep` and the best are removed, after the new one is in place.
 
     Args:
         fence: raises if this process may no longer publish.
@@ -138,6 +139,7 @@ def write_checkpoint(
         raise ConfigurationError(f"keep={keep}: expected at least 1 checkpoint to be kept")
     parts = _by_part(snapshot)
     temporary = temporary or begin(directory, info.step)
+    info = _with_known_metric(directory, info)
     try:
         with disk_errors(directory / f"step-{info.step}"):
             _fill(temporary, snapshot, parts, info, rows(temporary))
@@ -175,6 +177,7 @@ def write_sharded(
             files = shards.collect(temporary, gone=gone)
             if files is None:
                 return None
+            info = _with_known_metric(temporary.parent, info)
             write_manifest(
                 temporary,
                 info,
@@ -198,6 +201,13 @@ def latest(directory: Path, *, run: str | None = None) -> Path | None:
     return next(
         (path for _, path in newest_first if run is None or _run_of(path) in (run, "")), None
     )
+
+
+def best(directory: Path) -> Path | None:
+    """Returns the checkpoint with the best metric among those of the newest one's run; None if none
+    has a metric."""
+    newest = latest(directory)
+    return None if newest is None else _best_of(_own(directory, _run_of(newest)))
 
 
 def check_place(directory: Path, step: int, run: str) -> None:
@@ -254,16 +264,27 @@ def rows_of(path: Path) -> SavedRows:
         ) from error
 
 
-def read_model(path: Path, number: int | None = None) -> dict[str, torch.Tensor]:
+def read_model(
+    path: Path, number: int | None = None, *, of_best: bool = False
+) -> dict[str, torch.Tensor]:
     """Returns the model's state from one checkpoint, or from the newest in a directory. `number`:
-    index among several models.
+    index among several models. `of_best`: from the best in a directory instead.
 
     Raises:
         ConfigurationError: there is none; or it has several models, and `number` is not that of one
             of them.
         CorruptDataError: as `read_checkpoint`, or the checkpoint holds no model.
     """
-    found = path if (path / manifest.NAME).is_file() else latest(path)
+    is_one = (path / manifest.NAME).is_file()
+    found = path if is_one else best(path) if of_best else latest(path)
+    if of_best and (is_one or (found is None and latest(path) is not None)):
+        raise ConfigurationError(
+            f"best=True: {path} is one checkpoint; expected the directory that was given to "
+            "save_checkpoint"
+            if is_one
+            else f"best=True: no checkpoint of the newest run in {path} was saved with "
+            "save_checkpoint(..., best=...)"
+        )
     if found is None:
         raise ConfigurationError(
             f"there is no checkpoint in {path}; expected a directory given to save_checkpoint, or "
@@ -333,22 +354,58 @@ def _fill(
 def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
     """Removes checkpoints of a run that are no longer wanted. A failure here does not affect the
     checkpoint that was written."""
-    newest_first = [
-        path
-        for _, path in sorted(_checkpoints(directory), reverse=True)
-        if _run_of(path) in (run, "")
-    ]
-    for path in newest_first[keep:]:
-        if path != written and (path / manifest.NAME).is_file():
+    newest_first = _own(directory, run)
+    spared = written, _best_of(newest_first)
+    for path, _ in newest_first[keep:]:
+        if path not in spared and (path / manifest.NAME).is_file():
             remove(path)
+
+
+def _own(directory: Path, run: str) -> list[tuple[Path, CheckpointInfo | None]]:
+    """Returns a run's checkpoints, newest first; None: the description of one is not readable."""
+    found = [(path, _info_of(path)) for _, path in sorted(_checkpoints(directory), reverse=True)]
+    return [(path, info) for path, info in found if info is None or info.run in (run, "")]
+
+
+def _best_of(
+    newest_first: Sequence[tuple[Path, CheckpointInfo | None]],
+) -> Path | None:
+    """Returns the checkpoint with the best metric, the earliest of several; None if none has one.
+    Counts those with the mode of the newest that has a metric."""
+    measured = [
+        (path, info.metric, info.mode)
+        for path, info in newest_first
+        if info is not None and info.metric is not None
+    ]
+    if not measured:
+        return None
+    mode = measured[0][2]
+    values = [(path, metric) for path, metric, of in reversed(measured) if of == mode]
+    choose = max if mode == "max" else min
+    return choose(values, key=lambda each: each[1])[0]
+
+
+def _with_known_metric(directory: Path, info: CheckpointInfo) -> CheckpointInfo:
+    """Returns `info`, with the metric of the checkpoint that it replaces if it has none itself: the
+    same state was measured before."""
+    replaced = _info_of(directory / f"step-{info.step}")
+    if info.metric is not None or replaced is None or replaced.run != info.run:
+        return info
+    return dataclasses.replace(info, metric=replaced.metric, mode=replaced.mode)
 
 
 def _run_of(checkpoint: Path) -> str:
     """Returns the run of a checkpoint; empty if it does not name one."""
+    info = _info_of(checkpoint)
+    return "" if info is None else info.run
+
+
+def _info_of(checkpoint: Path) -> CheckpointInfo | None:
+    """Returns the description of a checkpoint; None if it is not readable."""
     try:
-        return manifest.read_info(checkpoint, (_WHOLE_LAYOUT, SHARDED)).run
+        return manifest.read_info(checkpoint, (_WHOLE_LAYOUT, SHARDED))
     except CorruptDataError:
-        return ""
+        return None
 
 
 def _checkpoints(directory: Path) -> list[tuple[int, Path]]:

@@ -314,6 +314,10 @@ class CheckpointInfo:
     run: str = ""
     """Run to which it belongs: one that began from nothing, including later changes of membership
     and resumes."""
+    metric: float | None = None
+    """Quality of the state by which the best checkpoint is chosen; None if none was given."""
+    mode: str = ""
+    """Better values of `metric` are smaller ("min") or larger ("max"); empty if there is none."""
     shoal_version: str = field(default_factory=lambda: version("shoal-worker"))
     """Release that wrote it."""
 

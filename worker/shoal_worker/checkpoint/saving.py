@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import math
 import threading
 import time
 import weakref
@@ -92,9 +93,18 @@ class CheckpointSaver:
             session.on_close(lambda: saver._leave(session))
         return _savers[session]
 
-    def save(self, session: Session, directory: Path, *, keep: int, sharded: bool | None) -> None:
+    def save(
+        self,
+        session: Session,
+        directory: Path,
+        *,
+        keep: int,
+        sharded: bool | None,
+        best: float | None = None,
+        mode: str = "",
+    ) -> None:
         """Performs one rank's part of a save. Returns when the state is copied. Raises the error of
-        an earlier save on this rank."""
+        an earlier save on this rank. `best` and `mode`: `CheckpointInfo.metric` and `mode`."""
         # the script may change its directory while the writer works
         named, directory = str(directory), directory.absolute()
         if _holds_nothing_new(session):
@@ -112,6 +122,7 @@ class CheckpointSaver:
         def take(channel: Channel) -> None:
             copy.drop()
             _check_named_alike(channel, "save_checkpoint", named)
+            _check_measured_alike(channel, best, mode)
             self.settle_together(channel)  # there is never more than one copy
             copy.take(channel)
 
@@ -132,6 +143,8 @@ class CheckpointSaver:
             world_size=session.world_size,
             generation=session.generation,
             run=session.run,
+            metric=None if best is None or math.isnan(best) else best,
+            mode=mode,
         )
         what = f"writing step-{info.step} to {directory}"
         fence, shards, temporary = session.fence(), copy.shards, copy.temporary
@@ -430,6 +443,21 @@ def _check_named_alike(channel: Channel, what: str, named: str) -> None:
             f"{what}: rank 0 names the directory {everyones[0]!r}, and rank {other} names "
             f"{everyones[other]!r}; name the same on every rank, such as one that shoal.broadcast "
             "gave, and no name drawn at random or from the rank"
+        )
+
+
+def _check_measured_alike(channel: Channel, best: float | None, mode: str) -> None:
+    """Raises ConfigurationError, on all ranks alike, if they give different metrics. Part of an
+    operation."""
+    everyones = [
+        told.decode() for told in channel.exchange(f"best={best!r}, mode={mode!r}".encode())
+    ]
+    other = next((rank for rank, each in enumerate(everyones) if each != everyones[0]), None)
+    if other is not None:
+        raise ConfigurationError(
+            f"save_checkpoint: rank 0 gives {everyones[0]}, and rank {other} gives "
+            f"{everyones[other]}; give the same on every rank: what shoal.evaluate or "
+            "shoal.all_reduce returned, not what this rank measured on its own samples"
         )
 
 

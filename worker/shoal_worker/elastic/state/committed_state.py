@@ -284,8 +284,9 @@ class CommittedState:
 
     def steps_in_all(self, source: StepSource, epochs: int, *, known: int) -> int:
         """Returns the total number of steps after `epochs` epochs of `source`, whose loop opens an
-        epoch; 0 if unknown, because other loaders take steps too or a stream has no end. `known`: the
-        last value, which stays valid if ranks take independent steps, since it covers all ranks."""
+        epoch; 0 if unknown, because other loaders take steps too, or a stream has no known end.
+        `known`: the last value, which stays valid if ranks take independent steps, since it covers
+        all ranks."""
         if len(self._sources) != 1:
             return 0
         until = source.steps_until(epochs)

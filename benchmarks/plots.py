@@ -6,13 +6,16 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from shoal.ticks import is_wide, logarithmic
+
 from benchmarks.report import Row
 
 
 def samples(
     path: Path, rows: Sequence[Row], *, sample: str, label: str, target: float | None = None
 ) -> None:
-    """Every measurement as a point, a line per system, on a logarithmic axis."""
+    """Every measurement as a point, a line per system, on a logarithmic axis if they lie far
+    apart."""
     pyplot = _pyplot()
     shown = [row for row in reversed(rows) if row.samples.get(sample)]
     figure, axes = pyplot.subplots(figsize=(9, 1 + 0.5 * len(shown)), layout="constrained")
@@ -23,7 +26,11 @@ def samples(
         figure.legend(loc="outside upper right")
     axes.set_yticks(range(len(shown)), [row.name for row in shown])
     axes.set_ylim(-0.5, max(len(shown), 1) - 0.5)
-    axes.set_xscale("log")
+    values = [value for row in shown for value in row.samples[sample]]
+    if is_wide(values):
+        logarithmic(axes, "x", values)
+    else:
+        axes.set_xlim(0, None)
     axes.set_xlabel(label)
     axes.grid(axis="x", alpha=0.3)
     figure.savefig(path, dpi=120)
@@ -40,7 +47,8 @@ def curves(
     target: float,
 ) -> None:
     """A panel for each title: a line per system through its samples `y` over its samples `x`, on a
-    logarithmic vertical axis; `target` stands as a line across. `labels`: of the two axes."""
+    vertical axis that is logarithmic if they lie far apart; `target` stands as a line across.
+    `labels`: of the two axes."""
     pyplot = _pyplot()
     figure, all_axes = pyplot.subplots(
         1,
@@ -51,12 +59,15 @@ def curves(
         sharey=True,
         squeeze=False,
     )
+    drawn = [row for rows in panels.values() for row in rows if row.samples.get(x)]
+    values = [target, *(value for row in drawn for value in row.samples[y])]
     for axes, (title, rows) in zip(all_axes[0], panels.items(), strict=True):
         for row in rows:
             if row.samples.get(x):
                 axes.plot(row.samples[x], row.samples[y], label=row.name, linewidth=1)
         axes.axhline(target, linestyle=":", color="grey", label=f"target {target:g}")
-        axes.set_yscale("log")
+        if is_wide(values):
+            logarithmic(axes, "y", values)
         axes.set_title(title)
         axes.set_xlabel(labels[0])
         axes.grid(alpha=0.3)

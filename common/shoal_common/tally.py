@@ -19,7 +19,7 @@ import os
 import struct
 import time
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final, NamedTuple
@@ -40,7 +40,11 @@ _RING_AT: Final = _SLOTS_AT + 2 * 192
 _KNOWN: Final = struct.Struct("<Qqq")
 _KNOWN_AT: Final = _RING_AT + MOST_SPANS * _SPAN.size
 _MOST_KNOWN: Final = 256
-_SIZE: Final = _KNOWN_AT + _MOST_KNOWN * _KNOWN.size
+MOST_METRICS: Final = 16
+"""Maximum number of reported numbers in a tally, besides the loss."""
+_METRIC: Final = struct.Struct("<256sd")
+_METRICS_AT: Final = _KNOWN_AT + _MOST_KNOWN * _KNOWN.size
+_SIZE: Final = _METRICS_AT + MOST_METRICS * _METRIC.size
 
 
 class Span(NamedTuple):
@@ -108,6 +112,8 @@ class Tally:
     """Key -> steps and samples of batches that the servers already had from another worker. They
     are not among the commits: if that worker committed them, it has counted them; otherwise they
     are its `in_doubt`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Last values of the numbers that the script reports besides the loss, by name; finite."""
 
     @property
     def steps(self) -> int:
@@ -177,6 +183,13 @@ class TallyWriter:
         self._span = span
         self.recount(counts)
 
+    def metrics(self, values: Iterable[tuple[str, float]]) -> None:
+        """Overwrites the reported numbers: at most `MOST_METRICS`, in an order that never changes,
+        with new names at the end."""
+        for place, (name, value) in enumerate(values):
+            encoded = name.encode()[:256]
+            _METRIC.pack_into(self._memory, _METRICS_AT + place * _METRIC.size, encoded, value)
+
     def recount(self, counts: Counts) -> None:
         """Updates the counts without a new commit."""
         span = self._span
@@ -220,8 +233,13 @@ def read_tally(path: Path) -> Tally | None:
     (pushing,) = struct.unpack_from("<Q", content, _PUSHING_AT)
     known = {
         key: (steps, samples)
-        for key, steps, samples in _KNOWN.iter_unpack(content[_KNOWN_AT:_SIZE])
+        for key, steps, samples in _KNOWN.iter_unpack(content[_KNOWN_AT:_METRICS_AT])
         if key
+    }
+    metrics = {
+        name.rstrip(b"\0").decode(errors="replace"): value
+        for name, value in _METRIC.iter_unpack(content[_METRICS_AT:_SIZE])
+        if name[0] and math.isfinite(value)
     }
     return Tally(
         counts=told,
@@ -229,4 +247,5 @@ def read_tally(path: Path) -> Tally | None:
         spans_before=kept.start,
         in_doubt=pushing if pushing != told.batch else 0,
         known=known,
+        metrics=metrics,
     )

@@ -469,8 +469,9 @@ def load_full_state(
 
 def report(**numbers: float | torch.Tensor) -> None:
     """Reports this rank's loss, and up to 16 numbers of other names, to `shoal status`,
-    `shoal top`, the status page, TensorBoard and MLflow: `shoal.report(loss=loss, accuracy=0.98)`.
-    The loss also goes to Prometheus and into plots; `train_step` reports it by itself.
+    `shoal top`, the status page, TensorBoard, MLflow and the plot of the run (`shoal run --plot`):
+    `shoal.report(loss=loss, accuracy=0.98)`. The loss also goes to Prometheus; `train_step` reports
+    it by itself.
 
     Cheap enough for every step: a number on a GPU is copied when the GPU has computed it, and the
     loop does not wait for it. A name keeps its last value.

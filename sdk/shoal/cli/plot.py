@@ -1,18 +1,28 @@
-"""Plots a run: loss and throughput over time, with marks for lost, new and departed members."""
+"""Plots a run: loss, other reported numbers and throughput over time, with marks for lost, new and
+departed members."""
 
 from __future__ import annotations
 
+import bisect
 import math
+from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import ConfigurationError
 
+from shoal.ticks import is_wide, logarithmic, plain
+
 if TYPE_CHECKING:
     from shoal.launcher.account import RunFigures
+    from shoal.launcher.course import Point
 
 _KINDS: Final = (".png", ".svg")
+_MOST_INTERVALS: Final = 40
+"""Maximum number of intervals whose throughput is shown."""
+_STEPS_OF_INTERVAL: Final = 20
+"""Least number of steps of an interval, on average."""
 _COLOURS: Final = {"fault": "C3", "join": "C2", "leave": "C1"}
 
 
@@ -32,42 +42,101 @@ def check_plot(file: Path) -> None:
 
 
 def draw(figures: RunFigures, file: Path, *, title: str) -> None:
-    """Draws the picture. Each change has the gid `fault-1`, `join-1`, `leave-1`, ... in an SVG.
-    Raises OSError: it cannot be written."""
+    """Draws the picture: a panel for the loss, one for each other number that the script reports,
+    and one for the throughput. Each change has the gid `fault-1`, `join-1`, `leave-1`, ... in an
+    SVG. Raises OSError: it cannot be written."""
     import matplotlib as mpl
 
     mpl.use("Agg")
     import matplotlib.pyplot as plt
+    from matplotlib.ticker import FuncFormatter
 
+    points, metrics = _shown(figures), _metric_names(figures)
+    heights = [2.4, *(1.4 for _ in metrics), 2.2]
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "shoal"}):
-        figure, (upper, lower) = plt.subplots(2, 1, figsize=(7.2, 4.6), sharex=True)
-        end_ns = figures.began_ns + figures.seconds * 1e9
-        # nothing after the last commit is shown
-        whole = sum(point.at_ns < end_ns for point in figures.points) + 1
-        points = figures.points[:whole]
-        at = [min(point.at_ns - figures.began_ns, figures.seconds * 1e9) / 1e9 for point in points]
-        told = [
-            (second, point.loss)
-            for second, point in zip(at, points, strict=True)
-            if not math.isnan(point.loss)
-        ]
-        upper.plot(
-            [second for second, _ in told], [loss for _, loss in told], color="C0", linewidth=1.2
+        figure, panels = plt.subplots(
+            len(heights),
+            1,
+            figsize=(7.2, sum(heights)),
+            height_ratios=heights,
+            sharex=True,
+            layout="constrained",
         )
-        if told and all(loss > 0 for _, loss in told):
-            upper.set_yscale("log")
-        upper.set(ylabel="loss", title=title)
-        lower.plot(at, [point.samples_per_s for point in points], color="C0", linewidth=1.2)
-        lower.set(ylabel="samples/s", xlabel="seconds since the first step", ylim=(0, None))
-        named = _mark(upper, lower, figures)
+        loss = [(second, point.loss) for second, point in points if not math.isnan(point.loss)]
+        _line(panels[0], loss, "loss")
+        panels[0].set_title(title)
+        values = [value for _, value in loss]
+        if is_wide(values):
+            logarithmic(panels[0], "y", values)
+        for panel, name in zip(panels[1:-1], metrics, strict=True):
+            told = [(at, point.metrics[name]) for at, point in points if name in point.metrics]
+            _line(panel, told, name)
+        counted = "samples/s" if figures.samples else "steps/s"
+        _line(panels[-1], rates(figures), counted)
+        panels[-1].set(xlabel="seconds since the first step", ylim=(0, None))
+        for panel in panels[1:] if is_wide(values) else panels:
+            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+        named = _mark(panels, figures)
         if named:
-            upper.legend(handles=named, loc="upper right", fontsize=8)
-        figure.tight_layout()
+            panels[0].legend(handles=named, loc="upper right", fontsize=8)
+        figure.align_ylabels(panels)
         figure.savefig(file, dpi=110)
         plt.close(figure)
 
 
-def _mark(upper: Any, lower: Any, figures: RunFigures) -> list[Any]:
+def rates(figures: RunFigures) -> list[tuple[float, float]]:
+    """Returns (middle, rate) of equal intervals of the run: samples per second, or steps per second
+    if the script distributes its samples itself.
+
+    An interval lasts a fortieth of the run, or as long as twenty steps if that is more: in shorter
+    ones the rate would depend on how many steps happen to end in each.
+    """
+    began, first = (0.0, 0), figures.last_step - figures.steps
+    counts = [began] + [
+        (second, point.samples if figures.samples else point.steps - first)
+        for second, point in _shown(figures)
+    ]
+    if figures.seconds <= 0 or len(counts) < 2:
+        return []
+    number = max(1, min(_MOST_INTERVALS, figures.steps // _STEPS_OF_INTERVAL))
+    width = figures.seconds / number
+    edges = [_at(counts, place * width) for place in range(number + 1)]
+    return [
+        ((place + 0.5) * width, max(0.0, edges[place + 1] - edges[place]) / width)
+        for place in range(number)
+    ]
+
+
+def _at(counts: list[tuple[float, int]], second: float) -> float:
+    """Returns the count at `second`, between those that are known."""
+    place = bisect.bisect_left(counts, second, key=lambda each: each[0])
+    if place == 0 or place == len(counts):
+        return counts[min(place, len(counts) - 1)][1]
+    (before, low), (after, high) = counts[place - 1], counts[place]
+    return low + (high - low) * (second - before) / max(after - before, 1e-9)
+
+
+def _shown(figures: RunFigures) -> list[tuple[float, Point]]:
+    """Returns the points by seconds since the first step, without those after the last commit."""
+    end_ns = figures.began_ns + figures.seconds * 1e9
+    whole = sum(point.at_ns < end_ns for point in figures.points) + 1
+    return [
+        (min(point.at_ns - figures.began_ns, figures.seconds * 1e9) / 1e9, point)
+        for point in figures.points[:whole]
+    ]
+
+
+def _metric_names(figures: RunFigures) -> list[str]:
+    return list(dict.fromkeys(name for point in figures.points for name in point.metrics))
+
+
+def _line(panel: Any, told: Sequence[tuple[float, float]], name: str) -> None:
+    panel.plot([at for at, _ in told], [value for _, value in told], color="C0", linewidth=1.2)
+    panel.set_ylabel(name)
+    panel.grid(alpha=0.25, linewidth=0.6)
+
+
+def _mark(panels: Sequence[Any], figures: RunFigures) -> list[Any]:
     """Draws the pauses. Returns the legend's entries: one pause per kind, limited to the first
     few."""
     named, counted = [], dict.fromkeys(_COLOURS, 0)
@@ -84,7 +153,7 @@ def _mark(upper: Any, lower: Any, figures: RunFigures) -> list[Any]:
             else "leave"
         )
         counted[kind] += 1
-        for axis in (upper, lower):
+        for axis in reversed(panels):
             axis.axvspan(began, ended, color=_COLOURS[kind], alpha=0.25, linewidth=0)
             line = axis.axvline(
                 began,
@@ -93,6 +162,6 @@ def _mark(upper: Any, lower: Any, figures: RunFigures) -> list[Any]:
                 linewidth=1,
                 label=f"{kind}: {still.seconds:.2f} s pause",
             )
-            line.set_gid(f"{kind}-{counted[kind]}" if axis is upper else None)
+            line.set_gid(f"{kind}-{counted[kind]}" if axis is panels[0] else None)
         named.append(line)
     return named[:6]

@@ -56,7 +56,7 @@ def status_text(status: Status) -> str:
     told = f"step {status.steps:,}"
     if status.steps_in_all:
         told += f" of {status.steps_in_all:,} ({min(1.0, status.steps / status.steps_in_all):.0%})"
-    if status.left is not None:
+    if status.left is not None and status.steps < status.steps_in_all:
         told += f", {timedelta(seconds=round(status.left.total_seconds()))} left"
     if status.samples_per_s:
         told += f", {status.samples_per_s:,.0f} samples/s"

@@ -14,6 +14,7 @@ from shoal_worker.data.record import audit
 
 from shoal.demo import trace
 from shoal.demo.stage import Outcome
+from shoal.ticks import is_wide, logarithmic
 
 LEAST_ACCURACY = 0.95
 _SOON_S = 20
@@ -171,6 +172,7 @@ def plot(path: Path, outcomes: Sequence[Outcome], all_figures: Sequence[Figures]
     figure, axes = plt.subplots(
         1, len(all_figures), figsize=(6.4 * len(all_figures), 4), sharey=True, squeeze=False
     )
+    losses = [loss for figures in all_figures for loss in figures.losses]
     for axis, outcome, figures in zip(axes[0], outcomes, all_figures, strict=True):
         axis.plot(
             figures.times_s,
@@ -194,7 +196,9 @@ def plot(path: Path, outcomes: Sequence[Outcome], all_figures: Sequence[Figures]
                 linestyle="--",
                 label=f"join: {figures.pause_at_join_s or 0:.2f} s pause",
             )
-        axis.set(title=figures.title, xlabel="seconds", yscale="log")
+        axis.set(title=figures.title, xlabel="seconds")
+        if is_wide(losses):
+            logarithmic(axis, "y", losses)
         axis.legend(loc="best", fontsize=8)
     axes[0][0].set_ylabel("training loss")
     figure.tight_layout()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from shoal_common.tally import LONG_GAP_NS, Span, Tally
@@ -59,6 +59,8 @@ class Point:
     """Mean of the losses reported in the interval; NaN if none is finite."""
     told: int = 0
     """Number of those losses."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Other numbers that the workers reported, by name: means of their last values."""
 
 
 class Course:
@@ -147,14 +149,29 @@ class Course:
         none."""
         if not self._tallies:
             return math.nan
-        newest = self._newest.spans[-1]
-        now = [
-            t
-            for t in self._tallies.values()
-            if t.spans[-1].generation == newest.generation or t.counts.asynchronous
+        losses = [
+            t.counts.loss for t in self._current if t.counts.losses or not math.isnan(t.counts.loss)
         ]
-        losses = [t.counts.loss for t in now if t.counts.losses or not math.isnan(t.counts.loss)]
         return sum(losses) / len(losses) if losses else math.nan
+
+    @property
+    def metrics(self) -> dict[str, float]:
+        """Means of the other numbers last reported by the workers that committed last, by name."""
+        told: dict[str, list[float]] = {}
+        for tally in self._current:
+            for name, value in tally.metrics.items():
+                told.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in told.items()}
+
+    @property
+    def _current(self) -> list[Tally]:
+        """Tallies of the workers that committed last."""
+        newest = self._newest.spans[-1]
+        return [
+            tally
+            for tally in self._tallies.values()
+            if tally.spans[-1].generation == newest.generation or tally.counts.asynchronous
+        ]
 
     @property
     def seconds(self) -> float:
@@ -305,6 +322,7 @@ class Course:
                 samples_per_s=max(0, samples - then_samples) / ((now_ns - then_ns) / 1e9),
                 loss=(loss_sum - then_sum) / told if told > 0 else math.nan,
                 told=told,
+                metrics=self.metrics,
             )
         )
         if len(self.points) >= _MOST_POINTS:
@@ -328,4 +346,5 @@ def _joined(first: Point, second: Point) -> Point:
         samples_per_s=(first.samples_per_s + second.samples_per_s) / 2,
         loss=sum(point.loss * point.told for point in whole) / told if told else math.nan,
         told=told,
+        metrics=second.metrics,
     )

@@ -4,6 +4,9 @@ is not installed."""
 from __future__ import annotations
 
 import json
+import re
+import urllib.request
+import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -65,6 +68,7 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
             step_time_s=0.02,
             busy_time_s=0.01,
             metrics={"accuracy": 0.75},
+            steps_in_all=4936,
         )
     look_at(browser, job)
     eventually(
@@ -87,7 +91,14 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
     eventually(lambda: "0.125" in browser.texts(".facts dd"), "a point of the history")
     facts = dict(zip(browser.texts(".facts dt"), browser.texts(".facts dd"), strict=True))
     shown = ("Ranks", "Generation", "Step", "Loss", "accuracy")
-    assert [facts[name] for name in shown] == ["3 (min 2, max 3)", "1", "1,234", "0.125", "0.75"]
+    assert [facts[name] for name in shown] == [
+        "3 (min 2, max 3)",
+        "1",
+        "1,234 of 4,936 (25 %)",
+        "0.125",
+        "0.75",
+    ]
+    assert facts["Time left"] == "1:14"
     assert browser.texts("#link") == ["live"]
     assert browser.texts("#course .mark.fault") == []
 
@@ -96,7 +107,7 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
     eventually(lambda: len(cells(browser, "ranks")) == 2, "the rank to be gone, without a reload")
     rows = cells(browser, "events")
     assert [row[1] for row in rows[:2]] == ["generation formed", "✕ member lost"]
-    assert rows[1][2] == "member c"
+    assert rows[1][2] == "rank 2 (pid 1 on host-7)"
     assert browser.run("return document.querySelectorAll('#course .mark.fault').length") == 1
     assert browser.run("return document.querySelectorAll('#course .era').length") == 2
     assert "1 faults" in browser.run(
@@ -113,6 +124,58 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
         lambda: f"the page to say why the job stands; it says {browser.texts('.notice')}",
     )
     assert "waiting" in browser.texts("#summary .badge")
+
+
+def test_the_course_begins_with_the_first_step_and_has_round_ticks(
+    make_job: MakeJob, browser: Browser
+) -> None:
+    job = make_job(together=1)
+    (member,) = job.form("a")
+    looks = job.coordinator.ports["http"]
+    with urllib.request.urlopen(f"http://{looks}/api/job?job={job.job_id}") as answer:
+        first = json.load(answer)
+    began, hour = 1_700_000_000_000, 3_600_000
+    course = [[began + at * hour // 60, 0, None, 0, 1] for at in range(50)]
+    course += [
+        [began + hour - hour // 60 + at * 60_000, 9 * at + 1, 0.06174 + at / 200, 3267 + at, 1]
+        for at in range(61)
+    ]
+    first |= {"history": course, "now_unix_ms": course[-1][0], "began_unix_ms": began}
+    look_at(browser, job)
+    shown = browser.run(
+        """
+        state.job = arguments[0]; state.events = []; turn += 1; drawCourse(state.job);
+        const texts = [...document.querySelectorAll('#plot .axis')];
+        const line = document.querySelector('#plot path.ranks').getAttribute('d');
+        return [texts.map(each => each.textContent), line];
+        """,
+        first,
+    )
+    member.beat(1, sequence=1, step=1)
+    labels, line = shown
+    times = [label for label in labels if ":" in label]
+    assert all(re.fullmatch(r"\d\d:[0-5][05]", time) for time in times), times
+    assert 4 <= len(times) <= 13, times
+    assert [label for label in labels if ":" not in label] == [
+        *("0", "0.2", "0.4"),
+        *("0", "2,000", "4,000"),
+        *("0", "1", "2"),
+    ]
+    assert float(re.match(r"M([0-9.]+)", line)[1]) == 62, "nothing is blank before the first step"
+
+
+def test_it_names_workers_and_not_their_identifiers(make_job: MakeJob, browser: Browser) -> None:
+    job = make_job(together=2, smallest=1)
+    one, other = (str(uuid.uuid4()) for _ in range(2))
+    a, b = job.form(one, other, host="host-7")
+    b.kill()
+    a.generation(lambda g: g.number == 2)
+    look_at(browser, job)
+    eventually(lambda: len(cells(browser, "events")) >= 7, "events")
+    said = "\n".join(" ".join(row) for row in cells(browser, "events"))
+    assert "rank 1 (pid 1 on host-7)" in said
+    assert "now rank 0 (pid 1 on host-7)" in said
+    assert not re.search(r"[0-9a-f]{8}-[0-9a-f]{4}|cause|world_size|_", said), said
 
 
 def test_it_shows_parameter_servers_and_what_is_missing(

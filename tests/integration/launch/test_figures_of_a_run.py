@@ -35,7 +35,7 @@ for epoch in loader.epochs(int(sys.argv[1])):
     for x, y in loader:
         loss = torch.nn.functional.mse_loss(model(x), y)
         loss.backward()
-        shoal.report(loss=loss)
+        shoal.report(loss=loss, accuracy=0.5)
         optimizer.step()
         optimizer.zero_grad()
         time.sleep(0.01)  # so that there is a run to look at
@@ -82,6 +82,7 @@ def test_a_killed_worker_is_told_with_its_pause_and_the_figures_and_the_plot_hav
     marks = {element.get("id") for element in ElementTree.parse(plot).iter() if element.get("id")}
     assert "fault-1" in marks
     assert "fault-2" not in marks
+    assert ">accuracy</text>" in plot.read_text(), "what the script reports is in the picture too"
 
 
 def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(

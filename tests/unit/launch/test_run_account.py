@@ -94,6 +94,23 @@ LOST = Event(
 )
 
 
+def test_what_workers_report_is_in_the_course_as_the_mean_of_those_that_are_there(
+    run: Run,
+) -> None:
+    for name, accuracy in (("a", 0.5), ("b", 0.7)):
+        run.join(name)
+        run.writers[name].metrics([("accuracy", accuracy), ("lr", 0.1), ("nan", float("nan"))])
+    run.steps(1, 20, "a", "b", generation=1)
+    run.look()
+    run.writers["a"].metrics([("accuracy", 0.9), ("lr", 0.1), ("\N{GREEK SMALL LETTER MU}", 1.0)])
+    run.steps(21, 30, "a", generation=2)
+    run.look()
+    assert [point.metrics for point in run.account.figures.points] == [
+        {"accuracy": pytest.approx(0.6), "lr": pytest.approx(0.1)},
+        {"accuracy": 0.9, "lr": 0.1, "\N{GREEK SMALL LETTER MU}": 1.0},
+    ]
+
+
 def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it_went_on(
     run: Run,
 ) -> None:

@@ -1,8 +1,9 @@
-"""A loop over epochs without an end, as of a script that stops at a number of steps, is one whose
-length is not known."""
+"""A loop over epochs without an end is one whose length is not known; one that ends with a number
+of steps has that length. What the script reports is tallied beside."""
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 
@@ -16,19 +17,27 @@ from torch.utils.data import TensorDataset
 
 
 @pytest.mark.usefixtures("fresh_session")
-@pytest.mark.parametrize(("epochs", "told"), [(3, 12), (sys.maxsize, 0)])
-def test_its_steps_are_tallied(tmp_path: Path, epochs: int, told: int) -> None:
+@pytest.mark.parametrize(
+    ("epochs", "max_steps", "told"),
+    [(3, None, 12), (sys.maxsize, None, 0), (None, 10, 10), (3, 10, 10), (3, 100, 12)],
+)
+def test_its_steps_are_tallied(
+    tmp_path: Path, epochs: int | None, max_steps: int | None, told: int
+) -> None:
     net = nn.Linear(2, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
     progress = current_session().progress
     progress.tally_writer = TallyWriter(tmp_path / "tally")
     loader = shoal.ElasticDataLoader(TensorDataset(torch.ones(8, 2)), global_batch_size=2)
-    for _ in loader.epochs(epochs):
+    for _ in loader.epochs(epochs, max_steps=max_steps):
         for (x,) in loader:
             model(x).square().mean().backward()
+            shoal.report(accuracy=0.5, lr=loader.global_step, other=math.nan)
             optimizer.step()
             optimizer.zero_grad()
         break
     tally = read_tally(tmp_path / "tally")
     assert tally is not None
     assert (tally.steps, tally.counts.steps_in_all) == (4, told)
+    assert tally.metrics == {"accuracy": 0.5, "lr": 3.0}
+    assert progress.snapshot().steps_in_all == told

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 import torch
 from shoal_common.errors import ConfigurationError
 from shoal_common.processes import children_cpu_s
-from shoal_common.tally import Counts, TallyWriter
+from shoal_common.tally import MOST_METRICS, Counts, TallyWriter
 
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.reported_loss import ReportedLoss
@@ -25,7 +25,7 @@ from shoal_worker.metrics import WorkerMetrics
 
 _WINDOW_S = 1.0
 _MEDIAN_OF = 31
-_MOST_METRICS, _LONGEST_NAME = 16, 64
+_LONGEST_NAME = 64
 _CPU_OF_CHILDREN_S = 5.0
 """Interval at which the processor time of child processes is summed, which requires a look at
 each."""
@@ -266,6 +266,8 @@ class ProgressMeter:
             unpushed_steps=self._unpushed[0],
             unpushed_samples=self._unpushed[1],
         )
+        if self._reported:
+            writer.metrics((name, told.value) for name, told in self._reported.items())
         writer.committed(self._counts, generation=generation, steps=steps)
 
     def report(self, numbers: Mapping[str, float | torch.Tensor]) -> None:
@@ -286,9 +288,9 @@ class ProgressMeter:
                         f"shoal.report({name}=...): expected a name of at most {_LONGEST_NAME} "
                         "characters"
                     )
-                if len(self._reported) >= _MOST_METRICS:
+                if len(self._reported) >= MOST_METRICS:
                     raise ConfigurationError(
-                        f"shoal.report({name}=...): expected at most {_MOST_METRICS} names besides "
+                        f"shoal.report({name}=...): expected at most {MOST_METRICS} names besides "
                         f"the loss; there are {', '.join(self._reported)}"
                     )
                 told = ReportedLoss(name)

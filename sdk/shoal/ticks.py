@@ -1,0 +1,34 @@
+"""Axes of plots with ticks that are plain numbers (0.6, not 6 x 10^-1)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Final, Literal
+
+_DECADES: Final = 3
+"""Over more decades than this only their powers of ten have a tick."""
+_WIDE: Final = 20
+"""Ratio of the largest to the smallest value from which a logarithmic axis shows more."""
+
+
+def is_wide(values: Sequence[float]) -> bool:
+    """Returns whether values are shown better on a logarithmic axis."""
+    return bool(values) and min(values) > 0 and max(values) >= _WIDE * min(values)
+
+
+def logarithmic(axes: Any, which: Literal["x", "y"], values: Sequence[float]) -> None:
+    """Makes one axis of matplotlib's `axes` logarithmic, for these values, all above 0."""
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
+    getattr(axes, f"set_{which}scale")("log")
+    axis = getattr(axes, f"{which}axis")
+    subs = (1.0,) if max(values) > 10**_DECADES * min(values) else (1.0, 2.0, 5.0)
+    axis.set_major_locator(LogLocator(base=10, subs=subs))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: plain(value)))
+    axis.set_minor_formatter(NullFormatter())
+
+
+def plain(value: float) -> str:
+    """Returns a number as people write it: 0.0005, 0.6, 12, 1,000,000."""
+    text = f"{value:,.10f}".rstrip("0").rstrip(".")
+    return text if text not in ("0", "-0") or value == 0 else f"{value:g}"

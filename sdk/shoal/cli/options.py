@@ -85,7 +85,8 @@ Plot = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.png|FILE.svg",
-        help="Draw loss and throughput over time there at the end, with faults, joins and leaves. "
+        help="Draw the loss, other reported numbers and the throughput over time there at the end, "
+        "with faults, joins and leaves. "
         "Needs matplotlib: the extra [plot].",
         show_default=False,
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -168,3 +169,25 @@ def test_what_is_no_metric_of_all_ranks_is_refused(
     with pytest.raises(shoal.ConfigurationError, match=named):
         shoal.launch(functools.partial(train, "ddp", tmp_path, [metric], mode=mode), world_size=2)
     assert not tmp_path.exists() or not list(tmp_path.glob("step-*"))
+
+
+def test_the_example_of_the_page_keeps_the_best_and_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    page = (Path(__file__).parents[3] / "docs" / "checkpoints.md").read_text()
+    (example,) = re.findall(
+        r'^```python title="best.py"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE
+    )
+    monkeypatch.chdir(tmp_path)
+
+    def script() -> None:
+        exec(compile(example, "best.py", "exec"), {"__name__": "example"})
+
+    shoal.launch(script, world_size=2)
+    kept = there(tmp_path / "best-run")
+    assert kept[-2:] == [56, 64]
+    found = best(tmp_path / "best-run")
+    assert found is not None
+    assert {56, 64, int(found.name.removeprefix("step-"))} == set(kept)
+    shoal.launch(script, world_size=2)
+    assert there(tmp_path / "best-run") == kept

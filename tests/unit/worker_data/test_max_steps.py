@@ -59,6 +59,24 @@ def test_a_resumed_run_counts_the_steps_before_and_goes_on_within_the_epoch(sess
     assert run(loader, session, max_steps=7) == {1: EPOCH[2:], 2: EPOCH[:1]}, "in one process"
 
 
+def test_steps_that_are_undone_as_the_loop_ends_are_taken_again(session):
+    """The ranks go back to a checkpoint in the operation that ends the last epoch."""
+    loader, states, taken = loader_of(), [], {}
+
+    def end_epoch(source):
+        if loader.global_step == 5 and len(states) == 5:
+            loader.load_state_dict(states[3])
+
+    session.end_epoch = end_epoch
+    for epoch in loader.epochs(max_steps=5):
+        for batch in loader:
+            loader.committed(session.placement)
+            states.append(loader.state_dict())
+            taken.setdefault(epoch, []).append(batch.tolist())
+    assert loader.global_step == 5
+    assert taken == {0: EPOCH, 1: [*EPOCH[:2], EPOCH[1]]}
+
+
 def test_a_loop_after_it_has_no_end_of_that_kind(session):
     loader = loader_of()
     run(loader, session, max_steps=2)

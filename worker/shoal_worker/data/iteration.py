@@ -362,7 +362,6 @@ class Iterations:
             # An epoch in which training was stopped, or took its last step, is neither finished
             # nor abandoned: a checkpoint saved now continues in it.
             stopped_within = self._stopped and progress.cursor.epoch == epoch
-            self._ended_within = progress.has_all_steps and progress.cursor.epoch == epoch
             over = not stopped_within and not self._ended_within
         except GeneratorExit:
             # Left early. After an error in the dataset the loop may be entered again, and continues
@@ -412,6 +411,7 @@ class Iterations:
         iteration's first one, which a joiner learns at its step boundary."""
         progress = self._progress
         if self._is_over(source, epoch, self._introduction.session(source)):
+            self._note_end(epoch)
             self._pass_over(source)
             return
         self.under_way = True
@@ -436,10 +436,16 @@ class Iterations:
             if dealt is not None:
                 yield self._delivery.step(dealt, session, source.name)
                 session.batch_passed(source)
+        self._note_end(epoch)
         if took_part:
             self._end_epoch(source)
         else:
             self._pass_over(source)
+
+    def _note_end(self, epoch: int) -> None:
+        """Notes whether an iteration of `epoch` ends because the loop has all its steps."""
+        progress = self._progress
+        self._ended_within = progress.has_all_steps and progress.cursor.epoch == epoch
 
     def _pass_over(self, source: StepSource) -> None:
         """Ensures that `epochs()` does not yield an epoch that the run has left, since the rest of

@@ -10,12 +10,12 @@ from tests.integration.worker_elastic.cluster import Cluster, cluster
 from tests.zygote.children import Zygote
 
 STEPS = 25
-"""Of epochs that have 10."""
+"""Two epochs of 10 steps, and half of one."""
 OPTIONS = {"EPOCHS": "100", "MICRO": "1", "MAX_STEPS": str(STEPS)}
 
 
 def counts(running: Cluster) -> list[tuple[int, int]]:
-    """Of each epoch the samples that count once, and more than once."""
+    """Returns the numbers of samples that count once, and more than once, in each epoch."""
     return [(epoch.once, epoch.repeated) for epoch in audit(running.records).epochs]
 
 

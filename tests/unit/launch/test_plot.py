@@ -64,7 +64,7 @@ def texts(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("samples", [True, False])
 def test_a_steady_run_has_a_steady_throughput(samples: bool) -> None:
-    """Of single looks some have a third more steps than others."""
+    """Single looks differ in their steps by up to a third."""
     shown = rates(figures([0.5] * 300, samples=samples))
     expected = (BATCH if samples else 1) * 1e9 / STEP_NS
     assert len(shown) == 40

@@ -130,6 +130,7 @@ def _member(job: ObservedJob, member: Member, rank: int | None) -> dict[str, Any
         "pid": identity.pid,
         "joined_unix_ms": member.joined_unix_ms,
         "step": progress.step,
+        "steps_in_all": progress.steps_in_all or None,
         # Workers of asynchronous training count their own pushes: later arrivals have fewer without
         # being behind.
         "steps_behind": max(0, job.newest_step - progress.step)

@@ -17,6 +17,7 @@ from shoal_common.errors import ConfigurationError, ShoalError
 from shoal_common.process_secrets import take_secrets
 
 from shoal.cli.certs import certs
+from shoal.cli.check import check
 from shoal.cli.control import drain, kill, stop
 from shoal.cli.coordinate import coordinate
 from shoal.cli.demo import demo
@@ -52,6 +53,7 @@ app.command(
     }
 )(with_credentials(submit))
 app.command()(plan)
+app.command()(check)
 app.command()(with_credentials(jobs))
 app.command(context_settings={"allow_interspersed_args": False})(with_credentials(coordinate))
 app.command()(certs)

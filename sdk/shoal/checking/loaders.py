@@ -1,0 +1,131 @@
+"""Plain DataLoaders of a script: where they are made, passed and iterated."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from typing import Final
+
+from shoal.checking.script import Function, Loop, Script, last_name
+
+DATA_LOADERS: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
+_DEALS: Final = frozenset({"from_dataloader", "as_distributed", "evaluate"})
+"""Calls that deal the batches of a DataLoader passed to them."""
+_PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "islice", "cycle"})
+
+
+class Loaders:
+    """Assigns DataLoaders to the names that they have in each scope."""
+
+    def __init__(self, script: Script) -> None:
+        self._script = script
+        self._made = set(script.calls(*DATA_LOADERS))
+        self._names: dict[tuple[Function | None, str], set[ast.Call]] = {}
+        self._returned: dict[Function, dict[int | None, set[ast.Call]]] = {}
+        while self._spread():
+            pass
+        self.dealt = {
+            loader
+            for call in script.calls()
+            if last_name(call) in _DEALS
+            for argument in [*call.args, *(each.value for each in call.keywords)]
+            for loader in self.of(argument)
+        }
+        """Loaders whose batches Shoal deals."""
+
+    def plain_loops(self) -> Iterator[tuple[Loop, set[ast.Call]]]:
+        """Loops over loaders that are not dealt, and these loaders."""
+        for loop in self._script.of_type(ast.For, ast.AsyncFor):
+            found = self.of(loop.iter) - self.dealt
+            if found:
+                yield loop, found
+
+    def of(self, node: ast.AST) -> set[ast.Call]:
+        """Returns the loaders that an expression may be."""
+        if isinstance(node, ast.Call):
+            if node in self._made:
+                return {node}
+            if last_name(node) in _PASSES_ON and node.args:
+                return self.of(node.args[0])
+            if last_name(node) == "zip":
+                return set().union(*(self.of(argument) for argument in node.args))
+            return self._results(node).get(None, set())
+        if isinstance(node, ast.IfExp):
+            return self.of(node.body) | self.of(node.orelse)
+        if isinstance(node, ast.Name | ast.Attribute):
+            return self._named(self._script.scope(node), ast.unparse(node))
+        return set()
+
+    def _named(self, scope: Function | None, name: str) -> set[ast.Call]:
+        while True:
+            if (scope, name) in self._names:
+                return self._names[scope, name]
+            if scope is None:
+                return set()
+            scope = self._script.scope(scope)
+
+    def _results(self, call: ast.Call) -> dict[int | None, set[ast.Call]]:
+        if not isinstance(call.func, ast.Name):
+            return {}
+        found: dict[int | None, set[ast.Call]] = {}
+        for function in self._script.functions.get(call.func.id, ()):
+            for place, loaders in self._returned.get(function, {}).items():
+                found.setdefault(place, set()).update(loaders)
+        return found
+
+    def _spread(self) -> bool:
+        """Follows assignments, arguments and results once. Returns whether something was found."""
+        before = self._count()
+        for node in self._script.of_type(ast.Assign):
+            for target in node.targets:
+                self._assign(target, node.value)
+        for node in self._script.of_type(ast.AnnAssign):
+            if node.value is not None:
+                self._assign(node.target, node.value)
+        for call in self._script.calls():
+            self._pass_arguments(call)
+        for result in self._script.of_type(ast.Return):
+            scope = self._script.scope(result)
+            if scope is not None and result.value is not None:
+                parts: list[tuple[int | None, ast.AST]] = (
+                    list(enumerate(result.value.elts))
+                    if isinstance(result.value, ast.Tuple)
+                    else [(None, result.value)]
+                )
+                for place, part in parts:
+                    if loaders := self.of(part):
+                        self._returned.setdefault(scope, {}).setdefault(place, set()).update(
+                            loaders
+                        )
+        return self._count() > before
+
+    def _assign(self, target: ast.AST, value: ast.AST) -> None:
+        if isinstance(target, ast.Tuple):
+            if isinstance(value, ast.Tuple) and len(value.elts) == len(target.elts):
+                for one, its_value in zip(target.elts, value.elts, strict=True):
+                    self._assign(one, its_value)
+            elif isinstance(value, ast.Call):
+                results = self._results(value)
+                for place, one in enumerate(target.elts):
+                    self._add(self._script.scope(one), one, results.get(place, set()))
+        else:
+            self._add(self._script.scope(target), target, self.of(value))
+
+    def _pass_arguments(self, call: ast.Call) -> None:
+        for function in self._script.called(call):
+            names = [each.arg for each in (*function.args.posonlyargs, *function.args.args)]
+            if names[:1] == ["self"]:
+                names = names[1:]
+            given = [*zip(names, call.args, strict=False)]
+            given += [(each.arg, each.value) for each in call.keywords if each.arg]
+            for name, argument in given:
+                if loaders := self.of(argument):
+                    self._names.setdefault((function, name), set()).update(loaders)
+
+    def _add(self, scope: Function | None, target: ast.AST, loaders: set[ast.Call]) -> None:
+        if loaders and isinstance(target, ast.Name | ast.Attribute):
+            self._names.setdefault((scope, ast.unparse(target)), set()).update(loaders)
+
+    def _count(self) -> int:
+        returned = [loaders for each in self._returned.values() for loaders in each.values()]
+        return sum(map(len, self._names.values())) + sum(map(len, returned))

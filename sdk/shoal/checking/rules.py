@@ -1,0 +1,555 @@
+"""Rules of `shoal check`: lines that are wrong or wasteful in an elastic run. Pure.
+
+Each rule yields findings with what happens and the remedy. Lines with the comment
+`# shoal: ignore` are left out.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from shoal.checking.loaders import Loaders
+from shoal.checking.script import Loop, Script, last_name, words_in
+
+_IGNORED: Final = re.compile(r"#\s*shoal:\s*ignore\b")
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class Finding:
+    """One line to change."""
+
+    line: int
+    what: str
+    """What the line does in an elastic run."""
+    remedy: str
+
+
+def check(source: str, name: str = "<script>") -> list[Finding] | None:
+    """Returns the findings of a script by line; None if it has no training loop to check.
+
+    Raises SyntaxError.
+    """
+    script = Script(source, name)
+    if not (script.training_loops() or any(_trainers(script))):
+        return None
+    found = {finding for rule in _RULES for finding in rule(script)}
+    return sorted(
+        finding for finding in found if not _IGNORED.search(script.lines[finding.line - 1])
+    )
+
+
+def _finding(node: ast.AST, what: str, remedy: str) -> Finding:
+    return Finding(line=getattr(node, "lineno", 1), what=what, remedy=remedy)
+
+
+# ------------------------------------------------------------------------------------- side effects
+
+_OWN_FILE: Final = frozenset(
+    {"pid", "getpid", "tmp", "temp", "tempfile", "mkdtemp", "mkstemp", "bytes", "io", "buffer"}
+    | {"devnull", "uuid"}
+)
+"""Words in expressions for files of one process's own."""
+_SAVES: Final = {
+    "torch.save": 1,
+    "numpy.save": 0,
+    "numpy.savez": 0,
+    "numpy.savez_compressed": 0,
+    "safetensors.torch.save_file": 1,
+}
+"""Functions that write a file, and the place of its path among their arguments."""
+_WRITING_METHODS: Final = frozenset({"write_text", "write_bytes", "to_csv", "save_pretrained"})
+_STARTS_RECORD: Final = (
+    "wandb.init",
+    "mlflow.start_run",
+    "torch.utils.tensorboard.SummaryWriter",
+    "torch.utils.tensorboard.writer.SummaryWriter",
+    "tensorboardX.SummaryWriter",
+)
+_LOGGERS: Final = ("logging.basicConfig", "logging.FileHandler", "logging.config.dictConfig")
+_BARS: Final = (
+    "tqdm.tqdm",
+    "tqdm.trange",
+    "tqdm.auto.tqdm",
+    "tqdm.auto.trange",
+    "tqdm.notebook.tqdm",
+)
+
+
+def _files(script: Script) -> Iterator[Finding]:
+    for call in script.calls():
+        name = script.full_name(call.func)
+        path = _written_path(name, call)
+        if path is None or not script.runs_on_all_ranks(call) or _is_own(script, path):
+            continue
+        if name == "torch.save":
+            remedy = (
+                "shoal.save_checkpoint(directory) on every rank, or `if shoal.is_main_process():` "
+                "around it; a model's values come from model.full_state_dict(), called on every "
+                "rank before"
+            )
+        else:
+            remedy = "`if shoal.is_main_process():` around it, or a path with shoal.rank() in it"
+        yield _finding(
+            call,
+            f"{last_name(call)}() writes {ast.unparse(path)} on every rank: they overwrite each "
+            "other's file",
+            remedy,
+        )
+
+
+def _written_path(name: str, call: ast.Call) -> ast.AST | None:
+    """Returns the path that a call writes to; None if it writes none."""
+    if name in _SAVES:
+        return _argument(call, _SAVES[name], "f" if name == "torch.save" else "file")
+    if name in ("open", "io.open"):
+        return _argument(call, 0, "file") if _writes(_argument(call, 1, "mode")) else None
+    if isinstance(call.func, ast.Attribute):
+        if call.func.attr in ("write_text", "write_bytes"):
+            return call.func.value
+        if call.func.attr in _WRITING_METHODS:
+            return call.args[0] if call.args else None
+        if call.func.attr == "open" and name != "os.open":
+            return call.func.value if _writes(_argument(call, 0, "mode")) else None
+    return None
+
+
+def _argument(call: ast.Call, place: int, name: str) -> ast.expr | None:
+    if place < len(call.args):
+        return call.args[place]
+    return next((each.value for each in call.keywords if each.arg == name), None)
+
+
+def _writes(mode: ast.AST | None) -> bool:
+    return (
+        isinstance(mode, ast.Constant)
+        and isinstance(mode.value, str)
+        and re.fullmatch(r"[wax][bt+]*", mode.value) is not None
+    )
+
+
+def _is_own(script: Script, path: ast.AST) -> bool:
+    """Returns whether a path seems to belong to one process: of its rank, or temporary."""
+    if script.mentions_rank(path) or words_in(path) & _OWN_FILE:
+        return True
+    names = {part.id for part in ast.walk(path) if isinstance(part, ast.Name)}
+    return any(
+        isinstance(target, ast.Name)
+        and target.id in names
+        and (script.mentions_rank(node.value) or words_in(node.value) & _OWN_FILE)
+        for node in script.of_type(ast.Assign)
+        for target in node.targets
+    )
+
+
+def _output(script: Script) -> Iterator[Finding]:
+    for call in script.calls():
+        name = script.full_name(call.func)
+        kind = next(
+            (
+                kind
+                for kind, names in (
+                    ("print", ("print",)),
+                    ("bar", _BARS),
+                    ("log", _LOGGERS),
+                    ("record", _STARTS_RECORD),
+                )
+                if name in names
+            ),
+            None,
+        )
+        if kind is None or not script.runs_on_all_ranks(call):
+            continue
+        if any(script.mentions_rank(part) for part in (*call.args, *call.keywords)):
+            continue  # it says or depends on the rank
+        if kind == "print":
+            yield _finding(
+                call,
+                "print() on every rank: the same line once for each worker",
+                "shoal.print_once(...)",
+            )
+        elif kind == "bar" and not any(each.arg == "disable" for each in call.keywords):
+            yield _finding(
+                call,
+                f"{last_name(call)}() on every rank: the workers' bars overwrite each other",
+                f"{last_name(call)}(..., disable=not shoal.is_main_process()); `shoal run` shows a "
+                "bar of its own",
+            )
+        elif kind == "log":
+            yield _finding(
+                call,
+                f"{last_name(call)}() on every rank: each message once for each worker",
+                "level=logging.INFO if shoal.is_main_process() else logging.WARNING, and files "
+                "within `if shoal.is_main_process():`",
+            )
+        elif kind == "record":
+            yield _finding(
+                call,
+                f"{last_name(call)}() on every rank: one record for each worker, and another for "
+                "each replacement",
+                "`if shoal.is_main_process():` around it, or shoal.track(shoal.TensorBoard(...)) "
+                "with shoal.report(...)",
+            )
+
+
+# --------------------------------------------------------------------------------------------- data
+
+
+def _data(script: Script) -> Iterator[Finding]:
+    loaders = Loaders(script)
+    for loop, plain in loaders.plain_loops():
+        if script.trains(loop):
+            for loader in plain:
+                yield _plain_loader(loader)
+        elif _evaluates(script, loop) and script.runs_on_all_ranks(loop):
+            yield _finding(
+                loop,
+                "validation of the entire set on every rank: as slow as on one",
+                "shoal.evaluate(model, loader, fn), where fn(model, batch) returns sums",
+            )
+
+
+def _plain_loader(loader: ast.Call) -> Finding:
+    sampler = _argument(loader, 3, "sampler")
+    if sampler is not None:
+        return _finding(
+            loader,
+            "DataLoader of a training loop deals only for the ranks that its sampler knows, if any",
+            "shoal.ElasticDataLoader(dataset, global_batch_size=...), and `for epoch in "
+            "loader.epochs(n)`",
+        )
+    return _finding(
+        loader,
+        "DataLoader of a training loop is not dealt: every rank trains on the same batches",
+        "shoal.ElasticDataLoader(dataset, global_batch_size=...), or "
+        "shoal.ElasticDataLoader.from_dataloader(loader), and `for epoch in loader.epochs(n)`",
+    )
+
+
+def _evaluates(script: Script, loop: Loop) -> bool:
+    """Returns whether a loop runs without gradients."""
+    scope = script.scope(loop)
+    if scope is not None and any(_is_no_grad(mark) for mark in scope.decorator_list):
+        return True
+    inside = [part for part in ast.walk(loop) if isinstance(part, ast.With)]
+    around = [above for above in script.above(loop) if isinstance(above, ast.With)]
+    return any(_is_no_grad(item.context_expr) for part in inside + around for item in part.items)
+
+
+def _is_no_grad(node: ast.AST) -> bool:
+    return last_name(node) in ("no_grad", "inference_mode")
+
+
+# -------------------------------------------------------------------------------------------- state
+
+_SCHEDULES: Final = re.compile(r"torch\.optim\.lr_scheduler\.\w+|transformers\.get_\w*schedule\w*")
+_OPTIMIZERS: Final = re.compile(r"torch\.optim\.[A-Z]\w+")
+_STEP_NAMES: Final = frozenset({"step", "steps", "iteration", "iterations", "iter", "batches"})
+
+
+def _values(script: Script) -> Iterator[Finding]:
+    for loop in script.training_loops():
+        scope = script.scope(loop)
+        block = script.tree.body if scope is None else scope.body
+        for made in (node for node in ast.walk(ast.Module(block, [])) if _is_plain(node)):
+            assert isinstance(made, ast.Assign)
+            if made.lineno >= loop.lineno or script.scope(made) is not scope:
+                continue
+            for target in made.targets:
+                if isinstance(target, ast.Name) and _decides(script, loop, target.id):
+                    yield _unregistered(made, target.id, made.value)
+
+
+def _is_plain(node: ast.AST) -> bool:
+    """Returns whether a node assigns a number, or None, to a name."""
+    if not isinstance(node, ast.Assign):
+        return False
+    value = node.value
+    if isinstance(value, ast.UnaryOp):
+        value = value.operand
+    if isinstance(value, ast.Constant):
+        return value.value is None or (
+            isinstance(value.value, int | float) and not isinstance(value.value, bool)
+        )
+    return ast.unparse(value) in ("math.inf", "np.inf", "torch.inf", "inf") or bool(
+        re.fullmatch(r"""float\(['"][-+]?inf(inity)?['"]\)""", ast.unparse(value))
+    )
+
+
+def _decides(script: Script, loop: Loop, name: str) -> bool:
+    """Returns whether a loop carries a name from one pass to the next and decides by it."""
+    if name in {
+        part.id
+        for part in ast.walk(getattr(loop, "target", ast.Pass()))
+        if isinstance(part, ast.Name)
+    }:
+        return False
+    carried = compared = False
+    for node in (part for child in loop.body for part in ast.walk(child)):
+        if isinstance(node, ast.AugAssign) and _is_name(node.target, name):
+            carried = True
+        elif isinstance(node, ast.Assign) and any(_has_name(each, name) for each in node.targets):
+            if node in loop.body and not _has_name(node.value, name):
+                return False  # every pass begins with a new value
+            carried = True
+            if isinstance(node.value, ast.Call) and last_name(node.value) in ("max", "min"):
+                compared = compared or _has_name(node.value, name)
+        elif isinstance(node, ast.If | ast.While | ast.IfExp):
+            compared = compared or _has_name(node.test, name)
+    return carried and compared
+
+
+def _unregistered(made: ast.Assign, name: str, value: ast.AST) -> Finding:
+    what = f"{name} decides in the training loop, and a joiner's {name} is {ast.unparse(value)}"
+    if set(name.lower().split("_")) & _STEP_NAMES:
+        return _finding(
+            made, what, "loader.global_step, the run's own count, in place of a count of the script"
+        )
+    return _finding(
+        made,
+        what,
+        f"run = shoal.register_state({name}={ast.unparse(value)}), and run.{name} in the loop",
+    )
+
+
+def _is_name(node: ast.AST, name: str) -> bool:
+    return isinstance(node, ast.Name) and node.id == name
+
+
+def _has_name(node: ast.AST, name: str) -> bool:
+    return any(_is_name(part, name) for part in ast.walk(node))
+
+
+def _copies(script: Script) -> Iterator[Finding]:
+    registered = {
+        part.id
+        for call in script.calls()
+        if last_name(call) in ("register_state", "as_distributed")
+        for each in (*call.args, *call.keywords)
+        for part in ast.walk(each)
+        if isinstance(part, ast.Name)
+    }
+    loops = script.training_loops()
+    for made in script.of_type(ast.Assign):
+        target, value = made.targets[0], made.value
+        while isinstance(value, ast.Call) and last_name(value) in ("eval", "to", "requires_grad_"):
+            assert isinstance(value.func, ast.Attribute)
+            value = value.func.value
+        if (
+            isinstance(target, ast.Name)
+            and isinstance(value, ast.Call)
+            and script.full_name(value.func) == "copy.deepcopy"
+            and value.args
+            and isinstance(value.args[0], ast.Name | ast.Attribute)
+            and target.id not in registered
+            and not script.is_in_training_loop(made)
+            and any(_has_name(loop, target.id) for loop in loops)
+        ):
+            yield _finding(
+                made,
+                f"{target.id} is a copy that the loop updates, and a joiner's copy is a fresh one",
+                f"shoal.register_state({target.id}={target.id}), or "
+                "torch.optim.swa_utils.AveragedModel, which is registered by itself",
+            )
+
+
+def _made_in_loops(script: Script) -> Iterator[Finding]:
+    for call in script.calls():
+        name = script.full_name(call.func)
+        kind = (
+            "scheduler"
+            if _SCHEDULES.fullmatch(name)
+            else "optimizer"
+            if _OPTIMIZERS.fullmatch(name)
+            else ""
+        )
+        if kind and script.is_in_training_loop(call):
+            yield _finding(
+                call,
+                f"{kind} made within the training loop: its state begins again in every pass, and "
+                "in a joiner",
+                f"make the {kind} once, before the loop",
+            )
+
+
+def _seeds(script: Script) -> Iterator[Finding]:
+    seeders = (
+        "torch.manual_seed",
+        "torch.cuda.manual_seed",
+        "torch.cuda.manual_seed_all",
+        "random.seed",
+        "numpy.random.seed",
+    )
+    for call in script.calls("torch.seed", *seeders):
+        words = set[str]().union(*(words_in(argument) for argument in call.args))
+        name = script.full_name(call.func)
+        if not call.args and name != "torch.seed" and call.keywords:
+            continue
+        if not call.args or words & {"time", "rank", "urandom", "getpid", "now", "randint"}:
+            yield _finding(
+                call,
+                "seed differs between ranks, and a replaced worker draws other numbers",
+                "the same constant on every rank; ElasticDataLoader(seed=...) seeds each batch",
+            )
+
+
+# ---------------------------------------------------------------------------------------- left over
+
+_WRAPPERS: Final = (
+    "torch.nn.parallel.DistributedDataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.nn.DataParallel",
+    "torch.distributed.fsdp.FullyShardedDataParallel",
+    "torch.distributed.fsdp.fully_shard",
+    "torch.distributed._composable.fsdp.fully_shard",
+)
+_GROUPS: Final = (
+    "torch.distributed.init_process_group",
+    "torch.distributed.destroy_process_group",
+)
+_SAMPLERS: Final = (
+    "torch.utils.data.DistributedSampler",
+    "torch.utils.data.distributed.DistributedSampler",
+)
+_COLLECTIVES: Final = {
+    "torch.distributed.all_reduce": "shoal.all_reduce(value)",
+    "torch.distributed.reduce": "shoal.all_reduce(value)",
+    "torch.distributed.all_gather": "shoal.gather(value)",
+    "torch.distributed.all_gather_object": "shoal.gather(value)",
+    "torch.distributed.broadcast": "shoal.broadcast(value)",
+    "torch.distributed.barrier": "shoal.barrier()",
+    "torch.distributed.get_rank": "shoal.rank()",
+    "torch.distributed.get_world_size": "shoal.world_size()",
+}
+_RANK_VARIABLES: Final = {
+    "RANK": "shoal.is_main_process(), or shoal.rank()",
+    "LOCAL_RANK": "shoal.device()",
+    "WORLD_SIZE": "shoal.world_size()",
+}
+
+
+def _left_over(script: Script) -> Iterator[Finding]:
+    for call in script.calls():
+        name = script.full_name(call.func)
+        if name in (
+            "torch.distributed.init_process_group",
+            "torch.distributed.destroy_process_group",
+        ):
+            yield _finding(
+                call,
+                f"{last_name(call)}(): a process group of torch's own breaks when a worker dies",
+                "remove it; shoal.process_group() is the group of today's ranks",
+            )
+        elif name in _WRAPPERS:
+            yield _finding(
+                call,
+                f"{last_name(call)}(): synchronizes with ranks that may be gone",
+                "model, optimizer = shoal.as_distributed(model, optimizer), after the optimizer "
+                "was made",
+            )
+        elif name in _SAMPLERS:
+            yield _finding(
+                call,
+                "DistributedSampler deals for the ranks that it began with, and repeats samples",
+                "shoal.ElasticDataLoader(dataset, global_batch_size=...)",
+            )
+        elif name in _COLLECTIVES and not any(each.arg == "group" for each in call.keywords):
+            yield _finding(
+                call,
+                f"torch.distributed.{last_name(call)}() without group=: there is no default group "
+                "in an elastic job",
+                _COLLECTIVES[name],
+            )
+    yield from _rank_variables(script)
+
+
+def _rank_variables(script: Script) -> Iterator[Finding]:
+    for node in script.of_type(ast.Call, ast.Subscript):
+        if isinstance(node, ast.Subscript):
+            of, key = script.full_name(node.value), node.slice
+            read = of == "os.environ" and isinstance(node.ctx, ast.Load)
+        else:
+            read = script.full_name(node.func) in ("os.environ.get", "os.getenv")
+            key = node.args[0] if node.args else node
+        if read and isinstance(key, ast.Constant) and key.value in _RANK_VARIABLES:
+            yield _finding(
+                node,
+                f"{key.value} of the environment is not the rank after a worker has died or joined",
+                _RANK_VARIABLES[key.value],
+            )
+
+
+def _devices(script: Script) -> Iterator[Finding]:
+    remedy = "shoal.device(); as_distributed moves the model there"
+    for call in script.calls():
+        if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
+            yield _finding(
+                call, ".cuda() is GPU 0 on every rank until as_distributed was called", remedy
+            )
+        elif script.full_name(call.func) == "torch.cuda.set_device":
+            yield _finding(call, "set_device() chooses a GPU that Shoal chooses by itself", remedy)
+    for node in script.of_type(ast.Constant):
+        if isinstance(node.value, str) and re.fullmatch(r"cuda:\d+", node.value):
+            yield _finding(node, f'"{node.value}" is one GPU for all ranks of a machine', remedy)
+
+
+def _trainers(script: Script) -> Iterator[Finding]:
+    for call in script.calls():
+        name = script.full_name(call.func)
+        if name == "transformers.Trainer":
+            yield _finding(
+                call,
+                "Trainer of transformers: when a worker dies, all are started again",
+                "from shoal.integrations.transformers import Trainer, TrainingArguments",
+            )
+        elif re.fullmatch(r"(lightning|pytorch_lightning)(\.pytorch)?\.Trainer", name):
+            if not script.imports("shoal.integrations.lightning"):
+                yield _finding(
+                    call,
+                    "Trainer of Lightning: when a worker dies, all are started again",
+                    "strategy=shoal.integrations.lightning's strategy: docs/guides/trainers.md",
+                )
+        elif name == "accelerate.Accelerator":
+            yield _finding(
+                call,
+                "Accelerator: when a worker dies, all are started again",
+                "shoal.as_distributed and shoal.ElasticDataLoader: docs/migration/accelerate.md",
+            )
+        elif name == "deepspeed.initialize":
+            yield _finding(
+                call,
+                "deepspeed.initialize: when a worker dies, all are started again",
+                'shoal.as_distributed(..., strategy="zero2"): docs/migration/deepspeed.md',
+            )
+
+
+def _not_distributed(script: Script) -> Iterator[Finding]:
+    names = {last_name(call) for call in script.calls()}
+    if any(name.startswith("as_distributed") for name in names) or any(_trainers(script)):
+        return
+    for loop in script.training_loops():
+        if "step" in {last_name(part) for part in ast.walk(loop) if isinstance(part, ast.Call)}:
+            yield _finding(
+                loop,
+                "training loop without as_distributed: every rank trains a model of its own",
+                "model, optimizer = shoal.as_distributed(model, optimizer) before the loop",
+            )
+            return
+
+
+_RULES: Final[tuple[Callable[[Script], Iterator[Finding]], ...]] = (
+    _files,
+    _output,
+    _data,
+    _values,
+    _copies,
+    _made_in_loops,
+    _seeds,
+    _left_over,
+    _devices,
+    _trainers,
+    _not_distributed,
+)

@@ -1,0 +1,258 @@
+"""A parsed training script: imported names, reachable functions, guarded lines, training loops."""
+
+from __future__ import annotations
+
+import ast
+import re
+from collections.abc import Iterator
+from typing import Final, TypeVar
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+Loop = ast.For | ast.AsyncFor | ast.While
+_Node = TypeVar("_Node", bound=ast.AST)
+
+_ONE_PROCESS: Final = frozenset({"rank", "main", "master", "primary", "leader", "chief", "zero"})
+"""Words in the names of conditions that choose one process."""
+_MAIN_FIRST: Final = ("main_first", "main_process_first", "local_main_process_first")
+_TRAINING_CALLS: Final = frozenset({"backward", "train_step"})
+
+
+class Script:
+    """One source file."""
+
+    def __init__(self, source: str, name: str = "<script>") -> None:
+        """Raises SyntaxError."""
+        self.tree = ast.parse(source, name)
+        self.lines = source.splitlines()
+        self._parents = {
+            child: parent
+            for parent in ast.walk(self.tree)
+            for child in ast.iter_child_nodes(parent)
+        }
+        self._imports = _imported(self.tree)
+        self.functions: dict[str, list[Function]] = {}
+        """Functions and methods by their bare names."""
+        for node in self.of_type(ast.FunctionDef, ast.AsyncFunctionDef):
+            self.functions.setdefault(node.name, []).append(node)
+        self._initializers = {
+            node.name: [part for part in node.body if isinstance(part, Function)]
+            for node in self.of_type(ast.ClassDef)
+        }
+        self._flags = self._named_after_ranks()
+        self._training_functions = self._find_training_functions()
+        self.unguarded_scopes = self._find_unguarded_scopes()
+        """Scopes whose code every worker runs: the module (None) and functions called from it
+        outside of any condition on the rank."""
+
+    # ---------------------------------------------------------------------------------------- nodes
+
+    def of_type(self, *kinds: type[_Node]) -> Iterator[_Node]:
+        """All nodes of these kinds, in the order of their lines."""
+        found = [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
+        return iter(sorted(found, key=lambda node: getattr(node, "lineno", 0)))
+
+    def calls(self, *names: str) -> Iterator[ast.Call]:
+        """All calls of functions with one of these full names; of any function without names."""
+        for call in self.of_type(ast.Call):
+            if not names or self.full_name(call.func) in names:
+                yield call
+
+    def above(self, node: ast.AST) -> Iterator[ast.AST]:
+        """Enclosing nodes, innermost first."""
+        while (parent := self._parents.get(node)) is not None:
+            yield parent
+            node = parent
+
+    def scope(self, node: ast.AST) -> Function | None:
+        """Innermost function whose body contains the node; None for the module."""
+        below = node
+        for parent in self.above(node):
+            if isinstance(parent, Function) and below in parent.body:
+                return parent
+            below = parent
+        return None
+
+    def full_name(self, node: ast.AST) -> str:
+        """Dotted name with imports resolved, such as torch.distributed.all_reduce; empty if the
+        expression is no name."""
+        if isinstance(node, ast.Name):
+            return self._imports.get(node.id, node.id)
+        if isinstance(node, ast.Attribute):
+            of = self.full_name(node.value)
+            return f"{of}.{node.attr}" if of else ""
+        return ""
+
+    def imports(self, package: str) -> bool:
+        """Returns whether the script imports the package or something of it."""
+        return any(
+            name == package or name.startswith(f"{package}.") for name in self._imports.values()
+        )
+
+    # --------------------------------------------------------------------------------------- guards
+
+    def runs_on_all_ranks(self, node: ast.AST) -> bool:
+        """Returns whether every worker certainly runs the node."""
+        return self.scope(node) in self.unguarded_scopes and not self._is_guarded(node)
+
+    def mentions_rank(self, node: ast.AST) -> bool:
+        """Returns whether an expression depends on the rank by the names in it."""
+        return any(_words(name) & _ONE_PROCESS or name in self._flags for name in _names_in(node))
+
+    def _is_guarded(self, node: ast.AST) -> bool:
+        below = node
+        for parent in self.above(node):
+            if isinstance(parent, ast.If | ast.IfExp | ast.While):
+                if below is not parent.test and self.mentions_rank(parent.test):
+                    return True
+            elif isinstance(parent, ast.BoolOp):
+                if self.mentions_rank(parent.values[0]) and below is not parent.values[0]:
+                    return True
+            elif isinstance(parent, ast.With | ast.AsyncWith):
+                if any(last_name(item.context_expr) in _MAIN_FIRST for item in parent.items):
+                    return True
+            elif isinstance(parent, ast.ExceptHandler):
+                return True  # an error is that of one worker
+            if isinstance(below, ast.stmt) and self._follows_exit(below, parent):
+                return True
+            if isinstance(parent, Function):
+                return any(self.mentions_rank(mark) for mark in parent.decorator_list)
+            below = parent
+        return False
+
+    def _follows_exit(self, node: ast.stmt, parent: ast.AST) -> bool:
+        """Returns whether a condition on the rank above the statement ends the block."""
+        for block in (getattr(parent, name, None) for name in ("body", "orelse", "finalbody")):
+            if isinstance(block, list) and node in block:
+                return any(
+                    isinstance(before, ast.If)
+                    and self.mentions_rank(before.test)
+                    and isinstance(before.body[-1], ast.Return | ast.Continue | ast.Raise)
+                    for before in block[: block.index(node)]
+                )
+        return False
+
+    def _named_after_ranks(self) -> set[str]:
+        """Variables that hold a condition on the rank."""
+        self._flags = set()
+        for node in self.of_type(ast.Assign):
+            value = node.value
+            if isinstance(value, ast.IfExp):
+                value = value.test
+            elif isinstance(value, ast.Call):
+                value = value.func
+            if isinstance(
+                value, ast.Compare | ast.BoolOp | ast.UnaryOp | ast.Name | ast.Attribute
+            ) and self.mentions_rank(value):
+                self._flags |= {
+                    target.id for target in node.targets if isinstance(target, ast.Name)
+                }
+        return self._flags
+
+    def _find_unguarded_scopes(self) -> set[Function | None]:
+        by_scope: dict[Function | None, list[ast.Call]] = {}
+        for call in self.calls():
+            if not self._is_guarded(call):
+                by_scope.setdefault(self.scope(call), []).append(call)
+        found: set[Function | None] = {None}
+        left: list[Function | None] = [None]
+        while left:
+            for call in by_scope.get(left.pop(), ()):
+                for function in self.called(call):
+                    if function not in found:
+                        found.add(function)
+                        left.append(function)
+        return found
+
+    def called(self, call: ast.Call) -> Iterator[Function]:
+        """Functions of the script that a call may run, also those passed to it by name."""
+        if isinstance(call.func, ast.Name):
+            if call.func.id in self._initializers:
+                yield from (
+                    part for part in self._initializers[call.func.id] if part.name == "__init__"
+                )
+            yield from self.functions.get(call.func.id, ())
+        elif isinstance(call.func, ast.Attribute):
+            yield from (
+                function
+                for function in self.functions.get(call.func.attr, ())
+                if isinstance(self._parents[function], ast.ClassDef)
+            )
+        for argument in call.args:
+            if isinstance(argument, ast.Name):
+                yield from self.functions.get(argument.id, ())
+
+    # ------------------------------------------------------------------------------------- training
+
+    def trains(self, node: ast.AST) -> bool:
+        """Returns whether the code below a node computes gradients, itself or in a function of the
+        script that it calls."""
+        for call in (each for each in ast.walk(node) if isinstance(each, ast.Call)):
+            if isinstance(call.func, ast.Attribute) and call.func.attr in _TRAINING_CALLS:
+                return True
+            if any(function in self._training_functions for function in self.called(call)):
+                return True
+        return False
+
+    def _find_training_functions(self) -> set[Function]:
+        self._training_functions: set[Function] = set()
+        functions = [each for several in self.functions.values() for each in several]
+        while True:
+            found = {function for function in functions if self.trains(function)}
+            if found == self._training_functions:
+                return found
+            self._training_functions = found
+
+    def training_loops(self) -> list[Loop]:
+        """Loops that train, without those inside another one of the same scope."""
+        loops = [
+            loop for loop in self.of_type(ast.For, ast.AsyncFor, ast.While) if self.trains(loop)
+        ]
+        return [
+            loop
+            for loop in loops
+            if not any(
+                above in loops and self.scope(above) is self.scope(loop)
+                for above in self.above(loop)
+            )
+        ]
+
+    def is_in_training_loop(self, node: ast.AST) -> bool:
+        """Returns whether the node is repeated by a loop that trains."""
+        return any(isinstance(above, Loop) and self.trains(above) for above in self.above(node))
+
+
+def _imported(tree: ast.AST) -> dict[str, str]:
+    """Full names of what the script imports, by the names that it uses."""
+    found = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                name = alias.asname or alias.name.partition(".")[0]
+                found[name] = alias.name if alias.asname else name
+        elif isinstance(node, ast.ImportFrom) and node.module and not node.level:
+            for alias in node.names:
+                found[alias.asname or alias.name] = f"{node.module}.{alias.name}"
+    return found
+
+
+def _names_in(node: ast.AST) -> Iterator[str]:
+    for part in ast.walk(node):
+        if isinstance(part, ast.Name):
+            yield part.id
+        elif isinstance(part, ast.Attribute):
+            yield part.attr
+
+
+def _words(name: str) -> set[str]:
+    return {word.lower() for word in re.findall(r"[A-Z]?[a-z]+|[A-Z]+", name)}
+
+
+def last_name(node: ast.AST) -> str:
+    """Returns the bare name of the called function."""
+    function = node.func if isinstance(node, ast.Call) else node
+    return function.attr if isinstance(function, ast.Attribute) else getattr(function, "id", "")
+
+
+def words_in(node: ast.AST) -> set[str]:
+    """Returns the words of all names in an expression, in lower case."""
+    return set().union(*(_words(name) for name in _names_in(node)))

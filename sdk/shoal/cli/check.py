@@ -1,0 +1,50 @@
+"""`shoal check`: lines of a script that are wrong or wasteful in an elastic run."""
+
+from __future__ import annotations
+
+import tokenize
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from shoal_common.errors import ConfigurationError
+
+
+def check(
+    scripts: Annotated[
+        list[Path], typer.Argument(metavar="SCRIPT.py...", help="Scripts.", show_default=False)
+    ],
+) -> None:
+    """List lines of a script that are wrong or wasteful in an elastic run, and what to write.
+
+    The script is read, not run. The status is 0 if nothing was found, 1 otherwise. `# shoal:
+    ignore` at a line's end leaves it out.
+    """
+    from shoal.checking.rules import check as checked
+
+    count = 0
+    for path in scripts:
+        try:
+            found = checked(_read(path), str(path))
+        except SyntaxError as error:
+            raise ConfigurationError(
+                f"{path}:{error.lineno}: not a Python script: {error.msg}"
+            ) from error
+        if found is None:
+            typer.echo(f"{path}: no training loop was found, so nothing was checked")
+            continue
+        for finding in found:
+            typer.echo(f"{path}:{finding.line}: {finding.what}\n    remedy: {finding.remedy}")
+        count += len(found)
+    if count:
+        typer.echo(f"{count} line{'' if count == 1 else 's'} to change")
+        raise typer.Exit(1)
+    typer.echo("nothing to change")
+
+
+def _read(path: Path) -> str:
+    try:
+        with tokenize.open(path) as file:
+            return file.read()
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error}") from error

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
@@ -41,6 +41,11 @@ from shoal_worker.strategies.optimizer import ShardedOptimizer
 from shoal_worker.tracking.mlflow import MLflow
 from shoal_worker.tracking.tensorboard import TensorBoard
 from shoal_worker.tracking.tracker import Sink, Tracker
+
+if TYPE_CHECKING:
+    from shoal_worker.strategies.async_sgd import AsyncSGDModel, AsyncSGDOptimizer
+    from shoal_worker.strategies.ddp import DDPModel, DDPOptimizer
+    from shoal_worker.strategies.local_sgd import LocalSGDModel, LocalSGDOptimizer
 
 __all__ = [
     "ElasticDataLoader",
@@ -97,6 +102,96 @@ def init() -> None:
         open_session()
 
 
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    strategy: Literal["ddp"] = "ddp",
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> tuple[DDPModel, DDPOptimizer]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    *,
+    strategy: Literal["ddp"] = "ddp",
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> DDPModel: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    strategy: Literal["local_sgd"],
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> tuple[LocalSGDModel, LocalSGDOptimizer]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    *,
+    strategy: Literal["local_sgd"],
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> LocalSGDModel: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    strategy: Literal["async_sgd"],
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> tuple[AsyncSGDModel, AsyncSGDOptimizer]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    *,
+    strategy: Literal["async_sgd"],
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> AsyncSGDModel: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    strategy: str,
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> tuple[ShardedModel, ShardedOptimizer]: ...
+@overload
+def as_distributed(
+    model: nn.Module,
+    optimizer: None = None,
+    *,
+    strategy: str,
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> ShardedModel: ...
+@overload
+def as_distributed(
+    model: Sequence[nn.Module],
+    optimizer: Sequence[torch.optim.Optimizer],
+    *,
+    strategy: str = "ddp",
+    backend: str | None = None,
+    config: ShardingConfiguration | None = None,
+    **options: Any,
+) -> tuple[tuple[ShardedModel, ...], tuple[ShardedOptimizer, ...]]: ...
 def as_distributed(
     model: nn.Module | Sequence[nn.Module],
     optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,

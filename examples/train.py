@@ -1,4 +1,4 @@
-"""The plain script beside it, elastic: `shoal run --standalone --nproc-per-node 3 train.py`. Five
+"""The plain script beside it, elastic: `shoal run --standalone --nproc-per-node 3 train.py`. Six
 lines differ."""
 
 import shoal
@@ -24,4 +24,4 @@ for epoch in loader.epochs(300):
         shoal.report(loss=loss)
         optimizer.step()
         optimizer.zero_grad()
-    print(f"epoch {epoch}: loss {loss.item():.4f}", flush=True)
+    shoal.print_once(f"epoch {epoch}: loss {loss.item():.4f}", flush=True)

@@ -9,7 +9,7 @@ from typing import Final
 from shoal.checking.script import Function, Loop, Script, last_name
 
 DATA_LOADERS: Final = ("torch.utils.data.DataLoader", "torch.utils.data.dataloader.DataLoader")
-_DEALS: Final = frozenset({"from_dataloader", "as_distributed", "evaluate"})
+_DEALS: Final = frozenset({"from_dataloader", "as_distributed", "evaluate", "prepare"})
 """Calls that deal the batches of a DataLoader passed to them."""
 _PASSES_ON: Final = frozenset({"tqdm", "trange", "track", "enumerate", "iter", "islice", "cycle"})
 

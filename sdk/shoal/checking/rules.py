@@ -7,6 +7,7 @@ Each rule yields findings with what happens and the remedy. Lines with the comme
 from __future__ import annotations
 
 import ast
+import itertools
 import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -288,18 +289,24 @@ def _decides(script: Script, loop: Loop, name: str) -> bool:
     }:
         return False
     carried = compared = False
-    for node in (part for child in loop.body for part in ast.walk(child)):
+    for node in ast.walk(loop):
         if isinstance(node, ast.AugAssign) and _is_name(node.target, name):
             carried = True
-        elif isinstance(node, ast.Assign) and any(_has_name(each, name) for each in node.targets):
+        elif isinstance(node, ast.Assign) and any(_is_name(each, name) for each in node.targets):
             if node in loop.body and not _has_name(node.value, name):
                 return False  # every pass begins with a new value
-            carried = True
+            chosen = any(isinstance(above, ast.If) for above in _until(script, node, loop))
+            carried = carried or chosen or _has_name(node.value, name)
             if isinstance(node.value, ast.Call) and last_name(node.value) in ("max", "min"):
                 compared = compared or _has_name(node.value, name)
-        elif isinstance(node, ast.If | ast.While | ast.IfExp):
-            compared = compared or _has_name(node.test, name)
+        elif isinstance(node, ast.Compare) and not isinstance(node.ops[0], ast.Is | ast.IsNot):
+            compared = compared or _has_name(node, name)
     return carried and compared
+
+
+def _until(script: Script, node: ast.AST, end: ast.AST) -> Iterator[ast.AST]:
+    """Nodes around a node, up to an enclosing one."""
+    return itertools.takewhile(lambda above: above is not end, script.above(node))
 
 
 def _unregistered(made: ast.Assign, name: str, value: ast.AST) -> Finding:

@@ -38,8 +38,8 @@ class Script:
             node.name: [part for part in node.body if isinstance(part, Function)]
             for node in self.of_type(ast.ClassDef)
         }
-        self._flags = self._named_after_ranks()
         self._training_functions = self._find_training_functions()
+        self._flags = self._named_after_ranks()
         self.unguarded_scopes = self._find_unguarded_scopes()
         """Scopes whose code every worker runs: the module (None) and functions called from it
         outside of any condition on the rank."""
@@ -104,6 +104,8 @@ class Script:
             if isinstance(parent, ast.If | ast.IfExp | ast.While):
                 if below is not parent.test and self.mentions_rank(parent.test):
                     return True
+                if isinstance(parent, ast.If) and self._is_instead_of_training(below, parent):
+                    return True
             elif isinstance(parent, ast.BoolOp):
                 if self.mentions_rank(parent.values[0]) and below is not parent.values[0]:
                     return True
@@ -118,6 +120,16 @@ class Script:
                 return any(self.mentions_rank(mark) for mark in parent.decorator_list)
             below = parent
         return False
+
+    def _is_instead_of_training(self, node: ast.AST, branches: ast.If) -> bool:
+        """Returns whether a branch does not train, and its other branch does or it ends the
+        script."""
+        own, other = branches.body, branches.orelse
+        if node in other:
+            own, other = other, own
+        if node not in own or any(self.trains(part) for part in own):
+            return False
+        return isinstance(own[-1], ast.Return) or any(self.trains(part) for part in other)
 
     def _follows_exit(self, node: ast.stmt, parent: ast.AST) -> bool:
         """Returns whether a condition on the rank above the statement ends the block."""

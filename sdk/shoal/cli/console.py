@@ -13,7 +13,7 @@ from typing import Final, NoReturn
 
 from shoal.cli.plot import check_plot, draw
 from shoal.cli.progress import BarWriter, PlainLines
-from shoal.launcher.account import RunFigures, figures_lines
+from shoal.launcher.account import RunFigures, figures_lines, stopped_line
 from shoal.launcher.agent import Agent, RunResult
 from shoal.launcher.follower import Show
 from shoal.launcher.output import ConsoleWriter, OutputPump, Stream, TerminalStuckError, Writer
@@ -93,6 +93,8 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
             if bar is not None:
                 bar.end()
             _tell_figures(settings, agent.figures, note)
+        if result.stopped is not None:
+            note(stopped_line(agent.figures, result.stopped))
         summary = _tell_result(settings, result, pump, note)
     return RunExit(result, summary)
 

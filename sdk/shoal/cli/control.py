@@ -1,5 +1,5 @@
-"""`shoal kill`, `shoal drain` and `shoal stop`: ending one rank by force, a rank or a parameter
-server by request, and a whole job."""
+"""`shoal kill`, `shoal drain` and `shoal stop`: ending a rank or a parameter server by force
+or by request, and a whole job."""
 
 from __future__ import annotations
 
@@ -7,17 +7,22 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import Coordinator, Job, Rank, RankOrServer
+from shoal.cli.options import Coordinator, Job, RankOrServer
 
 
-def kill(rank: Rank, coordinator: Coordinator = None, job: Job = None) -> None:
-    """Kill the worker of a rank (SIGKILL).
+def kill(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
+    """Kill the worker of a rank, or a parameter server (SIGKILL).
 
     To see the others go on. Only on the machine where it runs.
     """
     from shoal.cli.target import target
 
     with target(coordinator, job) as found:
+        if not rank_or_server.isdecimal():
+            found.client.kill(found.job_id, server=rank_or_server)
+            typer.echo(f"killed parameter server {rank_or_server} of job {found.job_id}: SIGKILL")
+            return
+        rank = int(rank_or_server)
         generation = found.client.job(found.job_id).generation
         member = found.client.kill(found.job_id, rank=rank)
         assert member is not None, "a rank was named"

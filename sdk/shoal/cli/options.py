@@ -118,6 +118,13 @@ FailFast = Annotated[
         "others go on, and the status is its own.",
     ),
 ]
+FailOnStop = Annotated[
+    bool,
+    typer.Option(
+        "--fail-on-stop",
+        help="The status of a run that `shoal stop` ended is 75 (unfinished), not 0.",
+    ),
+]
 FromScratch = Annotated[
     bool,
     typer.Option(
@@ -137,9 +144,6 @@ Coordinator = Annotated[
 Job = Annotated[
     str | None,
     typer.Option(help="The job's id. Default: the only one there.", envvar="SHOAL_JOB_ID"),
-]
-Rank = Annotated[
-    int, typer.Argument(help="A rank, as `shoal status` shows it.", min=0, show_default=False)
 ]
 RankOrServer = Annotated[
     str,

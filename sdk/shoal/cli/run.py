@@ -12,6 +12,7 @@ from shoal_common.errors import ConfigurationError
 from shoal.cli.options import (
     Arguments,
     FailFast,
+    FailOnStop,
     FromScratch,
     MaxRestarts,
     MaxServers,
@@ -120,6 +121,7 @@ def run(
     ] = "",
     max_restarts: MaxRestarts = None,
     fail_fast: FailFast = True,
+    fail_on_stop: FailOnStop = False,
     allow_restart_from_scratch: FromScratch = False,
     monitor_interval: Annotated[
         float,
@@ -285,6 +287,7 @@ def run(
         max_servers=max_servers,
         max_restarts=max_restarts,
         fail_fast=fail_fast,
+        fail_on_stop=fail_on_stop,
         allow_restart_from_scratch=allow_restart_from_scratch,
         shutdown_timeout=None if shutdown_timeout is None else timedelta(seconds=shutdown_timeout),
         node_rank=node_rank,

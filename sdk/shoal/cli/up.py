@@ -9,6 +9,7 @@ import typer
 from shoal.cli.options import (
     Arguments,
     FailFast,
+    FailOnStop,
     FromScratch,
     MaxRestarts,
     MaxServers,
@@ -34,6 +35,7 @@ def up(
     module: Module = False,
     max_restarts: MaxRestarts = None,
     fail_fast: FailFast = True,
+    fail_on_stop: FailOnStop = False,
     allow_restart_from_scratch: FromScratch = False,
     record_dir: RecordDirectory = None,
     metrics: Metrics = True,
@@ -60,6 +62,7 @@ def up(
         max_servers=max_servers,
         max_restarts=max_restarts,
         fail_fast=fail_fast,
+        fail_on_stop=fail_on_stop,
         allow_restart_from_scratch=allow_restart_from_scratch,
         record_directory=record_dir,
         metrics=metrics,

@@ -160,9 +160,11 @@ class AsyncClient:
             lambda: self._client.drain(job_id, rank=rank, server=server, reason=reason)
         )
 
-    async def kill(self, job_id: str, *, rank: int | None = None) -> Member | None:
+    async def kill(
+        self, job_id: str, *, rank: int | None = None, server: str | None = None
+    ) -> Member | None:
         """Like `Client.kill`."""
-        return await self._call(lambda: self._client.kill(job_id, rank=rank))
+        return await self._call(lambda: self._client.kill(job_id, rank=rank, server=server))
 
     # -------------------------------------------------------------------------------------- closing
 

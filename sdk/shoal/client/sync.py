@@ -28,7 +28,7 @@ from shoal.client.messages import job_of, summary_of
 from shoal.client.result import Result
 from shoal.client.streams import Deadline, EventStream, LogStream
 from shoal.launcher.jobs import launchers_job_id, new_job_id
-from shoal.launcher.members import kill_member
+from shoal.launcher.members import kill_member, kill_server
 from shoal.launcher.registry import newest_cluster
 from shoal.launcher.submissions import Submission, Submissions
 
@@ -322,16 +322,28 @@ class Client:
         self._ask(job_id, lambda client: client.drain_server(job_id, server, reason=reason))
         return server
 
-    def kill(self, job_id: str, *, rank: int | None = None) -> Member | None:
-        """Kills the worker of a rank and returns its `Member`. Without a rank, kills all workers of
-        a submitted job and returns when its launcher has ended, with status 143. Works only on the
-        machine where they run.
+    def kill(
+        self, job_id: str, *, rank: int | None = None, server: str | None = None
+    ) -> Member | None:
+        """Kills the worker of a rank and returns its `Member`, or a parameter server by its id.
+        Without either, kills all workers of a submitted job and returns when its launcher has
+        ended, with status 143. Works only on the machine where they run.
 
         Raises:
-            UnknownResourceError: MEMBER_UNKNOWN: no member has this rank; SUBMISSION_UNKNOWN:
-                without a rank, the job was not submitted here.
+            UnknownResourceError: MEMBER_UNKNOWN: no member has this rank; SERVER_UNKNOWN: there is
+                no such server; SUBMISSION_UNKNOWN: without either, the job was not submitted here;
+                PROCESS_UNKNOWN: the process is gone or elsewhere.
             PreconditionError: MEMBER_ELSEWHERE, PROCESS_NOT_OURS: this process may not kill it.
         """
+        if rank is not None and server is not None:
+            raise ConfigurationError(f"kill(rank={rank!r}, server={server!r}): give one of them")
+        if server is not None:
+            if all(each.server_id != server for each in self.job(job_id).servers):
+                raise UnknownResourceError(
+                    f"job {job_id} has no parameter server {server!r}", reason="SERVER_UNKNOWN"
+                )
+            kill_server(job_id=job_id, server_id=server)
+            return None
         if rank is None:
             self._submissions.newest(job_id).kill()
             return None

@@ -77,6 +77,8 @@ class RunFigures:
     """Committed steps, without those that were undone."""
     last_step: int
     """Number of the last step; more than `steps` in a run resumed from a checkpoint."""
+    steps_in_all: int
+    """Steps that the run's loop would take in all; 0 if unknown."""
     samples: int
     """Samples of those steps over all ranks; 0 if the script distributes its samples itself."""
     seconds: float
@@ -142,6 +144,14 @@ def figures_lines(figures: RunFigures) -> list[str]:
     else:
         second += "no pause; "
     return [first, second + f"{figures.lost_s:.3f} s lost"]
+
+
+def stopped_line(figures: RunFigures, reason: str) -> str:
+    """Returns a line for people about a run that was asked to stop."""
+    where = f"{figures.last_step:,}" if figures.last_step else "0"
+    if figures.steps_in_all and not figures.asynchronous:
+        where += f" of {figures.steps_in_all:,}"
+    return f"stopped at step {where}" + (f": {reason}" if reason else "")
 
 
 class RunAccount:
@@ -255,6 +265,7 @@ class RunAccount:
         return RunFigures(
             steps=max(0, course.steps - course.steps_before),
             last_step=course.steps,
+            steps_in_all=course.steps_in_all,
             samples=course.samples,
             seconds=course.seconds,
             faults=self.changes.faults,

@@ -73,6 +73,8 @@ class RunResult:
     """Failures that made the run fail, first one first."""
     survived: tuple[WorkerExit, ...]
     """Failures made up for by a replacement or by other workers."""
+    stopped: str | None = None
+    """Reason for which the job was asked to stop; None if it was not."""
 
 
 class Agent:
@@ -108,6 +110,7 @@ class Agent:
             workers=settings.workers,
             max_restarts=settings.max_restarts,
             fail_fast=settings.fail_fast,
+            fail_on_stop=settings.fail_on_stop,
         )
         self._workers: set[Worker] = set()
         self._asked_to_end: set[Worker] = set()
@@ -141,7 +144,7 @@ class Agent:
         ending = Ending.FAILED
         try:
             code = asyncio.run(self._run())
-            if code == 0:
+            if code == 0 or self._policy.was_stopped:
                 ending = Ending.FINISHED
             elif self._signal is not None or (self._policy.elastic and not self._policy.fails_job):
                 ending = Ending.STOPPED
@@ -151,6 +154,7 @@ class Agent:
             exit_code=code,
             failures=tuple(self._policy.failures),
             survived=tuple(self._policy.survived),
+            stopped=self._why if self._policy.was_stopped else None,
         )
 
     async def _run(self) -> int:

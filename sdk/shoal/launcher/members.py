@@ -1,9 +1,10 @@
-"""Kills workers that this process has not started: one described by the coordinator, or all of one
-launcher. A worker is identified by the member id in its environment."""
+"""Kills processes that this process has not started: a worker or parameter server described by the
+coordinator, or all workers of one launcher. A worker is identified by the member id in its environment."""
 
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 from pathlib import Path
 from typing import Final
@@ -47,6 +48,59 @@ def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
         ) from error
     finally:
         process.close()
+
+
+def kill_server(*, job_id: str, server_id: str) -> int:
+    """Kills a job's parameter server with SIGKILL and returns its pid. Its command line or its
+    environment identifies it, since the coordinator does not know its process.
+
+    Raises:
+        UnknownResourceError: PROCESS_UNKNOWN: no such process of this user runs on this machine.
+        PreconditionError: PROCESS_NOT_OURS: several processes match.
+    """
+    found = [pid for pid in _pids() if _is_server(pid, job_id, server_id)]
+    if len(found) > 1:
+        raise PreconditionError(
+            f"pids {', '.join(map(str, found))} all run server {server_id} of job {job_id}; kill "
+            "the right one by its pid",
+            reason="PROCESS_NOT_OURS",
+        )
+    try:
+        with contextlib.closing(Handle(found[0])) as process:
+            if _is_server(process.pid, job_id, server_id):
+                process.kill()
+                return process.pid
+    except (IndexError, ProcessLookupError):
+        pass
+    raise UnknownResourceError(
+        f"no process of server {server_id} of job {job_id} runs on this machine "
+        f"({socket.gethostname()}); run this where it runs, or `shoal drain {server_id}`",
+        reason="PROCESS_UNKNOWN",
+    )
+
+
+def _pids() -> list[int]:
+    return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
+
+
+def _is_server(pid: int, job_id: str, server_id: str) -> bool:
+    try:
+        words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+        if not any(b"shoal_ps_server" in word or b"shoal-ps-server" in word for word in words):
+            return False
+        variables = _environment(pid)
+    except (FileNotFoundError, PermissionError, ProcessLookupError):
+        return False
+    pairs = set(itertools.pairwise(words))
+    return all(
+        (f"--{flag}".encode(), value.encode()) in pairs
+        or f"--{flag}={value}".encode() in words
+        or f"{variable}={value}".encode() in variables
+        for flag, variable, value in (
+            ("job", "SHOAL_PS_SERVER_JOB", job_id),
+            ("server-id", "SHOAL_PS_SERVER_SERVER_ID", server_id),
+        )
+    )
 
 
 def kill_workers(launcher: int) -> None:

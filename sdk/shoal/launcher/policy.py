@@ -109,10 +109,18 @@ class WorkerExit:
 class RestartPolicy:
     """Restart state of one launcher's workers."""
 
-    def __init__(self, *, workers: int, max_restarts: int | None, fail_fast: bool = True) -> None:
+    def __init__(
+        self,
+        *,
+        workers: int,
+        max_restarts: int | None,
+        fail_fast: bool = True,
+        fail_on_stop: bool = False,
+    ) -> None:
         """For `workers` processes. `max_restarts`: in total for a plain script, per worker for an
         elastic one; None: 0, and ELASTIC_RESTARTS for elastic workers that did not raise. Without
-        `fail_fast` the others continue when one has raised."""
+        `fail_fast` the others continue when one has raised. With `fail_on_stop` a run that was
+        asked to stop is not finished."""
         self.restarts = 0
         """Number of restarts of all workers so far."""
         self.elastic = False
@@ -127,6 +135,7 @@ class RestartPolicy:
         self._failures: list[WorkerExit] = []
         self._max_restarts = max_restarts
         self._fail_fast = fail_fast
+        self._fail_on_stop = fail_on_stop
         self._replaced = [0] * workers
         self._stopping = False
 
@@ -221,6 +230,11 @@ class RestartPolicy:
         """True if the other launchers of the job must be informed of `fatal`."""
         return self.fatal is not None and self._fail_fast
 
+    @property
+    def was_stopped(self) -> bool:
+        """True if the job was asked to stop (StopJob), and no worker's failure ended it."""
+        return self.elastic and self.end is JobEnd.STOPPED and self.fatal is None
+
     def exit_code(self, *, signal_number: int = 0) -> int:
         """Returns the exit code of the run after its last worker. `signal_number`: signal that
         asked the launcher to exit; 0 if none."""
@@ -234,8 +248,10 @@ class RestartPolicy:
                 if self._failures
                 else 0
             )
-        if self.end is JobEnd.COMPLETED or (self.end is JobEnd.STOPPED and not signal_number):
+        if self.end is JobEnd.COMPLETED:
             return 0
+        if self.end is JobEnd.STOPPED and not signal_number:
+            return PUT_OUT if self._fail_on_stop else 0
         if self.end is JobEnd.FAILED:
             return 1
         if signal_number:

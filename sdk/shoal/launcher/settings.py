@@ -203,6 +203,8 @@ class RunSettings:
     """None: the default of `policy`."""
     fail_fast: bool = True
     """An elastic worker that raised and is not restarted ends the job."""
+    fail_on_stop: bool = False
+    """A run that was asked to stop ends with the status for unfinished ones."""
     allow_restart_from_scratch: bool = False
     """Workers may begin at step 0 if every process with the training state is gone and no
     checkpoint was loaded."""

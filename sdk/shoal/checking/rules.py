@@ -96,7 +96,7 @@ def _files(script: Script) -> Iterator[Finding]:
             remedy = "`if shoal.is_main_process():` around it, or a path with shoal.rank() in it"
         yield _finding(
             call,
-            f"{last_name(call)}() writes {ast.unparse(path)} on every rank: they overwrite each "
+            f"{name or last_name(call)}() writes {ast.unparse(path)} on every rank: they overwrite each "
             "other's file",
             remedy,
         )
@@ -255,20 +255,31 @@ def _values(script: Script) -> Iterator[Finding]:
     for loop in script.training_loops():
         scope = script.scope(loop)
         block = script.tree.body if scope is None else scope.body
-        for made in (node for node in ast.walk(ast.Module(block, [])) if _is_plain(node)):
-            assert isinstance(made, ast.Assign)
-            if made.lineno >= loop.lineno or script.scope(made) is not scope:
+        for made in (node for part in block for node in ast.walk(part)):
+            if (
+                not isinstance(made, ast.Assign)
+                or made.lineno >= loop.lineno
+                or script.scope(made) is not scope
+            ):
                 continue
-            for target in made.targets:
-                if isinstance(target, ast.Name) and _decides(script, loop, target.id):
-                    yield _unregistered(made, target.id, made.value)
+            for name, value in _assigned(made):
+                if _is_plain(value) and _decides(script, loop, name):
+                    yield _unregistered(made, name, value)
 
 
-def _is_plain(node: ast.AST) -> bool:
-    """Returns whether a node assigns a number, or None, to a name."""
-    if not isinstance(node, ast.Assign):
-        return False
-    value = node.value
+def _assigned(made: ast.Assign) -> Iterator[tuple[str, ast.AST]]:
+    """Names and their values, also of `a, b = 0, 1`."""
+    for target in made.targets:
+        if isinstance(target, ast.Name):
+            yield target.id, made.value
+        elif isinstance(target, ast.Tuple) and isinstance(made.value, ast.Tuple):
+            for name, value in zip(target.elts, made.value.elts, strict=False):
+                if isinstance(name, ast.Name):
+                    yield name.id, value
+
+
+def _is_plain(value: ast.AST) -> bool:
+    """Returns whether a value is a literal number or None."""
     if isinstance(value, ast.UnaryOp):
         value = value.operand
     if isinstance(value, ast.Constant):

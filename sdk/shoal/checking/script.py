@@ -253,6 +253,8 @@ def _names_in(node: ast.AST) -> Iterator[str]:
             yield part.id
         elif isinstance(part, ast.Attribute):
             yield part.attr
+        elif isinstance(part, ast.Constant) and part.value in ("RANK", "LOCAL_RANK"):
+            yield part.value  # of the environment
 
 
 def _words(name: str) -> set[str]:

@@ -1,5 +1,6 @@
-"""Kills processes that this process has not started: a worker or parameter server described by the
-coordinator, or all workers of one launcher. A worker is identified by the member id in its environment."""
+"""Kills processes that this process has not started: a worker or parameter server that the
+coordinator describes, or all workers of one launcher. A worker is identified by the member id in
+its environment."""
 
 from __future__ import annotations
 

@@ -162,6 +162,28 @@ def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_a
     assert "serves again" not in cluster.stderr
 
 
+def test_kill_ends_a_parameter_server_which_its_launcher_starts_anew(
+    shell: Shell, elastic_worker: Path
+) -> None:
+    flags = ("--standalone", "--servers", "1", "--rdzv-id", "digits")
+    cluster = shell.start("run", *flags, elastic_worker, shell.directory / "finish")
+    cluster.wait_for_output("[0]: generation 1")
+    status, out, err = shell.run("kill", "server-0")
+    assert (status, out, err) == (
+        0,
+        "killed parameter server server-0 of job digits: SIGKILL\n",
+        "",
+    )
+    cluster.wait_for(
+        lambda: "ended (SIGKILL) and serves again" in cluster.stderr, "the server to be back"
+    )
+    status, _, err = shell.run("kill", "server-7")
+    assert status == 1
+    assert "job digits has no parameter server 'server-7'" in err
+    (shell.directory / "finish").touch()
+    assert cluster.wait() == 0
+
+
 @pytest.mark.parametrize("command", ["kill", "drain"])
 def test_a_rank_that_is_not_there_is_refused(
     shared_shell: Shell, cluster: Command, command: str

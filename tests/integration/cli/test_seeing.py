@@ -157,6 +157,7 @@ def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(
     run = shell.start(
         "run",
         "--standalone",
+        "--fail-on-stop",
         "--nproc-per-node",
         "2",
         "--rdzv-id",
@@ -169,7 +170,8 @@ def test_stop_ends_a_job_at_a_border_and_followed_events_end_with_it(
     events.wait_for_output("generation_formed")
     status, out, err = shell.run("stop", "--reason", "seen enough")
     assert (status, out, err) == (0, "job short will stop after the current step\n", "")
-    assert run.wait() == 0
+    assert run.wait() == PUT_OUT
+    assert re.search(r"^shoal: stopped at step \d+.*: seen enough$", run.stderr, re.MULTILINE)
     assert (events.wait(), events.stderr) == (0, "")
     assert "stop_requested" in events.stdout
     assert "seen enough" in events.stdout

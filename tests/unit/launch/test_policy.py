@@ -28,8 +28,12 @@ def ended(index: int, status: ExitStatus, *, unix_s: float = 0.0, message: str =
     )
 
 
-def policy(max_restarts: int | None = None, *, fail_fast: bool = True) -> RestartPolicy:
-    return RestartPolicy(workers=3, max_restarts=max_restarts, fail_fast=fail_fast)
+def policy(
+    max_restarts: int | None = None, *, fail_fast: bool = True, fail_on_stop: bool = False
+) -> RestartPolicy:
+    return RestartPolicy(
+        workers=3, max_restarts=max_restarts, fail_fast=fail_fast, fail_on_stop=fail_on_stop
+    )
 
 
 class TestPlainScript:
@@ -285,3 +289,30 @@ class TestWhatIsKnownOfTheJob:
 def test_exit_statuses_are_told_as_shells_do(returncode: int, code: int, text: str) -> None:
     status = ExitStatus.from_returncode(returncode)
     assert (status.code, str(status)) == (code, text)
+
+
+class TestStoppedJob:
+    @pytest.mark.parametrize(("fail_on_stop", "code"), [(False, 0), (True, PUT_OUT)])
+    def test_it_is_unfinished_only_if_the_flag_says_so(
+        self, fail_on_stop: bool, code: int
+    ) -> None:
+        story = policy(fail_on_stop=fail_on_stop)
+        story.heard(JobEnd.STOPPED)
+        for index in range(3):
+            assert story.exited(ended(index, DONE), elastic=True) is Action.NONE
+        assert story.was_stopped
+        assert story.exit_code() == code
+
+    def test_the_flag_does_not_concern_a_completed_job(self) -> None:
+        story = policy(fail_on_stop=True)
+        story.heard(JobEnd.COMPLETED)
+        story.exited(ended(0, DONE), elastic=True)
+        assert not story.was_stopped
+        assert story.exit_code() == 0
+
+    def test_a_worker_that_raised_counts_more_than_the_stop(self) -> None:
+        story = policy()
+        story.exited(ended(0, RAISED), elastic=True)
+        story.heard(JobEnd.STOPPED)
+        assert not story.was_stopped
+        assert story.exit_code() == 1

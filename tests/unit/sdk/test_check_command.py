@@ -1,0 +1,180 @@
+"""`shoal check` on scripts that are right, and on scripts that are not."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from pathlib import Path
+
+import pytest
+from shoal.checking.rules import check
+from shoal.cli.app import app
+from shoal_common.errors import ConfigurationError
+from typer.testing import CliRunner
+
+_ROOT = Path(__file__).parents[3]
+_EXAMPLES = sorted(path for path in (_ROOT / "examples").glob("*.py"))
+_PAGES = sorted((_ROOT / "docs/migration").glob("*.md"))
+
+_START = """
+import copy, logging, math, os, time
+import shoal, torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+from tqdm import tqdm
+
+net = nn.Linear(2, 1)
+model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
+loader = shoal.ElasticDataLoader(dataset, global_batch_size=8)
+"""
+_LOOP = """
+for epoch in loader.epochs(3):
+    for x, y in loader:
+        nn.functional.mse_loss(model(x), y).backward()
+        optimizer.step()
+"""
+
+
+def _found(before: str = "", inside: str = "") -> list[str]:
+    """Lines with findings of a script with code before its loop and at the end of each epoch."""
+    source = (
+        _START + textwrap.dedent(before) + _LOOP + textwrap.indent(textwrap.dedent(inside), "    ")
+    )
+    found = check(source)
+    assert found is not None
+    return [source.splitlines()[finding.line - 1].strip() for finding in found]
+
+
+@pytest.mark.parametrize("path", _EXAMPLES, ids=lambda path: path.name)
+def test_examples_are_clean_except_the_plain_one(path: Path) -> None:
+    found = check(path.read_text(), path.name) or []
+    if path.name == "train_plain.py":
+        assert [finding.what.split()[0] for finding in found] == [
+            "DataLoader",
+            "training",
+            "print()",
+        ]
+    else:
+        assert found == []
+
+
+@pytest.mark.parametrize("path", _PAGES, ids=lambda path: path.stem)
+def test_migration_pages_are_reported_before_and_clean_after(path: Path) -> None:
+    sections = re.split(r"^## (.*)$", path.read_text(), flags=re.MULTILINE)[1:]
+    for title, text in zip(sections[::2], sections[1::2], strict=True):
+        for block in re.findall(r"```python[^\n]*\n(.*?)```", text, re.DOTALL):
+            found = check(block) or []
+            assert bool(found) == (title == "Before"), (title, found)
+
+
+@pytest.mark.parametrize(
+    ("before", "inside", "line"),
+    [
+        ("", "print(epoch)", "print(epoch)"),
+        ("", "if epoch % 2 == 0:\n    print(epoch)", "print(epoch)"),
+        ("", "torch.save(net.state_dict(), 'a.pt')", "torch.save(net.state_dict(), 'a.pt')"),
+        ("log = open('log.txt', 'a')", "", "log = open('log.txt', 'a')"),
+        ("logging.basicConfig()", "", "logging.basicConfig()"),
+        ("bar = tqdm(range(3))", "", "bar = tqdm(range(3))"),
+        ("best = 0.0", "if value > best:\n    best = value", "best = 0.0"),
+        ("best, other = math.inf, 1", "best = min(best, value)", "best, other = math.inf, 1"),
+        ("count = 0", "count += 1\nif count > 5:\n    break", "count = 0"),
+        ("ema = copy.deepcopy(net)", "update(ema, net)", "ema = copy.deepcopy(net)"),
+        ("dist.init_process_group()", "", "dist.init_process_group()"),
+        ("net = nn.DataParallel(net)", "", "net = nn.DataParallel(net)"),
+        ("", "dist.all_reduce(value)", "dist.all_reduce(value)"),
+        ("net.to('cuda:0')", "", "net.to('cuda:0')"),
+        ("net.cuda()", "", "net.cuda()"),
+        ("torch.manual_seed(time.time())", "", "torch.manual_seed(time.time())"),
+        ("torch.manual_seed(3 + shoal.rank())", "", "torch.manual_seed(3 + shoal.rank())"),
+        ("rank = int(os.environ['RANK'])", "", "rank = int(os.environ['RANK'])"),
+        (
+            "",
+            "s = torch.optim.lr_scheduler.StepLR(optimizer, 1)",
+            "s = torch.optim.lr_scheduler.StepLR(optimizer, 1)",
+        ),
+        ("loader = DataLoader(dataset)", "", "loader = DataLoader(dataset)"),
+        (
+            "held_out = DataLoader(dataset)",
+            "with torch.no_grad():\n    for batch in held_out:\n        model(batch)",
+            "for batch in held_out:",
+        ),
+    ],
+)
+def test_a_line_is_reported(before: str, inside: str, line: str) -> None:
+    assert _found(before, inside) == [line]
+
+
+@pytest.mark.parametrize(
+    ("before", "inside"),
+    [
+        ("", "shoal.print_once(epoch)"),
+        ("", "if shoal.is_main_process():\n    print(epoch)"),
+        ("first = shoal.is_main_process()", "if first and epoch:\n    print(epoch)"),
+        ("", "print(f'{shoal.rank()}: {epoch}')"),
+        ("", "print(epoch)  # shoal: ignore"),
+        ("def log(x):\n    print(x)", "if shoal.is_main_process():\n    log(epoch)"),
+        (
+            "def log(x):\n    if not shoal.is_main_process():\n        return\n    print(x)",
+            "log(1)",
+        ),
+        ("bar = tqdm(range(3), disable=not shoal.is_main_process())", ""),
+        ("text = open('config.json').read()", ""),
+        ("with shoal.main_first():\n    open('a', 'w')", ""),
+        ("", "torch.save(state, f'part-{shoal.rank()}.pt')"),
+        ("run = shoal.register_state(best=0.0)", "run.best = max(run.best, value)"),
+        ("limit = 5", "if epoch > limit:\n    break"),
+        ("total = 0.0", "total += value"),
+        ("last = None", "last = f()\nif last is not None:\n    g(last)"),
+        ("ema = copy.deepcopy(net)\nshoal.register_state(ema=ema)", "update(ema, net)"),
+        ("frozen = copy.deepcopy(net)", ""),
+        ("torch.manual_seed(0)", ""),
+        ("", "dist.all_reduce(value, group=shoal.process_group())"),
+        (
+            "plain = DataLoader(dataset)\nloader = shoal.ElasticDataLoader.from_dataloader(plain)",
+            "",
+        ),
+        ("held_out = DataLoader(dataset)", "shoal.evaluate(model, held_out, measure)"),
+        ("held_out = DataLoader(dataset)", "statistics = [len(batch) for batch in held_out]"),
+        ("device = 'cuda' if torch.cuda.is_available() else 'cpu'", ""),
+    ],
+)
+def test_a_line_is_not_reported(before: str, inside: str) -> None:
+    assert _found(before, inside) == []
+
+
+def test_the_command_names_file_line_and_remedy_and_fails_if_there_are_findings(
+    tmp_path: Path,
+) -> None:
+    script = tmp_path / "a.py"
+    script.write_text(_START + _LOOP)
+    result = CliRunner().invoke(app, ["check", str(script)])
+    assert (result.exit_code, result.stdout) == (0, "nothing to change\n")
+    script.write_text(_START + _LOOP + "    print(epoch)\n")
+    line = len(script.read_text().splitlines())
+    result = CliRunner().invoke(app, ["check", str(script)])
+    assert result.exit_code == 1
+    assert result.stdout.splitlines() == [
+        f"{script}:{line}: print() on every rank: the same line once for each worker",
+        "    remedy: shoal.print_once(...)",
+        "1 line to change",
+    ]
+
+
+def test_a_script_without_a_training_loop_is_not_checked(tmp_path: Path) -> None:
+    script = tmp_path / "a.py"
+    script.write_text("print(1)\n")
+    result = CliRunner().invoke(app, ["check", str(script)])
+    assert result.exit_code == 0
+    assert "no training loop was found" in result.stdout
+
+
+@pytest.mark.parametrize("content", [None, "def (:\n"])
+def test_what_is_no_script_is_refused(tmp_path: Path, content: str | None) -> None:
+    script = tmp_path / "a.py"
+    if content is not None:
+        script.write_text(content)
+    result = CliRunner().invoke(app, ["check", str(script)])
+    assert isinstance(result.exception, ConfigurationError)
+    assert "a.py" in str(result.exception)

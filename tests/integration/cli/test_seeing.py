@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from shoal.launcher.submissions import Submissions
 from shoal_common.clients.coordinator import CoordinatorClient
+from shoal_common.exit_status import PUT_OUT
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1.coordinator_pb2 import JobSpec
 

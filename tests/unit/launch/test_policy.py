@@ -293,9 +293,7 @@ def test_exit_statuses_are_told_as_shells_do(returncode: int, code: int, text: s
 
 class TestStoppedJob:
     @pytest.mark.parametrize(("fail_on_stop", "code"), [(False, 0), (True, PUT_OUT)])
-    def test_it_is_unfinished_only_if_the_flag_says_so(
-        self, fail_on_stop: bool, code: int
-    ) -> None:
+    def test_it_is_unfinished_only_if_the_flag_says_so(self, fail_on_stop: bool, code: int) -> None:
         story = policy(fail_on_stop=fail_on_stop)
         story.heard(JobEnd.STOPPED)
         for index in range(3):

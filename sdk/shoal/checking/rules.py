@@ -25,7 +25,7 @@ class Finding:
 
     line: int
     what: str
-    """What the line does in an elastic run."""
+    """Effect of the line in an elastic run."""
     remedy: str
 
 
@@ -96,8 +96,8 @@ def _files(script: Script) -> Iterator[Finding]:
             remedy = "`if shoal.is_main_process():` around it, or a path with shoal.rank() in it"
         yield _finding(
             call,
-            f"{name or last_name(call)}() writes {ast.unparse(path)} on every rank: they overwrite each "
-            "other's file",
+            f"{name or last_name(call)}() writes {ast.unparse(path)} on every rank: they overwrite "
+            "each other's file",
             remedy,
         )
 

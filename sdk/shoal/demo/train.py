@@ -31,6 +31,8 @@ def main() -> None:
     torch.manual_seed(0)
     train_set, test_set = digits.datasets()
     net = digits.network()
+    model: shoal.ShardedModel
+    optimizer: shoal.ShardedOptimizer
     if options.strategy == "ddp":
         # Shoal
         model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-3))
@@ -64,7 +66,9 @@ def main() -> None:
                     step=loader.global_step,
                     loss=loss.item(),
                     samples=len(labels),
-                    staleness=optimizer.last_staleness if options.strategy == "async_sgd" else 0.0,
+                    staleness=optimizer.last_staleness
+                    if isinstance(optimizer, shoal.AsyncSGDOptimizer)
+                    else 0.0,
                 )
             optimizer.zero_grad()
 

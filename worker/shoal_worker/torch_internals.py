@@ -10,6 +10,9 @@ Each name exists in all of `TESTED` and has no public counterpart there, with th
     queue_callback                public from 2.15 on: torch.autograd.graph.queue_callback
     all_gather_single, ...        from 2.13 on; before by other names, see _NATIVE_NAMES
     _FR_SELF_RECORDING_BACKENDS   from 2.15 on; earlier versions need nothing in its place
+    enable_reconfigure            of _DistributedBackendOptions, from 2.14 on, like the functions
+                                  that call what backends/gloo/reconfigurable.py implements:
+                                  _supports_reconfigure, _get_reconfigure_handle, _reconfigure
 
 `make test-torch VERSION=2.15.0` runs the tests with another torch, `make test-torches` with all.
 """
@@ -134,6 +137,7 @@ __all__ = [
     "_set_thread_isolation_mode",
     "_unregister_process_group",
     "after_backward",
+    "asks_for_reconfigure",
     "c10d",
     "compute_local_shape_and_global_offset",
     "cuda_is_unusable",
@@ -181,6 +185,11 @@ def gloo_options() -> Any:
     """Returns new options of torch's ProcessGroupGloo."""
     # the stub calls the class Options
     return c10d.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+
+
+def asks_for_reconfigure(options: _DistributedBackendOptions) -> bool:
+    """Returns whether a process group is made with `enable_reconfigure=True`."""
+    return bool(getattr(options, "enable_reconfigure", False))
 
 
 def function_modes() -> list[TorchFunctionMode]:

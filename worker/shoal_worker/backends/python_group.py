@@ -59,6 +59,7 @@ class NamedGroup(_ProcessGroup):
 
     supports_coalescing: ClassVar[bool] = False
     supports_splitting: ClassVar[bool] = False
+    supports_reconfigure: ClassVar[bool] = False
 
 
 def _collective(name: str) -> Any:

@@ -32,9 +32,10 @@ from typing_extensions import override
 from shoal_worker.backends.base import CommunicationBackend, Traffic
 from shoal_worker.backends.gloo.forming import FormingGroup, connect_gloo
 from shoal_worker.backends.gloo.interruptible import InterruptibleGroup
+from shoal_worker.backends.gloo.reconfigurable import ReconfigurableGroup
 from shoal_worker.backends.gloo.sockets import address_for
 from shoal_worker.store.redis_store import RedisStore
-from shoal_worker.torch_internals import _DistributedBackendOptions
+from shoal_worker.torch_internals import _DistributedBackendOptions, asks_for_reconfigure
 
 
 class GlooBackend(CommunicationBackend):
@@ -122,9 +123,19 @@ class GlooBackend(CommunicationBackend):
         return False  # the group raises MembershipChanged itself
 
 
-def create_group(options: _DistributedBackendOptions, _: Any) -> InterruptibleGroup:
+def create_group(
+    options: _DistributedBackendOptions, _: Any
+) -> InterruptibleGroup | ReconfigurableGroup:
     """Called by torch for the default group and each new_group. As with torch's gloo, a peer may
     take the whole timeout to come."""
+    if asks_for_reconfigure(options):
+        return ReconfigurableGroup(
+            options.store,
+            options.group_rank,
+            options.group_size,
+            GroupName(options.group_id),
+            options.timeout,
+        )
     formed = connect_gloo(
         options.store,
         options.group_rank,

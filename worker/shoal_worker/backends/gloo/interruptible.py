@@ -102,6 +102,8 @@ class InterruptibleGroup(ForwardingGroup):
         self._shut_down = False
         self._idle = threading.Event()
         """Set once it is shut down and Gloo has nothing left to do."""
+        self._works_ended = threading.Event()
+        """Set once it is aborted and what was pending is over."""
         self._lock = threading.Lock()
         """Guards the reason and the two above."""
         self._scratch = ScratchMemory(most=_MOST_SCRATCH)
@@ -134,10 +136,23 @@ class InterruptibleGroup(ForwardingGroup):
             self._sums.shut_down()
         if unfinished:
             native_threads.start(
-                partial(end_works, unfinished, reason, self._sockets.drain), name="shoal-gloo-abort"
+                partial(self._end_works, unfinished, reason), name="shoal-gloo-abort"
             )
+        else:
+            self._works_ended.set()
         if self._ended is not None:
             self._ended(reason)
+
+    def _end_works(self, works: Sequence[InterruptibleWork | Transfer], reason: str) -> None:
+        try:
+            end_works(works, reason, self._sockets.drain)
+        finally:
+            self._works_ended.set()
+
+    def await_end(self) -> None:
+        """Blocks, after an abort, until what was pending is over: Gloo no longer writes into its
+        tensors."""
+        self._works_ended.wait()
 
     def traffic(self) -> dict[str, Traffic]:
         """Implements `GroupSockets.traffic`."""

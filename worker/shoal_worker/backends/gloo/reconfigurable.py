@@ -1,0 +1,214 @@
+"""Groups that change their ranks: torch's experimental `_reconfigure`, from torch 2.14 on.
+
+`init_process_group("shoal_gloo", enable_reconfigure=True)` makes a `ReconfigurableGroup` without
+connections. Each `_reconfigure` ends the group of ranks that there was (interruptible.py), waits
+until Gloo is done with its tensors, and connects the ranks whose handles it is given. torch's own
+Gloo leaves collectives in flight: they write into their tensors when a rank that had stopped
+continues.
+
+Each group of ranks ends for all of them when one leaves it, dies or reconfigures: nobody waits for
+a rank that is gone.
+
+Threads: one thread reconfigures and issues collectives; `abort` is for any thread.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Collection, Sequence
+from datetime import timedelta
+from typing import Any, ClassVar, Final, Protocol
+
+import torch
+import torch.distributed as dist
+from shoal_common.errors import ShoalError
+from torch.distributed import Work
+from torch.distributed.distributed_c10d import GroupName, PrefixStore, Store
+
+from shoal_worker.backends.base import GroupEndedError
+from shoal_worker.backends.gloo.forming import FormingGroup
+from shoal_worker.backends.gloo.interruptible import InterruptibleGroup
+from shoal_worker.backends.gloo.sockets import address_for
+from shoal_worker.backends.python_group import ForwardingGroup
+
+_NEVER: Final = "the process group has no ranks yet: call torch.distributed._reconfigure first"
+
+
+class ReconfigureOptions(Protocol):
+    """torch's class of that name, which only some versions have."""
+
+    uuid: int
+    handles: Collection[str]
+    """A list gives ranks by position; a set leaves them to the group."""
+    timeout: timedelta | None
+    hints: dict[str, str]
+
+
+class ReconfigurableGroup(ForwardingGroup):
+    """Forwards collectives to the group of the ranks that it was last given."""
+
+    backend_name: ClassVar[str] = "shoal_gloo"
+    supports_reconfigure: ClassVar[bool] = True
+
+    def __init__(
+        self, store: Store, rank: int, size: int, name: GroupName, timeout: timedelta
+    ) -> None:
+        """
+        store: for meetings of ranks; all that ever meet have the same.
+        rank, size: what `rank()` and `size()` return before the first `reconfigure`.
+        timeout: of collectives, and of a `reconfigure` that is given none.
+        """
+        super().__init__(rank, size, name)
+        self._store = store
+        self._place = rank, size
+        self._timeout = timeout
+        self._handle = f"shoal_gloo:{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
+        self._used: set[int] = set()
+        self._lock = threading.Lock()
+        """Guards all below."""
+        self._reason = _NEVER
+        """Why there is no group of ranks; of no meaning while there is one."""
+        self._forming: FormingGroup | None = None
+        self._group: InterruptibleGroup | None = None
+
+    def rank(self) -> int:
+        """Returns the rank given by the last `reconfigure`."""
+        return self._place[0]
+
+    def size(self) -> int:
+        """Returns the number of ranks given by the last `reconfigure`."""
+        return self._place[1]
+
+    # looked up by torch's C++ code
+    getRank, getSize = rank, size  # noqa: N815
+
+    def get_reconfigure_handle(self) -> str:
+        """Returns the name of this process in `handles`. It stays the same."""
+        return self._handle
+
+    def reconfigure(self, opts: ReconfigureOptions) -> Work:
+        """Ends the group of ranks that there is, and connects those of `opts.handles`.
+
+        All of them call it, each with the same uuid, which is new, and the same handles. Blocks
+        until all are connected, at most `opts.timeout`; `abort` ends the wait. Raises
+        DistBackendError at once, and leaves the group as it is, if the uuid was used before or the
+        handles lack this process; GroupEndedError if ranks did not come or went away. Then there is
+        no group, and another call may follow.
+        """
+        handles = sorted(opts.handles) if isinstance(opts.handles, set) else list(opts.handles)
+        if opts.uuid in self._used:
+            raise dist.DistBackendError(
+                f"uuid={opts.uuid} was already used; expected one that is new with every "
+                "reconfigure"
+            )
+        if handles.count(self._handle) != 1 or len(set(handles)) != len(handles):
+            raise dist.DistBackendError(
+                f"handles={handles}: expected different ones, and among them that of this process, "
+                f"{self._handle}"
+            )
+        self._used.add(opts.uuid)
+        rank, size = handles.index(self._handle), len(handles)
+        timeout = opts.timeout or self._timeout
+        deadline = time.monotonic() + timeout.total_seconds()
+        self._end(f"the process group was reconfigured, with uuid {opts.uuid}")
+        try:
+            group = self._connect(opts.uuid, handles, deadline)
+        except (ShoalError, RuntimeError) as error:
+            self._reason = f"reconfigure with uuid {opts.uuid} failed: {error}"
+            raise GroupEndedError(self._reason) from error
+        self._place = rank, size
+        group._set_group_name(self.group_name)
+        with self._lock:
+            self._group = group
+        return _Done()
+
+    def abort(self) -> None:
+        """Ends what is pending, also a `reconfigure`, and refuses collectives until the next one.
+        Any thread."""
+        with self._lock:
+            forming, group = self._forming, self._group
+        if forming is not None:
+            forming.give_up("the process group was aborted")
+        if group is not None:
+            group.abort()
+
+    def shutdown(self) -> None:
+        """Ends the group and closes its connections. Idempotent."""
+        self._end("the process group was shut down")
+
+    def monitored_barrier(
+        self, timeout: timedelta | None = None, wait_all_ranks: bool = False
+    ) -> None:
+        """`ProcessGroup.monitored_barrier`; not interruptible."""
+        self._live().monitored_barrier(timeout, wait_all_ranks)
+
+    @property
+    def _device_types(self) -> list[torch.device]:
+        return [torch.device("cpu")]
+
+    def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
+        work: Work = getattr(self._live(), name)(*arguments, **options)
+        return work
+
+    def _live(self) -> InterruptibleGroup:
+        with self._lock:
+            if self._group is None:
+                raise GroupEndedError(self._reason)
+            return self._group
+
+    def _end(self, reason: str) -> None:
+        """Returns when Gloo no longer writes into tensors of the group that there was."""
+        with self._lock:
+            group, self._group, self._reason = self._group, None, reason
+        if group is not None:
+            group.abort(reason)
+            group.await_end()
+            group.shutdown()
+
+    def _connect(self, number: int, handles: Sequence[str], deadline: float) -> InterruptibleGroup:
+        # Ranks that were given other handles meet elsewhere. A store of its own: the thread that
+        # connects may hold this one for as long as it waits.
+        members = hashlib.sha256("\n".join(handles).encode()).hexdigest()[:16]
+        store = PrefixStore(f"reconfigure/{number}/{members}", self._store.clone())
+        forming = FormingGroup(
+            store,
+            handles.index(self._handle),
+            len(handles),
+            hostname=address_for(self._store),
+            connect_timeout=timedelta(seconds=max(0.001, deadline - time.monotonic())),
+            timeout=self._timeout,
+            short_sums=False,
+        )
+        with self._lock:
+            self._forming = forming
+        try:
+            formed = forming.wait()
+        finally:
+            with self._lock:
+                self._forming = None
+        group = InterruptibleGroup(formed)
+        group.watch()
+        return group
+
+
+class _Done(Work):
+    """A work that is complete."""
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        return True
+
+    def is_completed(self) -> bool:
+        return True
+
+    def is_success(self) -> bool:
+        return True
+
+    def get_future(self) -> torch.futures.Future[None]:
+        future: torch.futures.Future[None] = torch.futures.Future()
+        future.set_result(None)
+        return future

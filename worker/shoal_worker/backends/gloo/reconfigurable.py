@@ -65,6 +65,10 @@ class ReconfigurableGroup(ForwardingGroup):
         """
         super().__init__(rank, size, name)
         self._store = store
+        while isinstance(store, PrefixStore):
+            store = store.underlying_store
+        self._innermost = store
+        """Kept: the others hold only the C++ half of a store written in Python."""
         self._place = rank, size
         self._timeout = timeout
         self._handle = f"shoal_gloo:{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"

@@ -22,7 +22,9 @@ from benchmarks.report import Table, grid, markdown, read
 _PAGE: Final = "tables.md"
 _ALL: Final = "all"
 _PLOTS: Final = "benchmarks"
-_INSERTED: Final = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- end of figures -->)", re.DOTALL)
+_INSERTED: Final = re.compile(
+    r"(<!-- figures: ([\w-]+) -->\n).*?(<!-- end of figures -->)", re.DOTALL
+)
 _HEADER: Final = """\
 # All tables
 

@@ -142,4 +142,9 @@ BENCHMARKS: Final = (
         title="SIGKILL of 1 worker to a step at full strength",
         module="benchmarks.replacement",
     ),
+    Benchmark(
+        key="late-writes",
+        title="Collectives in flight when a group is given up",
+        module="benchmarks.late_writes",
+    ),
 )

@@ -1,0 +1,175 @@
+"""Collectives that were left behind: do they write into tensors that are in use again, and how long
+does the next group take?
+
+benchmarks/workers/late_writes.py says what happens in a round. The schemes that are torch's own and
+Shoal's run on the torch of this interpreter, torchft on that of the peers' environment.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any, Final
+
+from benchmarks.errors import MeasurementError
+from benchmarks.figures import quantile
+from benchmarks.peers import PYTHON, torchft_version
+from benchmarks.processes import Stage
+from benchmarks.registry import Options
+from benchmarks.report import Row, Table
+
+ROUNDS: Final = 100
+NUMEL: Final = 4_000_000
+TIMEOUT_S: Final = 3.0
+_ROUND_S: Final = 30
+"""The most that a round takes, with what it waits for."""
+_RECONFIGURES_FROM: Final = (2, 14)
+
+
+def _torch() -> str:
+    return f"torch {metadata.version('torch')}"
+
+
+def _torch_that_reconfigures() -> str:
+    if tuple(map(int, metadata.version("torch").split(".")[:2])) < _RECONFIGURES_FROM:
+        raise MeasurementError(f"{_torch()} has no _reconfigure, which came with 2.14")
+    return _torch()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Candidate:
+    """One way to give up a group and form another."""
+
+    scheme: str
+    """Its name in the worker."""
+    name: str
+    version: Callable[[], str]
+    """Returns versions for the row's name. Raises MeasurementError where it cannot run."""
+    python: str = sys.executable
+    ours: bool = False
+
+
+CANDIDATES: Final = (
+    Candidate(scheme="gloo", name="torch's Gloo, formed again by hand", version=_torch),
+    Candidate(
+        scheme="reconfigure",
+        name="torch's Gloo, `_reconfigure`",
+        version=_torch_that_reconfigures,
+    ),
+    Candidate(
+        scheme="torchft",
+        name="torchft's ProcessGroupGloo",
+        version=torchft_version,
+        python=str(PYTHON),
+    ),
+    Candidate(scheme="shoal", name="`shoal_gloo`, formed again by hand", version=_torch, ours=True),
+    Candidate(
+        scheme="shoal-reconfigure",
+        name="`shoal_gloo`, `_reconfigure`",
+        version=_torch_that_reconfigures,
+        ours=True,
+    ),
+)
+
+
+def measure(options: Options) -> Table:
+    """Runs the benchmark described in the module. About 8 minutes."""
+    rounds = 4 if options.quick else ROUNDS
+    rows = {candidate: _row(candidate, rounds) for candidate in CANDIDATES}
+    return Table(
+        key="late-writes",
+        title="Collectives in flight when a group is given up",
+        target="Shoal's groups: no round with changed tensors, none that waited for the timeout",
+        method=(
+            f"In each round three processes form a group with a timeout of {TIMEOUT_S:g} s. Rank 2 "
+            "is stopped (SIGSTOP). The others begin one all-reduce, in every second round two, of "
+            f"{NUMEL / 1e6:g} million float32 each, which wait for it. After 0.1 s they give these "
+            "up, form a group of two and all-reduce 8 numbers there: the time until that is done "
+            "is the slower one's. They then fill the tensors of the old all-reduces with other "
+            "numbers. Rank 2 continues and does its part of the old all-reduces, with the same "
+            "timeout. *Changed*: rounds in which a survivor then found other numbers in its "
+            "tensors than it had filled in. *Silent*: rounds among these in which `wait()` of all "
+            "old works returned normally. *Waited*: rounds in which the next all-reduce took half "
+            "of the timeout or longer, or failed. In the first row the old group is kept, since "
+            "its destructor would wait for the timeout."
+        ),
+        columns=("rounds", "changed", "silent", "waited", "p50 s", "p99 s"),
+        rows=tuple(rows.values()),
+        verdict=verdict(
+            [row for candidate, row in rows.items() if candidate.ours and not row.failure]
+        ),
+    )
+
+
+def _row(candidate: Candidate, rounds: int) -> Row:
+    found: list[dict[str, Any]] = []
+    name, failure = candidate.name, ""
+    words = [
+        "-m",
+        "benchmarks.workers.late_writes",
+        f"--scheme={candidate.scheme}",
+        f"--rounds={rounds}",
+        f"--numel={NUMEL}",
+        f"--timeout-s={TIMEOUT_S:g}",
+    ]
+    try:
+        name += f" ({candidate.version()})"
+        with Stage() as stage:
+            output = stage.directory / "rounds.json"
+            process = stage.start(
+                candidate.scheme, [candidate.python, *words, f"--output={output}"]
+            )
+            try:
+                stage.finish(process, timeout_s=_ROUND_S * rounds)
+            finally:
+                found = _read(output)
+    except MeasurementError as error:
+        failure = str(error)
+    return described(name, " ".join(["python", *words]), found, failure)
+
+
+def _read(output: Path) -> list[dict[str, Any]]:
+    rounds: list[dict[str, Any]] = json.loads(output.read_text()) if output.exists() else []
+    return rounds
+
+
+def described(name: str, command: str, rounds: Sequence[dict[str, Any]], failure: str = "") -> Row:
+    """The row of what the worker wrote."""
+    if not rounds:
+        return Row(name=name, command=command, cells={}, failure=failure)
+    times = [one["next_s"] for one in rounds]
+    changed = [one for one in rounds if one["changed"]]
+    waited = [one for one in rounds if one["failures"] or one["next_s"] >= TIMEOUT_S / 2]
+    return Row(
+        name=name,
+        command=command,
+        cells={
+            "rounds": str(len(rounds)),
+            "changed": str(len(changed)),
+            "silent": str(sum(one["silent"] for one in rounds)),
+            "waited": str(len(waited)),
+            "p50 s": f"{quantile(times, 0.5):.3f}",
+            "p99 s": f"{quantile(times, 0.99):.3f}",
+        },
+        samples={
+            "next_s": times,
+            "changed": [one["changed"] for one in rounds],
+            "in_flight": [one["in_flight"] for one in rounds],
+        },
+        failure=failure,
+    )
+
+
+def verdict(rows: Sequence[Row]) -> str:
+    """Compares Shoal's rows with the target."""
+    judged = [
+        f"{row.name} {row.cells['changed']} and {row.cells['waited']} of {row.cells['rounds']} ("
+        + ("reached" if row.cells["changed"] == row.cells["waited"] == "0" else "not reached")
+        + ")"
+        for row in rows
+    ]
+    return f"Measured: {'; '.join(judged) or 'nothing'}."

@@ -24,7 +24,7 @@ from benchmarks.report import Row, Table
 
 ROUNDS: Final = 100
 NUMEL: Final = 4_000_000
-TIMEOUT_S: Final = 3.0
+TIMEOUT_S: Final = 2.0
 _ROUND_S: Final = 30
 """The most that a round takes, with what it waits for."""
 _RECONFIGURES_FROM: Final = (2, 14)

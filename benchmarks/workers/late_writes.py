@@ -18,6 +18,7 @@ import multiprocessing
 import os
 import signal
 import time
+import traceback
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -141,21 +142,23 @@ class ShoalByHand:
 
 
 class Torchft:
-    """torchft's ProcessGroupGloo, configured anew, as its manager does."""
+    """torchft's ProcessGroupGloo, reconfigured as its manager does."""
 
     def __init__(self, store: dist.TCPStore, rank: int, timeout: timedelta) -> None:
-        from torchft import ProcessGroupGloo
+        from torchft.process_group import ProcessGroupGloo, reconfigure_with_store
 
         self._address, self._rank = f"127.0.0.1:{store.port}", rank
+        self._timeout, self._reconfigure = timeout, reconfigure_with_store
         self._group: Any = ProcessGroupGloo(timeout=timeout)
 
     def form(self, number: int, members: Sequence[int]) -> None:
         """Implements `Scheme`."""
-        self._group.configure(
+        self._reconfigure(
+            self._group,
             f"{self._address}/group/{number}",
-            f"replica_{self._rank}",
             members.index(self._rank),
             len(members),
+            self._timeout,
         )
 
     def all_reduce(self, tensor: torch.Tensor) -> dist.Work:
@@ -186,7 +189,7 @@ def main() -> None:
     if options.scheme.startswith("shoal"):
         import shoal_worker.backends.gloo.backend  # noqa: F401 - once, not in every rank
     if options.scheme == "torchft":
-        import torchft  # noqa: F401 - once, not in every rank
+        import torchft.process_group  # noqa: F401 - once, not in every rank
     rounds = []
     for number in range(options.rounds):
         rounds.append(
@@ -253,6 +256,8 @@ def _fork(
             else:
                 _survive(store, rank, groups, tensors, timeout)
             time.sleep(_PATIENCE.total_seconds())  # until it is killed
+        except BaseException:
+            traceback.print_exc()
         finally:
             os._exit(1)
     return child

@@ -9,11 +9,12 @@ its ranks when it ends for one; a rank that leaves in good order does so after a
 take part in.
 
 `init_process_group("shoal_gloo")` makes such groups torch's default group and sub-groups, for code
-that needs torch's world (torch_extensions.py). Beyond torch's "gloo", these can be ended, from any
-thread, by `group.abort()` (`torch.distributed.group.WORLD.abort()`), and let go of their sockets in
-forked children. Such an abort ends the group on this rank, and at a peer what
-waits for this rank; other than a GlooBackend it does not end by itself when a peer leaves, since a
-script may go on with the others. Timeouts, new_group and destroy_process_group are torch's.
+that needs torch's world (torch_extensions.py); with `enable_reconfigure=True` one whose ranks
+change (reconfigurable.py). Beyond torch's "gloo", these can be ended, from any thread, by
+`group.abort()` (`torch.distributed.group.WORLD.abort()`), and let go of their sockets in forked
+children. Such an abort ends the group on this rank, and at a peer what waits for this rank; other
+than a GlooBackend it does not end by itself when a peer leaves, since a script may go on with the
+others. Timeouts, new_group and destroy_process_group are torch's.
 """
 
 from __future__ import annotations

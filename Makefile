@@ -59,7 +59,7 @@ test-gpu: .venv/installed ## Run the tests that need a CUDA device, where there 
 
 # Strategies and their engines, tensors of DTensor's, process groups, hooks and hidden parameters,
 # files of tensors: what a torch can break.
-TORCH_TESTS ?= tests/unit/tooling/test_torch_internals.py tests/unit/torch_calls tests/unit/worker_strategies tests/unit/sharding \
+TORCH_TESTS ?= tests/unit/tooling/test_torch_internals.py tests/unit/tooling/test_torch_backends.py tests/unit/torch_calls tests/unit/worker_strategies tests/unit/sharding \
 	tests/unit/tensor_parallel tests/unit/pipelining tests/unit/compression tests/unit/worker_backends tests/unit/worker_state \
 	tests/unit/worker_checkpoint tests/integration/worker_backends tests/integration/tensor_parallel tests/integration/pipelining
 

@@ -187,7 +187,8 @@ def main() -> None:
     options = flags.parse_args()
     torch.set_num_threads(1)
     if options.scheme.startswith("shoal"):
-        import shoal_worker.backends.gloo.backend  # noqa: F401 - once, not in every rank
+        import shoal  # noqa: F401 - once, not in every rank
+        import shoal_worker.backends.gloo.backend  # noqa: F401 - the same
     if options.scheme == "torchft":
         import torchft.process_group  # noqa: F401 - once, not in every rank
     rounds = []

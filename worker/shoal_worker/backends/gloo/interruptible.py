@@ -27,7 +27,7 @@ from typing import Any, ClassVar, Final, TypeVar
 
 import torch
 import torch.distributed as dist
-from shoal_common.errors import ShoalError
+from shoal_common.errors import InternalError, ShoalError
 from torch.distributed import BroadcastOptions, ReduceScatterOptions, Work
 
 from shoal_worker.backends import native_threads
@@ -57,6 +57,8 @@ _MOST_SCRATCH: Final = 2
 # -------------------------------------------------------------------------------- the process group
 
 _MANY: Final = 64
+_WORKS_END_S: Final = 60.0
+"""Much longer than `end_works` takes."""
 
 _open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
 """Groups that were not shut down yet: the end of the process shuts them down."""
@@ -152,7 +154,10 @@ class InterruptibleGroup(ForwardingGroup):
     def await_end(self) -> None:
         """Blocks, after an abort, until what was pending is over: Gloo no longer writes into its
         tensors."""
-        self._works_ended.wait()
+        if not self._works_ended.wait(_WORKS_END_S):
+            raise InternalError(
+                f"collectives of an aborted group were not over after {_WORKS_END_S:g} s"
+            )
 
     def traffic(self) -> dict[str, Traffic]:
         """Implements `GroupSockets.traffic`."""

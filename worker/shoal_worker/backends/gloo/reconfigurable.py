@@ -178,7 +178,8 @@ class ReconfigurableGroup(ForwardingGroup):
         # Ranks that were given other handles meet elsewhere. A store of its own: the thread that
         # connects may hold this one for as long as it waits.
         members = hashlib.sha256("\n".join(handles).encode()).hexdigest()[:16]
-        store = PrefixStore(f"reconfigure/{number}/{members}", self._store.clone())
+        own: Store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
+        store = PrefixStore(f"reconfigure/{number}/{members}", own)
         forming = FormingGroup(
             store,
             handles.index(self._handle),

@@ -1,5 +1,5 @@
-"""What ranks do whose group is reconfigured, by torch's own API where this torch has it, else by
-the methods of the group that it would call."""
+"""Tasks of ranks whose group is reconfigured: by torch's own API if this torch has it, else by the
+methods that it would call."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ class Member:
 def member(
     url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 60.0
 ) -> Iterator[Member]:
-    """Is in no group yet. `url`: redis://..., or tcp:PORT of a TCPStore on this machine."""
+    """Yields a process that is in no group yet. `url`: redis://..., or tcp:PORT of a TCPStore on this machine."""
     timeout = timedelta(seconds=timeout_s)
 
     def connect() -> Any:

@@ -76,7 +76,7 @@ class ReconfigurableGroup(ForwardingGroup):
         self._lock = threading.Lock()
         """Guards all below."""
         self._reason = _NEVER
-        """Why there is no group of ranks; of no meaning while there is one."""
+        """Reason why there is no group of ranks; of no meaning while there is one."""
         self._forming: FormingGroup | None = None
         self._group: InterruptibleGroup | None = None
 

@@ -76,7 +76,8 @@ class Member:
 def member(
     url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 60.0
 ) -> Iterator[Member]:
-    """Yields a process that is in no group yet. `url`: redis://..., or tcp:PORT of a TCPStore on this machine."""
+    """Yields a process that is in no group yet. `url`: redis://..., or tcp:PORT of a TCPStore on
+    this machine."""
     timeout = timedelta(seconds=timeout_s)
 
     def connect() -> Any:

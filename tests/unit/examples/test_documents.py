@@ -16,12 +16,14 @@ DOCS = Path(__file__).parents[3] / "docs"
 
 _PAGES = [
     "checkpoints.md",
+    "elastic.md",
     "fitting.md",
     "observability.md",
     "streams.md",
     "guides/accumulation.md",
     "guides/averages.md",
     "guides/metrics.md",
+    "guides/side-effects.md",
 ]
 
 

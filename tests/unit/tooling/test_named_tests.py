@@ -26,7 +26,7 @@ _TESTS = sorted(
 
 
 @pytest.mark.parametrize(
-    "page", ["docs/elastic.md", "docs/torch-calls.md", "docs/parameter-servers.md"]
+    "page", ["docs/promises.md", "docs/torch-calls.md", "docs/parameter-servers.md"]
 )
 def test_every_test_that_a_page_names_exists(page: str) -> None:
     named = re.findall(r"`([\w/]*(?:test_\w+\.py|\w+/\w+\.txt)[^`]*)`", (_ROOT / page).read_text())

@@ -79,9 +79,9 @@ class Loaders:
         for node in self._script.of_type(ast.Assign):
             for target in node.targets:
                 self._assign(target, node.value)
-        for node in self._script.of_type(ast.AnnAssign):
-            if node.value is not None:
-                self._assign(node.target, node.value)
+        for annotated in self._script.of_type(ast.AnnAssign):
+            if annotated.value is not None:
+                self._assign(annotated.target, annotated.value)
         for call in self._script.calls():
             self._pass_arguments(call)
         for result in self._script.of_type(ast.Return):

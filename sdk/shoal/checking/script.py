@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import re
 from collections.abc import Iterator
-from typing import Final, TypeVar
+from typing import Final, TypeVar, overload
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 Loop = ast.For | ast.AsyncFor | ast.While
-_Node = TypeVar("_Node", bound=ast.AST)
+_A = TypeVar("_A", bound=ast.AST)
+_B = TypeVar("_B", bound=ast.AST)
+_C = TypeVar("_C", bound=ast.AST)
 
 _ONE_PROCESS: Final = frozenset({"rank", "main", "master", "primary", "leader", "chief", "zero"})
 """Words in the names of conditions that choose one process."""
@@ -38,6 +40,7 @@ class Script:
             node.name: [part for part in node.body if isinstance(part, Function)]
             for node in self.of_type(ast.ClassDef)
         }
+        self._training_functions: set[Function] = set()
         self._training_functions = self._find_training_functions()
         self._flags = self._named_after_ranks()
         self.unguarded_scopes = self._find_unguarded_scopes()
@@ -46,7 +49,16 @@ class Script:
 
     # ---------------------------------------------------------------------------------------- nodes
 
-    def of_type(self, *kinds: type[_Node]) -> Iterator[_Node]:
+    @overload
+    def of_type(self, first: type[_A], /) -> Iterator[_A]: ...
+    @overload
+    def of_type(self, first: type[_A], second: type[_B], /) -> Iterator[_A | _B]: ...
+    @overload
+    def of_type(
+        self, first: type[_A], second: type[_B], third: type[_C], /
+    ) -> Iterator[_A | _B | _C]: ...
+
+    def of_type(self, *kinds: type[ast.AST]) -> Iterator[ast.AST]:
         """All nodes of these kinds, in the order of their lines."""
         found = [node for node in ast.walk(self.tree) if isinstance(node, kinds)]
         return iter(sorted(found, key=lambda node: getattr(node, "lineno", 0)))
@@ -206,7 +218,6 @@ class Script:
         return False
 
     def _find_training_functions(self) -> set[Function]:
-        self._training_functions: set[Function] = set()
         functions = [each for several in self.functions.values() for each in several]
         while True:
             found = {function for function in functions if self.trains(function)}

@@ -8,8 +8,8 @@ from torch.utils.data import TensorDataset
 torch.manual_seed(0)
 inputs = torch.randn(960, 8)
 targets = inputs.sum(dim=1, keepdim=True)
-model = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
-model, optimizer = shoal.as_distributed(model, torch.optim.AdamW(model.parameters(), 1e-2))
+net = nn.Sequential(nn.Linear(8, 32), nn.ReLU(), nn.Linear(32, 1))
+model, optimizer = shoal.as_distributed(net, torch.optim.AdamW(net.parameters(), 1e-2))
 loader = shoal.ElasticDataLoader(TensorDataset(inputs, targets), global_batch_size=96)
 shoal.resume("/checkpoints")
 

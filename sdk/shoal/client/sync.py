@@ -342,7 +342,11 @@ class Client:
                 raise UnknownResourceError(
                     f"job {job_id} has no parameter server {server!r}", reason="SERVER_UNKNOWN"
                 )
-            kill_server(job_id=job_id, server_id=server)
+            kill_server(
+                job_id=job_id,
+                server_id=server,
+                coordinator=self._connections.settings(job_id).address,
+            )
             return None
         if rank is None:
             self._submissions.newest(job_id).kill()

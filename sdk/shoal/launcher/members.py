@@ -51,15 +51,21 @@ def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
         process.close()
 
 
-def kill_server(*, job_id: str, server_id: str) -> int:
+def kill_server(*, job_id: str, server_id: str, coordinator: str) -> int:
     """Kills a job's parameter server with SIGKILL and returns its pid. Its command line or its
-    environment identifies it, since the coordinator does not know its process.
+    environment identifies it, since the coordinator does not know its process. Of several matches,
+    which belong to jobs of one name on different clusters, that of `coordinator` (host:port) is
+    killed.
 
     Raises:
         UnknownResourceError: PROCESS_UNKNOWN: no such process of this user runs on this machine.
-        PreconditionError: PROCESS_NOT_OURS: several processes match.
+        PreconditionError: PROCESS_NOT_OURS: several processes match, and none or several of them
+            name that coordinator.
     """
     found = [pid for pid in _pids() if _is_server(pid, job_id, server_id)]
+    if len(found) > 1:
+        own = [pid for pid in found if _is_server(pid, job_id, server_id, coordinator)]
+        found = own if len(own) == 1 else found
     if len(found) > 1:
         raise PreconditionError(
             f"pids {', '.join(map(str, found))} all run server {server_id} of job {job_id}; kill "
@@ -84,7 +90,7 @@ def _pids() -> list[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
 
 
-def _is_server(pid: int, job_id: str, server_id: str) -> bool:
+def _is_server(pid: int, job_id: str, server_id: str, coordinator: str | None = None) -> bool:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if not any(b"shoal_ps_server" in word or b"shoal-ps-server" in word for word in words):
@@ -100,7 +106,9 @@ def _is_server(pid: int, job_id: str, server_id: str) -> bool:
         for flag, variable, value in (
             ("job", "SHOAL_PS_SERVER_JOB", job_id),
             ("server-id", "SHOAL_PS_SERVER_SERVER_ID", server_id),
+            ("coordinator", "SHOAL_PS_SERVER_COORDINATOR", coordinator),
         )
+        if value is not None
     )
 
 

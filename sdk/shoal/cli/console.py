@@ -142,8 +142,8 @@ def _tell_result(settings: RunSettings, result: RunResult, pump: OutputPump, not
     if result.failures:
         summary = failure_summary(settings.program, result.failures, result.survived)
         pump.say(summary)
-    elif result.survived and result.exit_code == 0:
-        summary = survived_summary(result.survived)
+    elif result.survived and (result.exit_code == 0 or result.stopped is not None):
+        summary = survived_summary(result.survived, stopped=result.stopped is not None)
         note(summary)
     return summary
 

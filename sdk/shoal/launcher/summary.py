@@ -42,15 +42,16 @@ def failure_summary(
     return "\n".join([*lines, _RULE]) + "\n"
 
 
-def survived_summary(survived: Sequence[WorkerExit]) -> str:
-    """Returns one line for a run that succeeded although workers failed."""
+def survived_summary(survived: Sequence[WorkerExit], *, stopped: bool) -> str:
+    """Returns one line for a run that succeeded, or was stopped on request, although workers
+    failed."""
     names = ", ".join(
         f"{failure.who} (pid {failure.pid}, {failure.status})" for failure in survived
     )
     count = (
         "1 worker failure was" if len(survived) == 1 else f"{len(survived)} worker failures were"
     )
-    return f"run completed; {count} recovered: {names}"
+    return f"run {'stopped' if stopped else 'completed'}; {count} recovered: {names}"
 
 
 def _later(failure: WorkerExit, first: WorkerExit) -> str:

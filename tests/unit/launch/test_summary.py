@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from shoal.launcher.policy import WorkerExit
 from shoal.launcher.process import ExitStatus
-from shoal.launcher.summary import failure_line, failure_summary
+from shoal.launcher.summary import failure_line, failure_summary, survived_summary
 
 
 def failure(rank: int, *, message: str = "", started_as: int | None = None) -> WorkerExit:
@@ -47,3 +47,9 @@ def test_one_line_names_rank_host_and_exception() -> None:
         failure_line(failure(1, message="ValueError: a bug"))
         == "rank 1 on alpha (pid 77) ended with exit code 1: ValueError: a bug"
     )
+
+
+def test_a_run_that_was_stopped_is_not_called_completed() -> None:
+    line = "run {}; 1 worker failure was recovered: rank 1 (pid 77, exit code 1)"
+    assert survived_summary([failure(1)], stopped=False) == line.format("completed")
+    assert survived_summary([failure(1)], stopped=True) == line.format("stopped")

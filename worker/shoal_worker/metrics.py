@@ -35,7 +35,7 @@ class WorkerMetrics:
         )
         self.steps_lost = Counter(
             "shoal_worker_steps_lost",
-            "Steps that a fault made void on this worker.",
+            "Steps that a fault aborted on this worker.",
             registry=self.registry,
         )
         self.samples = Counter(

@@ -27,7 +27,7 @@ TRAINING = (
     ),
     Graph(
         title="Steps",
-        text="Steps a second that each worker committed, and that a fault made void. Committed, "
+        text="Steps a second that each worker committed, and that a fault aborted. Committed, "
         "all lines of one job lie together.",
         unit="short",
         queries=[

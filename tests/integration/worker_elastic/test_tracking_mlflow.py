@@ -47,7 +47,7 @@ def test_the_next_rank_goes_on_in_the_same_mlflow_run_when_the_one_that_writes_i
         "job",
     )
     assert run.data.tags["shoal.newest_event"] == (
-        f"step {KILLED + 1}: a fault made 1 step(s) void; they were done again; generation 2: 2 "
+        f"step {KILLED + 1}: a fault aborted 1 step(s); they were done again; generation 2: 2 "
         "ranks, 3 before"
     )
     sizes = points(store, run, "shoal/world_size")

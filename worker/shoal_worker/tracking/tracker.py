@@ -190,7 +190,7 @@ def _changes(before: Standing, now: Standing) -> list[str]:
     told = []
     if now.lost_steps > before.lost_steps:
         told.append(
-            f"a fault made {now.lost_steps - before.lost_steps} step(s) void; they were done again"
+            f"a fault aborted {now.lost_steps - before.lost_steps} step(s); they were done again"
         )
     if now.generation != before.generation:
         told.append(

@@ -44,7 +44,7 @@ _CALLBACKS: Final[dict[type[Any], str]] = {
 """Unsupported callbacks, each with the alternative."""
 
 _MODULE: Final = {
-    "optimizer_step": "a step may be void: set learning rates by a schedule, and gradients in "
+    "optimizer_step": "a step may be aborted: set learning rates by a schedule, and gradients in "
     "on_before_optimizer_step",
     "optimizer_zero_grad": "the strategy clears gradients",
     "configure_gradient_clipping": "gradients may be cut over the ranks: give gradient_clip_val",
@@ -176,7 +176,7 @@ def _check_module(module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise _refuse(
             f"{kind}.automatic_optimization=False",
-            "a step may be void, which a script must ask about: write the loop out, with one "
+            "a step may be aborted, which a script must ask about: write the loop out, with one "
             "optimizer or several (docs/migration/trainers.md, docs/guides/several-models.md)",
         )
     for name, instead in _MODULE.items():

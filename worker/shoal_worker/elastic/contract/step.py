@@ -111,12 +111,12 @@ class StepPhase(enum.Enum):
 
     OPEN = "open"
     """Gradients are not, or not all, summed: no rank can have seen the commit all-reduce."""
-    PREPARED = "sealed"
+    PREPARED = "prepared"
     """This rank has everything needed to apply it. Only the commit all-reduce reveals whether every
     rank has."""
-    COMMITTED = "decided"
+    COMMITTED = "committed"
     """The commit all-reduce was seen, here or by a surviving peer: the step counts."""
-    ABORTED = "void"
+    ABORTED = "aborted"
     """No survivor saw the commit all-reduce: no rank applies it."""
 
 
@@ -244,7 +244,7 @@ class Step:
 
     def abort(self) -> None:
         """Aborts the step, since no survivor saw the commit all-reduce."""
-        self.phase, self.lost = StepPhase.ABORTED, self.lost or "void"
+        self.phase, self.lost = StepPhase.ABORTED, self.lost or "aborted"
 
     @property
     def unresolved(self) -> bool:

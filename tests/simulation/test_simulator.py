@@ -184,7 +184,7 @@ def test_a_state_that_is_given_up_after_one_death_is_found(
             raise ShardsLostError(lost=1, shards=3)
         reshard(state, group)
 
-    monkeypatch.setattr(ShardedState, "regroup", losing)
+    monkeypatch.setattr(ShardedState, "reshard", losing)
     assert kind in oracle.run(scenario).kinds
 
 

@@ -15,7 +15,7 @@ from benchmarks.processes import REPOSITORY
 from benchmarks.workers.steplog import Commit
 
 MS = 1_000_000
-TAKE = REPOSITORY / "worker" / "shoal_worker" / "elastic" / "transfer.py"
+TAKE = REPOSITORY / "worker" / "shoal_worker" / "elastic" / "group" / "transfer.py"
 
 
 def commits(

@@ -39,6 +39,7 @@ def figures(losses: list[float], *, samples: bool = True, **metrics: float) -> R
     return RunFigures(
         steps=steps,
         last_step=steps,
+        steps_in_all=steps,
         samples=steps * BATCH * samples,
         seconds=steps * STEP_NS / 1e9,
         faults=0,

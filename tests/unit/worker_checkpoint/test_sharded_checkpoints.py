@@ -218,7 +218,7 @@ def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_
 ) -> None:
     # On machines of their own, one name means another place for each rank. Here these places have
     # different names.
-    monkeypatch.setattr(saving, "_check_named_alike", lambda *arguments: None)
+    monkeypatch.setattr(saving, "_check_alike", lambda *arguments: None)
 
     def own_directory(sharded: bool | None) -> None:
         train("zero1", tmp_path / str(sharded) / str(shoal.rank()), sharded=sharded)

@@ -121,8 +121,7 @@ class CheckpointSaver:
 
         def take(channel: Channel) -> None:
             copy.drop()
-            _check_named_alike(channel, "save_checkpoint", named)
-            _check_measured_alike(channel, best, mode)
+            _check_alike(channel, "save_checkpoint", named, f"best={best!r}, mode={mode!r}")
             self.settle_together(channel)  # there is never more than one copy
             copy.take(channel)
 
@@ -433,32 +432,29 @@ class _Copy:
         return False
 
 
-def _check_named_alike(channel: Channel, what: str, named: str) -> None:
-    """Raises ConfigurationError, on all ranks alike, if they name different directories. A relative
-    path may mean another place on each machine. Part of an operation."""
-    everyones = [told.decode() for told in channel.exchange(named.encode())]
-    other = next((rank for rank, each in enumerate(everyones) if each != everyones[0]), None)
-    if other is not None:
+def _check_alike(channel: Channel, what: str, named: str, measured: str = "") -> None:
+    """Raises ConfigurationError, on all ranks alike, if they name different directories, or gave
+    different metrics (`measured`: as text). A relative path may mean another place on each machine.
+    Part of an operation."""
+    everyones = [
+        tuple(json.loads(each)) for each in channel.exchange(json.dumps([named, measured]).encode())
+    ]
+    first = everyones[0]
+    other = next((rank for rank, each in enumerate(everyones) if each != first), None)
+    if other is None:
+        return
+    directory, metric = everyones[other]
+    if directory != first[0]:
         raise ConfigurationError(
-            f"{what}: rank 0 names the directory {everyones[0]!r}, and rank {other} names "
-            f"{everyones[other]!r}; name the same on every rank, such as one that shoal.broadcast "
+            f"{what}: rank 0 names the directory {first[0]!r}, and rank {other} names "
+            f"{directory!r}; name the same on every rank, such as one that shoal.broadcast "
             "gave, and no name drawn at random or from the rank"
         )
-
-
-def _check_measured_alike(channel: Channel, best: float | None, mode: str) -> None:
-    """Raises ConfigurationError, on all ranks alike, if they give different metrics. Part of an
-    operation."""
-    everyones = [
-        told.decode() for told in channel.exchange(f"best={best!r}, mode={mode!r}".encode())
-    ]
-    other = next((rank for rank, each in enumerate(everyones) if each != everyones[0]), None)
-    if other is not None:
-        raise ConfigurationError(
-            f"save_checkpoint: rank 0 gives {everyones[0]}, and rank {other} gives "
-            f"{everyones[other]}; give the same on every rank: what shoal.evaluate or "
-            "shoal.all_reduce returned, not what this rank measured on its own samples"
-        )
+    raise ConfigurationError(
+        f"{what}: rank 0 gives {first[1]}, and rank {other} gives {metric}; give the same on every "
+        "rank: what shoal.evaluate or shoal.all_reduce returned, not what this rank measured on "
+        "its own samples"
+    )
 
 
 def _holds_nothing_new(session: Session) -> bool:
@@ -481,7 +477,7 @@ def load_newest(session: Session, directory: Path) -> bool:
     session.go_back_by(lambda: _go_back(session, directory))
 
     def body(channel: Channel) -> bool:
-        _check_named_alike(channel, "resume", named)
+        _check_alike(channel, "resume", named)
         saver.settle_together(channel)  # else the newest may not be there yet
         captured, told = on_first(channel, lambda: _read(session, directory)) or (None, {})
         told = json.loads(channel.exchange(json.dumps(told).encode())[0])

@@ -10,28 +10,29 @@ from tests.unit.torch_calls.calls import CALLS, KINDS, RIGHT
 
 _TEXT = """# torch's own calls on a distributed model
 
-Scripts look into a model with torch's own functions: they clip `p.grad`, save `state_dict()`, count
-`p.numel()`. Under strategies that cut a model over ranks, what these look at is not on one rank, or
-not between passes. No such call is wrong without a word: it gives what one process would get, or it
-raises a `PreconditionError` (or `ConfigurationError`) that names what to call instead. Before the
-first step every rank holds all of the model, and every call works as in plain torch.
+Look up a torch call in the table to see whether it works on a distributed model, and which call
+replaces it. Scripts clip `p.grad`, save `state_dict()`, and count `p.numel()`. Strategies that
+shard a model hold these values on several ranks, or only during passes. No such call is silently
+wrong. It returns the result of one process, or it raises a `PreconditionError` (or
+`ConfigurationError`) that names the replacement. Before the first step every rank holds the full
+model, and every call works as in plain torch.
 
-This table is what the tests check (`tests/unit/torch_calls`): each call on a distributed model,
-with and without micro-batches, beside the same call in one process, and the training that follows.
-`right`: it gives, and does, the same. Else it raises, and names what stands there. `model` is what
-`as_distributed` returned, `module` the user's own. Under `local_sgd` one process is a rank by
-itself, within a round.
+The tests check this table (`tests/unit/torch_calls`). They compare each call on a distributed
+model, with and without micro-batches, with the same call in one process, and also the training that
+follows. `right`: the call has the same result and effect. Otherwise it raises an error that names
+the given replacement. `model` is the result of `as_distributed`, and `module` is your own module.
+For `local_sgd`, the comparison is with one rank alone, within a round.
 
 {table}
 
-`async_sgd` is not in the tests of the table: a worker holds whole values, gradients of its own that
-nobody sums, and no optimizer state. So the calls are right for that worker, and values that a
-script sets are overwritten by the servers' with the next step.
+The table's tests do not cover `async_sgd`. Its workers hold full values and their own gradients,
+and no optimizer state. The calls are therefore right for that worker. The next step overwrites
+values that a script sets with the servers'.
 
 ## Which rank calls
 
-`state_dict()`, `numel()` and the like are local. What gathers is a collective: every rank calls
-`model.full_state_dict()`, `model.gather_full_parameters()`, `model.clone()`,
+`state_dict()`, `numel()` and similar calls are local. Calls that gather are collectives, and every
+rank must make them: `model.full_state_dict()`, `model.gather_full_parameters()`, `model.clone()`,
 `copy.deepcopy(model)`, `AveragedModel(model)`, `optimizer.state_dict()`.
 
 ```python
@@ -42,113 +43,120 @@ if shoal.is_main_process():
 
 ## Every step clears its gradients
 
-A loop that calls `optimizer.zero_grad()` in every second step, or never, adds the gradients of
-several steps up in plain torch, and under `ddp`. Where gradients are cut they are gone with the
-step: `optimizer.step()` raises if a backward pass came while those of the step before were still
-there. Large batches in parts are `micro_batch_size=` ([guide](guides/accumulation.md)).
+In plain torch and under `ddp`, a loop that calls `optimizer.zero_grad()` only in every second step,
+or never, sums the gradients of several steps. Strategies that shard gradients free them after the
+step. `optimizer.step()` then raises if a backward pass ran before the old gradients were cleared.
+To divide large batches, use `micro_batch_size=` ([guide](guides/accumulation.md)).
 
 ## Which values the optimizer has
 
-`optimizer.param_groups` has the optimizer's settings, read and set there as ever, and the model's
-own parameters, though the optimizer updates pieces of them where these are cut. So what is computed
-there over `p` is as over `model.parameters()`: right, or an error that names what to call.
-`model.gather_full_parameters()` gives whole values on every rank, and `optimizer.state_dict()` the
-whole state; `optimizer.state[p]` raises where this rank has that of its pieces. Step hooks of one
-optimizer, and those of all (`torch.optim.optimizer.register_optimizer_step_post_hook`), would be
-called with the optimizer of the pieces: `optimizer.step()` raises. [Why
-so](explanation/consistency.md#parameters-whose-values-are-elsewhere).
+Read and set the optimizer's settings in `optimizer.param_groups`, as in torch. The groups contain
+the model's own parameters, although the optimizer of a sharded model updates pieces of them. A
+computation over these parameters behaves as over `model.parameters()`: it is right, or raises an
+error that names the replacement. `model.gather_full_parameters()` returns full values on every
+rank, and `optimizer.state_dict()` the full state. `optimizer.state[p]` raises if this rank has only
+the state of its pieces. Step hooks of one optimizer or of all
+(`torch.optim.optimizer.register_optimizer_step_post_hook`) would receive the optimizer of the
+pieces, so `optimizer.step()` raises. See
+[the reasons](explanation/consistency.md#parameters-whose-values-are-elsewhere).
 
-What changes values (`load_state_dict`, `p.mul_`, `nn.init`) has to be done alike on every rank, as
+Calls that change values (`load_state_dict`, `p.mul_`, `nn.init`) must be the same on every rank, as
 in torch's own data parallelism.
 
 ## What the module is made of
 
-- Two parameters that share memory and are not one object (`b.weight.data = a.weight.data.t()`,
-  `nn.Parameter(a.weight.data)`) train as in one process under `ddp`. Other strategies would untie
-  them, so `as_distributed` raises if one of them is trained: give both modules the same
-  `nn.Parameter`. Views of one storage that have no element in common are right everywhere. A buffer
-  in a trained parameter's memory is refused under every strategy
+- **Shared memory.** Two parameters that share memory but are different objects
+  (`b.weight.data = a.weight.data.t()`, `nn.Parameter(a.weight.data)`) train as in one process under
+  `ddp`. Other strategies would untie them, so `as_distributed` raises if one of them is trained:
+  give both modules the same `nn.Parameter`. Views of one storage without a common element are right
+  under every strategy. A buffer in a trained parameter's memory is refused under every strategy
   (`tests/unit/worker_strategies/test_shared_memory.py`).
-- Parameters may be frozen and unfrozen between steps under `ddp`, `local_sgd` and `async_sgd`, on
-  all ranks alike; other strategies refuse it. A parameter that comes later, or in another's place,
-  in the module or in `optimizer.param_groups`, is refused: change values in place
-  (`test_parameters_that_change.py` there).
-- `p.register_hook` and `p.register_post_accumulate_grad_hook` see, and may change, the gradient of
-  this rank's samples, before the ranks' are summed. Under `tensor`, `pipeline` and `hybrid` other
-  tensors take the parameters' places, and hooks are refused, before `as_distributed` and after it
+- **Freezing.** Under `ddp`, `local_sgd` and `async_sgd`, a script may freeze and unfreeze
+  parameters between steps, in the same way on all ranks; other strategies refuse it. A parameter
+  that is added or replaced later, in the module or in `optimizer.param_groups`, is refused: change
+  values in place (`test_parameters_that_change.py` there).
+- `p.register_hook` and `p.register_post_accumulate_grad_hook` receive the gradient of this rank's
+  samples before the sum over ranks, and may change it. `tensor`, `pipeline` and `hybrid` replace
+  the parameters by other tensors, so they refuse hooks, before `as_distributed` and after it
   (`test_gradient_hooks.py`).
-- Buffers that a step changes follow one rule for each dtype, under every strategy with a common
-  step (`test_one_rule_for_buffers.py`, `test_buffers.py`). It applies to what `state_dict()` has.
-  Floating-point buffers become the ranks' weighted mean. A buffer whose elements all are infinite
-  at `as_distributed` is a minimum, and one whose elements all are negative infinity a maximum; it
-  becomes that of all ranks. So do `min_val` and `max_val` of torch's quantization observers, and
-  `scale` and `zero_point` are computed anew from them. In a pass each rank quantizes by its own
-  samples. Per-channel observers get their shape in the first pass: under `tensor`, `pipeline` and
-  `hybrid` let it come before `as_distributed`. In an `int64` buffer, changes that are alike in all
-  passes count once (a count of steps), and others are summed (a count of samples); changes that
-  are, or add up to, the number of each pass's samples are summed too. In passes of one sample the
-  two cannot be told apart, and count as steps. A largest or a least value is no count: keep it in
-  floating point, beginning at infinity. Where changes are summed that are not the number of samples
-  (in the first 100 steps), a warning names the buffer. All else (`bool`, other integers, complex
-  numbers, floating-point buffers of which some elements are infinite) must be changed alike on all
-  ranks and in all micro-batches, or `BUFFERS_DIFFER` names the buffer in the first step that
-  differs. A buffer that was `None` at `as_distributed` must stay so, unless it is
-  `persistent=False`; the same holds of buffers that a pass registers. Under `local_sgd` the same
-  holds of each round. Change buffers between steps on all ranks alike, in the forward pass, or,
-  with a plain batch and `backward()`, until `optimizer.step()`. What a script changes when the step
-  is closed (behind `train_step`, clipping, or the inner loop over micro-batches) stays what each
-  rank made of it, and has to be alike. Changes of more than 2^40 in a step are refused.
-- Parameters that a forward pass writes (momentum encoders, initialization from the first batch,
-  clipping of weights) are as in one process under `ddp`, `zero1` and `zero2`, if all ranks and
-  micro-batches write the same values; `PARAMETERS_WRITTEN` names them if not. Strategies that
-  compute with copies or parts of parameters refuse such writes, also in one process. `local_sgd`
-  refuses them for frozen parameters, `async_sgd` for all. Writes by way of `p.data`, which torch
-  does not count, are looked for in all of a parameter in the first step that a process takes, and
-  in a few of its elements later, on the host (`test_written_parameters.py`).
-- What one rank alone writes to parameters or buffers between two steps (`p.mul_`,
-  `load_state_dict`, `p.data.mul_`) raises `REPLICAS_DIVERGED` in the next step, before it is
-  applied, and names the tensor and the ranks; `local_sgd` averages it. A rank may swap weights for
-  an evaluation and put them back (`test_written_between_steps.py`).
-- A lost step puts back what its passes changed: buffers, written parameters, extra state, and
-  tensors and numbers that modules keep as attributes (under `tensor`, `pipeline` and `hybrid`
-  tensors alone).
-- `get_extra_state()` may give whatever a checkpoint can hold, or `as_distributed` raises. It goes
-  to workers that join, into checkpoints, `full_state_dict()` and files; where ranks differ, the
-  first one's counts.
-- `state_dict()` may name entries otherwise than `named_parameters()`, or leave parameters out, as
+- **Buffers.** The buffers of `state_dict()` follow one rule for each dtype, under every strategy
+  with a common step (`test_one_rule_for_buffers.py`, `test_buffers.py`). Under `local_sgd` the rule
+  applies to each round.
+- **Floating-point buffers** become the ranks' weighted mean. If all elements are infinite at
+  `as_distributed`, the buffer is a minimum over all ranks; if all are negative infinity, it is a
+  maximum.
+- **Quantization observers** of torch: `min_val` and `max_val` become the minimum and maximum over
+  all ranks, and `scale` and `zero_point` are computed from them. In a pass, each rank computes
+  quantization parameters from its own samples. Per-channel observers get their shape in the first
+  pass: under `tensor`, `pipeline` and `hybrid`, run that pass before `as_distributed`.
+- **`int64` buffers** are counters. Equal changes in all passes count once (a count of steps);
+  different changes are summed (a count of samples). Changes that are, or add up to, the number of
+  each pass's samples are summed too. In passes of one sample the two cases look the same, and count
+  as steps. Store a maximum or minimum in floating point instead, with infinity as its initial
+  value. In the first 100 steps, a warning names a buffer whose summed changes are not the number of
+  samples.
+- **All other buffers** (`bool`, other integers, complex numbers, floating-point buffers with some
+  infinite elements) must change in the same way on all ranks and in all micro-batches. Otherwise
+  `BUFFERS_DIFFER` names the buffer in the first step that differs.
+- **New buffers.** A buffer that was `None` at `as_distributed` must remain `None`, unless it is
+  `persistent=False`. The same holds for buffers that a pass registers.
+- **When to change buffers:** in the forward pass; with a plain batch and `backward()`, also until
+  `optimizer.step()`; and between steps, in the same way on all ranks. Changes after the step is
+  closed (after `train_step`, clipping, or the inner loop over micro-batches) are not reduced, and
+  must be the same on all ranks. Changes of more than 2^40 in a step are refused.
+- **Written parameters.** A forward pass may write parameters (momentum encoders, initialization
+  from the first batch, weight clipping) under `ddp`, `zero1` and `zero2`. All ranks and
+  micro-batches must write the same values; otherwise `PARAMETERS_WRITTEN` names the parameters.
+  Strategies that compute with copies or parts of parameters refuse such writes, even in one
+  process. `local_sgd` refuses them for frozen parameters, `async_sgd` for all. torch does not count
+  writes to `p.data`. Shoal compares all elements of a parameter in a process's first step, and a
+  few elements in later steps, on the host (`test_written_parameters.py`).
+- **Writes on one rank.** If only one rank writes to parameters or buffers between two steps
+  (`p.mul_`, `load_state_dict`, `p.data.mul_`), the next step raises `REPLICAS_DIVERGED` before it
+  is applied. The error names the tensor and the ranks. `local_sgd` averages such values. A rank may
+  swap weights for an evaluation and restore them (`test_written_between_steps.py`).
+- An aborted step restores everything that its passes changed: buffers, written parameters, extra
+  state, and tensors and numbers in attributes of modules (under `tensor`, `pipeline` and `hybrid`
+  only tensors).
+- `get_extra_state()` must return a value that a checkpoint can store; otherwise `as_distributed`
+  raises. Joiners, checkpoints, `full_state_dict()` and files receive it. If ranks differ, the first
+  rank's value counts.
+- `state_dict()` may use other names than `named_parameters()`, or omit parameters, as
   activation-checkpointing wrappers and hooks do. `full_state_dict()` has the names of
-  `state_dict()`; checkpoints also hold what hooks leave out. An entry that a hook computes from
-  parameters is refused where no rank has these whole (`test_module_state.py`).
+  `state_dict()`; checkpoints also contain the omitted parameters. An entry that a hook computes
+  from parameters is refused if no rank has the full parameters (`test_module_state.py`).
 - `shoal.evaluate`, `model.predict` and fits call the modules' own `eval()` and `train()`, then
   restore modules that differed.
-- Methods of an optimizer beside torch's own raise where the optimizer has parts of the parameters,
-  once they are called on what `as_distributed` returned (`test_optimizer_methods.py`).
-- Optimizer state is made of what a checkpoint can hold: tensors, numbers, strings, and lists and
-  dictionaries of these (under `tensor`, `pipeline` and `hybrid` no lists or dictionaries). The
-  first step raises `STATE_UNSUPPORTED` otherwise, and names the parameter and the entry
+- The optimizer that `as_distributed` returns may have only parts of the parameters. Its own
+  methods, apart from torch's, then raise (`test_optimizer_methods.py`).
+- Optimizer state may contain tensors, numbers, strings, and lists and dictionaries of these (under
+  `tensor`, `pipeline` and `hybrid` no lists or dictionaries). With anything else, the first step
+  raises `STATE_UNSUPPORTED`, and names the parameter and the entry
   (`test_state_that_cannot_travel.py`).
-- Objects of `shoal.register_state` are put back after a lost step to what they were when the script
-  got its batch.
-- Buffers that `state_dict()` has not (`persistent=False`: tables, masks, random projections) are
-  the first rank's on all ranks, when training begins and on workers that join; one whose shape
-  differs (a cache) stays as it is. Steps do not sum their changes. After `shoal.resume` they are
-  what the first rank's script has made of them, as in plain torch, not what the checkpoint's run
-  had. Under `async_sgd` each worker has its own, as of all buffers.
-- `BatchNorm` layers need two samples on a rank. If the model has any, the ranks of a short last
-  step get at least two each, and the others none, as long as whole steps have two for every rank
-  (`global_batch_size`). Whole steps with fewer are warned of (`test_batch_norm_in_short_steps.py`).
-- `nn.Embedding` and `nn.EmbeddingBag` with `max_norm` change their weight in the forward pass, each
-  rank the rows of its own samples: they are refused. With `scale_grad_by_freq` rows are counted in
-  each rank's part of the batch, and a warning says so.
-- Parameters may lie in memory in any order (`channels_last`, transposed): gradients and moments lie
-  as they do, which torch's fused optimizers rely on (`test_odd_parameters.py`).
+- After an aborted step, objects of `shoal.register_state` return to their state at the time when
+  the script received its batch.
+- **Non-persistent buffers** (`persistent=False`: tables, masks, random projections) get the first
+  rank's values on all ranks, at the start of training and on joiners. A buffer of a different shape
+  (a cache) does not change. Steps do not reduce their changes. After `shoal.resume` they have the
+  values of the first rank's script, as in plain torch, not those of the checkpoint's run. Under
+  `async_sgd` each worker has its own, as for all buffers.
+- `BatchNorm` layers need two samples on a rank. If the model has any, each rank in a short last
+  step receives at least two samples or none, provided that full steps have two for every rank
+  (`global_batch_size`). If full steps have fewer, a warning says so
+  (`test_batch_norm_in_short_steps.py`).
+- `nn.Embedding` and `nn.EmbeddingBag` with `max_norm` are refused, because each rank would change
+  the rows of its own samples in the forward pass. `scale_grad_by_freq` counts rows in each rank's
+  part of the batch, and a warning says so.
+- Parameters may have any memory layout (`channels_last`, transposed). Gradients and moments have
+  the same layout, as torch's fused optimizers require (`test_odd_parameters.py`).
 
 ## Methods beside forward
 
-Under `zero3`, `fsdp` and `hsdp` a rank has the parameters in passes only, so
-`model.module.encode(x)` raises. Register the method on every rank, then call it on the model:
-`model.encode(x)` then is a pass like `model(x)`, in training and in evaluation mode, under every
-strategy that does not split layers or stages. (FSDP2 has `register_fsdp_forward_method` for this.)
+Under `zero3`, `fsdp` and `hsdp` a rank has the parameters only during passes, so
+`model.module.encode(x)` raises. Register the method on every rank, then call it on the model.
+`model.encode(x)` is then a pass like `model(x)`, in training and in evaluation mode. This works
+under every strategy that does not split layers or stages. (FSDP2 has `register_fsdp_forward_method`
+for this.)
 
 ```python
 model, optimizer = shoal.as_distributed(net, optimizer, strategy="zero3")
@@ -159,16 +167,17 @@ loss = contrast(model.encode(images), model.encode(texts))
 
 ## torch.compile
 
-`torch.compile(model)`, with what as_distributed returned, computes what the model does, under every
-strategy: Shoal's own code and its hooks run as they are, and the user's modules between them are
-compiled. `model.compile()` does so in place, and so does compiling the module, or blocks of it,
-before `as_distributed`. Under `tensor`, `pipeline` and a `hybrid` of these, layers that are split
-are left as they are (`tests/unit/worker_strategies/test_compiled_models.py`).
+`torch.compile(model)` on the result of `as_distributed` computes the same as the model, under every
+strategy. It compiles the user's modules; Shoal's own code and hooks run uncompiled.
+`model.compile()` does the same in place. You may also compile the module, or blocks of it, before
+`as_distributed`. Under `tensor`, `pipeline` and a `hybrid` of these, split layers are not compiled
+(`tests/unit/worker_strategies/test_compiled_models.py`).
 
 ## A moving average
 
-`AveragedModel(model)` is a copy of the whole model under every strategy. `update_parameters(model)`
-needs whole values on every rank, so where parameters are cut, do it with those:
+`AveragedModel(model)` is a copy of the full model under every strategy. `update_parameters(model)`
+needs full values on every rank. If the strategy shards parameters, update the average with gathered
+values:
 
 ```python
 average = torch.optim.swa_utils.AveragedModel(model)
@@ -181,9 +190,9 @@ with torch.no_grad():
 
 ## Why
 
-A parameter whose values, or whose gradient, are elsewhere changes its class for that time: it still
-tells its shape and dtype, and raises where values are asked for. In passes it is a plain parameter,
-so `torch.compile`, checkpointing and autocast see nothing of it
+While the values or the gradient of a parameter are sharded, the parameter has a special class. It
+has a shape and a dtype, but raises when its values are read. In passes it is a plain parameter, so
+`torch.compile`, checkpointing and autocast are unaffected
 ([why](explanation/consistency.md#parameters-whose-values-are-elsewhere)).
 """
 

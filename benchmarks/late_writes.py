@@ -45,7 +45,7 @@ class Candidate:
     """One way to give up a group and form another."""
 
     scheme: str
-    """Its name in the worker."""
+    """Name of the scheme in the worker program."""
     name: str
     version: Callable[[], str]
     """Returns versions for the row's name. Raises MeasurementError where it cannot run."""

@@ -31,7 +31,7 @@ class Member:
     def __init__(self, store: Store, rank: int, timeout: timedelta, group: Any) -> None:
         self.rank, self.timeout, self.group = rank, timeout, group
         self.store = store
-        """For handles and signals."""
+        """Store for handles and signals."""
 
     def handles(self, number: int, who: Sequence[int]) -> list[str]:
         """Tells this process's handle, and returns those of `who`, in that order."""

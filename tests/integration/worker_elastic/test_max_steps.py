@@ -61,7 +61,7 @@ def test_the_last_step_that_a_death_makes_void_is_taken_again(
 def test_a_run_that_is_resumed_with_more_steps_goes_on_within_the_epoch(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """It ends as a run without the interruption."""
+    """Ends like a run without the interruption."""
     for name in ("whole", "first", "second"):
         (tmp_path / name).mkdir()
     with cluster(zygote, tmp_path / "whole", max_workers=1, EPOCHS="4", MICRO="1") as running:

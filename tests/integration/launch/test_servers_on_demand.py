@@ -3,6 +3,7 @@ the command line."""
 
 from __future__ import annotations
 
+import contextlib
 import textwrap
 from collections.abc import Iterator
 from typing import Any
@@ -42,7 +43,10 @@ def script_of(shell: Shell, epochs: int) -> Any:
 
 def started(command: Command) -> Iterator[psutil.Process]:
     """The processes of parameter servers among the command's."""
-    return (process for process in command.family() if "shoal_ps_server" in process.cmdline())
+    for process in command.family():
+        with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
+            if "shoal_ps_server" in process.cmdline():
+                yield process
 
 
 def served(shell: Shell) -> bool:

@@ -81,7 +81,7 @@ class Process:
         self.steps_before = world.steps
         """What the others had committed when it started."""
         self.left_at: float | None = None
-        """When it sent its leave message."""
+        """Time of its leave message; None before."""
         self.spare = False
         """At its end it had no part in the model."""
         self.files: list[SampleRecord] = []

@@ -22,7 +22,7 @@ def check(
     """
     from shoal.checking.rules import check as checked
 
-    count = 0
+    count = checked_scripts = 0
     for path in scripts:
         try:
             found = checked(_read(path), str(path))
@@ -33,13 +33,15 @@ def check(
         if found is None:
             typer.echo(f"{path}: no training loop was found, so nothing was checked")
             continue
+        checked_scripts += 1
         for finding in found:
             typer.echo(f"{path}:{finding.line}: {finding.what}\n    remedy: {finding.remedy}")
         count += len(found)
     if count:
         typer.echo(f"{count} line{'' if count == 1 else 's'} to change")
         raise typer.Exit(1)
-    typer.echo("nothing to change")
+    if checked_scripts:
+        typer.echo("nothing to change")
 
 
 def _read(path: Path) -> str:

@@ -7,8 +7,9 @@ from __future__ import annotations
 import contextlib
 import itertools
 import socket
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 from shoal_common.errors import PreconditionError, UnknownResourceError
 
@@ -53,19 +54,14 @@ def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
 
 def kill_server(*, job_id: str, server_id: str, coordinator: str) -> int:
     """Kills a job's parameter server with SIGKILL and returns its pid. Its command line or its
-    environment identifies it, since the coordinator does not know its process. Of several matches,
-    which belong to jobs of one name on different clusters, that of `coordinator` (host:port) is
-    killed.
+    environment identifies it, since the coordinator does not know its process: job, server and
+    `coordinator` (host:port), because clusters on one machine may have jobs of one name.
 
     Raises:
         UnknownResourceError: PROCESS_UNKNOWN: no such process of this user runs on this machine.
-        PreconditionError: PROCESS_NOT_OURS: several processes match, and none or several of them
-            name that coordinator.
+        PreconditionError: PROCESS_NOT_OURS: several processes match.
     """
-    found = [pid for pid in _pids() if _is_server(pid, job_id, server_id)]
-    if len(found) > 1:
-        own = [pid for pid in found if _is_server(pid, job_id, server_id, coordinator)]
-        found = own if len(own) == 1 else found
+    found = [pid for pid in _pids() if _is_server(pid, job_id, server_id, coordinator)]
     if len(found) > 1:
         raise PreconditionError(
             f"pids {', '.join(map(str, found))} all run server {server_id} of job {job_id}; kill "
@@ -74,14 +70,15 @@ def kill_server(*, job_id: str, server_id: str, coordinator: str) -> int:
         )
     try:
         with contextlib.closing(Handle(found[0])) as process:
-            if _is_server(process.pid, job_id, server_id):
+            if _is_server(process.pid, job_id, server_id, coordinator):
                 process.kill()
                 return process.pid
     except (IndexError, ProcessLookupError):
         pass
     raise UnknownResourceError(
-        f"no process of server {server_id} of job {job_id} runs on this machine "
-        f"({socket.gethostname()}); run this where it runs, or `shoal drain {server_id}`",
+        f"no process of server {server_id} of job {job_id} at coordinator {coordinator} runs on "
+        f"this machine ({socket.gethostname()}); run this where it runs, or `shoal drain "
+        f"{server_id}`",
         reason="PROCESS_UNKNOWN",
     )
 
@@ -90,7 +87,7 @@ def _pids() -> list[int]:
     return [int(path.name) for path in Path("/proc").iterdir() if path.name.isdecimal()]
 
 
-def _is_server(pid: int, job_id: str, server_id: str, coordinator: str | None = None) -> bool:
+def _is_server(pid: int, job_id: str, server_id: str, coordinator: str) -> bool:
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
         if not any(b"shoal_ps_server" in word or b"shoal-ps-server" in word for word in words):
@@ -98,18 +95,39 @@ def _is_server(pid: int, job_id: str, server_id: str, coordinator: str | None = 
         variables = _environment(pid)
     except (FileNotFoundError, PermissionError, ProcessLookupError):
         return False
-    pairs = set(itertools.pairwise(words))
-    return all(
-        (f"--{flag}".encode(), value.encode()) in pairs
-        or f"--{flag}={value}".encode() in words
-        or f"{variable}={value}".encode() in variables
-        for flag, variable, value in (
-            ("job", "SHOAL_PS_SERVER_JOB", job_id),
-            ("server-id", "SHOAL_PS_SERVER_SERVER_ID", server_id),
-            ("coordinator", "SHOAL_PS_SERVER_COORDINATOR", coordinator),
-        )
-        if value is not None
+    return (
+        _setting("job", words, variables) == job_id
+        and _setting("server-id", words, variables) == server_id
+        and _is_same_address(_setting("coordinator", words, variables), coordinator)
     )
+
+
+def _setting(flag: str, words: Sequence[bytes], variables: Iterable[bytes]) -> str:
+    """Returns a setting of a parameter server; empty if it has none. A flag overrides its
+    variable."""
+    option = f"--{flag}".encode()
+    for word, following in itertools.pairwise([*words, b""]):
+        if word == option:
+            return following.decode(errors="replace")
+        if word.startswith(option + b"="):
+            return word.partition(b"=")[2].decode(errors="replace")
+    variable = f"SHOAL_PS_SERVER_{flag.upper().replace('-', '_')}=".encode()
+    found = (each for each in variables if each.startswith(variable))
+    return next(found, b"").partition(b"=")[2].decode(errors="replace")
+
+
+def _is_same_address(one: str, other: str) -> bool:
+    """Returns whether two host:port are equal, or their hosts are names of one address."""
+    return one == other or not _endpoints(one).isdisjoint(_endpoints(other))
+
+
+def _endpoints(address: str) -> set[Any]:
+    host, _, port = address.rpartition(":")
+    try:
+        found = socket.getaddrinfo(host.strip("[]"), port, type=socket.SOCK_STREAM)
+    except (OSError, UnicodeError):
+        return set()
+    return {entry[4][:2] for entry in found}
 
 
 def kill_workers(launcher: int) -> None:

@@ -21,11 +21,11 @@ from tests.unit.worker_elastic.ranks import Member, Model, form
 
 
 class Strategy(Model):
-    """Whose reduction brings back the step vote that a test gives it."""
+    """Engine whose reduction returns the step vote given by a test."""
 
     steps: StepLifecycle
     others: tuple[float, float] = (0.0, 0.0)
-    """What the other ranks add: a step boundary is wanted; a stop was told."""
+    """Votes of the other ranks: a step boundary is wanted; a stop was announced."""
 
     def finish_reduction(self) -> None:
         word = self.steps.step_vote()

@@ -1,0 +1,50 @@
+"""A parameter server is killed only if it is the one that is meant."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+from shoal.launcher.members import kill_server
+from shoal_common.errors import UnknownResourceError
+
+JOB = "a-job-of-test-members"
+SERVER = f"shoal_ps_server --job {JOB} --server-id=server-0 --coordinator 127.0.0.1:7001"
+
+
+@pytest.fixture
+def server() -> Iterator[subprocess.Popen[bytes]]:
+    """A process with the command line of a parameter server. It ends with its standard input."""
+    command = [sys.executable, "-c", "import sys; sys.stdin.read()", *SERVER.split()]
+    with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
+        yield process
+
+
+@pytest.mark.parametrize(
+    ("job", "server_id", "coordinator"),
+    [
+        (JOB, "server-0", "127.0.0.1:7002"),
+        (JOB, "server-0", "127.0.0.2:7001"),
+        (JOB, "server-0", "no-such-host.invalid:7001"),
+        (JOB, "server-1", "127.0.0.1:7001"),
+        ("another", "server-0", "127.0.0.1:7001"),
+    ],
+)
+def test_a_server_of_another_cluster_or_job_is_left_alone(
+    server: subprocess.Popen[bytes], job: str, server_id: str, coordinator: str
+) -> None:
+    with pytest.raises(UnknownResourceError, match="runs on this machine") as raised:
+        kill_server(job_id=job, server_id=server_id, coordinator=coordinator)
+    assert raised.value.reason == "PROCESS_UNKNOWN"
+    assert server.poll() is None
+
+
+@pytest.mark.parametrize("coordinator", ["127.0.0.1:7001", "localhost:7001"])
+def test_the_server_is_killed_by_any_name_of_its_coordinator(
+    server: subprocess.Popen[bytes], coordinator: str
+) -> None:
+    killed = kill_server(job_id=JOB, server_id="server-0", coordinator=coordinator)
+    assert killed == server.pid
+    assert server.wait(60) == -9

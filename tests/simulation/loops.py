@@ -260,6 +260,8 @@ class Training:
         self.process.world.step_ended(self.process, session.steps)
         if self.scenario.parted:
             own_scheduler().pause(_STEP_S)
+        if session.is_redoing:
+            diary.returned.add(len(diary.statuses))
         diary.statuses.append((session.steps, status.value))
         if self.scenario.strategy in _WHOLE and not getattr(self.model, "steps_in_round", 0):
             diary.values[session.steps] = flattened(self.net)

@@ -411,9 +411,9 @@ def _judge_statuses(world: World, wrong: Any) -> None:
     complete = _finishers(world)
     if not complete:
         return
-    longest = max((p.diary.statuses for p in complete), key=len)
+    longest = max((_outcomes(p) for p in complete), key=len)
     for process in complete:
-        mine = process.diary.statuses
+        mine = _outcomes(process)
         if _is_late(process) and not process.late and _left_out(mine, longest):
             continue
         if _is_late(process):
@@ -430,6 +430,24 @@ def _judge_statuses(world: World, wrong: Any) -> None:
                 f"{process.name}'s outcomes differ from {at} on: {mine[at : at + 3]} and "
                 f"{longest[at : at + 3]}",
             )
+
+
+def _outcomes(process: Process) -> list[tuple[int | None, str]]:
+    """Returns the outcomes of its script, without the number of steps of the last one before a
+    return to a checkpoint: ranks learn that the state is lost in that call, or after it."""
+    statuses, returned = process.diary.statuses, process.diary.returned
+    outcomes: list[tuple[int | None, str]] = [*statuses]
+    for at, (steps, status) in enumerate(statuses):
+        then = statuses[at + 1 : at + 2]
+        undone = then and at + 1 not in returned and _is_repeat(steps, *then[0])
+        if at in returned or undone:
+            outcomes[at] = None, status
+    return outcomes
+
+
+def _is_repeat(steps: int, then: int, status: str) -> bool:
+    """Returns whether the outcome after `then` steps is of a step that was committed before."""
+    return then < steps or (then == steps and status == "committed")
 
 
 def _left_out(mine: list[Any], longest: list[Any]) -> bool:

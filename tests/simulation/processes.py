@@ -43,7 +43,10 @@ class Diary:
     """What a process's script says of itself, step by step."""
 
     statuses: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-    """For each call of `optimizer.step()`: committed steps before it, and its answer."""
+    """For each call of `optimizer.step()`: committed steps after it, and its answer."""
+    returned: set[int] = dataclasses.field(default_factory=set)
+    """Indices in `statuses` of the calls that returned with a checkpoint's state, as the newest one
+    was lost."""
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """After so many committed steps: the parameters and buffers, where this rank holds them
     whole."""

@@ -23,8 +23,13 @@ def run(*lines: str) -> dict[str, Process]:
 
 
 def committed(process: Process) -> list[int]:
-    """The steps that its script was told of, in their order."""
-    return [step for step, status in process.diary.statuses if status == "committed"]
+    """The steps that its script was told of, in their order, but for one whose call returned with
+    a checkpoint's state."""
+    return [
+        step
+        for at, (step, status) in enumerate(process.diary.statuses)
+        if status == "committed" and at not in process.diary.returned
+    ]
 
 
 def went_back(process: Process) -> bool:

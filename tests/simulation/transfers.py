@@ -104,7 +104,8 @@ def take_state(
 ) -> tuple[Any, int]:
     """In the place of `transfer.take_state`."""
     failpoint("transfer.before_taking")
-    world, scheduler = own_process().world, own_scheduler()
+    taker, scheduler = own_process(), own_scheduler()
+    world = taker.world
     donors = [world.donors[address] for address in addresses]
     connection = Connection()
     guard(connection)
@@ -112,9 +113,9 @@ def take_state(
     def broken() -> bool:
         return connection.shut or any(donor.gone or donor.refuses(nonce) for donor in donors)
 
-    def offered_here() -> bool:
+    def offered_here() -> bool:  # asked on whichever thread has the turn
         return all(
-            donor.offers(nonce) and world.network.reaches(own_process().name, donor.name)
+            donor.offers(nonce) and world.network.reaches(taker.name, donor.name)
             for donor in donors
         )
 

@@ -21,7 +21,8 @@ class StepStatus(enum.Enum):
     effects can follow `if optimizer.step():`."""
 
     COMMITTED = "committed"
-    """Every rank's part is included, and every survivor has applied it or is about to."""
+    """Every rank's part is included, and every survivor has applied it or is about to. Only a
+    return to an older checkpoint undoes it."""
     LOST = "lost"
     """A fault aborted the step: no rank applied it, and the loader repeats the same samples,
     redistributed."""

@@ -455,7 +455,8 @@ class StepLifecycle:
             self._compare_batches(step)
             self._compare_evaluations(step)
             self._compare_replicas()
-        return StepStatus.LOST if self._end(updated=True) else StepStatus.COMMITTED
+        self._end(updated=True)
+        return StepStatus.COMMITTED
 
     def apply_within(self, apply: Callable[[], None]) -> None:
         """Updates one of several models in a step that is not known to count. If `apply` raises,
@@ -646,10 +647,14 @@ class StepLifecycle:
         held.lost()
         self._end(updated=False)
 
-    def _end(self, *, updated: bool) -> bool:
+    def _end(self, *, updated: bool) -> None:
         """Ends the step. If its group failed, re-forms before the script learns the outcome.
-        `updated`: it counts. Returns True if the state was found lost and is now that of a
-        checkpoint, so that the step has yet to be repeated."""
+        `updated`: it counts.
+
+        If the state is found lost, it is that of a checkpoint afterwards, and steps are repeated.
+        The outcome stays: peers whose scripts had passed this step's end when the group failed
+        have learned it already.
+        """
         stop, self._stop = self._stop, None
         if not updated and self._peers_have_ended and not self._held.engine.asynchronous:
             raise self._apart_from_the_end()
@@ -661,8 +666,6 @@ class StepLifecycle:
             self._departure.obey(asked)
         except StateLostError as lost:
             self.returning.go_back(lost)
-            return True
-        return False
 
     @property
     def _peers_have_ended(self) -> bool:

@@ -552,7 +552,7 @@ class RegisteredState:
     def keep_for_redo(self) -> None:
         """Keeps the current state because steps that the script has taken will be repeated from
         it."""
-        self._again = self._copies()
+        self._again = self._copies(limited=False)
 
     def put_back_again(self) -> None:
         """Undoes the script's changes to objects since the lost step, which is about to be repeated
@@ -582,15 +582,21 @@ class RegisteredState:
         if may_be_lost:
             self._early |= self._copies()
 
-    def _copies(self) -> dict[str, _Before]:
+    def _copies(self, *, limited: bool = True) -> dict[str, _Before]:
+        """Returns copies of the state of registered objects; with `limited` not of the large
+        ones."""
         copies = {
-            name: self._copy(name, value)
+            name: self._copy(name, value, limited=limited)
             for name, value in self._objects.items()
             if name in self._copied
         }
         return {name: before for name, before in copies.items() if before is not None}
 
-    def _copy(self, name: str, value: Any) -> _Before | None:
+    def _copy(self, name: str, value: Any, *, limited: bool) -> _Before | None:
+        if not limited:
+            return _Before(
+                value, copy.deepcopy(value.state_dict()), [], self._advances.get(name, 0)
+            )
         if name in self._too_large:
             return None
         state = value.state_dict()

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import psutil
-from shoal.launcher.registry import newest_cluster
+from shoal.launcher.clusters.registry import newest_cluster
 from shoal_common.clients import CoordinatorClient, ParameterServerClient
 from shoal_common.errors import ShoalError, UnknownResourceError
 from shoal_common.rpc.channel import ChannelSettings

@@ -39,10 +39,10 @@ from torch.distributed.elastic.rendezvous.api import (
     RendezvousTimeoutError,
 )
 
-from shoal.launcher.credentials import member_channel
-from shoal.launcher.environment import NodePlacement
-from shoal.launcher.jobs import JobSettings
-from shoal.launcher.node_session import NodeSession
+from shoal.launcher.clusters.jobs import JobSettings
+from shoal.launcher.processes.credentials import member_channel
+from shoal.launcher.run.node_session import NodeSession
+from shoal.launcher.workers.environment import NodePlacement
 
 BACKEND: Final = "shoal"
 _JOIN_TIMEOUT_S: Final = 600.0

@@ -14,8 +14,8 @@ import grpc
 import numpy as np
 import psutil
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from shoal.launcher.cluster import LocalCluster
-from shoal.launcher.jobs import JobSettings
+from shoal.launcher.clusters.cluster import LocalCluster
+from shoal.launcher.clusters.jobs import JobSettings
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.rpc.channel import ChannelSettings

@@ -24,7 +24,7 @@ from functools import partial
 from pathlib import Path
 from typing import Self
 
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.clients import CoordinatorClient, ParameterServerClient
 from shoal_common.errors import ShoalError
 from shoal_common.redis.embedded import EmbeddedRedis

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shoal.launcher.registry import ClusterRecord, running_clusters
+from shoal.launcher.clusters.registry import ClusterRecord, running_clusters
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb

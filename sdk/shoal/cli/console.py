@@ -13,14 +13,20 @@ from typing import Final, NoReturn
 
 from shoal.cli.plot import check_plot, draw
 from shoal.cli.progress import BarWriter, PlainLines
-from shoal.launcher.account import RunFigures, figures_lines, stopped_line
-from shoal.launcher.agent import Agent, RunResult
-from shoal.launcher.follower import Show
-from shoal.launcher.output import ConsoleWriter, OutputPump, Stream, TerminalStuckError, Writer
-from shoal.launcher.settings import RunSettings
-from shoal.launcher.site import Site
-from shoal.launcher.standalone import StandaloneSite
-from shoal.launcher.summary import failure_summary, survived_summary
+from shoal.launcher.report.account import RunFigures, figures_lines, stopped_line
+from shoal.launcher.report.follower import Show
+from shoal.launcher.report.summary import failure_summary, survived_summary
+from shoal.launcher.run.agent import Agent, RunResult
+from shoal.launcher.run.site import Site
+from shoal.launcher.run.standalone import StandaloneSite
+from shoal.launcher.workers.output import (
+    ConsoleWriter,
+    OutputPump,
+    Stream,
+    TerminalStuckError,
+    Writer,
+)
+from shoal.launcher.workers.settings import RunSettings
 
 _LAST_OUTPUT_TIMEOUT: Final = timedelta(seconds=60)
 
@@ -131,7 +137,7 @@ def _site(settings: RunSettings, note: Note) -> Site:
         return StandaloneSite(settings, note=note)
     # Imported here, since it loads gRPC and the settings' modules, which a local run needs only
     # after its workers have started.
-    from shoal.launcher.nodes import SharedSite
+    from shoal.launcher.run.nodes import SharedSite
 
     return SharedSite(settings, note=note)
 

@@ -44,7 +44,7 @@ def coordinate(
     from shoal_common.own_address import own_host
 
     from shoal.cli.console import tell
-    from shoal.launcher.coordination import Coordination
+    from shoal.launcher.clusters.coordination import Coordination
 
     coordination = Coordination(
         command, host=own_host(host), insecure=insecure, environment=os.environ, note=tell

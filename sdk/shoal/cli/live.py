@@ -17,8 +17,8 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from shoal.launcher.account import Status
-from shoal.launcher.output import Stream, TerminalStuckError, Writer
+from shoal.launcher.report.account import Status
+from shoal.launcher.workers.output import Stream, TerminalStuckError, Writer
 
 _INTERVAL_S: Final = 0.5
 _LAST_TABLE_TIMEOUT: Final = timedelta(seconds=20)

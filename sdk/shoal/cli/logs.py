@@ -41,7 +41,7 @@ def logs(
 
 
 def _newest() -> str:
-    from shoal.launcher.submissions import Submissions
+    from shoal.launcher.run.submissions import Submissions
 
     found = Submissions().all()
     if not found:

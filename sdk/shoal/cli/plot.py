@@ -15,8 +15,8 @@ from shoal_common.errors import ConfigurationError
 from shoal.ticks import is_wide, logarithmic, plain
 
 if TYPE_CHECKING:
-    from shoal.launcher.account import RunFigures
-    from shoal.launcher.course import Point
+    from shoal.launcher.report.account import RunFigures
+    from shoal.launcher.report.course import Point
 
 _KINDS: Final = (".png", ".svg")
 _MOST_INTERVALS: Final = 40

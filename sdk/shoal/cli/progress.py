@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator
 from datetime import timedelta
 from typing import TYPE_CHECKING, Final
 
-from shoal.launcher.account import Status
-from shoal.launcher.output import OutputPump, Stream, Writer
+from shoal.launcher.report.account import Status
+from shoal.launcher.workers.output import OutputPump, Stream, Writer
 
 if TYPE_CHECKING:  # rich is loaded once there is something to show: workers start before
     from rich.console import Console, ConsoleOptions

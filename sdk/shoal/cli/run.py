@@ -27,8 +27,8 @@ from shoal.cli.options import (
     Servers,
     Warm,
 )
-from shoal.launcher.jobs import new_job_id
-from shoal.launcher.settings import (
+from shoal.launcher.clusters.jobs import new_job_id
+from shoal.launcher.workers.settings import (
     LogSettings,
     NodeRange,
     RunSettings,

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from shoal_common.exit_status import PREEMPTED
 
-from shoal.launcher.submissions import Outcome, log_of, write_outcome, write_record
+from shoal.launcher.run.submissions import Outcome, log_of, write_outcome, write_record
 
 
 def main() -> None:

@@ -22,8 +22,8 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.reach import find_obstacle
 
 from shoal.client import Client
-from shoal.launcher.credentials import channel_settings
-from shoal.launcher.registry import ClusterRecord, newest_cluster, running_clusters
+from shoal.launcher.clusters.registry import ClusterRecord, newest_cluster, running_clusters
+from shoal.launcher.processes.credentials import channel_settings
 
 _MOST_NAMED = 5
 _NOT_A_COORDINATORS = (

@@ -49,8 +49,8 @@ def up(
     Without a terminal, as `shoal run`.
     """
     from shoal.cli.console import run_to_exit
-    from shoal.launcher.jobs import new_job_id
-    from shoal.launcher.settings import RunSettings, worker_command
+    from shoal.launcher.clusters.jobs import new_job_id
+    from shoal.launcher.workers.settings import RunSettings, worker_command
 
     settings = RunSettings(
         command=worker_command(script, arguments or (), module=module, python=True),

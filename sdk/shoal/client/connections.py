@@ -10,8 +10,8 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 
-from shoal.launcher.credentials import channel_settings
-from shoal.launcher.registry import newest_cluster, running_clusters
+from shoal.launcher.clusters.registry import newest_cluster, running_clusters
+from shoal.launcher.processes.credentials import channel_settings
 
 
 class Connections:

@@ -27,10 +27,10 @@ from shoal.client.job import Job, JobEnding, JobPhase, JobSummary, Member, Serve
 from shoal.client.messages import job_of, summary_of
 from shoal.client.result import Result
 from shoal.client.streams import Deadline, EventStream, LogStream
-from shoal.launcher.jobs import launchers_job_id, new_job_id
-from shoal.launcher.members import kill_member, kill_server
-from shoal.launcher.registry import newest_cluster
-from shoal.launcher.submissions import Submission, Submissions
+from shoal.launcher.clusters.jobs import launchers_job_id, new_job_id
+from shoal.launcher.clusters.registry import newest_cluster
+from shoal.launcher.processes.members import kill_member, kill_server
+from shoal.launcher.run.submissions import Submission, Submissions
 
 if TYPE_CHECKING:
     import torch

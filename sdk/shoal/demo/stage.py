@@ -23,7 +23,7 @@ from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal.demo import trace
-from shoal.launcher.registry import ClusterRecord, running_clusters
+from shoal.launcher.clusters.registry import ClusterRecord, running_clusters
 
 _POLL_S = 0.2
 _MARK = "SHOAL_DEMO_RUN"

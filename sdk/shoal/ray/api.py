@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from shoal_common.errors import ConfigurationError, UnavailableError
 
-from shoal.launcher.jobs import new_job_id
+from shoal.launcher.clusters.jobs import new_job_id
 from shoal.ray import call
 from shoal.ray.plan import Plan
 

@@ -23,7 +23,7 @@ from typing import Final
 from shoal_common.exit_status import PREEMPTED, PUT_OUT
 from shoal_common.scratch import ScratchDirectory
 
-from shoal.launcher.process import Child, Handle, stop_all, wait_all
+from shoal.launcher.processes.process import Child, Handle, stop_all, wait_all
 
 DIRECTORY: Final = "SHOAL_RAY_DIRECTORY"
 """Variable with the directory shared by command and actor, which only this user can read."""

@@ -22,7 +22,7 @@ from shoal_common.credentials import CallerSettings
 from shoal_common.errors import ConfigurationError
 from shoal_common.scratch import ScratchDirectory
 
-from shoal.launcher.hosted_coordinator import HostedCoordinator
+from shoal.launcher.clusters.hosted_coordinator import HostedCoordinator
 from shoal.ray.bundles import Bundles
 from shoal.ray.command import Command
 from shoal.ray.plan import Plan

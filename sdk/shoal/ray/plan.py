@@ -9,7 +9,7 @@ from typing import Final
 
 from shoal_common.errors import ConfigurationError
 
-from shoal.launcher.settings import NodeRange
+from shoal.launcher.workers.settings import NodeRange
 from shoal.ray.command import HERE, SUMMARY, Command
 
 TOKENS: Final = "tokens"

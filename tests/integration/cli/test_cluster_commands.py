@@ -14,7 +14,7 @@ from typing import Any
 
 import psutil
 import pytest
-from shoal.launcher.registry import Registration
+from shoal.launcher.clusters.registry import Registration
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1.coordinator_pb2 import JobSpec, TensorSpec

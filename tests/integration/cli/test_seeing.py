@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.launcher.submissions import Submissions
+from shoal.launcher.run.submissions import Submissions
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.rpc.channel import ChannelSettings

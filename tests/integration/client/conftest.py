@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from shoal.client import Client
-from shoal.launcher.submissions import Submissions
+from shoal.launcher.run.submissions import Submissions
 
 
 @pytest.fixture

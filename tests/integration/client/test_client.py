@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from shoal.client import AsyncClient, Client, JobPhase
-from shoal.launcher.submissions import Submissions
+from shoal.launcher.run.submissions import Submissions
 from shoal_common.errors import (
     ConfigurationError,
     DeadlineError,

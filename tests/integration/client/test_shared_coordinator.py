@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 from shoal.client import Client
-from shoal.launcher.cluster import Service
-from shoal.launcher.process import stop_all
+from shoal.launcher.clusters.cluster import Service
+from shoal.launcher.processes.process import stop_all
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import AuthenticationError, PermissionDeniedError, UnknownResourceError
 from shoal_common.rpc.channel import ChannelSettings

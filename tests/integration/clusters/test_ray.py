@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.launcher.cluster import Service
-from shoal.launcher.process import stop_all
+from shoal.launcher.clusters.cluster import Service
+from shoal.launcher.processes.process import stop_all
 from shoal_worker.checkpoint.files import latest, read_checkpoint
 from shoal_worker.data.record import audit
 

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import psutil
 import pytest
 import redis
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.errors import ConfigurationError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
 from shoal_common.redis.embedded import find_server_binary

@@ -16,7 +16,7 @@ from datetime import timedelta
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.clients import CoordinatorClient, calls
 from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings, aio_channel, channel

@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import redis
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.redis import EmbeddedRedis
 from shoal_common.security import TlsSettings
 

@@ -12,7 +12,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import ShoalError
 from shoal_common.rpc.channel import ChannelSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.launcher.node_session import NodeSession
+from shoal.launcher.run.node_session import NodeSession
 from shoal_common import rank_table
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import MembershipChanged, StaleGenerationError, UnavailableError

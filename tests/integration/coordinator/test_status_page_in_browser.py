@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from tests.browser import MISSING, Browser

@@ -13,7 +13,7 @@ from typing import Any
 import grpc
 import pytest
 from prometheus_client import CollectorRegistry
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.errors import LimitError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
 from shoal_coordinator.membership.model.events import RunWanted

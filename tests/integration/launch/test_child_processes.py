@@ -15,8 +15,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.launcher.ports import ReservedPort, ServiceAddresses, read_port_file
-from shoal.launcher.process import (
+from shoal.launcher.processes.ports import ReservedPort, ServiceAddresses, read_port_file
+from shoal.launcher.processes.process import (
     Child,
     ExitStatus,
     Handle,
@@ -159,7 +159,7 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
             "-c",
             textwrap.dedent(f"""
                 import os, pathlib, signal, subprocess, sys
-                from shoal.launcher.process import Child
+                from shoal.launcher.processes.process import Child
                 sleeping = [sys.executable, "-c", "import time; time.sleep(60)"]
                 child = Child(sleeping, environment=os.environ,
                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

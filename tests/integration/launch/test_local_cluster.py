@@ -9,9 +9,9 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shoal.launcher.cluster import LocalCluster
-from shoal.launcher.jobs import JobSettings
-from shoal.launcher.registry import running_clusters
+from shoal.launcher.clusters.cluster import LocalCluster
+from shoal.launcher.clusters.jobs import JobSettings
+from shoal.launcher.clusters.registry import running_clusters
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import UnavailableError
 from shoal_common.rpc.channel import ChannelSettings

@@ -13,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.launcher import nodes
-from shoal.launcher.agent import Agent
-from shoal.launcher.environment import NodePlacement
-from shoal.launcher.output import OutputPump
-from shoal.launcher.policy import JobEnd
-from shoal.launcher.reporter import ExitReport
-from shoal.launcher.settings import RunSettings
+from shoal.launcher.run import nodes
+from shoal.launcher.run.agent import Agent
+from shoal.launcher.run.reporter import ExitReport
+from shoal.launcher.workers.environment import NodePlacement
+from shoal.launcher.workers.output import OutputPump
+from shoal.launcher.workers.policy import JobEnd
+from shoal.launcher.workers.settings import RunSettings
 
 from tests.integration.launch.test_not_knowing import MovingSite, Reporter, news
 from tests.zygote.children import eventually

@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal.launcher import nodes
-from shoal.launcher.agent import Agent
-from shoal.launcher.cluster import LocalCluster
-from shoal.launcher.environment import NodePlacement
-from shoal.launcher.jobs import JobSettings
-from shoal.launcher.nodes import SharedSite
-from shoal.launcher.output import OutputPump
-from shoal.launcher.policy import JobEnd
-from shoal.launcher.reporter import ExitReport, ExitReporter, JobNews
-from shoal.launcher.settings import NodeRange, RunSettings
-from shoal.launcher.site import Ending
+from shoal.launcher.clusters.cluster import LocalCluster
+from shoal.launcher.clusters.jobs import JobSettings
+from shoal.launcher.run import nodes
+from shoal.launcher.run.agent import Agent
+from shoal.launcher.run.nodes import SharedSite
+from shoal.launcher.run.reporter import ExitReport, ExitReporter, JobNews
+from shoal.launcher.run.site import Ending
+from shoal.launcher.workers.environment import NodePlacement
+from shoal.launcher.workers.output import OutputPump
+from shoal.launcher.workers.policy import JobEnd
+from shoal.launcher.workers.settings import NodeRange, RunSettings
 from shoal_common.errors import DeadlineError
 
 WAITS = """

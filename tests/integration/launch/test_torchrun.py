@@ -12,8 +12,8 @@ from typing import Any
 
 import psutil
 import pytest
-from shoal.launcher.cluster import Service
-from shoal.launcher.process import stop_all
+from shoal.launcher.clusters.cluster import Service
+from shoal.launcher.processes.process import stop_all
 
 Shell = Any  # of tests/integration/conftest.py
 Command = Any

@@ -20,8 +20,8 @@ from typing import Any
 
 import psutil
 import pytest
-from shoal.launcher.process import Child, ExitStatus, stop_all, wait_all
-from shoal.launcher.warm import WarmWorkers
+from shoal.launcher.processes.process import Child, ExitStatus, stop_all, wait_all
+from shoal.launcher.workers.warm import WarmWorkers
 
 Shell = Any  # of tests/integration/conftest.py
 
@@ -268,7 +268,7 @@ def test_what_an_environment_adds_to_interpreters_makes_workers_start_fresh(
 def test_workers_start_fresh_when_the_warm_process_is_stopped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("shoal.launcher.warm._FORK_TIMEOUT", timedelta(seconds=2))
+    monkeypatch.setattr("shoal.launcher.workers.warm._FORK_TIMEOUT", timedelta(seconds=2))
     monkeypatch.chdir(tmp_path)
     others = set(psutil.Process().children())
     both = Both(tmp_path)

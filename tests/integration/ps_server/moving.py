@@ -17,7 +17,7 @@ from typing import Any
 import grpc
 import numpy as np
 import torch
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import PreconditionError, ShoalError, UnavailableError

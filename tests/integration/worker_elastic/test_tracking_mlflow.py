@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 
 from tests.integration.worker_elastic.cluster import cluster
 from tests.mlruns import environment, points, runs

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TypeVar
 
 import pytest
-from shoal.launcher.ports import ReservedPort
+from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.errors import MembershipChanged
 from shoal_common.redis import EmbeddedRedis
 from shoal_worker.store import redis_store

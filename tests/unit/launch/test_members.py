@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterator
 
 import pytest
-from shoal.launcher.members import kill_server
+from shoal.launcher.processes.members import kill_server
 from shoal_common.errors import UnknownResourceError
 
 JOB = "a-job-of-test-members"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal.launcher.output import LineSplitter, OutputPump, Source, Stream, rank_prefix
+from shoal.launcher.workers.output import LineSplitter, OutputPump, Source, Stream, rank_prefix
 
 
 def split(*pieces: bytes) -> list[bytes]:

@@ -10,8 +10,8 @@ from xml.etree import ElementTree
 
 import pytest
 from shoal.cli.plot import draw, rates
-from shoal.launcher.account import RunFigures
-from shoal.launcher.course import Point
+from shoal.launcher.report.account import RunFigures
+from shoal.launcher.report.course import Point
 from shoal.ticks import is_wide, plain
 
 from benchmarks import plots

@@ -5,8 +5,14 @@ from __future__ import annotations
 import signal
 
 import pytest
-from shoal.launcher.policy import ELASTIC_RESTARTS, Action, JobEnd, RestartPolicy, WorkerExit
-from shoal.launcher.process import ExitStatus
+from shoal.launcher.processes.process import ExitStatus
+from shoal.launcher.workers.policy import (
+    ELASTIC_RESTARTS,
+    Action,
+    JobEnd,
+    RestartPolicy,
+    WorkerExit,
+)
 from shoal_common.exit_status import PREEMPTED, PUT_OUT
 
 KILLED = ExitStatus.from_returncode(-signal.SIGKILL)

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from shoal.launcher.process import start_ticks
-from shoal.launcher.registry import (
+from shoal.launcher.clusters.registry import (
     Registration,
     newest_cluster,
     registry_directory,
     running_clusters,
 )
+from shoal.launcher.processes.process import start_ticks
 from shoal_common.errors import UnknownResourceError
 
 

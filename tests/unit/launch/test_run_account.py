@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import pytest
 from shoal.cli.live import LiveView
-from shoal.launcher.account import RunAccount, figures_lines
-from shoal.launcher.output import Stream
+from shoal.launcher.report.account import RunAccount, figures_lines
+from shoal.launcher.workers.output import Stream
 from shoal_common.tally import Counts, Tally, TallyWriter, read_tally
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.metrics import WorkerMetrics

@@ -7,9 +7,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from shoal.launcher import settings as launcher_settings
-from shoal.launcher.jobs import new_job_id
-from shoal.launcher.settings import (
+from shoal.launcher.clusters.jobs import new_job_id
+from shoal.launcher.workers.settings import (
     LogSettings,
     NodeRange,
     RunSettings,
@@ -17,6 +16,7 @@ from shoal.launcher.settings import (
     parse_workers,
     worker_command,
 )
+from shoal.launcher.workers.workers import settings as launcher_settings
 from shoal_common.errors import ConfigurationError
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from shoal.launcher.coordination import _variables
-from shoal.launcher.slurm import allocated, run_id, run_variables
+from shoal.launcher.clusters.coordination import _variables
+from shoal.launcher.clusters.slurm import allocated, run_id, run_variables
 from shoal_common.errors import ConfigurationError
 
 ALLOCATION = {"SLURM_JOB_ID": "1234", "SLURM_JOB_NUM_NODES": "3"}

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 import pytest
-from shoal.launcher import submissions
-from shoal.launcher.submissions import (
+from shoal.launcher.run import submissions
+from shoal.launcher.run.submissions import (
     Outcome,
     Submissions,
     submissions_directory,

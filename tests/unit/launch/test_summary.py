@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from shoal.launcher.policy import WorkerExit
-from shoal.launcher.process import ExitStatus
-from shoal.launcher.summary import failure_line, failure_summary, survived_summary
+from shoal.launcher.processes.process import ExitStatus
+from shoal.launcher.report.summary import failure_line, failure_summary, survived_summary
+from shoal.launcher.workers.policy import WorkerExit
 
 
 def failure(rank: int, *, message: str = "", started_as: int | None = None) -> WorkerExit:

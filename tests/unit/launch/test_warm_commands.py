@@ -8,7 +8,7 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from shoal.launcher.warm_commands import Verdict, judge
+from shoal.launcher.workers.warm_commands import Verdict, judge
 
 WARM, FRESH = Verdict(warm=True), Verdict(warm=False)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from shoal.launcher.environment import (
+from shoal.launcher.workers.environment import (
     NodePlacement,
     WorkerPlacement,
     inherited,

@@ -73,7 +73,7 @@ def test_names_and_version_are_listed() -> None:
         "import shoal.cli",
         "import shoal.cli.app",
         "import shoal.client",
-        "import shoal.launcher.agent, shoal.launcher.standalone",
+        "import shoal.launcher.run.agent, shoal.launcher.run.standalone",
     ],
 )
 def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
@@ -82,7 +82,9 @@ def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
 
 
 def test_the_launcher_starts_workers_before_it_imports_what_is_slow() -> None:
-    modules = "shoal.cli.run, shoal.cli.console, shoal.launcher.agent, shoal.launcher.standalone"
+    modules = (
+        "shoal.cli.run, shoal.cli.console, shoal.launcher.run.agent, shoal.launcher.run.standalone"
+    )
     slow = "{'grpc', 'google.protobuf', 'numpy', 'pydantic', 'redis', 'rich', 'torch'}"
     loaded = subprocess.check_output(
         [sys.executable, "-c", f"import sys, {modules}; print({slow} & sys.modules.keys())"],

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from shoal.launcher.settings import NodeRange, RunSettings
+from shoal.launcher.workers.settings import NodeRange, RunSettings
 from shoal_coordinator.membership.model.spec import JobSpec, Policy
 from shoal_worker.checkpoint import shards, writer
 from shoal_worker.elastic.coordinator import stall_watch

@@ -15,8 +15,8 @@ from typing import Final
 
 from shoal_common.tally import Tally
 
-from shoal.launcher.changes import Change, Changes, JobEvent
-from shoal.launcher.course import OUTLIES, Course, Point, Standstill
+from shoal.launcher.report.changes import Change, Changes, JobEvent
+from shoal.launcher.report.course import OUTLIES, Course, Point, Standstill
 
 _SERVER_NS: Final = 2_000_000_000
 """Maximum time between the news of a parameter server's loss and the start of a pause attributed to

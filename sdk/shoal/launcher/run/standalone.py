@@ -13,16 +13,16 @@ from typing import TYPE_CHECKING
 
 from shoal_common.runs import Run
 
-from shoal.launcher.cluster import LocalCluster, StartService
-from shoal.launcher.environment import NodePlacement
-from shoal.launcher.jobs import JobSettings
-from shoal.launcher.keeper import ClusterKeeper
-from shoal.launcher.ports import ReservedPort
-from shoal.launcher.settings import RunSettings
-from shoal.launcher.site import Ending
+from shoal.launcher.clusters.cluster import LocalCluster, StartService
+from shoal.launcher.clusters.jobs import JobSettings
+from shoal.launcher.clusters.keeper import ClusterKeeper
+from shoal.launcher.processes.ports import ReservedPort
+from shoal.launcher.run.site import Ending
+from shoal.launcher.workers.environment import NodePlacement
+from shoal.launcher.workers.settings import RunSettings
 
 if TYPE_CHECKING:
-    from shoal.launcher.reporter import ExitReporter
+    from shoal.launcher.run.reporter import ExitReporter
 
 
 class StandaloneSite:
@@ -50,7 +50,7 @@ class StandaloneSite:
 
     async def open(self, launcher_id: str) -> ExitReporter:
         await self._keeper.open()
-        from shoal.launcher.reporter import ExitReporter
+        from shoal.launcher.run.reporter import ExitReporter
 
         return ExitReporter(
             self._cluster.client, job_id=self._settings.job_id, launcher_id=launcher_id

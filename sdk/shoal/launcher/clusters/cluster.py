@@ -24,10 +24,10 @@ from urllib.parse import quote
 from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError
 from shoal_common.scratch import ScratchDirectory
 
-from shoal.launcher.jobs import JobSettings
-from shoal.launcher.ports import ReservedPort, ServiceAddresses, read_port_file
-from shoal.launcher.process import Child, stop_all
-from shoal.launcher.registry import Registration
+from shoal.launcher.clusters.jobs import JobSettings
+from shoal.launcher.clusters.registry import Registration
+from shoal.launcher.processes.ports import ReservedPort, ServiceAddresses, read_port_file
+from shoal.launcher.processes.process import Child, stop_all
 
 if TYPE_CHECKING:
     from shoal_common.clients.coordinator import CoordinatorClient

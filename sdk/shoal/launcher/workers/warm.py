@@ -23,9 +23,9 @@ from pathlib import Path
 from typing import IO, Final
 
 from shoal import warm
-from shoal.launcher.environment import is_own_of_worker
-from shoal.launcher.process import Child, ExitStatus, wait_all
-from shoal.launcher.warm_commands import folder_of, judge
+from shoal.launcher.processes.process import Child, ExitStatus, wait_all
+from shoal.launcher.workers.environment import is_own_of_worker
+from shoal.launcher.workers.warm_commands import folder_of, judge
 from shoal.warm.messages import receive, send
 
 _PROGRAM: Final = str(Path(warm.__file__).with_name("__main__.py"))

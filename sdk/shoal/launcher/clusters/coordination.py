@@ -27,10 +27,10 @@ from shoal_common.process_secrets import SERVICE_SECRETS, secrets_to_hand_on
 from shoal_common.processes import tied_to_parent
 from shoal_common.scratch import ScratchDirectory
 
-from shoal.launcher import slurm
-from shoal.launcher.hosted_coordinator import HostedCoordinator
-from shoal.launcher.jobs import new_job_id
-from shoal.launcher.process import ExitStatus
+from shoal.launcher.clusters import slurm
+from shoal.launcher.clusters.hosted_coordinator import HostedCoordinator
+from shoal.launcher.clusters.jobs import new_job_id
+from shoal.launcher.processes.process import ExitStatus
 
 _SIGNALS: Final = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 _LOOK_MS: Final = 500

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 from shoal_common.errors import PreconditionError, UnknownResourceError
 
-from shoal.launcher.process import Handle, descendants
+from shoal.launcher.processes.process import Handle, descendants
 
 _MEMBER_ID: Final = b"SHOAL_MEMBER_ID="
 

@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Final
 from shoal_common.errors import ShoalError
 from shoal_common.tally import read_tally
 
-from shoal.launcher.account import RunAccount, Status
-from shoal.launcher.process import ExitStatus
+from shoal.launcher.processes.process import ExitStatus
+from shoal.launcher.report.account import RunAccount, Status
 
 if TYPE_CHECKING:
-    from shoal.launcher.changes import JobEvent
+    from shoal.launcher.report.changes import JobEvent
 
 _LOOK_S: Final = 0.2
 _LAST_QUESTION: Final = timedelta(seconds=2)

@@ -26,20 +26,20 @@ from shoal_common.errors import ShoalError
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.scratch import ScratchDirectory
 
-from shoal.launcher.account import RunFigures
-from shoal.launcher.changes import JobEvent
-from shoal.launcher.environment import NodePlacement
-from shoal.launcher.follower import RunFollower, Show
-from shoal.launcher.output import OutputPump
-from shoal.launcher.policy import Action, JobEnd, RestartPolicy, WorkerExit
-from shoal.launcher.process import ExitStatus, stop_all
-from shoal.launcher.settings import RunSettings
-from shoal.launcher.site import Ending, RunCompletedError, Site
-from shoal.launcher.summary import failure_line
-from shoal.launcher.workers import Worker, WorkerStarter, all_ended, named
+from shoal.launcher.processes.process import ExitStatus, stop_all
+from shoal.launcher.report.account import RunFigures
+from shoal.launcher.report.changes import JobEvent
+from shoal.launcher.report.follower import RunFollower, Show
+from shoal.launcher.report.summary import failure_line
+from shoal.launcher.run.site import Ending, RunCompletedError, Site
+from shoal.launcher.workers.environment import NodePlacement
+from shoal.launcher.workers.output import OutputPump
+from shoal.launcher.workers.policy import Action, JobEnd, RestartPolicy, WorkerExit
+from shoal.launcher.workers.settings import RunSettings
+from shoal.launcher.workers.workers import Worker, WorkerStarter, all_ended, named
 
 if TYPE_CHECKING:
-    from shoal.launcher.reporter import ExitReport, ExitReporter, JobNews
+    from shoal.launcher.run.reporter import ExitReport, ExitReporter, JobNews
 
 T = TypeVar("T")
 

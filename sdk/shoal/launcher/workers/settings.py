@@ -20,7 +20,7 @@ from typing import Final
 
 from shoal_common.errors import ConfigurationError
 
-from shoal.launcher.environment import visible_slices
+from shoal.launcher.workers.environment import visible_slices
 
 _MOST_WORKERS: Final = 10_000
 _PLAIN_GRACE: Final = timedelta(seconds=30)

@@ -10,9 +10,9 @@ from shoal_common.errors import PreconditionError
 from shoal_common.runs import Run
 
 if TYPE_CHECKING:
-    from shoal.launcher.cluster import StartService
-    from shoal.launcher.environment import NodePlacement
-    from shoal.launcher.reporter import ExitReporter
+    from shoal.launcher.clusters.cluster import StartService
+    from shoal.launcher.run.reporter import ExitReporter
+    from shoal.launcher.workers.environment import NodePlacement
 
 
 class RunCompletedError(PreconditionError):

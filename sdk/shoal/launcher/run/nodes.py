@@ -35,15 +35,15 @@ from shoal_common.runs import Run
 from shoal_common.settings import Address, parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal.launcher.cluster import StartService
-from shoal.launcher.credentials import member_channel
-from shoal.launcher.environment import NodePlacement
-from shoal.launcher.jobs import JobSettings, launchers_job_id
-from shoal.launcher.node_session import NodeSession, Standing
-from shoal.launcher.ports import ReservedPort
-from shoal.launcher.reporter import ExitReporter
-from shoal.launcher.settings import RunSettings
-from shoal.launcher.site import Ending, RunCompletedError
+from shoal.launcher.clusters.cluster import StartService
+from shoal.launcher.clusters.jobs import JobSettings, launchers_job_id
+from shoal.launcher.processes.credentials import member_channel
+from shoal.launcher.processes.ports import ReservedPort
+from shoal.launcher.run.node_session import NodeSession, Standing
+from shoal.launcher.run.reporter import ExitReporter
+from shoal.launcher.run.site import Ending, RunCompletedError
+from shoal.launcher.workers.environment import NodePlacement
+from shoal.launcher.workers.settings import RunSettings
 
 _CONNECT_TIMEOUT: Final = timedelta(seconds=60)
 _CALL_DEADLINE: Final = timedelta(seconds=2)

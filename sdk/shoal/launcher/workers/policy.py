@@ -19,7 +19,7 @@ from typing import Final
 
 from shoal_common.exit_status import PREEMPTED, PUT_OUT
 
-from shoal.launcher.process import ExitStatus
+from shoal.launcher.processes.process import ExitStatus
 
 ELASTIC_RESTARTS: Final = 3
 """Number of replacements of an elastic worker that was killed by a signal or evicted, if

@@ -21,7 +21,7 @@ from typing import Final
 
 from shoal_common.errors import ConfigurationError, UnknownResourceError
 
-from shoal.launcher.process import start_ticks
+from shoal.launcher.processes.process import start_ticks
 
 _FORMAT: Final = 1
 

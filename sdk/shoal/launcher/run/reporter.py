@@ -24,9 +24,9 @@ from shoal_common.errors import (
 )
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal.launcher.keeper import NOBODY
-from shoal.launcher.policy import JobEnd
-from shoal.launcher.process import ExitStatus
+from shoal.launcher.clusters.keeper import NOBODY
+from shoal.launcher.processes.process import ExitStatus
+from shoal.launcher.workers.policy import JobEnd
 
 _CALL_DEADLINE: Final = timedelta(seconds=2)
 _PATIENCE: Final = timedelta(seconds=60)

@@ -32,10 +32,10 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 
-from shoal.launcher.jobs import check_job_id
-from shoal.launcher.members import kill_workers
-from shoal.launcher.process import Handle, start_ticks
-from shoal.launcher.registry import home_directory
+from shoal.launcher.clusters.jobs import check_job_id
+from shoal.launcher.clusters.registry import home_directory
+from shoal.launcher.processes.members import kill_workers
+from shoal.launcher.processes.process import Handle, start_ticks
 
 _FORMAT: Final = 1
 _RECORD: Final = "submission.json"

@@ -29,7 +29,7 @@ from shoal_common.errors import (
 from shoal_common.settings import parse_address
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from shoal.launcher.environment import NodePlacement
+from shoal.launcher.workers.environment import NodePlacement
 
 _PAUSE_S: Final = 0.5
 _FIRST_INTERVAL_S: Final = 1.0

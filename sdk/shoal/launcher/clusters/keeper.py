@@ -13,7 +13,7 @@ from typing import Final
 
 from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 
-from shoal.launcher.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
+from shoal.launcher.clusters.cluster import POLL_INTERVAL, START_TIMEOUT, LocalCluster, Service
 
 _SHORT_LIFE_S: Final = 5.0
 """A service that has served this long has started well: a later end has another cause and does not

@@ -20,8 +20,9 @@ from shoal_common.own_address import OwnAddress, interface_of
 from shoal_common.runs import Run
 from shoal_common.tally import read_tally
 
-from shoal.launcher.credentials import secrets_as_files
-from shoal.launcher.environment import (
+from shoal.launcher.processes.credentials import secrets_as_files
+from shoal.launcher.processes.process import Child, ExitStatus
+from shoal.launcher.workers.environment import (
     NodePlacement,
     WorkerIdentity,
     WorkerPlacement,
@@ -32,11 +33,10 @@ from shoal.launcher.environment import (
     slice_variables,
     torchrun_variables,
 )
-from shoal.launcher.output import OutputPump, Source, Stream, rank_prefix
-from shoal.launcher.policy import WorkerExit
-from shoal.launcher.process import Child, ExitStatus
-from shoal.launcher.settings import RunSettings, Streams
-from shoal.launcher.warm import WarmWorkers
+from shoal.launcher.workers.output import OutputPump, Source, Stream, rank_prefix
+from shoal.launcher.workers.policy import WorkerExit
+from shoal.launcher.workers.settings import RunSettings, Streams
+from shoal.launcher.workers.warm import WarmWorkers
 
 _REMINDER_S: Final = 10.0
 """Interval between messages about remaining workers."""

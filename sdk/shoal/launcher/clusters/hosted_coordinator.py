@@ -20,8 +20,8 @@ from urllib.parse import quote
 
 from shoal_common.errors import ConfigurationError, ShoalError
 
-from shoal.launcher.cluster import START_TIMEOUT, Service
-from shoal.launcher.process import stop_all, wait_all
+from shoal.launcher.clusters.cluster import START_TIMEOUT, Service
+from shoal.launcher.processes.process import stop_all, wait_all
 
 _STOP_GRACE: Final = timedelta(seconds=10)
 _SHORT_LIFE_S: Final = 5.0

@@ -7,7 +7,7 @@ from dataclasses import replace
 from datetime import UTC, datetime
 from typing import Final
 
-from shoal.launcher.policy import WorkerExit
+from shoal.launcher.workers.policy import WorkerExit
 
 _RULE: Final = "=" * 60
 _LINE: Final = "-" * 60

@@ -1,0 +1,2 @@
+"""Clusters that a command starts: coordinators, parameter servers, and the registry that finds
+them."""

@@ -1,0 +1,1 @@
+"""A run on this machine, alone or with other launchers, from its start to its exit status."""

@@ -1,0 +1,1 @@
+"""Worker processes of one launcher: their settings, environment, output, start and restarts."""

@@ -16,21 +16,21 @@ import typer
 from shoal_common.errors import ConfigurationError, ShoalError
 from shoal_common.process_secrets import take_secrets
 
-from shoal.cli.certs import certs
-from shoal.cli.check import check
-from shoal.cli.control import drain, kill, stop
-from shoal.cli.coordinate import coordinate
-from shoal.cli.demo import demo
-from shoal.cli.events import events
-from shoal.cli.jobs import jobs
-from shoal.cli.logs import logs
+from shoal.cli.commands.certs import certs
+from shoal.cli.commands.check import check
+from shoal.cli.commands.control import drain, kill, stop
+from shoal.cli.commands.coordinate import coordinate
+from shoal.cli.commands.demo import demo
+from shoal.cli.commands.events import events
+from shoal.cli.commands.jobs import jobs
+from shoal.cli.commands.logs import logs
+from shoal.cli.commands.plan import plan
+from shoal.cli.commands.run import run
+from shoal.cli.commands.status import status
+from shoal.cli.commands.submit import submit
+from shoal.cli.commands.top import top
+from shoal.cli.commands.up import up
 from shoal.cli.options import with_credentials
-from shoal.cli.plan import plan
-from shoal.cli.run import run
-from shoal.cli.status import status
-from shoal.cli.submit import submit
-from shoal.cli.top import top
-from shoal.cli.up import up
 
 app = typer.Typer(
     no_args_is_help=True,

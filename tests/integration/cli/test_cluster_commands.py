@@ -362,7 +362,7 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(
 def test_a_terminal_that_stands_still_does_not_hold_up_the_end(shell: Shell) -> None:
     script = shell.script("print('x' * 1_000_000)")
     shortly = (
-        "from datetime import timedelta; import shoal.cli.console as c; "
+        "from datetime import timedelta; import shoal.cli.terminal.console as c; "
         "c._LAST_OUTPUT_TIMEOUT = timedelta(seconds=1)"
     )
     ours, theirs = pty.openpty()

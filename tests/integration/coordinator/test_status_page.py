@@ -18,7 +18,7 @@ from urllib.error import HTTPError
 from urllib.request import Request, urlopen
 
 import pytest
-from shoal.cli.view import job_json
+from shoal.cli.terminal.view import job_json
 from shoal.client import Client
 from shoal_common.redis import EmbeddedRedis, connect
 from shoal_common.rpc.channel import ChannelSettings

@@ -9,7 +9,7 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from shoal.cli.plot import draw, rates
+from shoal.cli.terminal.plot import draw, rates
 from shoal.launcher.report.account import RunFigures
 from shoal.launcher.report.course import Point
 from shoal.ticks import is_wide, plain

@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import pytest
-from shoal.cli.live import LiveView
+from shoal.cli.terminal.live import LiveView
 from shoal.launcher.report.account import RunAccount, figures_lines
 from shoal.launcher.workers.output import Stream
 from shoal_common.tally import Counts, Tally, TallyWriter, read_tally

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from rich.console import Console
-from shoal.cli.view import event_line, job_json, job_view, jobs_view, summary_json
+from shoal.cli.terminal.view import event_line, job_json, job_view, jobs_view, summary_json
 from shoal.client import JobPhase, JobSummary, Result
 from shoal.client.messages import event_of, job_of
 from shoal_protos.v1 import coordinator_pb2 as pb

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 from rich.live import Live
-from shoal.cli.frame import Frames
+from shoal.cli.terminal.frame import Frames
 from shoal.client import Client, Event, Job, JobSummary
 from shoal.client.messages import event_of, job_of, summary_of
 from shoal_common.errors import UnavailableError

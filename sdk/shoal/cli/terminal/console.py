@@ -11,8 +11,8 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, NoReturn
 
-from shoal.cli.plot import check_plot, draw
-from shoal.cli.progress import BarWriter, PlainLines
+from shoal.cli.terminal.plot import check_plot, draw
+from shoal.cli.terminal.progress import BarWriter, PlainLines
 from shoal.launcher.report.account import RunFigures, figures_lines, stopped_line
 from shoal.launcher.report.follower import Show
 from shoal.launcher.report.summary import failure_summary, survived_summary
@@ -75,7 +75,7 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
         show: Show | None = None
         bar: BarWriter | None = None
         if live and Stream.OUT.is_terminal:
-            from shoal.cli.live import LiveView
+            from shoal.cli.terminal.live import LiveView
 
             view = stack.enter_context(
                 LiveView(

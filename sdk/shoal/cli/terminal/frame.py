@@ -12,7 +12,7 @@ from rich.console import Console, ConsoleOptions, Group, RenderableType
 from rich.text import Text
 from shoal_common.errors import ShoalError
 
-from shoal.cli.view import event_line, job_view, jobs_view
+from shoal.cli.terminal.view import event_line, job_view, jobs_view
 from shoal.client import Client, Event, Job, JobPhase, JobSummary
 
 _EVENTS_KEPT: Final = 200

@@ -21,7 +21,7 @@ def jobs(
     """
     from rich.console import Console
 
-    from shoal.cli.view import jobs_view, summary_json
+    from shoal.cli.terminal.view import jobs_view, summary_json
     from shoal.client import Client
 
     with Client(coordinator) as client:

@@ -27,8 +27,8 @@ def top(
     there are. `q` ends it."""
     from rich.console import Console
 
-    from shoal.cli.frame import Frames
     from shoal.cli.target import target
+    from shoal.cli.terminal.frame import Frames
 
     with target(coordinator, job) as found:
         if once or not (sys.stdin.isatty() and sys.stdout.isatty()):
@@ -40,8 +40,8 @@ def top(
 def _watch(found: Target, interval_s: float) -> None:
     from rich.live import Live
 
-    from shoal.cli.frame import Frames
-    from shoal.cli.keys import Keys
+    from shoal.cli.terminal.frame import Frames
+    from shoal.cli.terminal.keys import Keys
 
     frames = Frames(found.client, found.job_id, full_screen=True)
     with Keys() as keys, Live(frames.take(), screen=True, auto_refresh=False) as live:

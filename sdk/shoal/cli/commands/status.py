@@ -23,7 +23,7 @@ def status(
     from rich.text import Text
 
     from shoal.cli.target import target
-    from shoal.cli.view import job_json, job_view
+    from shoal.cli.terminal.view import job_json, job_view
 
     with target(coordinator, job) as found:
         answer = found.client.job(found.job_id)

@@ -260,7 +260,7 @@ def run(
     The status is 0 only if the script came to its end; else that of the script, or 75 (unfinished),
     143 (preempted): docs/exit-status.md.
     """
-    from shoal.cli.console import run_to_exit, tell
+    from shoal.cli.terminal.console import run_to_exit, tell
 
     if rdzv_backend not in ("shoal", "static"):
         tell(f"--rdzv-backend {rdzv_backend} is ignored: launchers meet at Shoal's coordinator")

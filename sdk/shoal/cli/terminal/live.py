@@ -91,8 +91,8 @@ class LiveView:
         from shoal_common.errors import ShoalError
         from shoal_common.rpc.channel import ChannelSettings
 
-        from shoal.cli.progress import StatusLine
-        from shoal.cli.view import job_view
+        from shoal.cli.terminal.progress import StatusLine
+        from shoal.cli.terminal.view import job_view
         from shoal.client import Client
 
         with Client(ChannelSettings(address=self._coordinator, attempts=1)) as client:

@@ -11,7 +11,7 @@ from typing import Any, Final
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from shoal.cli.table import Column, FittingTable
+from shoal.cli.terminal.table import Column, FittingTable
 from shoal.client import (
     Event,
     Job,

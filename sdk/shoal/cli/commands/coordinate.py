@@ -43,7 +43,7 @@ def coordinate(
     """
     from shoal_common.own_address import own_host
 
-    from shoal.cli.console import tell
+    from shoal.cli.terminal.console import tell
     from shoal.launcher.clusters.coordination import Coordination
 
     coordination = Coordination(

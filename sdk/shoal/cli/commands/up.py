@@ -48,7 +48,7 @@ def up(
     The cluster (embedded Valkey, coordinator, servers, workers) is gone when the script ends.
     Without a terminal, as `shoal run`.
     """
-    from shoal.cli.console import run_to_exit
+    from shoal.cli.terminal.console import run_to_exit
     from shoal.launcher.clusters.jobs import new_job_id
     from shoal.launcher.workers.settings import RunSettings, worker_command
 

@@ -27,7 +27,7 @@ def events(
     from rich.console import Console
 
     from shoal.cli.target import target
-    from shoal.cli.view import event_json, event_line
+    from shoal.cli.terminal.view import event_json, event_line
 
     console = Console()
     with (

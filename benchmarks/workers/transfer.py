@@ -245,8 +245,8 @@ def _shoal(options: argparse.Namespace) -> Iterator[Transfer]:
     from shoal_common.clients.coordinator import CoordinatorClient
     from shoal_common.clients.parameter_server import ParameterServerClient
     from shoal_common.errors import UnavailableError
+    from shoal_common.formats.wire import checksum
     from shoal_common.rpc.channel import ChannelSettings
-    from shoal_common.wire import checksum
     from shoal_protos.v1 import coordinator_pb2
     from shoal_protos.v1 import parameter_server_pb2 as pb
 

@@ -19,8 +19,8 @@ from pydantic import SecretStr
 from pydantic_settings import BaseSettings, InitSettingsSource, PydanticBaseSettingsSource
 
 from shoal_common.errors import ConfigurationError
-from shoal_common.process_secrets import taken_secrets
-from shoal_common.security import TlsSettings, TokenTable
+from shoal_common.security.authentication import TlsSettings, TokenTable
+from shoal_common.security.secrets import taken_secrets
 from shoal_common.settings import ShoalSettings
 
 if TYPE_CHECKING:

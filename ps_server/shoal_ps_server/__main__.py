@@ -14,9 +14,9 @@ import signal
 import sys
 from collections.abc import Sequence
 
-from shoal_common.allocator import keep_freed_memory
 from shoal_common.errors import ShoalError
-from shoal_common.scratch import temporary_directory
+from shoal_common.system.allocator import keep_freed_memory
+from shoal_common.system.scratch import temporary_directory
 from shoal_common.telemetry import configure_logging
 
 from shoal_ps_server.service.descriptors import raise_limit

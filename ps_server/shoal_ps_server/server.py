@@ -26,8 +26,8 @@ from typing import Any
 from prometheus_client import CollectorRegistry
 from shoal_common.errors import ConfigurationError, InternalError, UnavailableError
 from shoal_common.failpoints import failpoint
+from shoal_common.formats.runs import Run
 from shoal_common.rpc.server import RpcServer, ServerSettings
-from shoal_common.runs import Run
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import HttpServer, serve_metrics
 

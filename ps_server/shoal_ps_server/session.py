@@ -33,9 +33,9 @@ from shoal_common.errors import (
     ShoalError,
     UnavailableError,
 )
+from shoal_common.formats.runs import Run
 from shoal_common.rpc.channel import ChannelSettings, aio_channel, is_name
 from shoal_common.rpc.status import from_rpc_error
-from shoal_common.runs import Run
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1.coordinator_pb2_grpc import CoordinatorStub
 

@@ -13,7 +13,6 @@ from typing import Annotated, Self
 
 from pydantic import Field, StringConstraints, model_validator
 from pydantic_settings import SettingsConfigDict
-from shoal_common import own_address
 from shoal_common.credentials import (
     CallerSettings,
     RefusedToken,
@@ -21,6 +20,7 @@ from shoal_common.credentials import (
     add_service_flags,
 )
 from shoal_common.settings import Address, AddressField, Duration
+from shoal_common.system import own_address
 
 
 class Fsync(enum.StrEnum):

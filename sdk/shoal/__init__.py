@@ -30,7 +30,7 @@ from shoal_worker import torch_extensions as _torch_extensions
 if TYPE_CHECKING:
     from shoal_common.clients.coordinator import CoordinatorClient
     from shoal_common.rpc.channel import ChannelSettings
-    from shoal_common.security import TlsSettings
+    from shoal_common.security.authentication import TlsSettings
     from shoal_worker.api import (
         ElasticDataLoader,
         MLflow,
@@ -246,7 +246,7 @@ _HOMES = {
     "TensorParallelModel": "shoal_worker.strategies.tensor",
     "TensorParallelOptimizer": "shoal_worker.strategies.tensor",
     "TensorBoard": "shoal_worker.tracking.tensorboard",
-    "TlsSettings": "shoal_common.security",
+    "TlsSettings": "shoal_common.security.authentication",
     "ZeRO1Model": "shoal_worker.strategies.sharded",
     "ZeRO1Optimizer": "shoal_worker.strategies.sharded",
     "ZeRO2Model": "shoal_worker.strategies.sharded",

@@ -3,6 +3,6 @@ optimizers; parameter servers run them too."""
 
 from __future__ import annotations
 
-from shoal_common.optim import LAMB, DelayedNesterov, RowWiseAdagrad
+from shoal_common.optimizers.for_torch import LAMB, DelayedNesterov, RowWiseAdagrad
 
 __all__ = ["LAMB", "DelayedNesterov", "RowWiseAdagrad"]

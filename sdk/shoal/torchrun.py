@@ -24,9 +24,9 @@ from typing import Final
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
-from shoal_common.own_address import OwnAddress
-from shoal_common.process_secrets import take_secrets
+from shoal_common.security.secrets import take_secrets
 from shoal_common.settings import Address, parse_address
+from shoal_common.system.own_address import OwnAddress
 from shoal_protos.v1 import coordinator_pb2 as pb
 from torch.distributed import PrefixStore, Store, TCPStore
 from torch.distributed.elastic.rendezvous.api import (

@@ -23,7 +23,7 @@ from types import TracebackType
 from typing import Final, Self
 
 import psutil
-from shoal_common.processes import tied_to_parent
+from shoal_common.system.processes import tied_to_parent
 
 _START_S: Final = 30.0
 _COMMAND_S: Final = 120.0

@@ -18,8 +18,8 @@ from shoal.launcher.clusters.cluster import LocalCluster
 from shoal.launcher.clusters.jobs import JobSettings
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
+from shoal_common.formats.wire import checksum, encode_push_chunk
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.wire import checksum, encode_push_chunk
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 
 from tests.integration.coordinator.harness import Job

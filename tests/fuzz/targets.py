@@ -14,8 +14,8 @@ from typing import Any, Final
 import grpc
 from google.protobuf.descriptor import MethodDescriptor
 from shoal_common.bulk.frames import DATA_BYTES, Kind, greeting
-from shoal_common.certificates import PairContexts
 from shoal_common.errors import LimitError
+from shoal_common.security.certificates import PairContexts
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.elastic.group.transfer import StateDonor
 

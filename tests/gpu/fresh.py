@@ -10,7 +10,7 @@ import threading
 from collections.abc import Sequence
 from pathlib import Path
 
-from shoal_common.processes import tied_to_parent
+from shoal_common.system.processes import tied_to_parent
 
 from tests.zygote.children import Child, Zygote
 

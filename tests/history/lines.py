@@ -31,8 +31,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from shoal_common.formats.wire import checksum
 from shoal_common.tables.rows import RowsImage
-from shoal_common.wire import checksum
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import save_file
-from shoal_common.wire import checksum
+from shoal_common.formats.wire import checksum
 
 from tests.history.checking import (
     applied_once,

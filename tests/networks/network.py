@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any, Final
 
 import pytest
-from shoal_common.processes import tied_to_parent
 from shoal_common.redis.embedded import find_server_binary
 from shoal_common.settings import Address, parse_address
+from shoal_common.system.processes import tied_to_parent
 from shoal_worker.data.record import audit
 
 from benchmarks.machines import Machines

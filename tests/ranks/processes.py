@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal_common.processes import tied_to_parent
+from shoal_common.system.processes import tied_to_parent
 
 _ROOT = Path(__file__).parents[2]
 _STUB = Path(__file__).with_name("mpi_stub.py")

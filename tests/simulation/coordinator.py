@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
-from shoal_common.rank_table import MOST_TOLD_WHOLE
+from shoal_common.formats.rank_table import MOST_TOLD_WHOLE
 from shoal_coordinator.membership.members.joining import Joined
 from shoal_coordinator.membership.model.effects import (
     AnnounceGeneration,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from shoal_common.processes import tied_to_parent
+from shoal_common.system.processes import tied_to_parent
 
 PATIENCE_S = 200.0
 

@@ -74,8 +74,8 @@ class WorkerSettings(CallerSettings):
     when it reaches the end of its script as one: its launcher needs to know, even while the
     coordinator is unreachable. None: not written."""
     tally_file: Path | None = None
-    """File in which to count this worker's commits for its launcher (shoal_common.tally); None: not
-    counted."""
+    """File in which to count this worker's commits for its launcher (shoal_common.formats.tally);
+    None: not counted."""
     allow_restart_from_scratch: bool = False
     """Restarts at step 0 if every process that held the state is gone and no checkpoint
     was loaded. Otherwise that is an error, PROGRESS_LOST."""

@@ -46,10 +46,10 @@ from shoal_common.errors import (
     ShoalError,
     UnavailableError,
 )
+from shoal_common.formats.wire import as_bytes
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.status import from_error_message
 from shoal_common.settings import parse_address
-from shoal_common.wire import as_bytes
 
 _log = logging.getLogger(__name__)
 

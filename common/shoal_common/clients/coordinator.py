@@ -22,7 +22,7 @@ from shoal_protos.v1.coordinator_pb2_grpc import CoordinatorStub
 from shoal_common.clients.calls import Caller, ResponseStream
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.reach import Obstacle
-from shoal_common.security import MEMBER_KEY
+from shoal_common.security.authentication import MEMBER_KEY
 
 
 class CoordinatorClient:

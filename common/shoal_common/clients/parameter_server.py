@@ -2,10 +2,10 @@
 names in snake_case.
 
 Tensors travel over a bulk channel (shoal_common.clients.bulk) if one is available, otherwise over
-gRPC (shoal_common.wire): payloads are sent from the caller's buffers and pulled straight into them.
-Synchronous and thread-safe; never use one in a forked child. Every method raises ShoalErrors: those
-documented for each RPC in the .proto, and UnavailableError or DeadlineError if the server cannot be
-reached. `deadline` overrides ChannelSettings.deadline.
+gRPC (shoal_common.formats.wire): payloads are sent from the caller's buffers and pulled straight
+into them. Synchronous and thread-safe; never use one in a forked child. Every method raises
+ShoalErrors: those documented for each RPC in the .proto, and UnavailableError or DeadlineError if
+the server cannot be reached. `deadline` overrides ChannelSettings.deadline.
 
 The caller knows the server of each partition and repeats failed pushes, which is safe because of
 their sequence numbers.
@@ -28,22 +28,22 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_protos.v1.parameter_server_pb2_grpc import ParameterServerStub
 
-from shoal_common.allocator import keep_freed_memory
 from shoal_common.bulk.frames import Kind
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.bulk import BulkChannel
 from shoal_common.clients.calls import Caller
 from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import CorruptDataError, ShoalError
-from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.rpc.status import is_unreachable
-from shoal_common.wire import (
+from shoal_common.formats.wire import (
     decode_pull_chunk,
     decode_rows_chunk,
     encode_push_chunk,
     encode_rows_chunk,
     framed,
 )
+from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.rpc.status import is_unreachable
+from shoal_common.system.allocator import keep_freed_memory
 
 SERVICE: Final = "shoal.v1.ParameterServer"
 DEFAULT_STREAM_DEADLINE: Final = timedelta(seconds=60)
@@ -93,7 +93,8 @@ class _Stub:
 class ParameterServerClient:
     """A context manager; the first call opens the connection.
 
-    The first client in a process configures malloc to keep freed memory (shoal_common.allocator).
+    The first client in a process configures malloc to keep freed memory
+    (shoal_common.system.allocator).
     """
 
     def __init__(

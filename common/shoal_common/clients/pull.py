@@ -8,7 +8,7 @@ from collections.abc import Callable
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_common.errors import ConfigurationError, CorruptDataError
-from shoal_common.wire import as_bytes, checksum
+from shoal_common.formats.wire import as_bytes, checksum
 
 
 class PullReceiver:

@@ -39,10 +39,10 @@ from redis.backoff import NoBackoff
 from redis.retry import Retry
 
 from shoal_common.errors import ConfigurationError, DeadlineError, ShoalError, UnavailableError
-from shoal_common.processes import tied_to_parent
 from shoal_common.redis.connection import EMBEDDED_SCHEME
-from shoal_common.scratch import ScratchDirectory
 from shoal_common.settings import Address
+from shoal_common.system.processes import tied_to_parent
+from shoal_common.system.scratch import ScratchDirectory
 
 _START_DEADLINE_S: Final = 20.0
 _STOP_DEADLINE_S: Final = 10.0

@@ -25,7 +25,7 @@ from shoal_common.rpc.client_interceptors import (
     sync_metadata,
 )
 from shoal_common.rpc.idempotence import service_config
-from shoal_common.security import BEARER, MEMBER_KEY, TlsSettings
+from shoal_common.security.authentication import BEARER, MEMBER_KEY, TlsSettings
 from shoal_common.settings import parse_address
 
 

@@ -15,7 +15,7 @@ from typing import Final
 
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
 from shoal_common.settings import Address, parse_address
 
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + b"\x00\x00\x00\x04\x00\x00\x00\x00\x00"

@@ -24,12 +24,12 @@ from grpc_health.v1.health import aio as health_aio
 from grpc_reflection.v1alpha import reflection
 from prometheus_client import CollectorRegistry
 
-from shoal_common.certificates import expiry_of, expiry_warning
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import milliseconds
 from shoal_common.rpc.metrics import ServerMetrics
 from shoal_common.rpc.server_interceptor import Admission, ServerInterceptor
-from shoal_common.security import Role, TlsSettings, TokenTable
+from shoal_common.security.authentication import Role, TlsSettings, TokenTable
+from shoal_common.security.certificates import expiry_of, expiry_warning
 from shoal_common.settings import parse_address
 
 logger = logging.getLogger(__name__)

@@ -24,7 +24,14 @@ from shoal_common.errors import AuthenticationError, PermissionDeniedError
 from shoal_common.rpc.handlers import behaviour_of, with_behaviour
 from shoal_common.rpc.metrics import ServerMetrics, go_code
 from shoal_common.rpc.status import abort, as_shoal_error
-from shoal_common.security import ANY_ROLE, ANYONE, MEMBER_KEY, Holder, Role, TokenTable
+from shoal_common.security.authentication import (
+    ANY_ROLE,
+    ANYONE,
+    MEMBER_KEY,
+    Holder,
+    Role,
+    TokenTable,
+)
 
 _HEALTH: Final = "/grpc.health.v1.Health/"
 _REFLECTION: Final = "/grpc.reflection."

@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from shoal_protos.v1 import coordinator_pb2
 
-from shoal_common.server_optimizers import TABLE_OPTIMIZERS, OptimizerDeclaration
+from shoal_common.optimizers.for_servers import TABLE_OPTIMIZERS, OptimizerDeclaration
 
 INITIALIZERS: Final = ("uniform", "normal", "zeros")
 DEFAULT_BUCKETS: Final = 16

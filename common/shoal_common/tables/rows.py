@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from shoal_common.server_optimizers import Unit
+from shoal_common.optimizers.for_servers import Unit
 from shoal_common.tables.declaration import TableSpec
 from shoal_common.tables.values import Ids, Values, hashed, initial_rows, mixed
 

@@ -34,7 +34,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
-from shoal_common.security import ANYONE, Holder, TokenTable
+from shoal_common.security.authentication import ANYONE, Holder, TokenTable
 from shoal_common.settings import Address, parse_address
 
 logger = logging.getLogger(__name__)

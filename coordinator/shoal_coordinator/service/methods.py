@@ -12,7 +12,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 from google.protobuf import descriptor_pool, message_factory
-from shoal_common.security import ANY_ROLE, Role
+from shoal_common.security.authentication import ANY_ROLE, Role
 from shoal_protos.v1 import coordinator_pb2
 
 SERVICE: Final = coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"].full_name

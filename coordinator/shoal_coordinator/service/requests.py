@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from shoal_common.errors import InvalidRequestError, StaleGenerationError
 from shoal_common.rpc.server_interceptor import member_key
-from shoal_common.security import member_key_digest
+from shoal_common.security.authentication import member_key_digest
 from shoal_common.tables.declaration import TableSpec, wrong_shape
 from shoal_protos.v1 import coordinator_pb2 as pb
 

@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from shoal_common.rank_table import MOST_TOLD_WHOLE, runs
+from shoal_common.formats.rank_table import MOST_TOLD_WHOLE, runs
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.model.effects import SendMove, SendPlace

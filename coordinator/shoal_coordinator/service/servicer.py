@@ -15,7 +15,7 @@ from typing import Any, Final
 
 from shoal_common.errors import LimitError, PreconditionError, UnavailableError
 from shoal_common.rpc.server_interceptor import caller, member_key
-from shoal_common.security import Role, check_member_key
+from shoal_common.security.authentication import Role, check_member_key
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership import runs

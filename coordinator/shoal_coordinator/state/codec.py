@@ -21,8 +21,8 @@ from dataclasses import asdict, dataclass, fields
 from functools import cache, partial
 from typing import Any, Final, TypeVar, cast
 
-from shoal_common import rank_table
 from shoal_common.errors import CorruptDataError
+from shoal_common.formats import rank_table
 from shoal_common.tables.declaration import TableSpec
 
 from shoal_coordinator.membership.model.batches import Answer, Epoch, Loader

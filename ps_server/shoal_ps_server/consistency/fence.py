@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from typing import Final
 
 from shoal_common.errors import StaleGenerationError
-from shoal_common.security import check_member_key
+from shoal_common.security.authentication import check_member_key
 
 _NONE: Final[Mapping[str, str]] = {}
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 from shoal_common.errors import CorruptDataError
-from shoal_common.wire import decode_follow_chunk, encode_follow_chunk, framed
+from shoal_common.formats.wire import decode_follow_chunk, encode_follow_chunk, framed
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.storage.record import Record

@@ -21,9 +21,9 @@ from prometheus_client import CollectorRegistry
 from shoal_common.backoff import Backoff
 from shoal_common.errors import CorruptDataError, InternalError, ShoalError, UnavailableError
 from shoal_common.failpoints import failpoint
+from shoal_common.formats.runs import Run
 from shoal_common.rpc.channel import aio_channel
 from shoal_common.rpc.status import from_rpc_error
-from shoal_common.runs import Run
 from shoal_common.tasks import end_tasks
 from shoal_common.telemetry import serve_metrics
 from shoal_protos.v1 import parameter_server_pb2 as pb

@@ -34,7 +34,7 @@ from shoal_common.errors import (
     UnavailableError,
 )
 from shoal_common.rpc.status import as_shoal_error, error_message
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
 from shoal_common.settings import Address
 from shoal_common.tasks import end_tasks
 from shoal_protos.v1 import parameter_server_pb2 as pb

@@ -10,9 +10,9 @@ import asyncio
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator
 from contextlib import contextmanager
 
-from shoal_common import codecs
 from shoal_common.errors import DeadlineError, UnavailableError
-from shoal_common.wire import checksum
+from shoal_common.formats import codecs
+from shoal_common.formats.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.clocks import ConsistencyMode

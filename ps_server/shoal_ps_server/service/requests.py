@@ -18,10 +18,10 @@ from itertools import pairwise
 from typing import Final
 
 import numpy as np
-from shoal_common import codecs
 from shoal_common.errors import InvalidRequestError, LimitError, UnknownResourceError
+from shoal_common.formats import codecs
+from shoal_common.formats.wire import LARGEST_PAYLOAD_BYTES
 from shoal_common.tables.values import Ids
-from shoal_common.wire import LARGEST_PAYLOAD_BYTES
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode

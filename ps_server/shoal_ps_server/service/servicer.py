@@ -3,7 +3,7 @@ assembles the answer.
 
 Handlers run on the event loop and raise ShoalErrors; RpcServer turns those into statuses. Uploads
 and pulls are exchanged as raw messages, so that protobuf does not copy their payloads
-(shoal_common.wire).
+(shoal_common.formats.wire).
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 from shoal_common.failpoints import failpoint
+from shoal_common.formats.wire import CHUNK_BYTES, encode_pull_chunk
+from shoal_common.optimizers.for_servers import Unit
 from shoal_common.rpc.server_interceptor import caller, member_key
-from shoal_common.security import ANY_ROLE, Role
-from shoal_common.server_optimizers import Unit
-from shoal_common.wire import CHUNK_BYTES, encode_pull_chunk
+from shoal_common.security.authentication import ANY_ROLE, Role
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.configuration import Configuration

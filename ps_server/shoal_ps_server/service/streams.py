@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from shoal_common.errors import InvalidRequestError, LimitError
-from shoal_common.wire import LARGEST_CHUNK_BYTES, decode_push_chunk
+from shoal_common.formats.wire import LARGEST_CHUNK_BYTES, decode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.shard.payload import Upload, describe

@@ -13,14 +13,14 @@ from datetime import timedelta
 from typing import Final
 
 from shoal_common.errors import CorruptDataError, DeadlineError, InvalidRequestError, LimitError
-from shoal_common.tables.file import BucketImage, read_bucket
-from shoal_common.wire import (
+from shoal_common.formats.wire import (
     CHUNK_BYTES,
     LARGEST_CHUNK_BYTES,
     checksum,
     decode_rows_chunk,
     encode_rows_chunk,
 )
+from shoal_common.tables.file import BucketImage, read_bucket
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_ps_server.consistency.membership import Membership

@@ -1,4 +1,4 @@
-"""Element types of partitions: the mapping between shoal_common.wire and torch."""
+"""Element types of partitions: the mapping between shoal_common.formats.wire and torch."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Final
 
 import torch
-from shoal_common.wire import DTYPES
+from shoal_common.formats.wire import DTYPES
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 

@@ -1,5 +1,5 @@
-"""Compresses values for pulls: the codecs of shoal_common.codecs that suit values, implemented in
-torch.
+"""Compresses values for pulls: the codecs of shoal_common.formats.codecs that suit values,
+implemented in torch.
 
 Each value is rounded to the nearest representable one, so equal values give equal bytes: all
 readers of a version see the same, whichever server answers. The server's own values keep their
@@ -11,9 +11,9 @@ from __future__ import annotations
 import math
 
 import torch
-from shoal_common import codecs
-from shoal_common.codecs import INT8_BLOCK, INT8_LARGEST, blocks
 from shoal_common.errors import PreconditionError
+from shoal_common.formats import codecs
+from shoal_common.formats.codecs import INT8_BLOCK, INT8_LARGEST, blocks
 
 from shoal_ps_server.shard.payload import largest_of
 

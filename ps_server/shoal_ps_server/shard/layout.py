@@ -11,8 +11,8 @@ from itertools import accumulate
 from types import MappingProxyType
 
 import torch
-from shoal_common import codecs
 from shoal_common.errors import InternalError
+from shoal_common.formats import codecs
 from shoal_common.tables.declaration import TableSpec, wrong_shape
 from shoal_protos.v1 import coordinator_pb2
 

@@ -1,8 +1,8 @@
 """Validated settings of the server's optimizer as requested by a job.
 
 The arithmetic is torch's (runs.py). The available optimizers, with their hyperparameters and state,
-are declared in `shoal_common.server_optimizers`; values that torch would refuse are refused here,
-before anything has changed.
+are declared in `shoal_common.optimizers.for_servers`; values that torch would refuse are refused
+here, before anything has changed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Final
 
 import torch
 from shoal_common.errors import InvalidRequestError
-from shoal_common.server_optimizers import (
+from shoal_common.optimizers.for_servers import (
     SERVER_OPTIMIZERS,
     Hyperparameters,
     OptimizerDeclaration,

@@ -10,8 +10,8 @@ from typing import Final
 from weakref import WeakValueDictionary
 
 import torch
-from shoal_common import codecs
 from shoal_common.errors import InvalidRequestError, LimitError, PreconditionError
+from shoal_common.formats import codecs
 from shoal_common.tables.rows import RowsImage
 
 from shoal_ps_server.shard.compensation import BaseValues, compensated

@@ -18,8 +18,8 @@ from typing import Final
 import numpy as np
 import torch
 import xxhash
-from shoal_common import codecs
 from shoal_common.errors import CorruptDataError, InvalidRequestError
+from shoal_common.formats import codecs
 from shoal_common.tables.values import Ids, Values, buckets_of
 from shoal_protos.v1 import parameter_server_pb2 as pb
 

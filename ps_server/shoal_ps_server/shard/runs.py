@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 import torch
-from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Unit
+from shoal_common.optimizers.for_servers import SERVER_OPTIMIZERS, Unit
 
 from shoal_ps_server.shard.layout import PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import OptimizerSettings

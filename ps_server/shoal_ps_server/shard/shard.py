@@ -21,8 +21,8 @@ from datetime import timedelta
 from typing import Final
 
 import torch
-from shoal_common import codecs
 from shoal_common.errors import PreconditionError, UnavailableError
+from shoal_common.formats import codecs
 from shoal_common.tables.rows import Rows, RowsImage
 from shoal_common.tables.values import Ids
 

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Final, Self
 
 from shoal_common.errors import ConfigurationError, CorruptDataError
-from shoal_common.runs import Run
+from shoal_common.formats.runs import Run
 
 from shoal_ps_server.storage.image import ServerImage
 from shoal_ps_server.storage.recovery import Recovered, recover

@@ -26,8 +26,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from shoal_common.errors import CorruptDataError, ShoalError
 from shoal_common.failpoints import failpoint
+from shoal_common.formats.wire import checksum
 from shoal_common.tables.rows import Rows, RowsImage
-from shoal_common.wire import checksum
 
 from shoal_ps_server.shard.layout import Bucket, PartitionSpec
 from shoal_ps_server.shard.optimizer import OptimizerSettings

@@ -14,7 +14,7 @@ from typing import Annotated
 
 import typer
 from shoal_common.errors import ConfigurationError, ShoalError
-from shoal_common.process_secrets import take_secrets
+from shoal_common.security.secrets import take_secrets
 
 from shoal.cli.commands.certs import certs
 from shoal.cli.commands.check import check

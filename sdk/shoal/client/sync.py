@@ -19,8 +19,8 @@ from shoal_common.errors import (
     ShoalError,
     UnknownResourceError,
 )
-from shoal_common.process_secrets import secrets_to_hand_on
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.security.secrets import secrets_to_hand_on
 
 from shoal.client.connections import Connections
 from shoal.client.job import Job, JobEnding, JobPhase, JobSummary, Member, Server

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from rich.console import Console
 from shoal_common.errors import ShoalError
-from shoal_common.scratch import ScratchDirectory
+from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.demo import report
 from shoal.demo.screen import Screen

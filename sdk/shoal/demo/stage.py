@@ -18,8 +18,8 @@ from typing import IO
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import DeadlineError, InternalError, ShoalError
-from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
+from shoal_common.system.processes import tied_to_parent
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal.demo import trace

@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from shoal_common.exit_status import PREEMPTED, PUT_OUT
-from shoal_common.scratch import ScratchDirectory
+from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.launcher.processes.process import Child, Handle, stop_all, wait_all
 

@@ -20,7 +20,7 @@ import ray
 from ray.util.client import ray as client
 from shoal_common.credentials import CallerSettings
 from shoal_common.errors import ConfigurationError
-from shoal_common.scratch import ScratchDirectory
+from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.launcher.clusters.hosted_coordinator import HostedCoordinator
 from shoal.ray.bundles import Bundles

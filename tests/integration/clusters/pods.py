@@ -23,8 +23,8 @@ from typing import Final, Self
 
 import psutil
 import pytest
-from shoal_common.processes import tied_to_parent
 from shoal_common.redis.embedded import find_server_binary
+from shoal_common.system.processes import tied_to_parent
 
 from benchmarks.machines import Machines, hindrance
 from tests.pods import ENTRYPOINT, ROOT, Manifest, Pod

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Final, Self
 
 import psutil
-from shoal_common.processes import tied_to_parent
+from shoal_common.system.processes import tied_to_parent
 
 from tests.zygote import children
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Final, Self
 
-from shoal_common.processes import tied_to_parent
+from shoal_common.system.processes import tied_to_parent
 
 from benchmarks.machines import Machines, hindrance
 from tests.zygote import children

@@ -17,7 +17,7 @@ from prometheus_client import CollectorRegistry
 from shoal_common.clients import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import RpcServer, ServerSettings
-from shoal_common.security import ANY_ROLE, Role
+from shoal_common.security.authentication import ANY_ROLE, Role
 from shoal_protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 
 COORDINATOR = "shoal.v1.Coordinator"

@@ -16,7 +16,7 @@ import pytest
 from prometheus_client import CollectorRegistry, Counter
 from prometheus_client.parser import text_string_to_metric_families
 from shoal_common.errors import ConfigurationError, PreconditionError, UnavailableError
-from shoal_common.security import TokenTable
+from shoal_common.security.authentication import TokenTable
 from shoal_common.telemetry import HttpResponse, serve_metrics
 from shoal_common.telemetry import http as http_module
 

@@ -9,7 +9,6 @@ from datetime import timedelta
 import grpc
 import numpy as np
 import pytest
-from shoal_common import wire
 from shoal_common.clients import ParameterServerClient
 from shoal_common.errors import (
     CorruptDataError,
@@ -17,7 +16,8 @@ from shoal_common.errors import (
     StaleGenerationError,
     UnavailableError,
 )
-from shoal_common.security import ANY_ROLE
+from shoal_common.formats import wire
+from shoal_common.security.authentication import ANY_ROLE
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_protos.v1 import parameter_server_pb2_grpc
 

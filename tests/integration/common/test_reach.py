@@ -12,7 +12,7 @@ import trustme
 from shoal_common.exit_status import PUT_OUT
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.reach import find_obstacle
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
 from shoal_protos.v1 import coordinator_pb2_grpc
 
 SERVICE = coordinator_pb2_grpc.CoordinatorServicer

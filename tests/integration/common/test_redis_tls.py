@@ -14,9 +14,9 @@ from typing import Any
 from urllib.parse import quote
 
 import pytest
-from shoal_common.certificates import development_files, write_files
 from shoal_common.errors import AuthenticationError, UnavailableError
 from shoal_common.redis import connect, connect_async, with_authority
+from shoal_common.security.certificates import development_files, write_files
 
 from tests.integration.common.tls_redis import (
     PASSWORD,

@@ -22,7 +22,7 @@ from shoal_common.errors import DeadlineError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings, aio_channel, channel
 from shoal_common.rpc.metrics import ClientMetricsInterceptor
 from shoal_common.rpc.status import from_rpc_error
-from shoal_common.security import Role, TokenTable
+from shoal_common.security.authentication import Role, TokenTable
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_protos.v1 import coordinator_pb2_grpc
 

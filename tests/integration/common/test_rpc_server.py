@@ -25,7 +25,7 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 from shoal_common.rpc.server import RpcServer, ServerSettings
-from shoal_common.security import Role, TokenTable
+from shoal_common.security.authentication import Role, TokenTable
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_protos.v1 import coordinator_pb2_grpc
 

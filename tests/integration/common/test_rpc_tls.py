@@ -7,11 +7,11 @@ from datetime import UTC, datetime, timedelta
 
 import pytest
 import trustme
-from shoal_common.certificates import expiry_of
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import AuthenticationError, ConfigurationError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.security import TlsSettings, TokenTable
+from shoal_common.security.authentication import TlsSettings, TokenTable
+from shoal_common.security.certificates import expiry_of
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_protos.v1 import coordinator_pb2_grpc
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 import threading
 
-from shoal_common.processes import tied_to_parent
+from shoal_common.system.processes import tied_to_parent
 
 _SLEEPER = [sys.executable, "-c", "import time; print('up', flush=True); time.sleep(600)"]
 

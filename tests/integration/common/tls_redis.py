@@ -18,7 +18,7 @@ from pathlib import Path
 import redis
 from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.redis import EmbeddedRedis
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
 
 from tests.zygote.children import eventually
 

@@ -16,7 +16,7 @@ import trustme
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.security import Role, TlsSettings
+from shoal_common.security.authentication import Role, TlsSettings
 from shoal_coordinator.service.methods import ALLOWED_ROLES, SERVICE
 from shoal_protos.v1 import coordinator_pb2 as pb
 

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 from shoal.launcher.run.node_session import NodeSession
-from shoal_common import rank_table
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import MembershipChanged, StaleGenerationError, UnavailableError
-from shoal_common.rank_table import MOST_TOLD_WHOLE
+from shoal_common.formats import rank_table
+from shoal_common.formats.rank_table import MOST_TOLD_WHOLE
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.contract.generation import MemberIdentity

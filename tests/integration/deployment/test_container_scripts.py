@@ -20,7 +20,7 @@ import yaml
 from redis.backoff import ConstantBackoff
 from redis.retry import Retry
 from shoal_common.redis.embedded import find_server_binary
-from shoal_common.security import Role, TokenTable
+from shoal_common.security.authentication import Role, TokenTable
 from shoal_worker.store.redis_store import RedisStore
 
 ROOT = Path(__file__).resolve().parents[3]

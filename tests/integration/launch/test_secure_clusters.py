@@ -17,11 +17,11 @@ from typing import Any
 
 import psutil
 import pytest
-from shoal_common.certificates import PairContexts
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import AuthenticationError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
+from shoal_common.security.certificates import PairContexts
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from tests.zygote.children import eventually

@@ -26,7 +26,7 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 from shoal_common.exit_status import PUT_OUT
-from shoal_common.runs import Run
+from shoal_common.formats.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 

@@ -31,10 +31,10 @@ from shoal.launcher.processes.ports import ReservedPort
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import ShoalError
+from shoal_common.formats.wire import checksum
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.status import to_status
-from shoal_common.security import member_key_digest
-from shoal_common.wire import checksum
+from shoal_common.security.authentication import member_key_digest
 from shoal_protos.v1 import coordinator_pb2, coordinator_pb2_grpc
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server import serving

@@ -16,7 +16,7 @@ from typing import Any
 import grpc
 import pytest
 from shoal_common.errors import ShoalError, UnavailableError
-from shoal_common.wire import decode_follow_chunk
+from shoal_common.formats.wire import decode_follow_chunk
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.replication import standby as standby_module

@@ -37,7 +37,7 @@ from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import LimitError, PermissionDeniedError, ShoalError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.status import from_error_message
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.service.tickets import MOST_OF_A_MEMBER
 

@@ -20,7 +20,7 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
-from shoal_common.wire import encode_push_chunk
+from shoal_common.formats.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.service import standing
 

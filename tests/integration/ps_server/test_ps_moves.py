@@ -16,7 +16,7 @@ import trustme
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import PreconditionError, UnavailableError
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from tests.integration.ps_server.conftest import JOB

@@ -9,7 +9,6 @@ from datetime import timedelta
 import numpy as np
 import pytest
 import torch
-from shoal_common import codecs
 from shoal_common.bulk.transport import Transport
 from shoal_common.errors import (
     DeadlineError,
@@ -18,6 +17,7 @@ from shoal_common.errors import (
     ShoalError,
     UnavailableError,
 )
+from shoal_common.formats import codecs
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 pytestmark = pytest.mark.parametrize("transport", [Transport.GRPC, Transport.TCP, Transport.MEMORY])

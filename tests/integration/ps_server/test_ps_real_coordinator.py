@@ -19,10 +19,10 @@ import pytest
 import trustme
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import StaleGenerationError, UnavailableError
-from shoal_common.own_address import name_for_others
-from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
+from shoal_common.system.own_address import name_for_others
+from shoal_common.system.processes import tied_to_parent
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 

@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from shoal_common.bulk.transport import Transport
 from shoal_common.errors import ShoalError
-from shoal_common.wire import encode_push_chunk
+from shoal_common.formats.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.replication.items import FORMAT_VERSION, STATE, Item
 from shoal_ps_server.storage.image import Members, members_to_json

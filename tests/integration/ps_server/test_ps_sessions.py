@@ -8,8 +8,8 @@ import logging
 
 import pytest
 from shoal_common.errors import UnavailableError
+from shoal_common.formats.runs import Run
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.runs import Run
 from shoal_ps_server.session import CoordinatorSession, Known, Place, Registration
 
 

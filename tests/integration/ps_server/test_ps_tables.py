@@ -12,10 +12,10 @@ import torch
 from shoal_common.bulk.transport import Transport
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import ShoalError
+from shoal_common.formats.wire import checksum
 from shoal_common.tables.declaration import TableSpec
 from shoal_common.tables.values import buckets_of, initial_rows
 from shoal_common.tables.wire import by_bucket, combined, pulled_ids, pushed_payload
-from shoal_common.wire import checksum
 from shoal_protos.v1 import coordinator_pb2
 from shoal_protos.v1 import parameter_server_pb2 as pb
 

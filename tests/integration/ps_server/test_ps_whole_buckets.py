@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 from shoal_common.clients.parameter_server import ParameterServerClient
 from shoal_common.errors import CorruptDataError, PermissionDeniedError, ShoalError
+from shoal_common.formats.wire import CHUNK_BYTES, checksum
 from shoal_common.tables.file import BucketImage, read_bucket
-from shoal_common.wire import CHUNK_BYTES, checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from tests.integration.ps_server.test_ps_tables import (

@@ -12,7 +12,7 @@ import shoal_worker.api as shoal
 import torch
 from shoal_common.clients import ParameterServerClient
 from shoal_common.errors import ConfigurationError, InvalidRequestError, PreconditionError
-from shoal_common.optim import LAMB, RowWiseAdagrad
+from shoal_common.optimizers.for_torch import LAMB, RowWiseAdagrad
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.elastic.session.session import Session

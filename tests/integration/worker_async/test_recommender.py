@@ -24,7 +24,7 @@ import resource
 import sys
 import shoal_worker.api as shoal
 import torch
-from shoal_common.optim import RowWiseAdagrad
+from shoal_common.optimizers.for_torch import RowWiseAdagrad
 from shoal_worker.sparse_tables.embedding import SparseEmbedding
 from torch import nn
 

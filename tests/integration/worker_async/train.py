@@ -11,8 +11,8 @@ from typing import Any
 
 import shoal_worker.api as shoal
 import torch
-from shoal_common.optim import DelayedNesterov
-from shoal_common.wire import checksum
+from shoal_common.formats.wire import checksum
+from shoal_common.optimizers.for_torch import DelayedNesterov
 from torch import nn
 from torch.utils.data import TensorDataset
 

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 from shoal_common.errors import UnavailableError
-from shoal_common.processes import tied_to_parent
+from shoal_common.system.processes import tied_to_parent
 from shoal_worker.store import rendezvous, scripts
 from shoal_worker.store.errors import StoreTimeoutError
 from shoal_worker.store.redis_store import RedisStore

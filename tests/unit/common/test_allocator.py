@@ -11,7 +11,7 @@ import pytest
 
 MEASURE = """
 import resource, sys
-from shoal_common.allocator import keep_freed_memory
+from shoal_common.system.allocator import keep_freed_memory
 if sys.argv[1] != "default":
     assert keep_freed_memory() == (sys.argv[1] == "keep")
 def message():

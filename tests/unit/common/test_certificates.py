@@ -11,9 +11,9 @@ from datetime import timedelta
 from pathlib import Path
 
 import pytest
-from shoal_common.certificates import PairContexts, development_files, write_files
 from shoal_common.errors import ConfigurationError
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
+from shoal_common.security.certificates import PairContexts, development_files, write_files
 
 
 @pytest.fixture(scope="module")

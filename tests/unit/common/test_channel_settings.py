@@ -9,7 +9,7 @@ import pytest
 from shoal_common.errors import ConfigurationError
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_common.rpc.server import ServerSettings
-from shoal_common.security import TlsSettings, TokenTable
+from shoal_common.security.authentication import TlsSettings, TokenTable
 
 TLS = TlsSettings(certificate=Path("c.pem"), key=Path("k.pem"))
 TOKENS = TokenTable({"t": "admin"})

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, InvalidRequestError
+from shoal_common.formats import codecs
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 ALL = [

@@ -121,7 +121,7 @@ def test_a_server_that_calls_over_tls_serves_over_it(tmp_path: Path) -> None:
 def test_secrets_that_were_taken_out_of_the_environment_are_found_and_not_inherited() -> None:
     script = """
 import os, subprocess, sys
-from shoal_common.process_secrets import take_secrets
+from shoal_common.security.secrets import take_secrets
 
 take_secrets()
 take_secrets()

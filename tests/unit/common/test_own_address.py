@@ -7,7 +7,7 @@ import socket
 
 import pytest
 from shoal_common.errors import ConfigurationError
-from shoal_common.own_address import (
+from shoal_common.system.own_address import (
     OwnAddress,
     interface_of,
     interfaces,

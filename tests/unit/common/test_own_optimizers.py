@@ -10,7 +10,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_common.optim import LAMB, DelayedNesterov, RowWiseAdagrad
+from shoal_common.optimizers.for_torch import LAMB, DelayedNesterov, RowWiseAdagrad
 
 Numbers = list[float]
 

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from shoal_common import wire
 from shoal_common.clients.pull import PullReceiver
 from shoal_common.errors import ConfigurationError, CorruptDataError
+from shoal_common.formats import wire
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 

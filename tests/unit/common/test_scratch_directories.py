@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from shoal_common.scratch import ScratchDirectory, remove_orphans
+from shoal_common.system.scratch import ScratchDirectory, remove_orphans
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def wait_empty(directory: Path) -> None:
 def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
     """Another process with a directory."""
     script = (
-        "from shoal_common.scratch import ScratchDirectory; own = ScratchDirectory('test'); "
+        "from shoal_common.system.scratch import ScratchDirectory; own = ScratchDirectory('test'); "
         "print(own.path, flush=True); input()"
     )
     process = subprocess.Popen(
@@ -91,7 +91,7 @@ def test_an_owner_that_is_killed_before_its_directory_is_locked_leaves_none(
 ) -> None:
     module = moment.split(".", 1)[0]
     script = (
-        f"import os, signal, {module}; from shoal_common.scratch import ScratchDirectory\n"
+        f"import os, signal, {module}; from shoal_common.system.scratch import ScratchDirectory\n"
         f"{moment} = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)\n"
         "ScratchDirectory('test')"
     )
@@ -155,7 +155,7 @@ def test_a_directory_that_has_no_lock_after_a_minute_is_removed_and_no_younger_o
 
 def test_a_forked_child_that_ends_takes_nothing_away(temporary: Path) -> None:
     script = (
-        "import os, sys; from shoal_common.scratch import ScratchDirectory; own = "
+        "import os, sys; from shoal_common.system.scratch import ScratchDirectory; own = "
         "ScratchDirectory('test'); child = os.fork()\n"
         "if not child: sys.exit(0)\n"
         "os.waitpid(child, 0); print(own.path.exists())"

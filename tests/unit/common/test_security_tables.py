@@ -7,7 +7,7 @@ import trustme
 from hypothesis import given
 from hypothesis import strategies as st
 from shoal_common.errors import AuthenticationError, ConfigurationError, PermissionDeniedError
-from shoal_common.security import Holder, Role, TlsSettings, TokenTable
+from shoal_common.security.authentication import Holder, Role, TlsSettings, TokenTable
 
 TABLE = TokenTable({"alpha-token": Role.ADMIN, "beta-token": "worker"})
 

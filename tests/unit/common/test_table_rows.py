@@ -12,8 +12,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_common.optim import RowWiseAdagrad
-from shoal_common.server_optimizers import TABLE_OPTIMIZERS
+from shoal_common.optimizers.for_servers import TABLE_OPTIMIZERS
+from shoal_common.optimizers.for_torch import RowWiseAdagrad
 from shoal_common.tables.declaration import TableSpec, wrong_shape
 from shoal_common.tables.rows import Rows, _SlotTable
 from shoal_common.tables.values import hashed, initial_rows

@@ -7,8 +7,8 @@ import pytest
 from google.protobuf.message import DecodeError
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_common import wire
 from shoal_common.errors import CorruptDataError, InvalidRequestError
+from shoal_common.formats import wire
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 INT64 = st.integers(-(2**63), 2**63 - 1)

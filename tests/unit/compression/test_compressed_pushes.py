@@ -7,8 +7,8 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 import torch
-from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, PreconditionError
+from shoal_common.formats import codecs
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker.compression import compressor_names, parse_compression
 from shoal_worker.compression.powersgd import PowerSGDCompressor

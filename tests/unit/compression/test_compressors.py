@@ -8,8 +8,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
+from shoal_common.formats import codecs
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker import scratch
 from shoal_worker.compression import compressor_class, compressor_names, parse_compression

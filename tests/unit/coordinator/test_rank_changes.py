@@ -7,8 +7,8 @@ import random
 from dataclasses import replace
 
 import pytest
-from shoal_common import rank_table
 from shoal_common.errors import CorruptDataError
+from shoal_common.formats import rank_table
 from shoal_coordinator.membership.model.effects import SendStandby
 from shoal_coordinator.membership.model.events import (
     Ending,

@@ -9,7 +9,7 @@ import pytest
 from shoal.cli.terminal.live import LiveView
 from shoal.launcher.report.account import RunAccount, figures_lines
 from shoal.launcher.workers.output import Stream
-from shoal_common.tally import Counts, Tally, TallyWriter, read_tally
+from shoal_common.formats.tally import Counts, Tally, TallyWriter, read_tally
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.metrics import WorkerMetrics
 

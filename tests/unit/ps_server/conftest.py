@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from shoal_common.formats.wire import checksum
 from shoal_common.tables.declaration import TableSpec
 from shoal_common.tables.wire import pushed_payload
-from shoal_common.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.shard.dtypes import BY_NAME
 from shoal_ps_server.shard.layout import Bucket, Layout, PartitionSpec, Piece

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 from shoal_common.errors import ConfigurationError
-from shoal_common.own_address import name_for_others
+from shoal_common.system.own_address import name_for_others
 from shoal_ps_server.settings import PsServerSettings, parse_command_line
 
 BASE = ("--coordinator", "127.0.0.1:7000", "--job", "job", "--server-id", "s")

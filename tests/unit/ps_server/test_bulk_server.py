@@ -22,7 +22,7 @@ from shoal_common.bulk.area import SharedArea
 from shoal_common.bulk.frames import HEAD_BYTES, Frame, Kind, greeting, head, parse_head
 from shoal_common.bulk.transport import Transport
 from shoal_common.rpc.status import from_error_message
-from shoal_common.security import TlsSettings
+from shoal_common.security.authentication import TlsSettings
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.consistency.fence import Fence

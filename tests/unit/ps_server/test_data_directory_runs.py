@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from shoal_common.errors import ConfigurationError
-from shoal_common.runs import Run
+from shoal_common.formats.runs import Run
 from shoal_ps_server.storage.directory import DataDirectory
 
 FIRST, SECOND = Run(number=1, began_unix_ms=10), Run(number=2, began_unix_ms=20)

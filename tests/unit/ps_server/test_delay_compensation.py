@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-from shoal_common import codecs
 from shoal_common.errors import InvalidRequestError, UnavailableError
+from shoal_common.formats import codecs
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.consistency.clocks import Clocks
 from shoal_ps_server.consistency.fence import Fence

@@ -10,7 +10,7 @@ from datetime import timedelta
 import numpy as np
 import pytest
 from shoal_common.errors import DeadlineError
-from shoal_common.wire import encode_push_chunk
+from shoal_common.formats.wire import encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.consistency.fence import Fence

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, CorruptDataError, InvalidRequestError
+from shoal_common.formats import codecs
 from shoal_ps_server.consistency.clocks import Clocks, Consistency, ConsistencyMode
 from shoal_ps_server.settings import Fsync
 from shoal_ps_server.shard.layout import PartitionSpec, Piece

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import InvalidRequestError
-from shoal_common.server_optimizers import SERVER_OPTIMIZERS
+from shoal_common.optimizers.for_servers import SERVER_OPTIMIZERS
 from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.optimizer import ParameterGroup, optimizer_settings
 from shoal_ps_server.shard.partition import Partition

@@ -11,8 +11,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from shoal_common.errors import InvalidRequestError
-from shoal_common.optim import LAMB, DelayedNesterov, RowWiseAdagrad
-from shoal_common.server_optimizers import SERVER_OPTIMIZERS
+from shoal_common.optimizers.for_servers import SERVER_OPTIMIZERS
+from shoal_common.optimizers.for_torch import LAMB, DelayedNesterov, RowWiseAdagrad
 from shoal_protos.v1 import coordinator_pb2
 from shoal_ps_server.shard.dtypes import BY_NAME
 from shoal_ps_server.shard.layout import PartitionSpec, Piece, layout_from_shard_map

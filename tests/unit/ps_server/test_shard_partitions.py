@@ -10,13 +10,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_common import codecs
 from shoal_common.errors import (
     CorruptDataError,
     InvalidRequestError,
     PreconditionError,
     UnavailableError,
 )
+from shoal_common.formats import codecs
 from shoal_ps_server.shard.reading import Copies, EncodedValues, Reading
 from shoal_ps_server.shard.shard import Shard
 

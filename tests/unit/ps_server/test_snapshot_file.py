@@ -13,7 +13,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from shoal_common.errors import ConfigurationError, CorruptDataError
-from shoal_common.wire import checksum
+from shoal_common.formats.wire import checksum
 from shoal_ps_server.configuration import Configuration
 from shoal_ps_server.consistency.clocks import Consistency, ConsistencyMode, MemberClock
 from shoal_ps_server.shard.dtypes import BY_NAME

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 from shoal_common.errors import InvalidRequestError, LimitError
-from shoal_common.server_optimizers import TABLE_OPTIMIZERS
+from shoal_common.optimizers.for_servers import TABLE_OPTIMIZERS
 from shoal_common.tables.values import buckets_of, initial_rows
 from shoal_ps_server.replication.items import PARTITION, STATE, Item
 from shoal_ps_server.shard import table_rows

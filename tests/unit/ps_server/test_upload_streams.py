@@ -11,9 +11,9 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_common import codecs
 from shoal_common.errors import CorruptDataError, InvalidRequestError, LimitError, ShoalError
-from shoal_common.wire import checksum, encode_push_chunk
+from shoal_common.formats import codecs
+from shoal_common.formats.wire import checksum, encode_push_chunk
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_ps_server.service.requests import UploadKind, parse_upload_header
 from shoal_ps_server.service.streams import parts_of, received_partitions

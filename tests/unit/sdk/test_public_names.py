@@ -82,7 +82,10 @@ def test_what_needs_no_torch_does_not_import_it(statement: str) -> None:
 
 
 def test_the_launcher_starts_workers_before_it_imports_what_is_slow() -> None:
-    modules = "shoal.cli.commands.run, shoal.cli.terminal.console, shoal.launcher.run.agent, shoal.launcher.run.standalone"
+    modules = (
+        "shoal.cli.commands.run, shoal.cli.terminal.console, shoal.launcher.run.agent, "
+        "shoal.launcher.run.standalone"
+    )
     slow = "{'grpc', 'google.protobuf', 'numpy', 'pydantic', 'redis', 'rich', 'torch'}"
     loaded = subprocess.check_output(
         [sys.executable, "-c", f"import sys, {modules}; print({slow} & sys.modules.keys())"],

@@ -11,7 +11,7 @@ import pytest
 import shoal_coordinator.settings
 import shoal_ps_server.settings
 from shoal.cli import app as commands
-from shoal_common.security import Role
+from shoal_common.security.authentication import Role
 from shoal_coordinator.service.methods import ALLOWED_ROLES as COORDINATOR
 from shoal_ps_server.service.servicer import ALLOWED_ROLES as SERVER
 from typer.main import get_group

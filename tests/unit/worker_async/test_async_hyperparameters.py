@@ -7,7 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_common.optim import LAMB, RowWiseAdagrad
+from shoal_common.optimizers.for_torch import LAMB, RowWiseAdagrad
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from shoal_worker.parameter_servers.options import ServerOptimizer

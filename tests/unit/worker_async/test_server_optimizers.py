@@ -8,7 +8,7 @@ import inspect
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError, InvalidRequestError
-from shoal_common.server_optimizers import SERVER_OPTIMIZERS, OptimizerDeclaration
+from shoal_common.optimizers.for_servers import SERVER_OPTIMIZERS, OptimizerDeclaration
 from shoal_ps_server.shard.dtypes import BY_NAME
 from shoal_ps_server.shard.layout import PartitionSpec, Piece
 from shoal_ps_server.shard.optimizer import optimizer_settings

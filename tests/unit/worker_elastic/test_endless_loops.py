@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import shoal
 import torch
-from shoal_common.tally import TallyWriter, read_tally
+from shoal_common.formats.tally import TallyWriter, read_tally
 from shoal_worker.elastic.session.worker_process import current_session
 from torch import nn
 from torch.utils.data import TensorDataset

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import pytest
-from shoal_common import rank_table
 from shoal_common.errors import InternalError, MembershipChanged, UnavailableError
+from shoal_common.formats import rank_table
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.contract.generation import Generation, Peer, Topology
 from shoal_worker.elastic.coordinator.coordinator_messages import parse_generation

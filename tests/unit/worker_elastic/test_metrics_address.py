@@ -4,7 +4,7 @@ not served."""
 from __future__ import annotations
 
 import pytest
-from shoal_common.own_address import OwnAddress
+from shoal_common.system.own_address import OwnAddress
 from shoal_worker.elastic.session.worker_process import metrics_address
 
 OWN = OwnAddress(told="10.0.0.1", bound="10.0.0.1")

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_common.processes import children_cpu_s
+from shoal_common.system.processes import children_cpu_s
 from shoal_worker.elastic.coordinator.coordinator_messages import progress_message
 from shoal_worker.elastic.coordinator.progress import ProcessorTime, ProgressMeter
 from shoal_worker.metrics import WorkerMetrics

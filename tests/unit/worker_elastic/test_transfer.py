@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 import torch
-from shoal_common.certificates import PairContexts
 from shoal_common.errors import CorruptDataError, UnavailableError
+from shoal_common.security.certificates import PairContexts
 from shoal_common.settings import parse_address
 from shoal_worker.elastic.coordinator.stall_watch import unreachable
 from shoal_worker.elastic.group import transfer

@@ -19,9 +19,9 @@ from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
-from shoal_common import codecs
 from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
+from shoal_common.formats import codecs
 from typing_extensions import override
 
 from shoal_worker.asynchronous.handover import Handover

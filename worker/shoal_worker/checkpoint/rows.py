@@ -28,7 +28,7 @@ import numpy as np
 import xxhash
 from shoal_common.errors import CorruptDataError
 from shoal_common.failpoints import failpoint
-from shoal_common.server_optimizers import TABLE_OPTIMIZERS
+from shoal_common.optimizers.for_servers import TABLE_OPTIMIZERS
 from shoal_common.tables.file import BucketImage, EncodedBucket, read_bucket
 from shoal_common.tables.rows import RowsImage
 from shoal_common.tables.values import buckets_of

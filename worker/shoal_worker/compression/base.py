@@ -3,7 +3,7 @@ compressed gradients over ranks.
 
 A compressor is an immutable value: it has settings and no state. The state between steps (error
 feedback, warm starts) is in a `Memory`, per rank and bucket; the methods of summing compressed
-gradients over ranks are exchanges. Payloads are those of shoal_common.codecs.
+gradients over ranks are exchanges. Payloads are those of shoal_common.formats.codecs.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from typing import ClassVar, Final
 
 import numpy as np
 import torch
-from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
+from shoal_common.formats import codecs
 
 from shoal_worker import scratch
 from shoal_worker.backends.base import CommunicationBackend, Handle

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import torch
-from shoal_common import codecs
 from shoal_common.errors import ConfigurationError
+from shoal_common.formats import codecs
 
 from shoal_worker.compression.base import (
     Errand,

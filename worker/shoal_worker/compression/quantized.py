@@ -14,8 +14,8 @@ from typing import ClassVar, Final
 
 import numpy as np
 import torch
-from shoal_common import codecs
-from shoal_common.codecs import INT8_BLOCK, INT8_LARGEST, blocks
+from shoal_common.formats import codecs
+from shoal_common.formats.codecs import INT8_BLOCK, INT8_LARGEST, blocks
 from torch.nn import functional
 
 from shoal_worker import scratch

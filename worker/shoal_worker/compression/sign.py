@@ -8,8 +8,8 @@ from typing import ClassVar, Final
 
 import numpy as np
 import torch
-from shoal_common import codecs
-from shoal_common.codecs import SIGN_BLOCK, blocks
+from shoal_common.formats import codecs
+from shoal_common.formats.codecs import SIGN_BLOCK, blocks
 from torch.nn import functional
 
 from shoal_worker import scratch

@@ -10,15 +10,15 @@ from typing import ClassVar, Final
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from shoal_common import codecs
-from shoal_common.codecs import (
+from shoal_common.errors import ConfigurationError
+from shoal_common.formats import codecs
+from shoal_common.formats.codecs import (
     RANDOMK_HEADER_BYTES,
     TOPK_BLOCK,
     blocks,
     randomk_draw,
     randomk_places,
 )
-from shoal_common.errors import ConfigurationError
 
 from shoal_worker import scratch
 from shoal_worker.compression.base import (

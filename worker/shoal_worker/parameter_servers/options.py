@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from datetime import timedelta
 
 import torch
-from shoal_common import codecs
-from shoal_common.codecs import POWERSGD_LARGEST_RANK
 from shoal_common.errors import ConfigurationError
-from shoal_common.server_optimizers import SERVER_OPTIMIZERS, Unit, in_words
+from shoal_common.formats import codecs
+from shoal_common.formats.codecs import POWERSGD_LARGEST_RANK
+from shoal_common.optimizers.for_servers import SERVER_OPTIMIZERS, Unit, in_words
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 

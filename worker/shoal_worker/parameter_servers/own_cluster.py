@@ -27,9 +27,9 @@ from typing import Any, Final, TypeVar
 
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError
-from shoal_common.processes import tied_to_parent
 from shoal_common.rpc.channel import ChannelSettings
-from shoal_common.scratch import ScratchDirectory
+from shoal_common.system.processes import tied_to_parent
+from shoal_common.system.scratch import ScratchDirectory
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract.generation import MemberIdentity

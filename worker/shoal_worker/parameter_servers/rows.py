@@ -6,7 +6,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Final
 
-from shoal_common.wire import DtypeInfo, dtype_info
+from shoal_common.formats.wire import DtypeInfo, dtype_info
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 
 ROWS_DTYPE: Final = dtype_info("float32")

@@ -36,7 +36,7 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 from shoal_common.failpoints import failpoint
-from shoal_common.wire import checksum
+from shoal_common.formats.wire import checksum
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_worker.parameter_servers.connection import Connection, Pulls

@@ -17,14 +17,14 @@ from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import torch
-from shoal_common import codecs
 from shoal_common.errors import (
     ConfigurationError,
     CorruptDataError,
     InvalidRequestError,
     PreconditionError,
 )
-from shoal_common.wire import DtypeInfo, dtype_info
+from shoal_common.formats import codecs
+from shoal_common.formats.wire import DtypeInfo, dtype_info
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from shoal_protos.v1 import parameter_server_pb2 as pb
 from torch import nn

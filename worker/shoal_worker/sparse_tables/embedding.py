@@ -19,8 +19,8 @@ from typing import Any, Final, NoReturn, Protocol, Self
 import numpy as np
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
-from shoal_common.optim import RowWiseAdagrad
-from shoal_common.server_optimizers import TABLE_OPTIMIZERS
+from shoal_common.optimizers.for_servers import TABLE_OPTIMIZERS
+from shoal_common.optimizers.for_torch import RowWiseAdagrad
 from shoal_common.tables.declaration import DEFAULT_BUCKETS, MOST_BUCKETS, TableSpec, wrong_shape
 from shoal_common.tables.rows import Rows
 from shoal_common.tables.values import Ids, Values

@@ -23,9 +23,9 @@ from shoal_common.errors import (
     LimitError,
     ShoalError,
 )
+from shoal_common.formats.wire import LARGEST_PAYLOAD_BYTES
 from shoal_common.tables.values import Ids, Values
 from shoal_common.tables.wire import by_bucket, pushed_payload
-from shoal_common.wire import LARGEST_PAYLOAD_BYTES
 from shoal_protos.v1 import coordinator_pb2 as coordinator_pb
 from torch import nn
 

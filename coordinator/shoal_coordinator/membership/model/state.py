@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from shoal_common import rank_table
+from shoal_common.formats import rank_table
 
 from shoal_coordinator.membership.model.batches import Loader
 from shoal_coordinator.membership.model.replicas import ReplicasSeen

@@ -36,7 +36,7 @@ def certs(
     and servers (--tls-cert, --tls-key), `client.pem` and `client.key` for everybody else where
     servers ask for certificates (--tls-client-ca ca.pem). The authority's key is not kept.
     """
-    from shoal_common.certificates import development_files, write_files
+    from shoal_common.security.certificates import development_files, write_files
 
     known = list(dict.fromkeys((*_ALWAYS, socket.gethostname(), *(names or ()))))
     write_files(directory, development_files(known, lifetime=timedelta(days=days)))

@@ -41,7 +41,7 @@ def coordinate(
     The coordinator's own settings are its variables, SHOAL_COORDINATOR_... Without
     SHOAL_COORDINATOR_REDIS it brings a Redis of its own.
     """
-    from shoal_common.own_address import own_host
+    from shoal_common.system.own_address import own_host
 
     from shoal.cli.terminal.console import tell
     from shoal.launcher.clusters.coordination import Coordination

@@ -22,7 +22,7 @@ from typing import IO, TYPE_CHECKING, Final, Self
 from urllib.parse import quote
 
 from shoal_common.errors import ConfigurationError, DeadlineError, UnavailableError
-from shoal_common.scratch import ScratchDirectory
+from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.launcher.clusters.jobs import JobSettings
 from shoal.launcher.clusters.registry import Registration

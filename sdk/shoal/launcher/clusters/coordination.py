@@ -23,9 +23,9 @@ from types import FrameType
 from typing import Final
 
 from shoal_common.errors import ConfigurationError
-from shoal_common.process_secrets import SERVICE_SECRETS, secrets_to_hand_on
-from shoal_common.processes import tied_to_parent
-from shoal_common.scratch import ScratchDirectory
+from shoal_common.security.secrets import SERVICE_SECRETS, secrets_to_hand_on
+from shoal_common.system.processes import tied_to_parent
+from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.launcher.clusters import slurm
 from shoal.launcher.clusters.hosted_coordinator import HostedCoordinator

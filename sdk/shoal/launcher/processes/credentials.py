@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal_common.process_secrets import secrets_to_hand_on
+from shoal_common.security.secrets import secrets_to_hand_on
 
 if TYPE_CHECKING:
     from shoal_common.rpc.channel import ChannelSettings

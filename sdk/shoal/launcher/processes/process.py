@@ -23,7 +23,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Final
 
-from shoal_common.processes import tied_to_parent
+from shoal_common.system.processes import tied_to_parent
 
 _KILL_DEADLINE: Final = timedelta(seconds=10)
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from typing import Final
 
-from shoal_common.tally import Tally
+from shoal_common.formats.tally import Tally
 
 from shoal.launcher.report.changes import Change, Changes, JobEvent
 from shoal.launcher.report.course import OUTLIES, Course, Point, Standstill

@@ -1,8 +1,9 @@
 """Progress of a run, derived from its workers' commits: steps, speed, loss, and pauses. Pure.
 
-It repeatedly receives the tallies of this launcher's workers (`shoal_common.tally`), including dead
-ones. Training *pauses* while none of them commits a step: from the last commit before a membership
-change to the first one after it, or for at least half a second and several steps' time.
+It repeatedly receives the tallies of this launcher's workers (`shoal_common.formats.tally`),
+including dead ones. Training *pauses* while none of them commits a step: from the last commit
+before a membership change to the first one after it, or for at least half a second and several
+steps' time.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
-from shoal_common.tally import LONG_GAP_NS, Span, Tally
+from shoal_common.formats.tally import LONG_GAP_NS, Span, Tally
 
 _SETTLE_NS: Final = 300_000_000
 """Delay after the end of a gap until it is reported: by then all workers' later commits have been

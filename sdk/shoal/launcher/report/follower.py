@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Final
 
 from shoal_common.errors import ShoalError
-from shoal_common.tally import read_tally
+from shoal_common.formats.tally import read_tally
 
 from shoal.launcher.processes.process import ExitStatus
 from shoal.launcher.report.account import RunAccount, Status

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from shoal_common.errors import ShoalError
 from shoal_common.exit_status import PUT_OUT
-from shoal_common.scratch import ScratchDirectory
+from shoal_common.system.scratch import ScratchDirectory
 
 from shoal.launcher.processes.process import ExitStatus, stop_all
 from shoal.launcher.report.account import RunFigures

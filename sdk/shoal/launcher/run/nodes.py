@@ -29,10 +29,10 @@ from shoal_common.errors import (
     UnavailableError,
     UnknownResourceError,
 )
-from shoal_common.own_address import OwnAddress
+from shoal_common.formats.runs import Run
 from shoal_common.rpc.reach import Obstacle
-from shoal_common.runs import Run
 from shoal_common.settings import Address, parse_address
+from shoal_common.system.own_address import OwnAddress
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal.launcher.clusters.cluster import StartService

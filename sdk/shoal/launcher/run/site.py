@@ -7,7 +7,7 @@ from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
 from shoal_common.errors import PreconditionError
-from shoal_common.runs import Run
+from shoal_common.formats.runs import Run
 
 if TYPE_CHECKING:
     from shoal.launcher.clusters.cluster import StartService

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from shoal_common.runs import Run
+from shoal_common.formats.runs import Run
 
 from shoal.launcher.clusters.cluster import LocalCluster, StartService
 from shoal.launcher.clusters.jobs import JobSettings

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from shoal_common.runs import Run
+from shoal_common.formats.runs import Run
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -16,9 +16,9 @@ from datetime import timedelta
 from pathlib import Path
 from typing import IO, Final
 
-from shoal_common.own_address import OwnAddress, interface_of
-from shoal_common.runs import Run
-from shoal_common.tally import read_tally
+from shoal_common.formats.runs import Run
+from shoal_common.formats.tally import read_tally
+from shoal_common.system.own_address import OwnAddress, interface_of
 
 from shoal.launcher.processes.credentials import secrets_as_files
 from shoal.launcher.processes.process import Child, ExitStatus
@@ -55,7 +55,7 @@ class Worker:
     error_file: Path
     member_file: Path
     tally_file: Path
-    """File in which it counts its commits: `shoal_common.tally`."""
+    """File in which it counts its commits: `shoal_common.formats.tally`."""
     sources: tuple[Source, ...]
     ended: asyncio.Event = field(default_factory=asyncio.Event)
     """Set when its exit has been handled."""

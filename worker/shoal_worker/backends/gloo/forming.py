@@ -24,8 +24,8 @@ from typing import Any, Final
 import torch
 import torch.distributed as dist
 from shoal_common.errors import ConfigurationError, DeadlineError, InternalError, ShoalError
-from shoal_common.own_address import REACHED_ELSEWHERE
 from shoal_common.settings import Address
+from shoal_common.system.own_address import REACHED_ELSEWHERE
 from torch.distributed.distributed_c10d import GroupName, PrefixStore, ProcessGroupGloo, Store
 
 from shoal_worker.backends.base import GroupEndedError, cause_of

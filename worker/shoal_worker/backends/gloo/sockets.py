@@ -27,7 +27,7 @@ from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from shoal_common.own_address import route_towards
+from shoal_common.system.own_address import route_towards
 from torch.distributed import PrefixStore, Store, TCPStore
 
 from shoal_worker.backends.base import Traffic

@@ -16,8 +16,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import overload
 
-from shoal_common import rank_table
 from shoal_common.errors import CorruptDataError, UnavailableError
+from shoal_common.formats import rank_table
 
 _log = logging.getLogger(__name__)
 

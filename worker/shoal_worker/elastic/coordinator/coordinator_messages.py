@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
-from shoal_common import rank_table
 from shoal_common.errors import CorruptDataError, InternalError
-from shoal_common.runs import Run
+from shoal_common.formats import rank_table
+from shoal_common.formats.runs import Run
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_worker.elastic.contract.generation import AskedPeers, Generation, Peer, Topology

@@ -27,7 +27,7 @@ from shoal_common.errors import (
     StaleGenerationError,
     UnavailableError,
 )
-from shoal_common.own_address import REACHED_ELSEWHERE
+from shoal_common.system.own_address import REACHED_ELSEWHERE
 
 from shoal_worker.backends.base import CommunicationBackend, cause_of
 from shoal_worker.backends.registry import backend_class

@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_common.processes import children_cpu_s
-from shoal_common.tally import MOST_METRICS, Counts, TallyWriter
+from shoal_common.formats.tally import MOST_METRICS, Counts, TallyWriter
+from shoal_common.system.processes import children_cpu_s
 
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.reported_loss import ReportedLoss

@@ -30,7 +30,7 @@ from datetime import timedelta
 from typing import Final
 
 from shoal_common.errors import MembershipChanged, UnavailableError
-from shoal_common.rank_table import MOST_TOLD_WHOLE
+from shoal_common.formats.rank_table import MOST_TOLD_WHOLE
 from shoal_common.settings import parse_address
 
 from shoal_worker.backends.base import Traffic

@@ -13,7 +13,8 @@ generation and strangers are refused. There is no deadline for the entire, possi
 but one for each block: a transfer continues as long as it makes progress.
 
 If the RPCs use TLS, so does the transfer: the donor's key is derived from the secret that the
-coordinator has given its peers (shoal_common.certificates), and the nonce is sent encrypted.
+coordinator has given its peers (shoal_common.security.certificates), and the nonce is sent
+encrypted.
 
 Framing, all integers big-endian: request = magic, nonce (32 bytes), part, parts (u32 each). Answer
 = header length (u64), header (JSON: structure, tensors, digest), its xxh3-64, then the part's bytes
@@ -40,11 +41,11 @@ from typing import Any, Final
 
 import torch
 import xxhash
-from shoal_common.certificates import PairContexts
 from shoal_common.errors import CorruptDataError, InternalError, UnavailableError
 from shoal_common.failpoints import failpoint
-from shoal_common.own_address import REACHED_ELSEWHERE
+from shoal_common.security.certificates import PairContexts
 from shoal_common.settings import Address
+from shoal_common.system.own_address import REACHED_ELSEWHERE
 
 from shoal_worker.backends.inmemory.turns import run_aside
 from shoal_worker.elastic.group.group import Group

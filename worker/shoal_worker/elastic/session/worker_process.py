@@ -21,7 +21,6 @@ from traceback import format_exception
 from types import FrameType, TracebackType
 from typing import Any, Final
 
-from shoal_common.allocator import keep_freed_memory
 from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.errors import (
     ConfigurationError,
@@ -32,16 +31,17 @@ from shoal_common.errors import (
     UnavailableError,
 )
 from shoal_common.exit_status import PUT_OUT
-from shoal_common.own_address import (
+from shoal_common.formats.tally import TallyWriter
+from shoal_common.security.secrets import take_secrets
+from shoal_common.settings import Address, parse_address
+from shoal_common.system.allocator import keep_freed_memory
+from shoal_common.system.own_address import (
     ELSEWHERE,
     OwnAddress,
     is_loopback,
     is_unspecified,
     route_towards,
 )
-from shoal_common.process_secrets import take_secrets
-from shoal_common.settings import Address, parse_address
-from shoal_common.tally import TallyWriter
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import native_threads

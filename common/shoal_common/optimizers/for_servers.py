@@ -248,7 +248,7 @@ SERVER_OPTIMIZERS: Final = {
         OptimizerDeclaration(
             name="lamb",
             torch_class="LAMB",
-            module="shoal_common.optim",
+            module="shoal_common.optimizers.for_torch",
             unit=Unit.TENSOR,
             defaults=MappingProxyType(
                 {
@@ -272,7 +272,7 @@ SERVER_OPTIMIZERS: Final = {
         OptimizerDeclaration(
             name="rowwise_adagrad",
             torch_class="RowWiseAdagrad",
-            module="shoal_common.optim",
+            module="shoal_common.optimizers.for_torch",
             unit=Unit.ROW,
             defaults=MappingProxyType(
                 {
@@ -291,7 +291,7 @@ SERVER_OPTIMIZERS: Final = {
         OptimizerDeclaration(
             name="delayed_nesterov",
             torch_class="DelayedNesterov",
-            module="shoal_common.optim",
+            module="shoal_common.optimizers.for_torch",
             defaults=MappingProxyType(
                 {"lr": 0.7, "momentum": 0.9, "every": 1.0, "weight_decay": 0.0, "maximize": 0.0}
             ),
@@ -334,7 +334,7 @@ Shoal's row-wise ones."""
 def in_words() -> str:
     """Lists the classes that a server supports, for people: "torch.optim.SGD and
     shoal.optim.LAMB"."""
-    homes = {"shoal_common.optim": "shoal.optim"}  # where users find them
+    homes = {"shoal_common.optimizers.for_torch": "shoal.optim"}  # where users find them
     *others, last = [
         f"{homes.get(each.module, each.module)}.{each.torch_class}"
         for each in SERVER_OPTIMIZERS.values()

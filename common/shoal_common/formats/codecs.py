@@ -50,7 +50,7 @@ from numpy.typing import NDArray
 from shoal_protos.v1 import parameter_server_pb2 as pb
 
 from shoal_common.errors import ConfigurationError, InvalidRequestError
-from shoal_common.wire import as_bytes
+from shoal_common.formats.wire import as_bytes
 
 UNSPECIFIED: Final[int] = pb.CODEC_UNSPECIFIED
 RAW: Final[int] = pb.CODEC_RAW

@@ -1,0 +1,2 @@
+"""Formats that processes share: tensors and compressed gradients on the wire, rank tables, and
+tallies in files."""

@@ -1,0 +1,1 @@
+"""Optimizers that torch lacks, and those of parameter servers."""

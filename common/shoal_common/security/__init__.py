@@ -1,0 +1,1 @@
+"""Who may call a service, and how connections are encrypted: tokens, certificates, secrets."""

@@ -1,0 +1,1 @@
+"""This machine: memory allocation, child processes, temporary directories, and its addresses."""

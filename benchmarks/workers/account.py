@@ -23,7 +23,7 @@ from typing import Any, Final
 
 import shoal
 import torch
-from shoal_worker.engine.hidden_parameters import gradient_of, inside
+from shoal_worker.engine.state.hidden_parameters import gradient_of, inside
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from benchmarks.workers import blocks

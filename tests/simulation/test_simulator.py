@@ -15,7 +15,7 @@ from shoal_common.exit_status import PUT_OUT
 from shoal_worker.data.step_batches import DealtSupply
 from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.engine.holders import ShardsLostError
+from shoal_worker.engine.state.holders import ShardsLostError
 from shoal_worker.sharding.sharded_state import ShardedState
 
 from tests.simulation import oracle

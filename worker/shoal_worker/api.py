@@ -22,7 +22,7 @@ from shoal_worker.checkpoint.saving import CheckpointSaver, load_newest
 from shoal_worker.compression.optimizer import GradientCompressionOptimizer, take_apart
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.data.loader import ElasticDataLoader
-from shoal_worker.data.streams import ShardedStream
+from shoal_worker.data.streaming.stream import ShardedStream
 from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.coordinator.fixed import check_own
 from shoal_worker.elastic.session import collectives, first_of_machine, torch_calls
@@ -30,7 +30,7 @@ from shoal_worker.elastic.session.evaluation import IteratedBatches, is_due
 from shoal_worker.elastic.session.evaluation import evaluate as _evaluate
 from shoal_worker.elastic.session.worker_process import current_session, find_session, open_session
 from shoal_worker.elastic.state.run_values import RunValues, values_in
-from shoal_worker.engine.parameters import check_memory, check_shaped
+from shoal_worker.engine.state.parameters import check_memory, check_shaped
 from shoal_worker.features import whole_batch as whole_batches
 from shoal_worker.features.model_session import ModelSession
 from shoal_worker.features.several_models import SeveralEngines

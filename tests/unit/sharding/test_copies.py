@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 from shoal_worker.elastic.contract.channel import LocalChannel
-from shoal_worker.engine.holders import (
+from shoal_worker.engine.state.holders import (
     Claim,
     SendingTurns,
     ShardHolders,

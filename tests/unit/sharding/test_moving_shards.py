@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from shoal_worker.engine.holders import Claim, ShardHolders, ShardsLostError, newest_complete
+from shoal_worker.engine.state.holders import Claim, ShardHolders, ShardsLostError, newest_complete
 from shoal_worker.sharding.layout import UnitLayout, message, place, runs, sizes
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError
-from shoal_worker.engine.hidden_parameters import inside
-from shoal_worker.engine.parameter_groups import alike, by_bytes, by_modules
+from shoal_worker.engine.state.hidden_parameters import inside
+from shoal_worker.engine.state.parameter_groups import alike, by_bytes, by_modules
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.unit import Stage, Unit
 from torch import nn

@@ -14,7 +14,7 @@ import torch
 from shoal_common.errors import ConfigurationError
 from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.elastic.contract.generation import topology_of
-from shoal_worker.engine.parameter_groups import by_bytes
+from shoal_worker.engine.state.parameter_groups import by_bytes
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import mirror_stride
 from shoal_worker.sharding.resharding import Cut, hold

@@ -13,7 +13,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, LimitError
 from shoal_worker.elastic.recovery.formation import GROUP_LOST
-from shoal_worker.engine.hidden_parameters import inside
+from shoal_worker.engine.state.hidden_parameters import inside
 from shoal_worker.sharding.placements import FilePlacement, HostPlacement
 from shoal_worker.sharding.unit import Stage, Unit
 from torch import nn

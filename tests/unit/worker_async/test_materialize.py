@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import torch
-from shoal_worker.engine.parameters import materialize
+from shoal_worker.engine.state.parameters import materialize
 from torch import nn
 
 

@@ -11,7 +11,7 @@ import pytest
 from shoal_common.errors import ConfigurationError
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.iteration import _left_by_for
-from shoal_worker.data.sources import Sources
+from shoal_worker.data.streaming.sources import Sources
 from shoal_worker.elastic.session.worker_process import open_session
 
 

@@ -6,7 +6,7 @@ import random
 
 import pytest
 from shoal_common.errors import CorruptDataError
-from shoal_worker.data.lanes import Allotment, Place, Report, ShardsRead
+from shoal_worker.data.streaming.lanes import Allotment, Place, Report, ShardsRead
 
 
 def settle(read, lengths, sizes):

@@ -15,7 +15,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
-from shoal_worker.data.sources import Sources
+from shoal_worker.data.streaming.sources import Sources
 from shoal_worker.elastic.contract.loader_interface import Placement
 from torch.utils.data import get_worker_info
 
@@ -302,7 +302,7 @@ def test_a_step_whose_loop_was_left_says_so(session):
 
 KILLED = """
 import time
-from shoal_worker.data.sources import Sources
+from shoal_worker.data.streaming.sources import Sources
 sources = Sources([lambda: iter(range(10))] * 2, num_workers=2, ahead=3)
 for number in range(2):
     sources.open(number, key=(0,), name="numbers").fill(1)

@@ -8,7 +8,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError, PreconditionError
-from shoal_worker.data.fingerprints import fingerprint
+from shoal_worker.data.streaming.fingerprints import fingerprint
 from shoal_worker.elastic.contract.loader_interface import Placement
 
 from tests.unit.worker_data.loaders import run_epoch

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import shoal
 import torch
-from shoal_worker.data.fingerprints import Probe, tells_apart
+from shoal_worker.data.streaming.fingerprints import Probe, tells_apart
 from torch import nn
 
 ITEMS = torch.randn(32, 3, generator=torch.Generator().manual_seed(0))

@@ -25,7 +25,7 @@ from shoal_worker.elastic.group.waiting import Waiting
 from shoal_worker.elastic.recovery.formation import Formation
 from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
-from shoal_worker.engine.parameters import materialize
+from shoal_worker.engine.state.parameters import materialize
 from shoal_worker.metrics import WorkerMetrics
 from shoal_worker.settings import WorkerSettings
 from torch import nn

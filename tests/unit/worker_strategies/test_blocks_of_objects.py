@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import shoal
 import torch
-from shoal_worker.engine.passes import tensors_in
+from shoal_worker.engine.step.passes import tensors_in
 from torch import nn
 
 STRATEGIES = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]

@@ -14,7 +14,7 @@ import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged, ShoalError
 from shoal_worker.elastic.state import replicas_compared
 from shoal_worker.elastic.state.replicas_compared import differing, disagreement
-from shoal_worker.engine.hidden_parameters import inside
+from shoal_worker.engine.state.hidden_parameters import inside
 from torch import nn
 
 STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from shoal_worker.engine.buffers import CommittedBuffers
+from shoal_worker.engine.step.buffers import CommittedBuffers
 from shoal_worker.mesh.gradients import ReplicatedGradients
 from shoal_worker.mesh.rank_mesh import alone
 from torch import nn

@@ -11,7 +11,7 @@ import shoal
 import torch
 from shoal_common.errors import ConfigurationError, MembershipChanged
 from shoal_worker.elastic.session.worker_process import current_session
-from shoal_worker.engine.hidden_parameters import inside
+from shoal_worker.engine.state.hidden_parameters import inside
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial
 from torch.utils.data import TensorDataset

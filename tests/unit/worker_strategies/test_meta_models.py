@@ -9,7 +9,7 @@ import pytest
 import shoal
 import torch
 from shoal_worker.elastic.session.worker_process import set_session
-from shoal_worker.engine.parameters import materialize
+from shoal_worker.engine.state.parameters import materialize
 from torch import nn
 
 pytestmark = pytest.mark.usefixtures("fresh_session")

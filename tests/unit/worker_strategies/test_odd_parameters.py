@@ -11,7 +11,7 @@ import pytest
 import shoal
 import torch
 from shoal_common.errors import ConfigurationError
-from shoal_worker.engine.optimizer_state import as_made_by
+from shoal_worker.engine.state.optimizer_state import as_made_by
 from torch import nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 from torch.utils.data import TensorDataset

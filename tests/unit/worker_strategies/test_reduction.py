@@ -16,7 +16,7 @@ from shoal_common.errors import ConfigurationError, MembershipChanged, Precondit
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract.loader_interface import Placement, Share
 from shoal_worker.elastic.contract.step import Step, StepPhase
-from shoal_worker.engine.buffers import CommittedBuffers
+from shoal_worker.engine.step.buffers import CommittedBuffers
 from shoal_worker.replicated.buckets import AccumulatedReduction, lay_out
 from shoal_worker.replicated.reduction import OverlappedReduction
 from torch import nn

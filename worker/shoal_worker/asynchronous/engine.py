@@ -39,10 +39,10 @@ from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Engine, Setup
-from shoal_worker.engine.module_state import ModuleState, load_captured
-from shoal_worker.engine.parameters import check_optimizer_covers, check_trains, materialize
-from shoal_worker.engine.pass_writes import WrittenParameters
-from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.engine.state.module_state import ModuleState, load_captured
+from shoal_worker.engine.state.parameters import check_optimizer_covers, check_trains, materialize
+from shoal_worker.engine.step.pass_writes import WrittenParameters
+from shoal_worker.engine.step.passes import Loss, call_module, loss_of
 from shoal_worker.parameter_servers.job import Job
 from shoal_worker.parameter_servers.leases import CoordinatorLeases, LeaseSource, LocalLeases
 from shoal_worker.parameter_servers.options import AsyncOptions, check_configuration

@@ -5,9 +5,9 @@ samples of a step and their distribution over the ranks; `cursor` records a load
 `step_batches` provides its next step (dealt or leased). `fetch` creates batches, in data workers or
 in this process, and `iteration` runs the loops over epochs, steps and batches.
 
-For streams, `streams` defines the supported kinds, and `stream_reader` reads one from any position,
-in this process or in data workers (`sources`). `fingerprints` detect whether a stream repeats its
-items. `position_supply` deals a stream's steps by position, or `shard_supply` by `lanes`;
-`stream_supply` is common to both, and `stream_evaluation` deals a stream for evaluation. `record`
-writes down which samples were trained on.
+For streams, in `streaming/`, `stream` defines the supported kinds, and `reader` reads one from any
+position, in this process or in data workers (`sources`). `fingerprints` detect whether a stream
+repeats its items. `position_supply` deals a stream's steps by position, or `shard_supply` by
+`lanes`; `supply` is common to both, and `evaluation` deals a stream for evaluation. `record` writes
+down which samples were trained on.
 """

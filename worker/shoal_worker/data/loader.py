@@ -29,15 +29,14 @@ from torch.utils.data import default_collate
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Fetcher, Request
 from shoal_worker.data.iteration import Delivery, Introduction, Iterations
-from shoal_worker.data.position_supply import PositionSupply
 from shoal_worker.data.record import SampleRecord
 from shoal_worker.data.sampling import EpochOrders, EpochPlan
-from shoal_worker.data.shard_supply import ShardSupply
-from shoal_worker.data.sources import Sources
 from shoal_worker.data.step_batches import Dealer, DealtSupply, LeasedSupply, Step, Supply
-from shoal_worker.data.stream_evaluation import StreamedEvaluation
-from shoal_worker.data.stream_supply import StreamOrders, StreamSupply
-from shoal_worker.data.streams import (
+from shoal_worker.data.streaming.evaluation import StreamedEvaluation
+from shoal_worker.data.streaming.position_supply import PositionSupply
+from shoal_worker.data.streaming.shard_supply import ShardSupply
+from shoal_worker.data.streaming.sources import Sources
+from shoal_worker.data.streaming.stream import (
     ShardedStream,
     check_stream,
     has_items,
@@ -46,6 +45,7 @@ from shoal_worker.data.streams import (
     makes_of,
     names_of,
 )
+from shoal_worker.data.streaming.supply import StreamOrders, StreamSupply
 from shoal_worker.data.torch_loaders import arguments_of
 from shoal_worker.elastic.contract.loader_interface import Placement
 from shoal_worker.settings import WorkerSettings

@@ -13,7 +13,7 @@ from torch.utils.data import (
     SequentialSampler,
 )
 
-from shoal_worker.data.streams import is_stream
+from shoal_worker.data.streaming.stream import is_stream
 
 
 def arguments_of(loader: Any, what: str) -> dict[str, Any]:

@@ -28,19 +28,19 @@ from typing_extensions import override
 from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.state.strategy_interface import StrategySession, TrainingEngine
-from shoal_worker.engine.buffers import give_memory, kept_buffers
-from shoal_worker.engine.extremes import find_extremes
-from shoal_worker.engine.hidden_parameters import blank_copies, inside, want_gradients
-from shoal_worker.engine.module_state import (
+from shoal_worker.engine.state.extremes import find_extremes
+from shoal_worker.engine.state.hidden_parameters import blank_copies, inside, want_gradients
+from shoal_worker.engine.state.module_state import (
     ModuleState,
     check_model_fits,
     check_state_can_travel,
     load_captured,
 )
-from shoal_worker.engine.optimizer_state import load_optimizer, strided_like
-from shoal_worker.engine.parameters import agreed, named_values
-from shoal_worker.engine.passes import Loss, call_module
-from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.engine.state.optimizer_state import load_optimizer, strided_like
+from shoal_worker.engine.state.parameters import agreed, named_values
+from shoal_worker.engine.step.buffers import give_memory, kept_buffers
+from shoal_worker.engine.step.passes import Loss, call_module
+from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.modes import evaluating
 from shoal_worker.state.fits import check_fits
 from shoal_worker.state.tree import flatten

@@ -38,18 +38,18 @@ from shoal_worker.elastic.contract.loader_interface import Share
 from shoal_worker.elastic.contract.reported_loss import read_later
 from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.engine.base import Engine, Setup
-from shoal_worker.engine.hidden_parameters import Whereabouts, guard_parts, inside, is_hidden
-from shoal_worker.engine.module_state import ModuleState
-from shoal_worker.engine.parameters import (
+from shoal_worker.engine.state.hidden_parameters import Whereabouts, guard_parts, inside, is_hidden
+from shoal_worker.engine.state.module_state import ModuleState
+from shoal_worker.engine.state.parameters import (
     check_optimizer_covers,
     check_trains,
     has_values,
     materialize,
     named_values,
 )
-from shoal_worker.engine.partitioned_state import PartitionedState
-from shoal_worker.engine.passes import Loss
-from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.engine.state.partitioned_state import PartitionedState
+from shoal_worker.engine.step.passes import Loss
+from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.state.fits import check_elementwise
 
 # --------------------------------------------------------------------------- the commit all-reduce

@@ -19,9 +19,9 @@ from shoal_worker.elastic.session.session import Session
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.engine.base import Engine
-from shoal_worker.engine.hidden_parameters import inside
-from shoal_worker.engine.passes import when_gradients_come
-from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.engine.state.hidden_parameters import inside
+from shoal_worker.engine.step.passes import when_gradients_come
+from shoal_worker.engine.step.tentative_update import TentativeUpdate
 
 
 class ModelSession:

@@ -44,7 +44,7 @@ from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.engine.base import Engine
-from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.step.failed_collectives import LosingStep
 from shoal_worker.features.model_session import ModelSession, no_micro_batches
 from shoal_worker.state.tree import StatePart
 

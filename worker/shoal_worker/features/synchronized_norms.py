@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 from typing_extensions import override
 
 from shoal_worker.elastic.state.strategy_interface import StrategySession
-from shoal_worker.engine.ranks_in_passes import RanksInPasses
+from shoal_worker.engine.step.ranks_in_passes import RanksInPasses
 from shoal_worker.torch_internals import _BatchNorm, uncompiled
 
 

@@ -29,7 +29,7 @@ from torch.autograd.function import once_differentiable
 
 from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.session.session import Session
-from shoal_worker.engine.ranks_in_passes import RanksInPasses
+from shoal_worker.engine.step.ranks_in_passes import RanksInPasses
 from shoal_worker.torch_internals import uncompiled
 
 

@@ -19,10 +19,10 @@ from torch import nn
 from typing_extensions import override
 
 from shoal_worker.elastic.state.schedulers_and_scalers import GroupMembers
-from shoal_worker.engine.buffers import CommittedBuffers
-from shoal_worker.engine.hidden_parameters import Whereabouts
-from shoal_worker.engine.optimizer_state import is_element, strided_like
-from shoal_worker.engine.parameter_groups import in_buckets
+from shoal_worker.engine.state.hidden_parameters import Whereabouts
+from shoal_worker.engine.state.optimizer_state import is_element, strided_like
+from shoal_worker.engine.state.parameter_groups import in_buckets
+from shoal_worker.engine.step.buffers import CommittedBuffers
 from shoal_worker.mesh.gradients import (
     GradientsOfPasses,
     MeshGradients,

@@ -34,19 +34,19 @@ from shoal_worker.elastic.contract.loader_interface import Share, StepStatus
 from shoal_worker.elastic.contract.step import CONTROL_LENGTH, Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.base import Engine, Setup
-from shoal_worker.engine.failed_collectives import LosingStep
-from shoal_worker.engine.hidden_parameters import (
+from shoal_worker.engine.partitioned import CommitPayload, PartitionedEngine
+from shoal_worker.engine.state.hidden_parameters import (
     gradient_of,
     guard_parts,
     refuse_hooks,
     refuse_loading,
 )
-from shoal_worker.engine.module_state import ModuleState
-from shoal_worker.engine.parameters import take_unsaved
-from shoal_worker.engine.partitioned import CommitPayload, PartitionedEngine
-from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
-from shoal_worker.engine.passes import Loss, call_module, loss_of, when_gradients_come
-from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.engine.state.module_state import ModuleState
+from shoal_worker.engine.state.parameters import take_unsaved
+from shoal_worker.engine.step.failed_collectives import LosingStep
+from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
+from shoal_worker.engine.step.passes import Loss, call_module, loss_of, when_gradients_come
+from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.mesh.data_axis import Replicated
 from shoal_worker.mesh.gradients import MeshGradients
 from shoal_worker.mesh.layouts import Layouts, MeshPlan, template_of, whole_module, zeros

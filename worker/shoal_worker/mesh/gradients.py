@@ -19,9 +19,9 @@ from torch import nn
 from typing_extensions import override
 
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.engine.buffers import CommittedBuffers
-from shoal_worker.engine.hidden_parameters import drop_gradient
-from shoal_worker.engine.optimizer_state import strided_like
+from shoal_worker.engine.state.hidden_parameters import drop_gradient
+from shoal_worker.engine.state.optimizer_state import strided_like
+from shoal_worker.engine.step.buffers import CommittedBuffers
 from shoal_worker.sharding.collectives import Collectives
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.gradients import CutGradients, squared_norms

@@ -19,8 +19,8 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.engine.module_state import ModuleState, load_captured
-from shoal_worker.engine.parameter_groups import ParameterGroup
+from shoal_worker.engine.state.module_state import ModuleState, load_captured
+from shoal_worker.engine.state.parameter_groups import ParameterGroup
 from shoal_worker.pipelining.partial import empty_on
 from shoal_worker.pipelining.pipeline import PipelineSettings
 from shoal_worker.pipelining.schedule import checked_stages_per_rank, schedule_kind, stage_ranks

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.engine.hidden_parameters import (
+from shoal_worker.engine.state.hidden_parameters import (
     HiddenParameter,
     Whereabouts,
     drop_gradient,
@@ -29,11 +29,11 @@ from shoal_worker.engine.hidden_parameters import (
     show,
     show_gradient,
 )
-from shoal_worker.engine.module_state import ModuleState, load_captured, other_entries
-from shoal_worker.engine.optimizer_state import as_made_by, is_element
-from shoal_worker.engine.parameter_groups import checkpoint_activations
-from shoal_worker.engine.parameters import unsaved_buffers
-from shoal_worker.engine.partitioned_state import PartitionedState
+from shoal_worker.engine.state.module_state import ModuleState, load_captured, other_entries
+from shoal_worker.engine.state.optimizer_state import as_made_by, is_element
+from shoal_worker.engine.state.parameter_groups import checkpoint_activations
+from shoal_worker.engine.state.parameters import unsaved_buffers
+from shoal_worker.engine.state.partitioned_state import PartitionedState
 from shoal_worker.mesh.data_axis import DataAxis, Replicated, State
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate, Template
 from shoal_worker.mesh.resharding import (
@@ -58,7 +58,8 @@ from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 # The parts of a module's parameters that are hidden between passes, while this rank has only its
 # part of them. Values are hidden for a parameter that is split or on another stage (no torch call
 # on this part alone means the whole); gradients are hidden for the others, since they are not
-# summed over the replicas yet. Everything is visible in passes. See `engine/hidden_parameters.py`.
+# summed over the replicas yet. Everything is visible in passes. See
+# `engine/state/hidden_parameters.py`.
 
 
 class HiddenParameters:

@@ -19,10 +19,10 @@ from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import StrategySession
-from shoal_worker.engine.buffers import CommittedBuffers
-from shoal_worker.engine.extremes import Kind
-from shoal_worker.engine.failed_collectives import come_after
-from shoal_worker.engine.hidden_parameters import drop_gradient
+from shoal_worker.engine.state.extremes import Kind
+from shoal_worker.engine.state.hidden_parameters import drop_gradient
+from shoal_worker.engine.step.buffers import CommittedBuffers
+from shoal_worker.engine.step.failed_collectives import come_after
 from shoal_worker.mesh.data_axis import InShards
 from shoal_worker.mesh.layouts import Axes, Sharding
 from shoal_worker.mesh.parts import ModelParts, Shard

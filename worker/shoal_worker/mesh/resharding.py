@@ -16,7 +16,7 @@ import torch
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.engine.holders import (
+from shoal_worker.engine.state.holders import (
     Claim,
     SendingTurns,
     ShardHolders,
@@ -24,8 +24,8 @@ from shoal_worker.engine.holders import (
     newest_complete,
     plan_copies,
 )
-from shoal_worker.engine.optimizer_state import is_element
-from shoal_worker.engine.parameter_groups import in_buckets
+from shoal_worker.engine.state.optimizer_state import is_element
+from shoal_worker.engine.state.parameter_groups import in_buckets
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate
 from shoal_worker.state.serial import dump_tensors, load_tensors
 

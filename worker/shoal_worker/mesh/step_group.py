@@ -23,7 +23,7 @@ from typing_extensions import override
 from shoal_worker.backends.python_group import ForwardingGroup
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import StrategySession
-from shoal_worker.engine.failed_collectives import come_after
+from shoal_worker.engine.step.failed_collectives import come_after
 from shoal_worker.torch_internals import _register_process_group, _unregister_process_group, pytree
 
 _NUMBERS: Final = itertools.count(1)

@@ -11,7 +11,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.config import ShardingConfiguration
-from shoal_worker.engine.passes import Loss
+from shoal_worker.engine.step.passes import Loss
 from shoal_worker.mesh.layouts import template_of
 from shoal_worker.planning.candidates import MICRO_BATCHES_PER_STAGE, STAGES, Choice, choices
 from shoal_worker.planning.costs import Memory

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from shoal_worker.engine.parameter_groups import alike
+from shoal_worker.engine.state.parameter_groups import alike
 from shoal_worker.mesh.data_axis import alike_pieces
 from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate, Template
 from shoal_worker.pipelining.schedule import Schedule, training_schedule

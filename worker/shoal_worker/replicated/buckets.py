@@ -23,26 +23,26 @@ import torch.distributed as dist
 from shoal_common.errors import MembershipChanged
 from shoal_common.failpoints import failpoint
 
-from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.step.failed_collectives import LosingStep
 
 if TYPE_CHECKING:
     from shoal_worker.compression.reduction import Reduction
     from shoal_worker.elastic.group.group import Group
     from shoal_worker.elastic.state.strategy_interface import StrategySession
-    from shoal_worker.engine.compressed import GradientCompression
+    from shoal_worker.engine.step.compressed import GradientCompression
 
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
 from shoal_worker.elastic.contract.reported_loss import MeanLoss
 from shoal_worker.elastic.contract.step import StepPhase
-from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
-from shoal_worker.engine.parameter_groups import in_buckets
+from shoal_worker.engine.state.parameter_groups import in_buckets
+from shoal_worker.engine.step.compressed import GradientCompression, check_floating, memory_order
 
 if TYPE_CHECKING:
     from shoal_worker.config import ShardingConfiguration
     from shoal_worker.elastic.state.strategy_interface import StrategySession
-    from shoal_worker.engine.buffers import CommittedBuffers
+    from shoal_worker.engine.step.buffers import CommittedBuffers
 
 _FIRST_BYTES = 1 << 20
 """Size at which the first bucket is closed, so that sending starts early."""

@@ -28,12 +28,9 @@ from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.engine.base import Engine, Setup
-from shoal_worker.engine.buffers import CommittedBuffers
-from shoal_worker.engine.compressed import compression_of
-from shoal_worker.engine.failed_collectives import LosingStep
-from shoal_worker.engine.module_state import ModuleState, load_captured
-from shoal_worker.engine.optimizer_state import load_optimizer
-from shoal_worker.engine.parameters import (
+from shoal_worker.engine.state.module_state import ModuleState, load_captured
+from shoal_worker.engine.state.optimizer_state import load_optimizer
+from shoal_worker.engine.state.parameters import (
     ModuleMembers,
     check_optimizer_covers,
     check_trains,
@@ -42,9 +39,12 @@ from shoal_worker.engine.parameters import (
     take_unsaved,
     unsaved_buffers,
 )
-from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
-from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
-from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.engine.step.buffers import CommittedBuffers
+from shoal_worker.engine.step.compressed import compression_of
+from shoal_worker.engine.step.failed_collectives import LosingStep
+from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
+from shoal_worker.engine.step.passes import Loss, call_module, check_reproducible, loss_of
+from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.features.synchronized_norms import synchronize_norms
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.reduction import OverlappedReduction

@@ -32,10 +32,10 @@ from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.engine.base import Setup
-from shoal_worker.engine.failed_collectives import LosingStep, come_after
-from shoal_worker.engine.module_state import ModuleState
-from shoal_worker.engine.optimizer_state import load_optimizer
-from shoal_worker.engine.passes import Loss, call_module, loss_of
+from shoal_worker.engine.state.module_state import ModuleState
+from shoal_worker.engine.state.optimizer_state import load_optimizer
+from shoal_worker.engine.step.failed_collectives import LosingStep, come_after
+from shoal_worker.engine.step.passes import Loss, call_module, loss_of
 from shoal_worker.replicated.buckets import AccumulatedReduction
 from shoal_worker.replicated.engine import ReplicatedEngine
 from shoal_worker.replicated.rounds import (

@@ -34,8 +34,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.contract.collective_trace import GRADIENTS
-from shoal_worker.engine.compressed import GradientCompression, check_floating, memory_order
-from shoal_worker.engine.passes import half_a_pass, tensors_in
+from shoal_worker.engine.step.compressed import GradientCompression, check_floating, memory_order
+from shoal_worker.engine.step.passes import half_a_pass, tensors_in
 from shoal_worker.replicated.buckets import Bucket, Flight, Slot, lay_out
 from shoal_worker.torch_internals import after_backward, in_backward
 
@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.contract.loader_interface import Share
     from shoal_worker.elastic.group.group import Group
     from shoal_worker.elastic.state.strategy_interface import StrategySession
-    from shoal_worker.engine.buffers import CommittedBuffers
+    from shoal_worker.engine.step.buffers import CommittedBuffers
 
 
 class OverlappedReduction:

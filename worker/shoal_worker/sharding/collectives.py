@@ -32,13 +32,13 @@ from shoal_worker.compression.reduction import Reduction
 from shoal_worker.elastic.contract.step import agree
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import StrategySession
-from shoal_worker.engine.failed_collectives import LosingStep, come_after
+from shoal_worker.engine.step.failed_collectives import LosingStep, come_after
 from shoal_worker.sharding.layout import Division
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.group.group import Group
     from shoal_worker.elastic.state.strategy_interface import StrategySession
-    from shoal_worker.engine.compressed import GradientCompression
+    from shoal_worker.engine.step.compressed import GradientCompression
 
 _CHECK_BITS: Final = 20
 """Chosen so that the squares' sum over up to 8192 ranks is exact in float64."""

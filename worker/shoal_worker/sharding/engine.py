@@ -37,16 +37,16 @@ from shoal_worker.elastic.contract.loader_interface import Share
 from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.base import Setup
-from shoal_worker.engine.buffers import CommittedBuffers
-from shoal_worker.engine.compressed import check_floating, compression_of
-from shoal_worker.engine.failed_collectives import LosingStep
-from shoal_worker.engine.hidden_parameters import inside, refuse_loading
-from shoal_worker.engine.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
-from shoal_worker.engine.parameters import take_unsaved
 from shoal_worker.engine.partitioned import CommitSum, PartitionedEngine, ShardedCommitPayload
-from shoal_worker.engine.pass_writes import ModuleAttributes, WrittenParameters, joined
-from shoal_worker.engine.passes import Loss, call_module, check_reproducible, loss_of
-from shoal_worker.engine.tentative_update import TentativeUpdate
+from shoal_worker.engine.state.hidden_parameters import inside, refuse_loading
+from shoal_worker.engine.state.parameter_groups import ParameterGroup, alike, by_bytes, by_modules
+from shoal_worker.engine.state.parameters import take_unsaved
+from shoal_worker.engine.step.buffers import CommittedBuffers
+from shoal_worker.engine.step.compressed import check_floating, compression_of
+from shoal_worker.engine.step.failed_collectives import LosingStep
+from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
+from shoal_worker.engine.step.passes import Loss, call_module, check_reproducible, loss_of
+from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.features.synchronized_norms import synchronize_norms
 from shoal_worker.sharding.collectives import (
     CompressedScatter,

@@ -33,8 +33,8 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from shoal_worker.elastic.group.group import Group
-from shoal_worker.engine.hidden_parameters import Whereabouts
-from shoal_worker.engine.passes import half_a_pass, tensors_in, when_gradients_come
+from shoal_worker.engine.state.hidden_parameters import Whereabouts
+from shoal_worker.engine.step.passes import half_a_pass, tensors_in, when_gradients_come
 from shoal_worker.sharding.collectives import Collectives, IssuedCollectives
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 from shoal_worker.torch_internals import after_backward, in_backward, uncompiled

@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, Protocol
 
 import torch
 
-from shoal_worker.engine.optimizer_state import is_element
+from shoal_worker.engine.state.optimizer_state import is_element
 from shoal_worker.sharding.unit import Holding, Unit
 
 _log = logging.getLogger(__name__)

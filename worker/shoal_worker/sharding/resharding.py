@@ -6,8 +6,8 @@ commit: a failure meanwhile leaves one of the two shardings complete, and the ne
 newest complete one.
 
 Between two shardings a shard may be left with one holder, when a rank has died or leaves and its
-peers cannot reshard yet. Another rank then keeps a copy of it (`engine/holders.py`), so that the
-next death loses nothing.
+peers cannot reshard yet. Another rank then keeps a copy of it (`engine/state/holders.py`), so that
+the next death loses nothing.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any, Final, Protocol, TypeGuard
 
 import torch
 
-from shoal_worker.engine.holders import Claim, ShardHolders, newest_complete
-from shoal_worker.engine.optimizer_state import is_element
+from shoal_worker.engine.state.holders import Claim, ShardHolders, newest_complete
+from shoal_worker.engine.state.optimizer_state import is_element
 from shoal_worker.sharding.layout import Division, message, place, runs, sizes
 from shoal_worker.sharding.unit import Holding, Unit
 from shoal_worker.state.serial import dump_tensors, load_tensors

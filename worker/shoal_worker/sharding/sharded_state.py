@@ -22,12 +22,12 @@ from shoal_worker.elastic.contract.channel import Channel, LocalChannel
 from shoal_worker.elastic.contract.generation import Topology
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.schedulers_and_scalers import GroupMembers
-from shoal_worker.engine.hidden_parameters import inside
-from shoal_worker.engine.holders import ShardsLostError
-from shoal_worker.engine.module_state import ModuleState, load_captured
-from shoal_worker.engine.optimizer_state import is_element
-from shoal_worker.engine.parameters import unsaved_buffers
-from shoal_worker.engine.partitioned_state import PartitionedState
+from shoal_worker.engine.state.hidden_parameters import inside
+from shoal_worker.engine.state.holders import ShardsLostError
+from shoal_worker.engine.state.module_state import ModuleState, load_captured
+from shoal_worker.engine.state.optimizer_state import is_element
+from shoal_worker.engine.state.parameters import unsaved_buffers
+from shoal_worker.engine.state.partitioned_state import PartitionedState
 from shoal_worker.sharding.execution import ShardedExecution
 from shoal_worker.sharding.layout import Division, among_all
 from shoal_worker.sharding.mirrors import TravellingMirrors

@@ -34,7 +34,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from shoal_worker.engine.hidden_parameters import (
+from shoal_worker.engine.state.hidden_parameters import (
     HiddenParameter,
     Leaves,
     Whereabouts,
@@ -42,7 +42,7 @@ from shoal_worker.engine.hidden_parameters import (
     gradient_of,
     is_hidden,
 )
-from shoal_worker.engine.pass_writes import same, some_of, written_in_vain
+from shoal_worker.engine.step.pass_writes import same, some_of, written_in_vain
 from shoal_worker.sharding.collectives import Collectives, Pending
 from shoal_worker.sharding.layout import Piece, UnitLayout, layout_of
 from shoal_worker.sharding.placements import ShardPlacement

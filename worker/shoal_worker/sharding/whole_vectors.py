@@ -18,8 +18,8 @@ from typing import Any
 import torch
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.engine.holders import ShardHolders, ShardsLostError, plan_copies
-from shoal_worker.engine.optimizer_state import as_made_by
+from shoal_worker.engine.state.holders import ShardHolders, ShardsLostError, plan_copies
+from shoal_worker.engine.state.optimizer_state import as_made_by
 from shoal_worker.sharding.resharding import (
     ELEMENTS,
     MOST_COPIES,

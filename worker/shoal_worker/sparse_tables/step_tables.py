@@ -47,7 +47,7 @@ from torch import nn
 from shoal_worker.elastic.contract.loader_interface import StopTraining
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Setup
-from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.step.failed_collectives import LosingStep
 from shoal_worker.parameter_servers.job import Job
 from shoal_worker.parameter_servers.options import AsyncOptions, ServerOptimizer
 from shoal_worker.parameter_servers.own_cluster import OwnCluster, open_job

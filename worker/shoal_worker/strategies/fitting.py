@@ -23,10 +23,10 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from shoal_worker.data.loader import ElasticDataLoader, EvaluationBatches
-from shoal_worker.data.streams import is_stream
+from shoal_worker.data.streaming.stream import is_stream
 from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.session.evaluation import Patience, evaluate
-from shoal_worker.engine.passes import Loss
+from shoal_worker.engine.step.passes import Loss
 
 if TYPE_CHECKING:
     from shoal_worker.elastic.contract.channel import Channel

@@ -12,7 +12,7 @@ from typing import ClassVar, Final
 from shoal_common.errors import ConfigurationError
 
 from shoal_worker.engine.base import Setup
-from shoal_worker.engine.parameter_groups import by_modules
+from shoal_worker.engine.state.parameter_groups import by_modules
 from shoal_worker.mesh.engine import MeshEngine
 from shoal_worker.mesh.layouts import (
     PIPELINE_OPTIONS,

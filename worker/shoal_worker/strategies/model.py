@@ -21,8 +21,8 @@ from shoal_worker.config import ShardingConfiguration
 from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Engine, Setup
-from shoal_worker.engine.parameter_groups import checkpoint_activations
-from shoal_worker.engine.passes import Loss
+from shoal_worker.engine.state.parameter_groups import checkpoint_activations
+from shoal_worker.engine.step.passes import Loss
 from shoal_worker.features.model_session import ModelSession
 from shoal_worker.state.serial import dump_tensors, load_tensors, read_tensors, write_file
 from shoal_worker.state.tree import flatten, unflatten

@@ -13,7 +13,7 @@ from typing import Any, Final
 import torch
 from shoal_worker.elastic.session import collectives
 from shoal_worker.elastic.session.session import Session
-from shoal_worker.engine.ranks_in_passes import RanksInPasses
+from shoal_worker.engine.step.ranks_in_passes import RanksInPasses
 
 _FIRST: Final = 4096
 """Bytes sent in the first round, together with the total length. The rest follows, padded to the

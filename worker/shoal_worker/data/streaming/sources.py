@@ -31,7 +31,7 @@ from typing_extensions import override
 
 from shoal_worker.child_processes import explained_pickling
 from shoal_worker.data.fetch import tie_to_parent
-from shoal_worker.data.stream_reader import Mark, Reader, SourceReader
+from shoal_worker.data.streaming.reader import Mark, Reader, SourceReader
 
 _END_WITHIN_S: Final = 2.0
 """Time for which a worker may take to exit before it is killed; it may be in the middle of an

@@ -19,8 +19,8 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from shoal_worker.elastic.state.schedulers_and_scalers import GroupMembers
-from shoal_worker.engine.hidden_parameters import hooks_of
-from shoal_worker.engine.module_state import ModuleState
+from shoal_worker.engine.state.hidden_parameters import hooks_of
+from shoal_worker.engine.state.module_state import ModuleState
 from shoal_worker.state.digest import state_digest
 
 if TYPE_CHECKING:

@@ -19,11 +19,11 @@ from typing_extensions import override
 
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.fetch import Request
-from shoal_worker.data.fingerprints import Probe, tells_apart
 from shoal_worker.data.sampling import Block, EpochPlan
-from shoal_worker.data.sources import Sources
 from shoal_worker.data.step_batches import DealtStep, Supply
-from shoal_worker.data.streams import identity_of_stream, makes_of, names_of
+from shoal_worker.data.streaming.fingerprints import Probe, tells_apart
+from shoal_worker.data.streaming.sources import Sources
+from shoal_worker.data.streaming.stream import identity_of_stream, makes_of, names_of
 from shoal_worker.elastic.contract.loader_interface import LoaderSession
 
 _log = logging.getLogger(__name__)

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from shoal_worker.elastic.contract.channel import Channel
-from shoal_worker.engine.module_state import check_model_fits
+from shoal_worker.engine.state.module_state import check_model_fits
 from shoal_worker.state.fits import check_fits
 
 Settings = list[dict[str, Any]]

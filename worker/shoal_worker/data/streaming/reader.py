@@ -30,7 +30,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from typing_extensions import override
 
 from shoal_worker.data.fetch import seed
-from shoal_worker.data.fingerprints import chained, fingerprint
+from shoal_worker.data.streaming.fingerprints import chained, fingerprint
 from shoal_worker.state.serial import dump_tensors, load_tensors
 from shoal_worker.state.tree import flatten, unflatten
 

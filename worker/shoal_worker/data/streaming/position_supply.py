@@ -17,8 +17,8 @@ from typing_extensions import override
 from shoal_worker.data.cursor import LoaderProgress
 from shoal_worker.data.sampling import Block, EpochPlan
 from shoal_worker.data.step_batches import DealtStep, dealt_by
-from shoal_worker.data.stream_reader import Mark, Reader
-from shoal_worker.data.stream_supply import (
+from shoal_worker.data.streaming.reader import Mark, Reader
+from shoal_worker.data.streaming.supply import (
     NO_END,
     STATE,
     StreamSupply,

@@ -20,8 +20,8 @@ import torch
 from shoal_common.errors import ConfigurationError, CorruptDataError
 from torch import nn
 
-from shoal_worker.engine.extremes import follows_extremes
-from shoal_worker.engine.hidden_parameters import inside
+from shoal_worker.engine.state.extremes import follows_extremes
+from shoal_worker.engine.state.hidden_parameters import inside
 from shoal_worker.state.tree import flatten
 
 

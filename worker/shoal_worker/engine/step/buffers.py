@@ -29,9 +29,9 @@ import xxhash
 from shoal_common.errors import ConfigurationError
 from torch import nn
 
-from shoal_worker.engine.extremes import Extremes, Kind, follows_extremes
-from shoal_worker.engine.module_state import ModuleState
-from shoal_worker.engine.pass_writes import same
+from shoal_worker.engine.state.extremes import Extremes, Kind, follows_extremes
+from shoal_worker.engine.state.module_state import ModuleState
+from shoal_worker.engine.step.pass_writes import same
 from shoal_worker.state.digest import digest_of
 
 _log = logging.getLogger(__name__)

@@ -16,8 +16,8 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, Final, NamedTuple
 
 from shoal_worker.data.fetch import seed, seeded
-from shoal_worker.data.sources import Sources
-from shoal_worker.data.stream_reader import Mark, Reader
+from shoal_worker.data.streaming.reader import Mark, Reader
+from shoal_worker.data.streaming.sources import Sources
 
 _SHIFT: Final = 32
 """A batch's number is that of its source, shifted by this, plus its index in the source."""

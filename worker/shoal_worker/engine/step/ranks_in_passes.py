@@ -19,7 +19,7 @@ from shoal_common.errors import MembershipChanged
 
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import StrategySession
-from shoal_worker.engine.failed_collectives import LosingStep
+from shoal_worker.engine.step.failed_collectives import LosingStep
 
 
 class RanksInPasses:

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from shoal_worker.engine.hidden_parameters import inside
+from shoal_worker.engine.state.hidden_parameters import inside
 
 
 class TentativeUpdate:

@@ -27,7 +27,7 @@ import xxhash
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
-from shoal_worker.engine.hidden_parameters import inside
+from shoal_worker.engine.state.hidden_parameters import inside
 from shoal_worker.state.digest import digest_of
 
 _SMALL: Final = 1 << 26

@@ -17,11 +17,12 @@ from shoal_common.errors import CorruptDataError, PreconditionError
 from typing_extensions import override
 
 from shoal_worker.data.cursor import LoaderProgress
-from shoal_worker.data.lanes import Allotment, Place, Report, ShardsRead
 from shoal_worker.data.sampling import Block, EpochPlan, part_of, permutation
 from shoal_worker.data.step_batches import DealtStep
-from shoal_worker.data.stream_reader import Mark, Reader
-from shoal_worker.data.stream_supply import (
+from shoal_worker.data.streaming.lanes import Allotment, Place, Report, ShardsRead
+from shoal_worker.data.streaming.reader import Mark, Reader
+from shoal_worker.data.streaming.stream import ShardedStream
+from shoal_worker.data.streaming.supply import (
     NO_END,
     STATE,
     StreamSupply,
@@ -30,7 +31,6 @@ from shoal_worker.data.stream_supply import (
     part_of_stream,
     set_epoch_of,
 )
-from shoal_worker.data.streams import ShardedStream
 from shoal_worker.elastic.contract.loader_interface import LoaderSession, Placement
 from shoal_worker.state.digest import STREAMED
 

@@ -1,0 +1,1 @@
+"""Streams: their sources, and the ways to deal their items to ranks."""

@@ -1,0 +1,1 @@
+"""Parameters, buffers and optimizer state of a model: their names, places and requirements."""

@@ -1,0 +1,1 @@
+"""What a pass does and changes in a step, and how its changes are summed, kept or undone."""

@@ -1,1 +1,1 @@
-"""Who may call a service, and how connections are encrypted: tokens, certificates, secrets."""
+"""Authentication and encryption: tokens, certificates, and secrets of a process."""

@@ -1,1 +1,1 @@
-"""What commands show on a terminal: tables, live views, progress, plots, and keys."""
+"""Presentation on a terminal: tables, live views, progress, plots, and keys."""

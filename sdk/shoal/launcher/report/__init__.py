@@ -1,1 +1,1 @@
-"""What a launcher reports about its run: progress, faults with their pauses, and final figures."""
+"""A launcher's account of its run: progress, faults with their pauses, and final figures."""

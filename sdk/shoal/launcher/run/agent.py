@@ -36,7 +36,7 @@ from shoal.launcher.workers.environment import NodePlacement
 from shoal.launcher.workers.output import OutputPump
 from shoal.launcher.workers.policy import Action, JobEnd, RestartPolicy, WorkerExit
 from shoal.launcher.workers.settings import RunSettings
-from shoal.launcher.workers.workers import Worker, WorkerStarter, all_ended, named
+from shoal.launcher.workers.worker import Worker, WorkerStarter, all_ended, named
 
 if TYPE_CHECKING:
     from shoal.launcher.run.reporter import ExitReport, ExitReporter, JobNews

@@ -215,7 +215,7 @@ def test_the_host_waits_for_no_block_in_a_step(
     def count(waits: Waits, what: str) -> None:
         world = worlds.own_world()
         step = (
-            world.session.lifecycle.current
+            world.session.lifecycle.step
             if world is not None and world.session is not None
             else None
         )

@@ -7,7 +7,7 @@ import contextlib
 import itertools
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any, cast
@@ -17,6 +17,7 @@ from shoal_common.errors import MembershipChanged
 from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.contract.generation import Generation, Peer
 from shoal_worker.elastic.contract.reconcile import StateName
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group.group import Group
@@ -128,7 +129,13 @@ class Model(TrainingEngine):
     def step_begins(self) -> None: ...
     def micro_batch_begins(self) -> None: ...
     def micro_batch_ends(self, weight: float) -> None: ...
-    def finish_reduction(self) -> None: ...
+    def reduce(self, step: Step) -> None: ...
+
+    def sum_commit(
+        self, step: Step, vote: Sequence[float]
+    ) -> tuple[list[float], Mapping[str, Any]]:
+        raise NotImplementedError
+
     def discard_step(self) -> None: ...
     def commit_step(self) -> None: ...
 

@@ -1,7 +1,7 @@
 """The session in a world of one: what scripts do around the loop must not disturb the steps in
 it."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -10,7 +10,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker.elastic.contract.channel import LocalChannel
 from shoal_worker.elastic.contract.phase import Phase, ScriptPhase
-from shoal_worker.elastic.contract.step import ScriptPosition
+from shoal_worker.elastic.contract.step import ScriptPosition, Step
 from shoal_worker.elastic.session.worker_process import current_session, set_session
 from shoal_worker.state.tree import Snapshot
 from torch import nn
@@ -139,10 +139,10 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
 ) -> None:
     model, optimizer, loader = start()
     before = [p.clone() for p in model.parameters()]
-    steps = current_session().lifecycle
 
-    def reduce_with_a_rank_that_takes_the_next_step() -> None:
-        step = steps.require()
+    def sum_with_a_rank_that_takes_the_next_step(
+        step: Step, vote: Sequence[float]
+    ) -> tuple[list[float], dict[str, Any]]:
         words = [
             step.step_vote(
                 boundary_wanted=False,
@@ -153,11 +153,9 @@ def test_a_step_that_the_ranks_took_at_different_places_is_refused_before_it_is_
             )
             for number in (0, 1)
         ]
-        step.decide([a + b for a, b in zip(*words, strict=True)])
+        return [a + b for a, b in zip(*words, strict=True)], {}
 
-    monkeypatch.setattr(
-        model.engine, "finish_reduction", reduce_with_a_rank_that_takes_the_next_step
-    )
+    monkeypatch.setattr(model.engine, "sum_commit", sum_with_a_rank_that_takes_the_next_step)
     for x, y in loader:
         nn.functional.cross_entropy(model(x), y).backward()
         break

@@ -1,6 +1,7 @@
 """Tests what a rank does at a border: obeys what all ranks agreed on in the step vote, and
 leaves when it was evicted."""
 
+from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 from shoal_common.errors import CorruptDataError, PreconditionError, UnavailableError
 from shoal_worker.elastic.contract.loader_interface import Share, StepStatus, StopTraining
 from shoal_worker.elastic.contract.reconcile import StateName
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.coordinator.progress import ProgressMeter
 from shoal_worker.elastic.group import transfer
 from shoal_worker.elastic.group.transfer import StateExchange
@@ -21,17 +23,22 @@ from tests.unit.worker_elastic.ranks import Member, Model, form
 
 
 class Strategy(Model):
-    """Engine whose reduction returns the step vote given by a test."""
+    """Engine whose commit all-reduce adds votes given by a test."""
 
     steps: StepLifecycle
     others: tuple[float, float] = (0.0, 0.0)
     """Votes of the other ranks: a step boundary is wanted; a stop was announced."""
 
-    def finish_reduction(self) -> None:
-        word = self.steps.step_vote()
+    def reduce(self, step: Step) -> None:
+        step.prepare()
+
+    def sum_commit(
+        self, step: Step, vote: Sequence[float]
+    ) -> tuple[list[float], Mapping[str, Any]]:
+        word = [*vote]
         word[0] += self.others[0]
         word[3] += self.others[1]
-        self.steps.require().decide(word)
+        return word, {}
 
 
 @pytest.fixture

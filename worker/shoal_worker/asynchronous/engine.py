@@ -19,7 +19,7 @@ from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
 import torch
-from shoal_common.errors import ConfigurationError, PreconditionError, ShoalError
+from shoal_common.errors import ConfigurationError, InternalError, PreconditionError, ShoalError
 from shoal_common.failpoints import failpoint
 from shoal_common.formats import codecs
 from typing_extensions import override
@@ -36,6 +36,7 @@ from shoal_worker.elastic.contract.loader_interface import (
     StopTraining,
 )
 from shoal_worker.elastic.contract.row_store import RowStore
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.coordinator.membership import Membership
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.engine.base import Engine, Setup
@@ -560,8 +561,15 @@ class AsyncEngine(Engine):
     def micro_batch_ends(self, weight: float) -> None:
         pass
 
-    def finish_reduction(self) -> None:
+    @override
+    def reduce(self, step: Step) -> None:
         """Does nothing: there is no reduction."""
+
+    @override
+    def sum_commit(
+        self, step: Step, vote: Sequence[float]
+    ) -> tuple[list[float], Mapping[str, Any]]:
+        raise InternalError("a step of async_sgd is never prepared, and so not committed")
 
     @override
     def discard_step(self) -> None:

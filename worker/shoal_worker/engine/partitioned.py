@@ -278,7 +278,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         told = self._take_pass(inputs, targets, loss_fn)
         step = session.ensure_step()
         step.loss = None if told is None else read_later(told)
-        session.finish_reduction_if_whole()
+        session.reduce_if_whole()
         mean = step.mean_loss if step.control is not None else None
         loss = (
             torch.zeros((), dtype=torch.float64, device=session.device)
@@ -298,23 +298,16 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     def synchronize_gradients(self) -> None:
         """Ends the step's reduction."""
-        self.finish_reduction()
+        self._session.reduce_and_commit()
 
     @override
-    def finish_reduction(self) -> None:
-        step = self._session.step
-        if (
-            step is not None
-            and step.share is not None
-            and step.lost is None
-            and step.phase is StepPhase.OPEN
-        ):
+    def reduce(self, step: Step) -> None:
+        if step.share is not None and step.phase is StepPhase.OPEN:
             self._reduce(step, step.share)
-        self._session.settle_step()
 
     @abc.abstractmethod
     def _reduce(self, step: Step, share: Share) -> None:
-        """Sums the gradients, prepares and closes the step; or it is marked lost."""
+        """Sums the gradients and prepares the step; or it is marked lost."""
 
     def _refuse_reduced(self, step: Step) -> None:
         if step.control is not None:
@@ -352,24 +345,17 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Resets the state of a step."""
         self._clipped, self._shown, self._skipped, self._carried = 1.0, False, False, False
 
-    def _close(self, commit_payload: Closed, step_vote: Sequence[float]) -> None:
-        """Takes the result of the commit all-reduce."""
-        self._session.take_step_vote(step_vote)
-        self._take(commit_payload)
-
-    def _take(self, commit_payload: Closed) -> None:
-        self._commit_payload = commit_payload
-        self._hand_out(commit_payload)
-        with inside():
-            self._handed_out = self._gradients.norm_here() if self._shown else 0.0
-
     @override
     def commit_payload(self) -> dict[str, Any]:
         return dict(vars(self._commit_payload)) if self._commit_payload is not None else {}
 
+    @torch.no_grad()
     @override
-    def take_commit(self, told: Mapping[str, Any]) -> None:
-        self._take(self._parse_commit(told))
+    def take_commit(self, payload: Mapping[str, Any]) -> None:
+        self._commit_payload = self._parse_commit(payload)
+        self._hand_out(self._commit_payload)
+        with inside():
+            self._handed_out = self._gradients.norm_here() if self._shown else 0.0
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
@@ -384,7 +370,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
                 f"clip_grad_norm_: norm_type={norm_type}; with strategy {self.strategy!r} expected "
                 "2.0"
             )
-        self.finish_reduction()
+        self._session.reduce_and_commit()
         step, commit_payload, norm = self._session.step, self._commit_payload, 0.0
         if step is not None and step.control is not None and commit_payload is not None:
             # otherwise the step is lost
@@ -408,7 +394,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             return
         if not step.in_micro_batches and self._has_gradients:
             self._shown = True
-            self.finish_reduction()
+            self._session.reduce_and_commit()
             if (
                 self._commit_payload is not None
                 and step.control is not None

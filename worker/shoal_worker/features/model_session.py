@@ -15,6 +15,7 @@ from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.group.divergence import settings_apart
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.group.operations import Body
+from shoal_worker.elastic.recovery.step_commit import reduce_and_commit
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
@@ -177,9 +178,13 @@ class ModelSession:
         if own is not None and own.unresolved and own.phase is not StepPhase.COMMITTED:
             own.abort()
 
-    def finish_reduction_if_whole(self) -> None:
-        if self.step is not None and self.engine is not None:
-            self.engine.finish_reduction()
+    def reduce_and_commit(self) -> None:
+        assert self.engine is not None
+        reduce_and_commit(self, self.engine)
+
+    def reduce_if_whole(self) -> None:
+        if self.step is not None:
+            self.reduce_and_commit()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
         """Updates the model when its optimizer is told to step; the last one also ends the run's
@@ -218,7 +223,7 @@ class ModelSession:
         """Ends the model's own step: sums its gradients and buffer changes, or loses the run's
         step."""
         assert self.engine is not None
-        self.engine.finish_reduction()
+        self.reduce_and_commit()
         step, own = self._session.step, self.step
         if step is None or own is None or step.lost is not None:
             return

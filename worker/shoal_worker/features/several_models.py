@@ -39,12 +39,11 @@ from typing_extensions import override
 
 from shoal_worker.elastic.contract.channel import Channel
 from shoal_worker.elastic.contract.collective_trace import BATCH
-from shoal_worker.elastic.contract.step import StepPhase
+from shoal_worker.elastic.contract.step import Step, StepPhase
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.session.session import Session
 from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 from shoal_worker.engine.base import Engine
-from shoal_worker.engine.step.failed_collectives import LosingStep
 from shoal_worker.features.model_session import ModelSession, no_micro_batches
 from shoal_worker.state.tree import StatePart
 
@@ -260,19 +259,11 @@ class SeveralEngines(TrainingEngine):
         raise no_micro_batches()
 
     @override
-    def finish_reduction(self) -> None:
-        """Ends the run's step with its commit all-reduce."""
-        session = self._session
-        step, group = session.step, session.group
+    def reduce(self, step: Step) -> None:
         for model, engine in zip(self._models, self._engines, strict=True):
-            if (
-                step is not None
-                and step.lost is None
-                and step.phase is StepPhase.OPEN
-                and not model.stepped
-            ):
+            if step.lost is None and step.phase is StepPhase.OPEN and not model.stepped:
                 self._end_without_update(model, engine)
-        if step is not None and step.phase is StepPhase.OPEN:
+        if step.phase is StepPhase.OPEN:
             step.of = "models " + ", ".join(
                 str(model.number) for model in self._models if model.stepped
             )
@@ -280,20 +271,23 @@ class SeveralEngines(TrainingEngine):
                 (loss for model in self._models if (loss := model.reported_loss) is not None),
                 step.loss,
             )
-        if step is not None and step.lost is None and step.phase is StepPhase.OPEN:
-            session.prepare_step()
-            control = session.step_vote()
-            step.issues(BATCH)
-            with LosingStep(session) as commit_payload:
-                if session.elastic:
-                    if group is None:
-                        raise MembershipChanged("there is no group")
-                    failpoint("several_models.sealed")
-                    control = self.working(group).sum_numbers(control)
-                    failpoint("several_models.closed")
-            if not commit_payload.failed:
-                session.take_step_vote(control)
-        session.settle_step()
+            if step.lost is None:
+                self._session.prepare_step()
+
+    @override
+    def sum_commit(
+        self, step: Step, vote: Sequence[float]
+    ) -> tuple[list[float], Mapping[str, Any]]:
+        step.issues(BATCH)
+        if not self._session.elastic:
+            return [*vote], {}
+        group = self._session.group
+        if group is None:
+            raise MembershipChanged("there is no group")
+        failpoint("several_models.sealed")
+        summed = self.working(group).sum_numbers(vote)
+        failpoint("several_models.closed")
+        return summed, {}
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:
         """Ends the step of a model that is not updated for this batch: buffer changes of its passes

@@ -31,7 +31,7 @@ from typing_extensions import override
 from shoal_worker.elastic.contract.channel import Channel, LocalChannel
 from shoal_worker.elastic.contract.collective_trace import COMMIT, EXTREMES, FORWARD, SUM
 from shoal_worker.elastic.contract.loader_interface import Share, StepStatus
-from shoal_worker.elastic.contract.step import CONTROL_LENGTH, Step
+from shoal_worker.elastic.contract.step import Step
 from shoal_worker.elastic.group.group import Group
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.partitioned import CommitPayload, PartitionedEngine
@@ -661,7 +661,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             for writes in self._writes:
                 writes.refuse(unless=self._proves_lost)
         self._held.hidden.show_gradients()
-        with LosingStep(self._session) as summing:
+        with LosingStep(session):
             if not step.in_micro_batches:
                 mesh.add(share.weight)
             self._prepare_pass(step)
@@ -677,23 +677,25 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             if mesh.cut.axes.pipeline == 1:  # else ranks of other stages have others
                 step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
             session.prepare_step()
-            failpoint("sharded.sealed")
-            norm = mesh.gradients.squared_norm()
-            issued = mesh.execution.issued.word() if mesh.execution is not None else []
-            step.issues(COMMIT)
-            told = mesh.all.sum_numbers([*session.step_vote(), norm, *issued])
-            failpoint("step.closed")
-        if summing.failed:
-            return
-        word, norm, issued = told[:CONTROL_LENGTH], told[CONTROL_LENGTH], told[CONTROL_LENGTH + 1 :]
+
+    @torch.no_grad()
+    @override
+    def sum_commit(
+        self, step: Step, vote: Sequence[float]
+    ) -> tuple[list[float], Mapping[str, Any]]:
+        mesh = self._laid_out
+        failpoint("sharded.sealed")
+        norm = mesh.gradients.squared_norm()
+        issued = mesh.execution.issued.word() if mesh.execution is not None else []
+        step.issues(COMMIT)
+        summed = mesh.all.sum_numbers([*vote, norm, *issued])
+        word, (norm, *issued) = summed[: len(vote)], summed[len(vote) :]
         if issued:
             IssuedCollectives.check(issued, self.strategy)
-        self._close(
-            CommitPayload(
-                number=self._applied + 1, squared_norm=norm, divisor=mesh.gradients.divisor
-            ),
-            word,
+        payload = CommitPayload(
+            number=self._applied + 1, squared_norm=norm, divisor=mesh.gradients.divisor
         )
+        return word, vars(payload)
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns unsplit parameters and buffers, which are equal on all ranks; stages have none in

@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import copy
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from shoal_common.errors import MembershipChanged, PreconditionError, ShoalError
-from shoal_common.failpoints import failpoint
 from torch import nn
 from typing_extensions import override
 
@@ -25,7 +24,6 @@ from shoal_worker.elastic.contract.loader_interface import StepStatus
 from shoal_worker.elastic.contract.reported_loss import read_later
 from shoal_worker.elastic.contract.row_store import RowStore
 from shoal_worker.elastic.contract.step import Step, StepPhase
-from shoal_worker.elastic.group.group import Group
 from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.engine.base import Engine, Setup
 from shoal_worker.engine.state.module_state import ModuleState, load_captured
@@ -177,7 +175,7 @@ class ReplicatedEngine(Engine):
         loss.backward()
         if not self.config.auto_sync_gradients and not self._in_micro_batches:
             self.synchronize_gradients()
-        session.finish_reduction_if_whole()
+        session.reduce_if_whole()
         return (
             loss.detach()
             if step.loss_of_all is None
@@ -192,7 +190,7 @@ class ReplicatedEngine(Engine):
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
         """Clips gradients, as in `ShardedModel`. First finishes the reduction, if necessary; the
         gradients are complete on every rank."""
-        self.finish_reduction()
+        self._session.reduce_and_commit()
         return super().clip_grad_norm_(max_norm, norm_type)
 
     # -------------------------------------------------------------- TrainingEngine: for the session
@@ -361,45 +359,25 @@ class ReplicatedEngine(Engine):
             self._tables.micro_batch_ends(weight)
 
     @override
-    def finish_reduction(self) -> None:
-        step = self._session.step
+    def reduce(self, step: Step) -> None:
         by_hand = not self.config.auto_sync_gradients and not self._in_micro_batches
-        if by_hand and step is not None and step.phase is StepPhase.OPEN and step.lost is None:
+        if by_hand and step.phase is StepPhase.OPEN:
             raise PreconditionError(
                 "auto_sync_gradients=False: call model.synchronize_gradients() after the backward "
                 "pass, before clipping and optimizer.step()"
             )
         self._reduce_what_is_left()
-        if (
-            self._tables is not None
-            and step is not None
-            and step.phase is StepPhase.PREPARED
-            and step.lost is None
-        ):
-            self._tables.reduce()
-        self._close()
-        self._session.settle_step()
+        if step.phase is StepPhase.PREPARED and step.lost is None:
+            if self._tables is not None:
+                self._tables.reduce()
+            self._prepare_vote(step)
 
-    def _close(self) -> None:
-        """Runs the commit all-reduce of the step (`elastic/contract/step.py`)."""
-        session = self._session
-        step, group = session.step, session.group
-        if step is None or step.phase is not StepPhase.PREPARED or step.lost is not None:
-            return
+    def _prepare_vote(self, step: Step) -> None:
+        """Adds what the passes wrote to the step vote, and agrees on extremes; or the step is
+        marked lost."""
         step.writes, step.written_between = self._digest_of_writes(), self._digest_between()
-        control = session.step_vote()
-        if not self._agree_on_extremes(step):
-            return
-        if session.elastic:
-            step.issues(COMMIT)
-            with LosingStep(self._session) as commit_payload:
-                if group is None:
-                    raise MembershipChanged("there is no group")
-                control = self._sum_commit(group, control)
-                failpoint("step.closed")
-            if commit_payload.failed:
-                return
-        session.take_step_vote(control)
+        if step.lost is None:
+            self._agree_on_extremes(step)
 
     def _digest_of_writes(self) -> int:
         return joined(self._writes.digest(), self._step_buffers.exact_digest())
@@ -408,31 +386,38 @@ class ReplicatedEngine(Engine):
         """Takes the values that the passes of a plain batch left as this rank's own."""
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
-    def _agree_on_extremes(self, step: Step) -> bool:
-        """Agrees on extremes. Returns False if the step is lost."""
+    def _agree_on_extremes(self, step: Step) -> None:
         extremes, group = self._step_buffers.extremes, self._session.group
         if not extremes:
-            return True
+            return
         made = extremes.made(counted=self._counts(step))
         step.issues(EXTREMES)
-        with LosingStep(self._session) as agreeing:
+        with LosingStep(self._session):
             extremes.agree(group.exchange(made) if group is not None else [made])
-        return not agreeing.failed
 
     def _digest_between(self) -> int:
         return joined(self._writes.between, self._step_buffers.between)
 
     @torch.no_grad()
-    def _sum_commit(self, group: Group, control: list[float]) -> list[float]:
-        """Returns the sum of all ranks' step votes. If a script has changed buffers after the
+    @override
+    def sum_commit(
+        self, step: Step, vote: Sequence[float]
+    ) -> tuple[list[float], Mapping[str, Any]]:
+        """Implements `TrainingEngine.sum_commit`. If a script has changed buffers after the
         backward pass on any rank, the vote says so and does not commit: the buffers' changes are
-        summed again, and the vote is repeated. Raises MembershipChanged."""
+        summed again, and the vote is repeated."""
+        if not self._session.elastic:
+            return [*vote], {}
+        step.issues(COMMIT)
+        group = self._session.group
+        if group is None:
+            raise MembershipChanged("there is no group")
         if self._in_micro_batches or not self._step_buffers.size:
-            return group.sum_numbers(control)
+            return group.sum_numbers(vote), {}
         while True:
-            *summed, touched = group.sum_numbers([*control, float(self._step_buffers.touched)])
+            *summed, touched = group.sum_numbers([*vote, float(self._step_buffers.touched)])
             if not touched:
-                return summed
+                return summed, {}
             self._reduction().sum_buffers_again(group)
 
     @property

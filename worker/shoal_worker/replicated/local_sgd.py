@@ -118,7 +118,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     def synchronize_gradients(self) -> None:
         """Gradients stay each rank's own: nothing is sent."""
-        self.finish_reduction()
+        self._session.reduce_and_commit()
 
     def synchronize_parameters(self) -> None:
         """Ends the round with the next step. Call it on every rank before that step's `step()`."""
@@ -145,7 +145,7 @@ class LocalSGDEngine(ReplicatedEngine):
             return
         if not self._round.ends_with_next_step(self._rounds):
             return
-        self.finish_reduction()
+        self._session.reduce_and_commit()
         self._update(update)
         if self._accumulated is not None and self._accumulated.open:
             self._accumulated.write_buffers()
@@ -181,12 +181,10 @@ class LocalSGDEngine(ReplicatedEngine):
 
     # ------------------------------------------------------------------------------------ averaging
 
-    def finish_reduction(self) -> None:
-        """Finishes the reduction: micro-batches are summed on this rank, at the end of a round
-        parameters and buffers over all."""
-        step = self._session.step
-        if step is None or step.share is None or step.lost is not None:
-            return
+    @override
+    def reduce(self, step: Step) -> None:
+        """Sums micro-batches on this rank, and at the end of a round parameters and buffers over
+        all."""
         if self._in_micro_batches and not self._reduced:
             self._reduce_what_is_left()
             self._reduced = True
@@ -204,8 +202,8 @@ class LocalSGDEngine(ReplicatedEngine):
                 failpoint("reduction.completed")
             if not averaging.failed:
                 self._session.prepare_step()
-        self._close()
-        self._session.settle_step()
+        if step.phase is StepPhase.PREPARED:
+            self._prepare_vote(step)
 
     def _add(self, tensor: torch.Tensor) -> None:
         group = self._group()

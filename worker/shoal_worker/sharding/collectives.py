@@ -143,11 +143,6 @@ class Collectives(Protocol):
         """Starts to sum `full` over the ranks, storing this rank's part of the sum in `shard`."""
         ...
 
-    def all_reduce_short(self, tensor: torch.Tensor) -> bool:
-        """Sums a small `tensor` over the ranks in place, and waits. False: the result will not be
-        there."""
-        ...
-
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
         """Starts to send `sent` to the rank `stride` after this one, and to receive from the rank
         `stride` before it. Equal sizes."""
@@ -210,19 +205,6 @@ class SessionCollectives:
             return work
 
         return self._issue(self._shard_group, shard, start, alone=lambda: _copy(shard, full))
-
-    def all_reduce_short(self, tensor: torch.Tensor) -> bool:
-        """Implements `Collectives.all_reduce_short`."""
-        group = self._group
-        if self.lost:
-            _clear(tensor)
-            return False
-        with LosingStep(self._session, raises_outside=True) as summing:
-            if group is not None and group.world_size > 1:
-                group.all_reduce_short(tensor)
-        if summing.failed:
-            _clear(tensor)
-        return not summing.failed
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
         """Implements `Collectives.pass_on`."""

@@ -510,7 +510,6 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @torch.no_grad()
     def _reduce(self, step: Step, share: Share) -> None:
-        session = self._session
         check_reproducible(self.config, step)
         self._refuse_half_a_pass(step)
         self._refuse_carried()
@@ -529,12 +528,18 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             step.written_between = joined(self._writes.between, self._step_buffers.between)
         self._agree_on_extremes(step, share)
         step.issues(COMMIT)
-        if step.lost is not None or not self._prepare():
-            return
+        if step.lost is None:
+            self._prepare()
+
+    @torch.no_grad()
+    @override
+    def sum_commit(
+        self, step: Step, vote: Sequence[float]
+    ) -> tuple[list[float], Mapping[str, Any]]:
         failpoint("sharded.sealed")
-        gradients = self._gradients
+        session, gradients = self._session, self._gradients
         summing = CommitSum(
-            session.step_vote(),
+            vote,
             self._execution.issued.word(),
             [self._weights],
             gradients.squared_norm_part(
@@ -544,19 +549,20 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._buffer_changes(step),
         )
         summed = summing.to_send()
-        if not self._collectives.all_reduce_short(summed) or not self._passes("step.closed"):
-            return
+        group = session.group
+        if group is not None and group.world_size > 1:
+            group.all_reduce_short(summed)
         word, issued, weights, norm, present, changes = summing.split(summed)
         IssuedCollectives.check(issued.tolist(), self.strategy)
         total = (float(weights) or 1.0) if step.in_micro_batches else 1.0
-        commit_payload = ShardedCommitPayload(
+        payload = ShardedCommitPayload(
             number=self._applied + 1,
             divisor=total if self.config.loss_reduction == "mean" else 1.0,
-            squared_norm=self._gradients.squared_norm(norm),
+            squared_norm=gradients.squared_norm(norm),
             present=[count > 0 for count in present.tolist()],
             changes=changes,
         )
-        self._close(commit_payload, word.tolist())
+        return word.tolist(), vars(payload)
 
     def _agree_on_extremes(self, step: Step, share: Share) -> None:
         extremes, group = self._step_buffers.extremes, self._session.group
@@ -582,11 +588,6 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             return torch.zeros(self._step_buffers.size, dtype=torch.float64)
         return self._step_buffers.changes(_WIDE, share.weight, share.weight)
 
-    def _passes(self, name: str) -> bool:
-        with LosingStep(self._session) as passing:
-            failpoint(name)
-        return not passing.failed
-
     @property
     def _has_gradients(self) -> bool:
         return self._execution.came
@@ -602,15 +603,14 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._refuse_half_a_pass(step)
         self._execution.drop_gradients()
 
-    def _prepare(self) -> bool:
-        """Passes the summed gradients on to the mirror holder. Returns False if the step is
-        lost."""
-        if not self._gradients.pass_on(self._collectives, self._held.division) or not self._passes(
-            "reduction.completed"
-        ):
-            return False
-        self._session.prepare_step()
-        return True
+    def _prepare(self) -> None:
+        """Passes the summed gradients on to the mirror holder, and prepares the step; or it is
+        marked lost."""
+        if not self._gradients.pass_on(self._collectives, self._held.division):
+            return
+        with LosingStep(self._session):
+            failpoint("reduction.completed")
+            self._session.prepare_step()
 
     def _updated(self) -> None:
         """Fetches the other ranks' pieces of unsharded parameters."""

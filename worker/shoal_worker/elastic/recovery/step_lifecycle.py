@@ -6,9 +6,9 @@ aborts the others.
 - A step counts when a rank that survives has seen its commit all-reduce (`step.py`): then every
   survivor applies it, and its script is told COMMITTED. Else none does, all are told LOST, and the
   loader deals the same samples again.
-- A failure inside a step never raises out of the user's forward or backward pass. Where the
-  reduction is to be finished (`settle`), the survivors form the next generation and tell each other
-  what they saw (`formation.py`); `finish` returns when that generation stands.
+- A failure inside a step never raises out of the user's forward or backward pass. Where its
+  outcome is needed (`reduce_and_commit`), the survivors form the next generation and tell each
+  other what they saw (`formation.py`); `finish` returns when that generation stands.
 
 This is the `LoaderSession` of the loaders; engines reach it through the session
 (`strategy_interface.py`). The step in progress, and the phase that the script is in, are
@@ -47,6 +47,7 @@ from shoal_worker.elastic.group.divergence import ends_apart, settings_apart, st
 from shoal_worker.elastic.recovery.formation import Formation
 from shoal_worker.elastic.recovery.return_to_checkpoint import ReturnToCheckpoint
 from shoal_worker.elastic.recovery.step_boundaries import ALONE, Departure, StepBoundaries
+from shoal_worker.elastic.recovery.step_commit import reduce_and_commit
 from shoal_worker.elastic.state.committed_state import CommittedState
 from shoal_worker.elastic.state.replicas_compared import (
     compare_after_step,
@@ -94,7 +95,7 @@ class StepLifecycle:
         self._metrics = metrics
 
     @property
-    def current(self) -> Step | None:
+    def step(self) -> Step | None:
         """Step in progress."""
         return self._held.step
 
@@ -109,7 +110,7 @@ class StepLifecycle:
         Shoal loader."""
         if self.diverged is not None:
             raise self._divergence(self.diverged)
-        step = self.current
+        step = self.step
         if step is not None and (step.left or (step.source is None and source is not None)):
             # A batch that was only looked at, or a forward pass before the loop (a dry run, a
             # summary): nobody intends to finish it.
@@ -242,7 +243,7 @@ class StepLifecycle:
 
     def end_micro_batch(self) -> None:
         """Implements `LoaderSession.end_micro_batch`."""
-        step = self.current
+        step = self.step
         if step is None or step.micro_batch is None:
             return
         weight, step.micro_batch, step.weigh = step.micro_batch, None, None
@@ -252,17 +253,17 @@ class StepLifecycle:
 
     def finish_batches(self) -> None:
         """Implements `LoaderSession.finish_batches`."""
-        if self.current is None:
+        if self.step is None:
             raise PreconditionError(
                 "the step ended while its inner loop still ran: call optimizer.step() after the "
                 "inner loop, not in it"
             )
-        self.current.handed_out = True
-        self._held.engine.finish_reduction()
+        self.step.handed_out = True
+        self.reduce_and_commit()
 
     def loop_left(self, source: StepSource) -> None:
         """Implements `LoaderSession.loop_left`."""
-        step = self.current
+        step = self.step
         if step is not None and step.source is source and step.handed_out:
             if step.first_live and not step.left:
                 self._held.phase.fall_behind()
@@ -278,14 +279,14 @@ class StepLifecycle:
 
     def drop_partly_updated(self) -> None:
         """Undoes the updates of several models in the current step, which nobody will finish."""
-        if self.current is not None and self._held.engine.partly_updated:
+        if self.step is not None and self._held.engine.partly_updated:
             self._held.registered.step_undone()
             self._held.engine.discard_step()
             self._held.step = None
 
     def batch_passed(self, source: StepSource) -> None:
         """Implements `LoaderSession.batch_passed`."""
-        step = self.current
+        step = self.step
         if step is not None and step.source is source and self._held.engine.partly_updated:
             self.finish(lambda: None)
 
@@ -334,12 +335,12 @@ class StepLifecycle:
 
     def require(self) -> Step:
         """Returns the current step. Raises PreconditionError if there is none."""
-        if self.current is None:
+        if self.step is None:
             raise PreconditionError(
                 "no step has begun: iterate over the loader, or call the model, before "
                 "optimizer.step()"
             )
-        return self.current
+        return self.step
 
     def ensure(self) -> Step:
         """Returns the current step; begins one in a user's own loop, where no loader does.
@@ -353,7 +354,7 @@ class StepLifecycle:
                 source=None,
                 share=Share(weight=1.0, total_weight=1.0, micro_batches=None),
             )
-        if self.current is None:
+        if self.step is None:
             try:
                 placement = self.begin_step(None)
             except StopTraining:
@@ -386,15 +387,20 @@ class StepLifecycle:
     def mark_lost(self, error: BaseException) -> None:
         """Marks the step as lost because a collective failed. May be called from a collective's
         callback."""
-        step = self.current
+        step = self.step
         if step is not None:
             step.fail(str(error))
             self._boundaries.failed(str(error))
 
-    def settle(self) -> None:
-        """Waits until the outcome of the current step is known: see `StrategySession.settle_step`.
-        Raises ShoalError."""
-        step = self.current
+    def take_step_vote(self, summed: Sequence[float]) -> None:
+        """Takes the result of the commit all-reduce: the step counts, whatever fails afterwards."""
+        self.require().decide(summed)
+
+    def settle_step(self) -> None:
+        """Waits until the outcome of the current step is known. If its group failed before this
+        rank saw the commit all-reduce, forms the next generation and asks there: the step is
+        committed if a survivor saw the result, otherwise aborted. Raises ShoalError."""
+        step = self.step
         if step is None or not step.unresolved or self._stop is not None:
             return
         # Peers may receive the committed state meanwhile.
@@ -411,11 +417,15 @@ class StepLifecycle:
             self._held.engine.reinstate_updates()
             self._held.registered.reinstate()
 
-    def finish_reduction_if_whole(self) -> None:
-        """Reduces the gradients if, inside one plain batch, the backward pass completed this rank's
+    def reduce_and_commit(self) -> None:
+        """Implements `StrategySession.reduce_and_commit`."""
+        reduce_and_commit(self, self._held.engine)
+
+    def reduce_if_whole(self) -> None:
+        """Commits the step if, inside one plain batch, the backward pass completed this rank's
         part."""
         if not self._rehearsing and not self.require().in_micro_batches:
-            self._held.engine.finish_reduction()
+            self.reduce_and_commit()
 
     def finish(self, apply: Callable[[], None]) -> StepStatus:
         """Applies the step if every member's part is included; otherwise re-forms.
@@ -433,7 +443,7 @@ class StepLifecycle:
         self._held.engine.reinstate_updates()
         step.check_whole()
         self.end_micro_batch()
-        self._held.engine.finish_reduction()
+        self.reduce_and_commit()
         if step.lost is not None:
             self._lose(step)
             return StepStatus.LOST
@@ -520,7 +530,7 @@ class StepLifecycle:
     def note_inputs(self, inputs: Any) -> None:
         """Records the inputs of a training call of the model in the current step, or before one
         begins. Inputs from a Shoal loader are distributed already."""
-        held, step = self._held, self.current
+        held, step = self._held, self.step
         if step is not None:
             step.touched = True
         if (
@@ -558,7 +568,7 @@ class StepLifecycle:
         evaluations = self._held.evaluations
         if (
             evaluations.due
-            and self.current is None
+            and self.step is None
             and not self._held.phase.replaying
             and self._compares_batches
         ):
@@ -606,7 +616,7 @@ class StepLifecycle:
     def _rehearsing(self) -> bool:
         """True if this is a joiner's script before its loop. Without Shoal loaders its first step
         begins with a call of the model."""
-        return self._held.phase.replaying and self.current is None and bool(self._held.sources)
+        return self._held.phase.replaying and self.step is None and bool(self._held.sources)
 
     def leave_peers(self) -> None:
         """Switches to a world of one after this process left its job."""

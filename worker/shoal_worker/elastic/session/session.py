@@ -368,10 +368,6 @@ class Session:
         """Implements `StrategySession.note_trained`."""
         self._held.registered.note_trained(trained)
 
-    def step_vote(self) -> list[float]:
-        """Returns this rank's part of the step vote."""
-        return self.lifecycle.step_vote()
-
     def settle_collectives(self) -> None:
         """Implements `StepLifecycle.settle_collectives`."""
         self.lifecycle.settle_collectives()
@@ -381,10 +377,6 @@ class Session:
         to apply the step; or the step is marked lost."""
         self.lifecycle.settle_collectives()
         self.lifecycle.require().prepare()
-
-    def take_step_vote(self, summed: Sequence[float]) -> None:
-        """Takes the result of the commit all-reduce: the step counts, whatever fails afterwards."""
-        self.lifecycle.require().decide(summed)
 
     def mark_lost(self, error: BaseException) -> None:
         """Marks the step as lost because a collective failed. May be called from a collective's
@@ -397,14 +389,13 @@ class Session:
         step.fail(reason)
         step.abort()
 
-    def settle_step(self) -> None:
-        """Waits until the outcome of the current step is known. See `StepLifecycle.settle`."""
-        self.lifecycle.settle()
+    def reduce_and_commit(self) -> None:
+        """Implements `StrategySession.reduce_and_commit`."""
+        self.lifecycle.reduce_and_commit()
 
-    def finish_reduction_if_whole(self) -> None:
-        """Reduces the gradients if, inside one plain batch, the backward pass completed this rank's
-        part."""
-        self.lifecycle.finish_reduction_if_whole()
+    def reduce_if_whole(self) -> None:
+        """Implements `StrategySession.reduce_if_whole`."""
+        self.lifecycle.reduce_if_whole()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
         """Applies the step if every member's part is included; otherwise re-forms. See

@@ -10,10 +10,9 @@ The order of calls in one step, all on the training thread:
     step_begins
       micro_batch_begins, [forward and backward], micro_batch_ends(weight)
           once per micro-batch of this rank, perhaps never
-      finish_reduction
-          may come several times; the first one reduces and closes
-        take_commit
-            where only a peer saw the commit all-reduce
+      reduce, sum_commit, take_commit
+          at the end (`recovery/step_commit.py`); `take_commit` alone where only a peer saw the
+          commit all-reduce
     commit_step
         after `apply` returned, or
     discard_step
@@ -21,10 +20,8 @@ The order of calls in one step, all on the training thread:
 
 In between a strategy asks for `session.step`, reduces over `session.group`, and marks the step lost
 when a collective fails, instead of raising out of a backward pass. When the sums are there it calls
-`prepare_step`; then it sums the step vote in the commit all-reduce, one small all-reduce
-(`step_vote`, `take_step_vote`); and at the end of `finish_reduction` it calls `settle_step`, which
-finds out from the survivors what became of a step whose group failed. Its optimizer's `step()` is
-`session.finish_step(apply)`.
+`prepare_step`. Whenever it needs the final gradients (to clip them, say) it calls
+`session.reduce_and_commit`. Its optimizer's `step()` is `session.finish_step(apply)`.
 """
 
 from __future__ import annotations
@@ -248,18 +245,27 @@ class TrainingEngine(abc.ABC):
         """Ends the backward pass of a micro-batch of that weight."""
 
     @abc.abstractmethod
-    def finish_reduction(self) -> None:
-        """Blocks until the gradients of all ranks are summed and the commit all-reduce is done, or
-        until the survivors agree that the step is aborted."""
+    def reduce(self, step: Step) -> None:
+        """Sums the gradients of all ranks, makes everything available that is needed to apply the
+        step, and prepares it (`StrategySession.prepare_step`); or the step is marked lost. For a
+        step that is prepared or committed already, checks that no gradients were added."""
+
+    @abc.abstractmethod
+    def sum_commit(
+        self, step: Step, vote: Sequence[float]
+    ) -> tuple[list[float], Mapping[str, Any]]:
+        """Runs the commit all-reduce of a prepared step over the ranks that take it. Returns the
+        sum of `vote`, and the payload of the commit: the same on all ranks, for `take_commit`.
+        Raises MembershipChanged if it failed: the step is lost, or in doubt."""
+
+    def take_commit(self, payload: Mapping[str, Any]) -> None:
+        """Takes the payload of the current step's commit, from `sum_commit` or from a peer that saw
+        it after the group had ended."""
 
     def commit_payload(self) -> dict[str, Any]:
-        """Returns the data of the last committed step's commit all-reduce besides the step vote,
-        for a rank that prepared the step and missed it."""
+        """Returns the payload of the last committed step, for a rank that prepared the step and
+        missed the commit all-reduce."""
         return {}
-
-    def take_commit(self, told: Mapping[str, Any]) -> None:
-        """Takes the data of `commit_payload` from a peer that saw the commit all-reduce of the
-        current step, which is prepared here. Its group has ended."""
 
     @property
     def partly_updated(self) -> bool:
@@ -365,11 +371,6 @@ class StrategySession(Protocol):
         agree on all ranks at the step's end."""
         ...
 
-    def step_vote(self) -> list[float]:
-        """Returns this rank's part of the step vote: CONTROL_LENGTH numbers, to be summed over the
-        ranks once per step."""
-        ...
-
     def settle_collectives(self) -> None:
         """Returns when all collectives ordered in the step have ended; if not all did well it is
         marked lost. On a device a failure is heard of no earlier."""
@@ -381,10 +382,6 @@ class StrategySession(Protocol):
         marked lost instead."""
         ...
 
-    def take_step_vote(self, summed: Sequence[float]) -> None:
-        """Takes the result of the commit all-reduce: the step counts, whatever fails afterwards."""
-        ...
-
     def mark_lost(self, error: BaseException) -> None:
         """Marks the step as lost because a collective failed: nothing more is sent in it. Changes
         nothing once the commit all-reduce was seen. Thread-safe."""
@@ -394,15 +391,13 @@ class StrategySession(Protocol):
         """Aborts the current step, as every rank concludes by itself."""
         ...
 
-    def settle_step(self) -> None:
-        """Waits until the outcome of the current step is known. If its group failed before this
-        rank saw the commit all-reduce, forms the next generation and asks there: the step is
-        committed if a survivor saw the result, otherwise aborted. On the training thread, outside
-        of passes."""
+    def reduce_and_commit(self) -> None:
+        """Returns when the outcome of the current step is known (`recovery/step_commit.py`). On the
+        training thread, outside of passes."""
         ...
 
-    def finish_reduction_if_whole(self) -> None:
-        """Reduces the gradients after a backward pass if it completed this rank's part of the
+    def reduce_if_whole(self) -> None:
+        """Commits the step after a backward pass if it completed this rank's part of the
         step."""
         ...
 

@@ -141,7 +141,7 @@ def test_the_ranks_add_up_the_losses_of_micro_batches_by_the_weights_that_they_h
     for step in loader.steps():
         for (batch,) in step:
             model.train_step(batch, torch.zeros(2, 1), nn.functional.mse_loss)
-        _, loss, weight, *_ = current_session().step_vote()
+        _, loss, weight, *_ = current_session().lifecycle.step_vote()
         assert weight == 1 + 17 + 25
         with torch.no_grad():
             expected = sum(

@@ -2,18 +2,10 @@
 operations between steps.
 
 `sharding/engine.py` shards a model's tensors over the ranks (zero1 and similar), `mesh/engine.py`
-splits its layers and stages (tensor, pipeline, hybrid). In either case a step is applied on all
-ranks or on none:
-
-1. The gradients are summed. Each rank then has everything that it, or the rank that mirrors it,
-   needs to apply the step: the step is prepared.
-2. The commit all-reduce: a small one with the step vote and the gradients' norm. A rank that has
-   seen it knows that all ranks are prepared.
-3. Each rank updates its own part.
-
-After a failure either no survivor has seen the commit all-reduce, and the step is aborted, or one
-has: the others get its result from that one (`take_commit`), and continue as if they had seen it
-themselves. Sharded state is resharded after the update.
+splits its layers and stages (tensor, pipeline, hybrid). In either case a step is prepared when each
+rank has everything that it, or the rank that mirrors it, needs to apply it. With the step vote
+travel the gradients' norm and whatever else all ranks need (`CommitPayload`). Each rank then
+updates its own part. Sharded state is resharded after the update.
 
 torch's own calls (`state_dict`, `zero_grad`, `to`) are correct, or raise and name the alternative.
 Most of that is implemented in the parameters themselves, which torch inspects

@@ -319,6 +319,14 @@ def _check_kinds(model: object, optimizer: object, config: object) -> None:
         )
 
 
+@overload
+def as_distributed_for_high_bandwidth(
+    model: nn.Module, optimizer: torch.optim.Optimizer, **options: Any
+) -> tuple[ShardedModel, ShardedOptimizer]: ...
+@overload
+def as_distributed_for_high_bandwidth(
+    model: nn.Module, optimizer: None = None, **options: Any
+) -> ShardedModel: ...
 def as_distributed_for_high_bandwidth(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
 ) -> Any:
@@ -333,6 +341,14 @@ def as_distributed_for_high_bandwidth(
     )
 
 
+@overload
+def as_distributed_for_low_bandwidth(
+    model: nn.Module, optimizer: torch.optim.Optimizer, *, strategy: str = "ddp", **options: Any
+) -> tuple[ShardedModel, ShardedOptimizer]: ...
+@overload
+def as_distributed_for_low_bandwidth(
+    model: nn.Module, optimizer: None = None, *, strategy: str = "ddp", **options: Any
+) -> ShardedModel: ...
 def as_distributed_for_low_bandwidth(
     model: nn.Module,
     optimizer: torch.optim.Optimizer | None = None,

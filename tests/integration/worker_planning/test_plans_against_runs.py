@@ -11,7 +11,7 @@ _HELD = [each for each in COMPARED if each.ranks == 2 and each.label != "local_s
 
 
 def _case(compared: Compared) -> object:
-    mark = pytest.mark.slow if compared.label in ("zero2", "tensor t2 d1") else pytest.mark.matrix
+    mark = pytest.mark.slow if compared.label in ("zero2", "tensor tp2 dp1") else pytest.mark.matrix
     return pytest.param(compared, id=compared.label, marks=mark)
 
 

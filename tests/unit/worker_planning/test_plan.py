@@ -161,7 +161,7 @@ def test_a_model_that_cannot_be_cut_says_why() -> None:
     found = plan(
         net, torch.optim.SGD(net.parameters(), 0.1), world_size=4, example=torch.zeros(1, 8)
     )
-    pipeline = next(each for each in found.strategies if each.label == "pipeline p4 d1")
+    pipeline = next(each for each in found.strategies if each.label == "pipeline pp4 dp1")
     assert pipeline.memory is None
     assert not pipeline.fits
     assert "expected from 1 stage to one for each block" in pipeline.reason
@@ -180,9 +180,9 @@ def test_optimizers_that_are_not_elementwise_are_planned_where_parameters_stay_w
     )
     by_name = {each.label: each for each in found.strategies}
     assert by_name["ddp"].fits
-    assert by_name["pipeline p2 d1"].fits
+    assert by_name["pipeline pp2 dp1"].fits
     assert (
-        "Adafactor is not known to treat each element by itself" in by_name["tensor t2 d1"].reason
+        "Adafactor is not known to treat each element by itself" in by_name["tensor tp2 dp1"].reason
     )
     assert by_name["zero1"].fits
     # Of a matrix Adafactor keeps a row and a column.
@@ -349,7 +349,7 @@ _CUT = ("zero1", "zero2", "zero3", "fsdp")
 @pytest.mark.parametrize(
     ("make", "labels"),
     [
-        (torch.optim.AdamW, ("ddp", *_CUT, "local_sgd", "tensor t2 d1", "pipeline p2 d1")),
+        (torch.optim.AdamW, ("ddp", *_CUT, "local_sgd", "tensor tp2 dp1", "pipeline pp2 dp1")),
         (torch.optim.Adafactor, ("ddp", *_CUT)),  # tensors are dealt whole
     ],
     ids=["AdamW", "Adafactor"],

@@ -37,17 +37,18 @@ class Choice:
 
     @property
     def label(self) -> str:
-        """Short: t, p and d are the ranks along the axes tensor, pipeline and data."""
+        """Short name: tp, pp and dp are the ranks along the tensor, pipeline and data axes."""
         axes = self.axes
         if self.strategy == "hsdp":
-            return f"hsdp {self.options['shard_size']} x {axes.data // self.options['shard_size']}"
+            shards: int = self.options["shard_size"]
+            return f"hsdp {shards} shards x {axes.data // shards}"
         sizes = [
-            f"{letter}{size}"
-            for letter, size in (("t", axes.tensor), ("p", axes.pipeline))
+            f"{letters}{size}"
+            for letters, size in (("tp", axes.tensor), ("pp", axes.pipeline))
             if size > 1
         ]
         cut = [self.along_data] if self.strategy == "hybrid" and self.along_data != "ddp" else []
-        return " ".join([self.strategy, *([*sizes, f"d{axes.data}"] if sizes else []), *cut])
+        return " ".join([self.strategy, *([*sizes, f"dp{axes.data}"] if sizes else []), *cut])
 
 
 def choices(world_size: int, ranks_per_host: int) -> Iterator[Choice]:

@@ -20,7 +20,7 @@ class PlannedStrategy:
 
     strategy: str
     label: str
-    """Short name of the strategy and its mesh: `hybrid t8 p2 d4 zero1`."""
+    """Short name of the strategy and its mesh: `hybrid tp8 pp2 dp4 zero1`."""
     options: Mapping[str, Any]
     """Keyword arguments of `as_distributed`, except `strategy`."""
     data: int
@@ -93,6 +93,11 @@ class Plan:
 
 WIDTH: Final = 100
 _NOTHING: Final = "-"
+_NAMES: Final = (
+    "tp, pp and dp: ranks along the tensor, pipeline and data axes. hsdp: shards of a replica x "
+    "replicas. activ.: activations. sent: by a rank in a step. bubble: a stage's idle share of a "
+    "step"
+)
 _MOST: Final = 16
 """Number of rows of each kind that are shown by default."""
 
@@ -109,6 +114,7 @@ def render(plan: Plan, *, everything: bool = False) -> str:
         max((each.memory.total for each in rows if each.memory is not None), default=1.0) / 10
     )
     kept = len(_shown(fitting, most))
+    named = any(each.tensor * each.pipeline > 1 or each.strategy == "hsdp" for each in rows)
     table = _columns(unit, [_row(each, plan, scale) for each in rows])
     if kept:
         lines += table[: kept + 1]
@@ -132,6 +138,8 @@ def render(plan: Plan, *, everything: bool = False) -> str:
                 initial_indent="  ",
                 subsequent_indent="    ",
             )
+    if named:
+        lines += ["", *textwrap.wrap(_NAMES, WIDTH)]
     return "\n".join(line.rstrip() for line in lines)
 
 

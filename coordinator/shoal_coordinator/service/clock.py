@@ -53,7 +53,7 @@ class Clock:
             self._paused_ms += pause_ms
             if pause_ms >= _TOLD_FROM_MS:
                 logger.warning(
-                    "this process stood still for %.1f s; no lease or deadline has run meanwhile",
+                    "this process was stopped for %.1f s; no lease or deadline ran meanwhile",
                     pause_ms / 1000,
                 )
         self._read_ms = read_ms

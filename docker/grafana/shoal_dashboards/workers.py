@@ -41,7 +41,7 @@ TRAINING = (
     Graph(
         title="World size and generation",
         text="Ranks in the generation that each worker works in. Workers that differ for longer "
-        "than a step are being put out.",
+        "than a step are being evicted.",
         unit="none",
         queries=[
             ("shoal_worker_world_size{job}", "{{instance}} world size"),
@@ -75,7 +75,7 @@ PAUSES = (
     ),
     Graph(
         title="Pause at a join",
-        text="How long the others stood still at a border, until joiners had their state.",
+        text="Pause of the other ranks at a step boundary, until joiners had the state.",
         unit="s",
         queries=quantiles("shoal_worker_join_seconds", "job_id"),
     ),

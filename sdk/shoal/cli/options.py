@@ -115,7 +115,7 @@ FailFast = Annotated[
     typer.Option(
         "--fail-fast/--no-fail-fast",
         help="An elastic worker that raises, and is not started again, ends the job. Else the "
-        "others go on, and the status is its own.",
+        "others continue, and the status is its own.",
     ),
 ]
 FailOnStop = Annotated[

@@ -196,7 +196,7 @@ class Supervision:
                 # the others end by themselves
                 _log.warning(
                     f"{seat.name} on {ended.host} ended with status {ended.status}, and none of "
-                    "its workers failed: the others go on"
+                    "its workers failed: the others continue"
                 )
 
     def _may_run_again(self, seat: Seat, ended: Ended) -> bool:
@@ -209,7 +209,7 @@ class Supervision:
             raise UnavailableError(f"{seat.name} is lost for good: {why}", reason="SERVICE_FAILED")
         if seat in self._launchers:
             self._outcome.lost.append(f"{seat.name}: {why}")
-            _log.warning(f"{seat.name} is given up, and the others go on: {why}")
+            _log.warning(f"{seat.name} is given up, and the others continue: {why}")
 
     def _begin_to_end(self) -> None:
         """Begins the end of the run: launchers that are not running now are no longer waited for,
@@ -247,7 +247,7 @@ class Supervision:
             if seat.host and not seat.is_there and self._ending_at is None:
                 _log.warning(
                     f"{seat.name} was lost with {seat.host}: Ray finds another place for it, and "
-                    "the others go on meanwhile"
+                    "the others continue meanwhile"
                 )
                 seat.host = ""
 

@@ -203,7 +203,7 @@ def test_a_submitted_job_is_followed_by_its_log_and_outlives_the_command(
     assert logs.wait() == 0
     assert "[1]: left" in logs.stdout
     status, out, _ = shell.run("jobs")
-    assert ["background", "finished", "-", "-", "well"] in [
+    assert ["background", "finished", "-", "-", "succeeded"] in [
         line.split() for line in out.splitlines()
     ]
     assert submitted.newest("background").outcome() is not None

@@ -157,5 +157,5 @@ def _why_missed(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str
     ):
         return f"and it has not come to generation {draft.number}"
     if heard.count and heard.waited_ms >= draft.spec.lease_ms - draft.spec.unheard_ms:
-        return f"and all {heard.count} of its peers that are heard of wait"
+        return f"and all {heard.count} of its responsive peers wait"
     return None

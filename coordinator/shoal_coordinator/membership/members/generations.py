@@ -190,8 +190,8 @@ def _why_ready_ones_wait(draft: Draft) -> str | None:
         return f"the world is full: {draft.spec.max_workers} members"
     if (absent := somebody_absent(draft)) is not None:
         return (
-            f"member {absent.member_id} on {absent.identity.host} is not heard of: its peers "
-            "train on, and their step boundaries wait for it"
+            f"member {absent.member_id} on {absent.identity.host} is not responding: its "
+            "peers train, and the next step boundary waits for it"
         )
     return None
 

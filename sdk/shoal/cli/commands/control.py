@@ -13,7 +13,7 @@ from shoal.cli.options import Coordinator, Job, RankOrServer
 def kill(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
     """Kill the worker of a rank, or a parameter server (SIGKILL).
 
-    To see the others go on. Only on the machine where it runs.
+    To see the others continue. Only on the machine where it runs.
     """
     from shoal.cli.target import target
 

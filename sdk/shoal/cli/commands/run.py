@@ -257,7 +257,7 @@ def run(
     runs unchanged. A script that calls shoal.init() is elastic: when a worker dies, the others go
     on and another takes its place. torchrun's PET_... variables are read too.
 
-    The status is 0 only if the script came to its end; else that of the script, or 75 (unfinished),
+    The status is 0 only if the script finished; otherwise that of the script, or 75 (unfinished),
     143 (preempted): docs/exit-status.md.
     """
     from shoal.cli.terminal.console import run_to_exit, tell

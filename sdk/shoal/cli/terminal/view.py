@@ -89,7 +89,7 @@ def _ended(result: Result | None) -> Text:
     if result is None:
         return Text(_NOTHING)
     if result.ok:
-        return Text("well", style="green")
+        return Text("succeeded", style="green")
     return Text(
         "killed" if result.exit_status is None else f"with status {result.exit_status}", style="red"
     )

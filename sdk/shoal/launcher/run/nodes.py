@@ -447,7 +447,7 @@ class SharedSite:
             self._raise_if_stopped(session)
             if session.is_closed and self._told is not None:
                 raise PreconditionError(
-                    f"{self._run_name} came to its end on another machine", reason="RUN_ENDED"
+                    f"{self._run_name} ended on another machine", reason="RUN_ENDED"
                 )
             if session.is_closed:
                 # the run ended between this launcher's two requests, so this is a later run

@@ -118,7 +118,7 @@ def ends_apart(ended_after: int, step: int) -> PreconditionError:
     """Returns the error for a rank that takes a step without its peers. `ended_after`: the step
     after which a peer's script finished."""
     return PreconditionError(
-        "ranks diverged: a peer's came to its end after step "
+        "ranks diverged: a peer's finished after step "
         f"{ended_after}, and this one takes step {step}; every rank must take the same steps: "
         "leave the loop by what is alike on all ranks, such as loader.global_step or "
         "should_early_stop",

@@ -147,7 +147,7 @@ class Departure:
         ended_with = membership.link.finished_steps
         if ended_with > held.steps:
             membership.give_up_place(
-                f"the run came to its end with step {ended_with}, and this process has "
+                f"the run ended with step {ended_with}, and this process has "
                 f"{held.steps}: what it holds is not what the run came to"
             )
 

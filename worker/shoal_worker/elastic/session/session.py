@@ -609,7 +609,7 @@ class Session:
                 # It has a rank, and its peers wait for it. If this counted as a normal end of the
                 # script, the run would be over for all.
                 failed = self.missed = (
-                    "the script came to its end without a step of the loop in which its peers are"
+                    "the script finished without a step of the loop in which its peers are"
                 )
             if self.lifecycle.diverged is not None and failed is None:
                 # the script has caught the error that reported this

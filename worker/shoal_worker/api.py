@@ -704,8 +704,10 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
     """
     block = first_of_machine.next_block(inspect.currentframe())
     settings = WorkerSettings()
-    scope = f"{settings.job_id} {settings.run} {Path.cwd()} {block}"
-    return first_of_machine.main_first(scope, timeout=timeout, once=bool(settings.run))
+    # `--standalone` numbers no runs: its only launcher is the run
+    run = settings.run or settings.launcher_id or ""
+    scope = f"{settings.job_id} {run} {Path.cwd()} {block}"
+    return first_of_machine.main_first(scope, timeout=timeout, once=bool(run))
 
 
 def track(*sinks: Sink, every_steps: int = 10) -> None:

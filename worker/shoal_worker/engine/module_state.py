@@ -89,7 +89,9 @@ class ModuleState:
     def shapes(self, *, listed: bool = False) -> dict[str, torch.Size | None]:
         """Returns shapes of the tensors; None for entries whose shape need not match. `listed`: as
         `state_dict()` has them, where hooks may have replaced tensors."""
-        shapes = {key: tensor.shape for key, tensor in self.tensors.items()}
+        shapes: dict[str, torch.Size | None] = {
+            key: tensor.shape for key, tensor in self.tensors.items()
+        }
         if listed:
             shapes |= {key: getattr(self._listed[key], "shape", None) for key in self.replaced}
         return shapes | dict.fromkeys(self.others)

@@ -23,9 +23,9 @@ from typing import IO, Any, NoReturn
 
 from shoal.cli import main
 from shoal.launcher.processes.process import Child
-from shoal.launcher.workers import warm
 from shoal.launcher.workers.environment import is_own_of_worker
 from shoal.launcher.workers.warm_commands import _FOLLOWED, _READ_BY_IMPORTS, folder_of
+from shoal.launcher.workers.worker import warm
 from shoal.warm.becoming import show_as
 from shoal.warm.forking import serve
 from shoal.warm.messages import receive, send

@@ -312,6 +312,12 @@ def _check_kinds(model: object, optimizer: object, config: object) -> None:
             f"as_distributed: optimizer={optimizer!r}; expected an optimizer made from "
             "model.parameters(), or None"
         )
+    if optimizer is not None and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
+        raise ConfigurationError(
+            f"as_distributed: the constructor of {type(optimizer).__name__} does not call "
+            "torch.optim.Optimizer.__init__, so it lacks what every optimizer of torch's has; call "
+            "super().__init__(params, defaults) there, and update parameters in its own step()"
+        )
     if config is not None and not isinstance(config, ShardingConfiguration):
         raise ConfigurationError(
             f"as_distributed: config={config!r}; expected a ShardingConfiguration, or its fields "
@@ -720,8 +726,10 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
     """
     block = first_of_machine.next_block(inspect.currentframe())
     settings = WorkerSettings()
-    scope = f"{settings.job_id} {settings.run} {Path.cwd()} {block}"
-    return first_of_machine.main_first(scope, timeout=timeout, once=bool(settings.run))
+    # `--standalone` numbers no runs: its only launcher is the run
+    run = settings.run or settings.launcher_id or ""
+    scope = f"{settings.job_id} {run} {Path.cwd()} {block}"
+    return first_of_machine.main_first(scope, timeout=timeout, once=bool(run))
 
 
 def track(*sinks: Sink, every_steps: int = 10) -> None:

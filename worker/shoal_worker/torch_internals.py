@@ -238,13 +238,16 @@ def schedule_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 def iterates_undealt_dataloader(*, longer_than: int) -> bool:
     """Returns whether an iteration is alive over a DataLoader of torch that has more batches than
-    that and a sampler that knows no ranks. Looks through all objects, in some 50 ms."""
+    that and a sampler that knows no ranks. Looks through all objects, in some 50 ms. Iterable
+    datasets do not count: nothing tells how many batches they have."""
     for each in gc.get_objects():
         if issubclass(type(each), _BaseDataLoaderIter):
             batches = getattr(each, "_index_sampler", None)  # none yet: it is being made
-            if type(batches) is not BatchSampler or len(batches) <= longer_than:
+            if type(batches) is not BatchSampler:
                 continue
-            if type(batches.sampler) in (RandomSampler, SequentialSampler):
+            if type(batches.sampler) not in (RandomSampler, SequentialSampler):
+                continue  # others need not have a length
+            if len(batches) > longer_than:
                 return True
     return False
 

@@ -49,3 +49,20 @@ def test_ranks_that_evaluate_on_the_same_batches_and_write_one_file_are_warned_o
         assert err.count("ranks 0 and 1 both write") == (written is not None), err
         if written is not None:
             assert f"{written}, after step 8: each overwrites" in err, err
+
+
+FIRST = """
+import shoal
+with shoal.main_first() as first:
+    print("first" if first else "not first", flush=True)
+"""
+
+
+def test_main_first_is_true_for_one_worker_of_a_standalone_run_and_for_one_of_the_next(
+    shell: Shell,
+) -> None:
+    script = shell.script(FIRST)
+    for _ in range(2):
+        status, out, err = shell.run("run", "--standalone", "--nproc-per-node", "3", script)
+        assert status == 0, err
+        assert (out.count("first"), out.count("not first")) == (3, 2), out

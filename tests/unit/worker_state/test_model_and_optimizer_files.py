@@ -43,6 +43,16 @@ def test_one_flipped_bit_or_a_cut_anywhere_is_found(place: int, bit: int, cut: b
     assert not cut
 
 
+@pytest.mark.parametrize("shape", [(2, 3), (), (0, 2)])
+def test_tensors_of_a_dtype_that_safetensors_does_not_know_come_back(
+    shape: tuple[int, ...],
+) -> None:
+    value = torch.full(shape, 1 + 2j, dtype=torch.complex128)
+    tensors, metadata = load_tensors(dump_tensors({"c": value, "w": torch.ones(2)}, {"step": 1}))
+    assert state_digest(tensors) == state_digest({"c": value, "w": torch.ones(2)})
+    assert metadata == {"format": 1, "step": 1}
+
+
 @pytest.mark.parametrize(
     ("data", "reason"),
     [

@@ -3,11 +3,13 @@ without, and graphs are compiled."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import shoal
 import torch
+from shoal import ConfigurationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
@@ -100,3 +102,65 @@ def test_a_compiled_model_trains_as_one_that_is_not(way: str, options: dict[str,
         torch.testing.assert_close(values, its_values)
     if options["strategy"] != "tensor":  # whose layers are left as they are
         assert sum(graphs for _, _, graphs in compiled) > 0
+
+
+def with_compiled_blocks() -> nn.Module:
+    net = Net()
+    for number, block in enumerate(net.blocks):
+        net.blocks[number] = torch.compile(block, backend="eager")
+    return net
+
+
+def with_a_forward_of_its_own() -> nn.Module:
+    """Its first block computes something other than its class, as libraries that patch layers make
+    them do."""
+    net = Net()
+    first = net.blocks[0].up
+    plain = first.forward
+    first.forward = lambda x: 3 * plain(x)
+    return net
+
+
+def trained_by_steps(make: Callable[[], nn.Module], strategy: str) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    net = make()
+    model, optimizer = shoal.as_distributed(
+        net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy
+    )
+    for x, y in shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=8, shuffle=False):
+        model.train_step(x, y, nn.functional.mse_loss)
+        assert optimizer.step()
+        optimizer.zero_grad()
+    return dict(model.full_state_dict())
+
+
+def alone(make: Callable[[], nn.Module]) -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    net = make()
+    optimizer = torch.optim.SGD(net.parameters(), 0.1)
+    for x, y in zip(X.split(8), Y.split(8), strict=True):
+        nn.functional.mse_loss(net(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(net.state_dict())
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3", "tensor", "hybrid"])
+def test_blocks_compiled_before_are_trained_under_every_strategy(strategy: str) -> None:
+    torch.compiler.reset()
+    expected = alone(with_compiled_blocks)
+    for state in shoal.launch(trained_by_steps, with_compiled_blocks, strategy, world_size=2):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "fsdp"])
+def test_a_forward_of_the_modules_own_is_called_where_no_layers_are_split(strategy: str) -> None:
+    expected = alone(with_a_forward_of_its_own)
+    for state in shoal.launch(trained_by_steps, with_a_forward_of_its_own, strategy, world_size=2):
+        torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("strategy", ["tensor", "pipeline", "hybrid"])
+def test_a_forward_of_the_modules_own_is_refused_where_layers_are_split(strategy: str) -> None:
+    with pytest.raises(ConfigurationError, match=r"'blocks\.0\.up' \(Linear\) was given a forward"):
+        shoal.launch(trained_by_steps, with_a_forward_of_its_own, strategy, world_size=2)

@@ -235,6 +235,58 @@ def test_an_entry_that_a_hook_computes_from_parameters_is_refused_where_they_are
         distributed(halved, strategy)
 
 
+def transposed(width: int) -> nn.Sequential:
+    """The first layer's weight is saved transposed, and transposed again when it is loaded."""
+    torch.manual_seed(0)
+    net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def save(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+
+    def load(module: nn.Module, state: dict[str, Any], prefix: str, *_: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].t()
+
+    net[0].register_state_dict_post_hook(save)
+    net[0].register_load_state_dict_pre_hook(load)
+    return net
+
+
+@pytest.mark.parametrize("width", [4, 8])
+@pytest.mark.parametrize("strategy", ["ddp", "local_sgd"])
+def test_what_a_hook_converts_for_saving_its_counterpart_converts_back(
+    tmp_path: Path, strategy: str, width: int
+) -> None:
+    def train() -> list[bool]:
+        model, optimizer = distributed(lambda: transposed(width), strategy)
+        steps(model, optimizer)
+        shoal.save_checkpoint(tmp_path / "checkpoints")
+        model.save_model(tmp_path / "model")
+        weight = model.module[0].weight.detach().clone()
+        state = model.full_state_dict()
+        same = [torch.equal(state["0.weight"], weight.t())]
+        for load in (
+            lambda: model.load_full(state),
+            lambda: model.load_model(tmp_path / "model"),
+            lambda: model.deserialize(model.serialize()),
+        ):
+            load()
+            same.append(torch.equal(model.module[0].weight, weight))
+        return [*same, torch.equal(model.clone().module[0].weight, weight)]
+
+    assert all(all(each) for each in shoal.launch(train, world_size=2))
+
+    def resume() -> dict[str, Any]:
+        model, _ = distributed(lambda: transposed(width), strategy)
+        assert shoal.resume(tmp_path / "checkpoints")
+        return dict(model.full_state_dict())
+
+    first, second = shoal.launch(resume, world_size=2)
+    assert alike(first, second)
+    assert torch.equal(
+        first["0.weight"].t(), shoal.load_full_state(tmp_path / "checkpoints")["0.weight"]
+    )
+
+
 class LoRA(nn.Linear):
     """Merges its update into the weight in `eval()`, and takes it out in `train()`, as loralib's
     does."""

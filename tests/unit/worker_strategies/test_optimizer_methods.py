@@ -43,6 +43,26 @@ def test_under_ddp_it_is_the_optimizers_own() -> None:
     assert shoal.launch(call, world_size=1) == [True]
 
 
+class Wrapper(torch.optim.Optimizer):
+    """Wraps another optimizer and has none of the attributes of torch's base class, as Lookahead is
+    often written."""
+
+    def __init__(self, base: torch.optim.Optimizer) -> None:
+        self.base, self.param_groups, self.state = base, base.param_groups, base.state
+        self.defaults = base.defaults
+
+    def step(self, closure: None = None) -> None:
+        self.base.step(closure)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero1", "tensor"])
+def test_an_optimizer_without_torchs_constructor_is_refused_with_the_remedy(strategy: str) -> None:
+    net = nn.Linear(4, 4)
+    wrapper = Wrapper(torch.optim.SGD(net.parameters(), 0.1))
+    with pytest.raises(ConfigurationError, match=r"Wrapper does not call torch.optim.Optimizer"):
+        shoal.launch(lambda: shoal.as_distributed(net, wrapper, strategy=strategy), world_size=1)
+
+
 def test_an_object_with_slots_is_registered() -> None:
     class Count:
         __slots__ = ("value",)

@@ -4,7 +4,7 @@ ranks that all evaluate on the same are warned."""
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -12,7 +12,7 @@ import shoal
 import torch
 from shoal_common.errors import PreconditionError
 from torch import nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, TensorDataset
 
 ROWS = torch.randn(64, 4, generator=torch.Generator().manual_seed(1))
 DATASET = TensorDataset(ROWS, ROWS.sum(1, keepdim=True))
@@ -125,6 +125,22 @@ def test_a_loop_that_draws_the_same_batches_without_a_dataloader_is_warned_of(
 
     with caplog.at_level(logging.WARNING):
         shoal.launch(rank, world_size=2)
+    assert "all 2 ranks trained on the same batches" in caplog.text
+
+
+class Stream(IterableDataset[tuple[torch.Tensor, ...]]):
+    def __iter__(self) -> Iterator[tuple[torch.Tensor, ...]]:
+        return iter(list(DATASET))
+
+
+def test_ranks_that_all_read_one_iterable_dataset_are_warned(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with caplog.at_level(logging.WARNING):
+        taken = shoal.launch(
+            lambda: train(lambda: DataLoader(Stream(), batch_size=8)), world_size=2
+        )
+    assert taken == [20, 20]
     assert "all 2 ranks trained on the same batches" in caplog.text
 
 

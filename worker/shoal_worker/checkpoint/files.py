@@ -30,7 +30,6 @@ from shoal_common.errors import ConfigurationError, CorruptDataError
 
 from shoal_worker.checkpoint import manifest
 from shoal_worker.checkpoint.manifest import (
-    STORED_DTYPES,
     SUFFIX,
     CheckpointInfo,
     damaged,
@@ -46,6 +45,7 @@ from shoal_worker.checkpoint.manifest import (
 )
 from shoal_worker.checkpoint.rows import SavedRows
 from shoal_worker.checkpoint.shards import SHARDED, Shards, read_shards
+from shoal_worker.state.serial import STORED_DTYPES
 from shoal_worker.state.tree import Snapshot, unflatten
 
 _WHOLE_LAYOUT = "whole"

@@ -31,35 +31,15 @@ import xxhash
 from safetensors import SafetensorError
 from shoal_common.errors import CorruptDataError, UnavailableError
 
+from shoal_worker.state.serial import stored
+
 # ------------------------------------------------------------------------------ one file of tensors
 #
 # One safetensors file of a checkpoint: written with its size and digest recorded, and read only if
 # both match.
 
 SUFFIX: Final = ".safetensors"
-STORED_DTYPES: Final = frozenset(
-    getattr(torch, name)
-    for name in (
-        *(
-            "float64",
-            "float32",
-            "float16",
-            "bfloat16",
-            "float8_e4m3fn",
-            "float8_e5m2",
-            "complex64",
-            "bool",
-        ),
-        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
-    )
-)
-"""Dtypes that every reader of safetensors understands; others are stored as bytes."""
 _READ_BLOCK = 8 << 20
-
-
-def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` in the form stored in a file."""
-    return tensor if tensor.dtype in STORED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
 def write_tensors(

@@ -37,15 +37,14 @@ from shoal_common.errors import UnavailableError
 from shoal_common.failpoints import failpoint
 
 from shoal_worker.checkpoint.manifest import (
-    STORED_DTYPES,
     SUFFIX,
     damaged,
     file_of,
     read_tensors,
-    stored,
     write_tensors,
 )
 from shoal_worker.state.device_reader import HostCopies
+from shoal_worker.state.serial import STORED_DTYPES, stored
 from shoal_worker.state.tree import Json, Run, StatePart, flatten
 
 _log = logging.getLogger(__name__)

@@ -254,8 +254,8 @@ class Engine(TrainingEngine):
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
         """Implements `ShardedModel.load_full`."""
-        self._check_fits(tensors)
-        load_captured(self.module, tensors)
+        check_model_fits(tensors, self.module, ModuleState(self.module).shapes(listed=True))
+        load_captured(self.module, tensors, listed=True)
 
     def _check_fits(self, tensors: Mapping[str, Any]) -> None:
         """Raises CorruptDataError unless this is a state of the module."""

@@ -42,6 +42,7 @@ from shoal_worker.engine.state.hidden_parameters import (
     refuse_loading,
 )
 from shoal_worker.engine.state.module_state import ModuleState
+from shoal_worker.engine.state.parameter_groups import check_forward_passes, own_forward
 from shoal_worker.engine.state.parameters import take_unsaved
 from shoal_worker.engine.step.failed_collectives import LosingStep
 from shoal_worker.engine.step.pass_writes import ModuleAttributes, WrittenParameters, joined
@@ -81,11 +82,11 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             )
         self._dropout = DropoutRandomness(dropout)
         self._plan = plan
+        check_forward_passes(self.module, self.strategy)
         self._checkpointed = tuple(
-            name for name, part in self.module.named_modules() if "forward" in part.__dict__
+            name for name, part in self.module.named_modules() if own_forward(part) is not None
         )
-        """Names of modules with activation checkpointing: their forward passes are attributes of
-        the modules, not of their classes."""
+        """Names of modules with activation checkpointing."""
         self._template = template_of(self.module, self.config, own, pipelined=plan.pipelined)
         if plan.sharding is not None and plan.sharding.blocks is not None:
             # raises for names that the model does not have

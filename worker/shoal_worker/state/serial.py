@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import safetensors
 import safetensors.torch
@@ -21,6 +21,22 @@ from shoal_worker.state.digest import tensor_digest
 
 _KEY = "shoal"
 _FORMAT = 1
+_AS_BYTES = "as_bytes"
+"""Key of the dtypes and shapes of tensors stored as bytes."""
+STORED_DTYPES: Final = frozenset(
+    getattr(torch, name)
+    for name in (
+        *("float64", "float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"),
+        *("int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8"),
+        *("complex64", "bool"),
+    )
+)
+"""Dtypes that every reader of safetensors understands; others are stored as bytes."""
+
+
+def stored(tensor: torch.Tensor) -> torch.Tensor:
+    """Returns `tensor` in the form stored in a file."""
+    return tensor if tensor.dtype in STORED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> bytes:
@@ -34,6 +50,14 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any
         plain[name] = value.clone() if value.data_ptr() in seen else value
         seen.add(plain[name].data_ptr())
     content = {"format": _FORMAT, **metadata}
+    as_bytes = {
+        name: [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
+        for name, tensor in plain.items()
+        if tensor.dtype not in STORED_DTYPES
+    }
+    if as_bytes:
+        content[_AS_BYTES] = as_bytes
+        plain = {name: stored(tensor) for name, tensor in plain.items()}
     document = {"xxh3_64": _digest(content, plain), **content}
     return safetensors.torch.save(plain, metadata={_KEY: json.dumps(document)})
 
@@ -72,6 +96,8 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "the file is damaged: its content does not match its digest; use a copy",
             reason="FILE_CORRUPT",
         )
+    for name, (dtype, shape) in document.pop(_AS_BYTES, {}).items():
+        tensors[name] = tensors[name].view(getattr(torch, dtype)).view(shape)
     return tensors, document
 
 

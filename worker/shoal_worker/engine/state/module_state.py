@@ -86,11 +86,26 @@ class ModuleState:
             if not isinstance(self.tensors.get(key), nn.Parameter)
         }
 
-    def shapes(self) -> dict[str, torch.Size | None]:
-        """Returns shapes of the tensors; None for entries whose shape need not match."""
-        return {key: tensor.shape for key, tensor in self.tensors.items()} | dict.fromkeys(
-            self.others
-        )
+    def shapes(self, *, listed: bool = False) -> dict[str, torch.Size | None]:
+        """Returns shapes of the tensors; None for entries whose shape need not match. `listed`: as
+        `state_dict()` has them, where hooks may have replaced tensors."""
+        shapes: dict[str, torch.Size | None] = {
+            key: tensor.shape for key, tensor in self.tensors.items()
+        }
+        if listed:
+            shapes |= {key: getattr(self._listed[key], "shape", None) for key in self.replaced}
+        return shapes | dict.fromkeys(self.others)
+
+    def shown(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Returns captured `values` as the module's own `load_state_dict` expects them: for
+        replaced tensors, its current result of `state_dict()`."""
+        if self.replaced.isdisjoint(values):
+            return values
+        given = OrderedDict(values)
+        given.update((key, self._listed[key]) for key in self.replaced & values.keys())
+        if hasattr(values, "_metadata"):
+            given._metadata = values._metadata  # type: ignore[attr-defined]
+        return given
 
 
 def other_entries(module: nn.Module) -> dict[str, Any]:
@@ -207,17 +222,20 @@ def _is_unset(module: nn.Module, key: str) -> bool:
 
 
 @torch.no_grad()
-def load_captured(module: nn.Module, values: Mapping[str, Any]) -> None:
+def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool = False) -> None:
     """Gives a module a state that fits: all of it, or some entries. Its hooks see it as torch's own
-    `load_state_dict` shows it to them."""
+    `load_state_dict` shows it to them. `listed`: the values are of `state_dict()`, so these hooks
+    convert what others made for saving; otherwise they are of `captured`."""
     for owner, name, value in _buffers_to_make(module, values):
         device = next((tensor.device for tensor in module.parameters()), value.device)
         owner._buffers[name] = torch.empty_like(value, device=device)
-    nn.Module.load_state_dict(module, values, strict=False)
+    given = values if listed else ModuleState(module).shown(values)
+    nn.Module.load_state_dict(module, given, strict=False)
     state = ModuleState(module)
+    replaced = frozenset() if listed else state.replaced
     for name, key in state.keys.items():
         # The hooks that rename entries have counterparts for loading, or have none.
-        if key in values and (key != name or key in state.left_out or key in state.replaced):
+        if key in values and (key != name or key in state.left_out or key in replaced):
             state.tensors[key].copy_(values[key])
 
 

@@ -71,6 +71,21 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
     )
 
 
+def check_forward_passes(module: nn.Module, strategy: str) -> None:
+    """Raises ConfigurationError if a part of the module has a forward pass other than its class's
+    (`layer.forward = ...`). Layers are split by what their classes compute, and copies of such a
+    module would compute with the parameters of the first one."""
+    for name, part in module.named_modules():
+        compiled = "_orig_mod" in part._modules  # torch.compile's, which copies know how to make
+        if _FORWARD in part.__dict__ and own_forward(part) is None and not compiled:
+            raise ConfigurationError(
+                f"module {name!r} ({type(part).__name__}) was given a forward() of its own "
+                f"(module.forward = ...), which strategy={strategy!r} would not call: layers are "
+                "split by what their classes compute. Define forward() in a class, or take a "
+                "strategy that splits no layers (ddp, zero1, zero2, zero3, fsdp)"
+            )
+
+
 def _forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     if not torch.is_grad_enabled():
         return forward(*args, **kwargs)

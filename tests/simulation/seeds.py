@@ -1,4 +1,4 @@
-"""Scenarios by number: what is trained and what goes wrong follow from the seed alone."""
+"""Numbered scenarios: the seed alone determines the training script and the faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ON_DEVICES = 0.25
 def scenario_of(
     seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Sequence[str] = LOOPS
 ) -> Scenario:
-    """The scenario of that number."""
+    """Returns the scenario that belongs to `seed`."""
     chance = random.Random(seed)
     plain = Scenario(
         strategy=chance.choice(strategies),

@@ -33,7 +33,7 @@ _CLAUSE = re.compile(
     r"|That|Those|Of|As|Any) "
 )
 _REFERENCE = re.compile(r"See (`[^`]+`|[\w.]+|the \w+)([.:]|$)")
-_LEFT = {"tests": 309}
+_LEFT = {"tests": 256}
 """Faults that are left, by folder. Lower the number with each one that is rewritten; never raise
 it."""
 

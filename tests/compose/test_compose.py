@@ -68,7 +68,7 @@ def cluster(engine: Engine, checkout: Path) -> Iterator[Cluster]:
 
 
 class Walk:
-    """What is done to a cluster, and what is to be seen then."""
+    """One test: actions on a cluster and the expected results."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster

@@ -201,7 +201,7 @@ class Shell:
             return client.get_job(record.job_id)
 
     def pids(self) -> list[int]:
-        """Of the members that have a rank, in rank order."""
+        """Process ids of the ranked members, in rank order."""
         return [member.pid for member in self.job().members if member.rank >= 0]
 
 

@@ -76,8 +76,8 @@ def test_a_replacement_that_comes_while_a_rank_goes_back_goes_on_from_its_checkp
 
 
 def test_a_spare_goes_back_with_the_rank_that_holds_the_rest_of_its_replica() -> None:
-    """When d dies, c is left over. When a dies, the only other copy of a part is gone, and c takes
-    a's place."""
+    """c is left over once d has died. When a dies, the only other copy of a part is gone, and c
+    takes a's place."""
     processes = run(
         "hybrid, loop save, 4 ranks, schedule 1", "d dies at point 70", "a dies at point 136"
     )

@@ -43,7 +43,7 @@ def endings(endpoint: str, job_id: str = "default") -> list[str]:
 def start_elastic(
     shell: Shell, endpoint: str, worker: Path, until: str, *flags: str, machines: int = 2
 ) -> list[Command]:
-    """As many launchers as `machines`, with a worker each, once all have a rank."""
+    """Starts `machines` launchers with a worker each and waits until all have a rank."""
     command = (
         "run",
         "--nnodes",
@@ -194,7 +194,7 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
 def test_a_launcher_that_was_told_its_run_does_not_begin_another(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
-    """As a scheduler's requeue, which starts it again after the others have finished."""
+    """A scheduler's requeue restarts the launcher after the others have finished."""
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish", "--run", "1")
     (shell.directory / "finish").touch()
     assert [node.wait() for node in nodes] == [0, 0]

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """What one process without a job ends with, by strategy, and the model that it writes."""
+    """Returns the final state of one process without a job and the model that it writes, by
+    strategy."""
     return runs_alone(tmp_path_factory, PROGRAM, "model.ckpt", {})
 
 
@@ -138,7 +139,8 @@ def test_evaluations_metrics_and_all_that_is_logged_are_those_of_lightnings_own_
 
 @pytest.fixture(scope="module")
 def evaluated_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What Lightning's own strategy makes of the program, and the files that it writes, by name."""
+    """Returns the results of the program under Lightning's own strategy, and the files that it
+    writes, by name."""
     directory = tmp_path_factory.mktemp("evaluations")
     result = run_alone(EVALUATIONS, directory, "plain", {})
     written = {path.name: path.read_text().splitlines() for path in directory.glob("*.json")}

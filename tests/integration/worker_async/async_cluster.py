@@ -179,7 +179,10 @@ class AsyncCluster:
         return client
 
     def begin_run(self, **how: Any) -> coordinator_pb2.CreateJobResponse:
-        """As launchers do that are started again; `how`: as CreateJob has it."""
+        """Begins a run like a restarted launcher.
+
+        how: as in CreateJob.
+        """
         return self.client.create_job(self._spec, **how)
 
     def start_server(self, **environment: str) -> Server:

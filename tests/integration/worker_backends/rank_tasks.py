@@ -1,4 +1,4 @@
-"""What the processes of the fixture `ranks` can be told to do."""
+"""Tasks for the processes of the fixture `ranks`."""
 
 from __future__ import annotations
 

@@ -39,7 +39,7 @@ abort."""
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is forced upon the environment is undone."""
+    """Restores the environment after the test."""
     for name in (*WATCHDOG, "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)

@@ -73,9 +73,9 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seed", type=int, help="show one")
-    what.add_argument("--scenario", help="show the one in this file")
-    what.add_argument("--seeds", type=int, help="run so many")
+    what.add_argument("--seed", type=int, help="show one numbered schedule")
+    what.add_argument("--scenario", help="show the scenario in this file")
+    what.add_argument("--seeds", type=int, help="run this many seeds")
     what.add_argument("--exhaustive", action="store_true", help="run every tear of a step")
     what.add_argument(
         "--partitions", action="store_true", help="run a partition at every point of some steps"
@@ -87,7 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--shrink",
         action="store_true",
-        help="with --seed or --scenario: print the smallest that fails alike",
+        help="with --seed or --scenario: print the smallest scenario that fails in the same way",
     )
     return parser.parse_args()
 

@@ -331,7 +331,7 @@ class Coordinator:
             for member_id in expired(self._pulses, self._now().ms, self.state.spec.lease_ms):
                 self.submit(LeaseEnded(member_id=member_id))
             if self.world.scenario.parted:
-                self._wake()  # what heartbeats have told of stalled steps, and of peers in reach
+                self._wake()  # heartbeats may have reported stalled steps or reachable peers
 
     def _step(self, incarnation: int) -> None:
         self._stepping = False
@@ -413,8 +413,8 @@ class Coordinator:
 def _announced(generation: Generation, member_id: str) -> pb.MemberDirective:
     """Builds a generation's announcement for a member. Every second generation is announced as in a
     large world: the member receives the changes to its table, or requests the table."""
-    told = announcement(generation, most_whole=0 if generation.number % 2 else MOST_TOLD_WHOLE)
-    return pb.MemberDirective.FromString(told(generation.rank_of[member_id]))
+    announce = announcement(generation, most_whole=0 if generation.number % 2 else MOST_TOLD_WHOLE)
+    return pb.MemberDirective.FromString(announce(generation.rank_of[member_id]))
 
 
 class SimulatedClient:
@@ -434,11 +434,11 @@ class SimulatedClient:
         first = next(messages)
         stream.up(lambda: coordinator.open(stream, first))
         scheduler.spawn(
-            process, "what it tells the coordinator", lambda: self._draw(stream, messages)
+            process, "its messages to the coordinator", lambda: self._draw(stream, messages)
         )
         while True:
             scheduler.wait(
-                lambda: bool(stream.inbox) or stream.ended, None, "for what the coordinator says"
+                lambda: bool(stream.inbox) or stream.ended, None, "for a message of the coordinator"
             )
             if stream.inbox:
                 yield stream.inbox.popleft()

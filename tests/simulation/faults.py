@@ -69,7 +69,7 @@ class Faults:
             case Drains():
                 process.drain()
             case Joins() if world.scheduler.over is None:
-                # else all have just ended, and with them the run
+                # otherwise all processes, and so the run, have just ended
                 world.start_process()
             case JobStops():
                 world.note("the job is stopped")
@@ -126,7 +126,7 @@ class Faults:
         for side in sides:
             if side.process.name not in (*torn.got, torn.dies):
                 if world.scenario.devices and torn.dies is None:
-                    # a kernel notices nothing, and hosts only later
+                    # kernels notice nothing, and hosts notice later
                     meeting.works[side.rank].spins = True
                     world.scheduler.after(
                         _NOTICED_LATE_S, lambda side=side: side.notice("connection reset by peer")

@@ -113,7 +113,7 @@ class Holdings:
         parts = parts_by_rank(
             self._world.scenario.strategy, self._options, [host for _, host in peers]
         )
-        # in the first step the others have all of it still
+        # in the first step the others still have all of it
         gave_up = process.is_spare and not parts[group.rank] and self._world.steps > 0
         seen = self._seen.setdefault(number, set())
         if formation.healthy:

@@ -280,7 +280,7 @@ class Training:
 
     def _evaluate(self, _: int) -> None:
         if self.loader.global_step % 2 == 0:
-            self._tell()
+            self._record_evaluation()
 
     def _save(self, _: int) -> None:
         if self.loader.global_step % 2 == 0:
@@ -290,7 +290,7 @@ class Training:
         """Performs each operation between steps that no other loop performs."""
         diary, steps = self.process.diary, current_session().steps
         if self.loader.global_step % 2 == 0:
-            diary.told.append((steps, shoal.all_reduce(1.0 + steps, "mean")))
+            diary.answers.append((steps, shoal.all_reduce(1.0 + steps, "mean")))
             shoal.gather({"steps": steps})
             shoal.barrier()
             self.optimizer.should_early_stop(float(steps), patience=100)
@@ -304,11 +304,11 @@ class Training:
 
     def _enumerate(self, index: int) -> None:
         if index % 2 == 1:
-            self._tell()
+            self._record_evaluation()
 
-    def _tell(self) -> None:
+    def _record_evaluation(self) -> None:
         sums = shoal.evaluate(self.model, self.evaluated, _sums)
-        self.process.diary.told.append((current_session().steps, sums["loss"]))
+        self.process.diary.answers.append((current_session().steps, sums["loss"]))
 
     def _end(self) -> None:
         """Evaluates, saves and records the final state. A rank that breaks off with the whole model
@@ -316,7 +316,7 @@ class Training:
         if self.scenario.loop == "break" and self.scenario.strategy in _WHOLE:
             state = self.net.state_dict()
         else:
-            self._tell()
+            self._record_evaluation()
             if self.scenario.loop in SAVING:
                 shoal.save_checkpoint(self._checkpoints)
             state = self.model.full_state_dict()

@@ -38,7 +38,7 @@ _LONG_S = 15
 their own work."""
 _HEARD_AFTER_S = 0.1
 """Longest time in seconds until the coordinator learns of a death."""
-_TOLD_APART = "ranks diverged"
+_DIVERGED = "ranks diverged"
 _STATE_LOST = (
     "is lost: no rank",
     "only a checkpoint can replace",
@@ -70,7 +70,7 @@ class Verdict:
         return frozenset(kind for kind, _ in self.violations)
 
     def __str__(self) -> str:
-        return "\n".join(f"{kind}: {text}" for kind, text in self.violations) or "nothing is wrong"
+        return "\n".join(f"{kind}: {text}" for kind, text in self.violations) or "no violations"
 
 
 def run(scenario: Scenario, *, keeps_trails: bool = False) -> Verdict:
@@ -89,7 +89,7 @@ def run(scenario: Scenario, *, keeps_trails: bool = False) -> Verdict:
     if _lacks_ranks(world):
         verdict.violations = [(kind, text) for kind, text in verdict.violations if kind != "hang"]
     if _is_refused(world):
-        # one in an operation, others in a step: their collectives do not match
+        # one rank is in an operation and others in a step, so their collectives do not match
         verdict.violations.clear()
     elif not any(kind == "hang" for kind, _ in verdict.violations):
         _judge(verdict, audits[0])
@@ -173,18 +173,19 @@ def _is_refused(world: World) -> bool:
     ):
         return False
     ended = [process for process in world.processes if not process.dead and process.exit_code]
-    told = [
+    refused = [
         process
         for process in ended
         if process.failure
-        and _TOLD_APART in process.failure
+        and _DIVERGED in process.failure
         and "enumerate(loader)" in process.failure
     ]
     joined = any(
-        process.late and (process in told or process.diary.statuses) for process in world.processes
+        process.late and (process in refused or process.diary.statuses)
+        for process in world.processes
     )
-    others = [process for process in ended if process not in told]
-    return joined and len(told) > 0 and all(_is_excused(world, process) for process in others)
+    others = [process for process in ended if process not in refused]
+    return joined and len(refused) > 0 and all(_is_excused(world, process) for process in others)
 
 
 def _lacks_ranks(world: World) -> bool:
@@ -230,8 +231,8 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
     stopped = world.stopped_at is not None
     never_began = stopped and world.steps == 0
     plain = scenario.loop == "plain"
-    # Without a loader of Shoal's there is nothing that could end the loop; and where the last
-    # replica is to lose a rank all stop.
+    # Without a loader of Shoal's nothing can end the loop. All processes stop if the last replica
+    # is to lose a rank.
     stops = stopped or (
         scenario.strategy in DIVIDED
         and any(process.asked_at is not None for process in world.processes)
@@ -255,16 +256,16 @@ def _judge_ends(world: World, finishers: list[Process], wrong: Any) -> None:
                 wrong("left early", f"{process.name} ended with 0 before its script's end")
     left = [process for process in world.processes if not process.dead]
     if not left or finishers or plain or never_began or any(process.exit_code for process in left):
-        return  # who failed is judged above
+        return  # failures are judged above
     if not all(process.asked_at is not None for process in left):
-        # the others die in the stop
+        # the others died during the stop
         only_joiners = stopped and all(
             process.late and not process.diary.statuses for process in left
         )
         if not only_joiners and not _lacks_ranks(world):
-            wrong("unfinished", "nobody came to the script's end")
+            wrong("unfinished", "no process reached its script's end")
     elif all(process.asked_at is not None for process in world.processes) and not _unheard(world):
-        wrong("preempted", "all got SIGTERM, and the code after the loop has run nowhere")
+        wrong("preempted", "all processes got SIGTERM, and none ran the code after the loop")
 
 
 def _ended_before(one: Process, other: Process) -> bool:
@@ -310,7 +311,7 @@ def _is_excused(world: World, process: Process) -> bool:
         fed = bool(process.diary.statuses) or not process.late
         checkpoint = world.scenario.loop in SAVING and process.newest_checkpoint is not None
         return not fed and not checkpoint and _finds_nobody(world, process)
-    if _GIVEN_UP in failure:  # who was to write a part of the last checkpoint was lost as it did
+    if _GIVEN_UP in failure:  # a writer of a part of the last checkpoint was lost while writing
         return any(
             one.diary.statuses and one.diary.statuses[-1][0] >= process.steps
             for one, _ in world.losses
@@ -419,7 +420,7 @@ def _judge_statuses(world: World, wrong: Any) -> None:
         if _is_late(process) and not process.late and _left_out(mine, longest):
             continue
         if _is_late(process):
-            mine = mine[1:]  # the step before its first live batch may be one of a dry run
+            mine = mine[1:]  # the step before its first live batch may belong to a dry run
         if mine != longest[len(longest) - len(mine) :] or (
             not _is_late(process) and len(mine) != len(longest)
         ):
@@ -472,8 +473,8 @@ def _judge_steps(world: World, wrong: Any) -> None:
             if not value.isfinite().all():
                 wrong(
                     "parameters",
-                    f"after step {step} those of {process.name} are no numbers: what a failed "
-                    "collective left",
+                    f"after step {step} those of {process.name} are not finite: a failed "
+                    "collective left them",
                 )
                 return
             first = held.setdefault(step, (process.name, value))
@@ -502,7 +503,8 @@ def _compare_ends(first: Process, other: Process, wrong: Any) -> None:
 
 
 def _judge_state(world: World, process: Process, wrong: Any) -> None:
-    """Checks that the final state equals that of the run without faults after as many steps."""
+    """Checks that the final state equals that of the run without faults after the same number of
+    steps."""
     scenario, ended = world.scenario, process.diary.ended_with
     assert ended is not None
     expected = reference(scenario.without_faults()).processes[0].diary.ended_with
@@ -573,8 +575,8 @@ def _judge_counters(process: Process, wrong: Any) -> None:
 
 def _judge_answers(world: World, process: Process, wrong: Any) -> None:
     """Checks the last answer of each operation. Answers that were undone later do not count."""
-    expected = dict(reference(world.scenario.without_faults()).processes[0].diary.told)
-    for step, answer in dict(process.diary.told).items():
+    expected = dict(reference(world.scenario.without_faults()).processes[0].diary.answers)
+    for step, answer in dict(process.diary.answers).items():
         if step in expected and abs(answer - expected[step]) > 1e-6 * abs(expected[step]):
             wrong(
                 "answers",

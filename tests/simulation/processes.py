@@ -49,7 +49,7 @@ class Diary:
     state was lost."""
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
     """Parameters and buffers by number of committed steps, if this rank has them unsharded."""
-    told: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+    answers: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
     """Results of collective operations, each after a number of committed steps."""
     ended_with: dict[str, Any] | None = None
     """Final state of the script."""
@@ -270,9 +270,9 @@ class Process:
                 else failed
             )
         except SystemExit:
-            pass  # it is about to end
+            pass  # the process is about to end
         except Exception as error:
-            # at the end of a real process it is printed, and the process ends
+            # a real process prints the error and ends
             self.world.error_of(self, error)
             self.failure, self.exit_code = (
                 self.failure or f"while leaving: {type(error).__name__}: {error}",

@@ -149,8 +149,8 @@ class Room:
         if not all(map(_is_there, work.call.outputs)):
             self.world.violated(
                 "memory",
-                f"{work.side.process.name} freed what collective {meeting.number} of {self.name} "
-                "writes to",
+                f"{work.side.process.name} freed an output of collective {meeting.number} of "
+                f"{self.name}",
             )
             return
         with torch.no_grad():
@@ -231,8 +231,8 @@ class Side:
         world = self.room.world
         for other in self.room.sides.values():
             if other.ended is None:
-                told = f"{self.process.name} closed its connection ({reason[:60]})"
-                tell = functools.partial(self._notify, other, told)
+                reason_there = f"{self.process.name} closed its connection ({reason[:60]})"
+                tell = functools.partial(self._notify, other, reason_there)
                 world.scheduler.after(world.delay(_FASTEST_S, _LONGEST_NOTICE_S), tell)
 
     def _notify(self, other: Side, reason: str) -> None:
@@ -305,7 +305,7 @@ class CollectiveWork(Work):
         """Returns the tensor that another rank sent for an output. None: nothing has been sent yet,
         or the output is this rank's own."""
         rank, size = self.side.rank, self.side.room.size
-        # others gave nothing
+        # only matching collectives have inputs
         works = {
             r: work
             for r, work in self.meeting.works.items()
@@ -525,7 +525,7 @@ class SimulatedBackend(CommunicationBackend):
         self._process_group = None
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises what it means
+        return False  # the group raises its own errors
 
 
 def _is_there(tensor: torch.Tensor) -> bool:

@@ -218,12 +218,12 @@ class Scheduler:
             try:
                 callback()
             except Exception as error:
-                # else the thread that happens to wait ends, and nobody has the turn
+                # otherwise the waiting thread would end and no thread would have the turn
                 self.finish(f"{type(error).__name__} in a timer: {error}")
         elif due is not None:
             self.now = due
         else:
-            self.finish("nobody can go on")
+            self.finish("no thread can continue")
 
 
 def current_actor() -> Actor | None:

@@ -29,13 +29,11 @@ class SimulatedCondition:
     def wait(self, timeout: float | None = None) -> bool:
         """Blocks until `notify_all` is called. Returns False after `timeout`."""
         before = self._notified
-        return own_scheduler().wait(
-            lambda: self._notified != before, timeout, "to be told of something"
-        )
+        return own_scheduler().wait(lambda: self._notified != before, timeout, "for a notification")
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
         """Blocks until `predicate()` is true. Returns False after `timeout`."""
-        return own_scheduler().wait(predicate, timeout, "for something to become so")
+        return own_scheduler().wait(predicate, timeout, "for a condition")
 
 
 class SimulatedThread:

@@ -28,7 +28,7 @@ PATIENCE_S = 200.0
 """Virtual seconds without a step or the end of a process after which a run counts as hanging."""
 _LOOK_S = 10.0
 _REPLACED_AFTER_S = 0.3
-_TOLD_AGAIN_AFTER_S = 1.0
+_REPORTED_AGAIN_AFTER_S = 1.0
 
 
 class World:
@@ -188,7 +188,7 @@ class World:
     def _report(self, report: ExitReported) -> None:
         """Delivers a launcher's report, repeated until the coordinator is back."""
         if self.coordinator.away:
-            self.scheduler.after(_TOLD_AGAIN_AFTER_S, lambda: self._report(report))
+            self.scheduler.after(_REPORTED_AGAIN_AFTER_S, lambda: self._report(report))
         else:
             self.coordinator.submit(report)
 
@@ -261,8 +261,7 @@ class World:
         if process.late and ended:
             self.violated(
                 "restarted",
-                f"{process.name} takes step {steps}, after which {ended[0].name} has come to its "
-                "end",
+                f"{process.name} takes step {steps}, after {ended[0].name} has come to its end",
             )
         self.steps = max(self.steps, steps)
         self.first_collectives.setdefault(steps, self.collectives[1] + 1)

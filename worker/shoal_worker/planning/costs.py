@@ -50,7 +50,7 @@ class When(enum.StrEnum):
     ALONE = "alone"
     """Nothing is computed meanwhile."""
     IN_PIPELINE = "in pipeline"
-    """Between stages: waits for it are part of the pipeline's time."""
+    """Sent between stages. Waits for it count as time of the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -34,7 +34,7 @@ class Push:
     """1, 2, 3, ... of the member's."""
     began: float
     ended: float
-    """`time.monotonic()`; infinite: it was not acknowledged."""
+    """Time of the acknowledgement by `time.monotonic()`; infinite without one."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,7 +35,7 @@ class Command:
         environment: dict[str, str],
         zygote: Zygote | None,
     ) -> None:
-        """`zygote` forks it; None: it starts fresh."""
+        """zygote: forks the process; None: a fresh process starts."""
         self._mark = uuid.uuid4().hex
         self._known: set[psutil.Process] = set()
         self._out, self._err = (directory / f"{self._mark}.{name}" for name in ("out", "err"))

@@ -488,7 +488,7 @@ class Network:
         } == {1}, self.told()
 
     def close(self) -> None:
-        """Ends whatever still runs."""
+        """Ends all running processes."""
         for process in (*self.launchers, *self._services.values()):
             process.process.kill()
             process.process.wait()

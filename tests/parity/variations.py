@@ -48,7 +48,7 @@ class Variation:
     autocast: bool = False
     """Forward passes compute in bfloat16."""
     train_step: bool = False
-    """By `model.train_step`, instead of forward, loss and backward."""
+    """True if the loop calls `model.train_step` instead of forward, loss and backward."""
     sums: bool = False
     """Losses are sums, not means."""
     by_hand: bool = False

@@ -29,7 +29,7 @@ class Coordinator:
 
     @property
     def http_address(self) -> str:
-        """host:port of its pages."""
+        """Address of the coordinator's pages, host:port."""
         return str(self._running.ports["http"])
 
     def lose_data(self) -> None:

@@ -1,5 +1,5 @@
-"""Tests what `shoal run` makes of a rank whose script raises while the others wait for it: the job
-ends, not green, and says whose bug it was."""
+"""Tests that a script that raises on one rank ends the job while the others wait for that rank: the
+status is not 0, and the output names the rank."""
 
 from __future__ import annotations
 

@@ -264,8 +264,7 @@ def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(
 
 
 def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str]:
-    """Returns what compose.yaml's workers run, with this test's coordinator and script in the place
-    of a container's."""
+    """Returns the command of compose.yaml's workers, with this test's coordinator and script."""
     # each variable's default
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (REPOSITORY / "compose.yaml").read_text())
     command = yaml.safe_load(text)["services"]["worker"]["command"]
@@ -280,8 +279,8 @@ def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str
 def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
-    """Two containers. A run that comes to its end; one that fails, after which
-    `restart: on-failure` starts both again; its end."""
+    """Two containers finish a run. Then a run fails, `restart: on-failure` starts both again, and
+    the new run finishes."""
 
     def start(until: str) -> list[Command]:
         command = compose_command(endpoint, elastic_worker, shell.directory / until)

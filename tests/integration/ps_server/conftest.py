@@ -414,7 +414,7 @@ class Cluster:
 
 
 class _Noted(ParameterServer):
-    """One that its thread's `Running` can reach into."""
+    """A server that its thread's `Running` can access."""
 
     of_thread: ClassVar[dict[int, ParameterServer]] = {}
 
@@ -566,7 +566,7 @@ class ServerProcess:
         )
 
     def wait(self) -> int:
-        """Its exit status."""
+        """Waits for the process and returns its exit status."""
         if isinstance(self._process, Child):
             return self._process.wait()
         return self._process.wait(DEADLINE_S)

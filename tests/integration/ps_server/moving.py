@@ -234,7 +234,7 @@ class MovingServer:
             self._http = json.loads(port_file.read_text())["http"]
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples of this very name."""
+        """Returns the sum of a metric's samples of exactly this name."""
         with urllib.request.urlopen(f"http://{self._http}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return sum(

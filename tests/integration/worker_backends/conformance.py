@@ -348,7 +348,7 @@ def functional_collectives() -> None:
 
 
 def transfers() -> None:
-    """isend and irecv, in batches and by tags, and from anybody."""
+    """Checks isend and irecv in batches, by tags, and from any rank."""
     size, rank = dist.get_world_size(), dist.get_rank()
     following, before = (rank + 1) % size, (rank - 1) % size
     received = torch.empty(4)

@@ -300,8 +300,7 @@ TestStaleSynchronousParallel.settings = settings(
 
 
 class BulkSynchronousParallel(RuleBasedStateMachine):
-    """Members that read, push and wait as bsp has it; they join, leave, rest and come back at any
-    time."""
+    """Members that read, push and wait under bsp. They join, leave, rest and return at any time."""
 
     members = Bundle("members")
 

@@ -283,8 +283,8 @@ def heartbeats() -> Iterator[tuple[Callable[[], int], Callable[[], float]]]:
 
 @ends_in_a_thread
 def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_the_process() -> None:
-    """The thread that issues collectives reads a loss, behind the kernel that the abort does not
-    end, and comes to no wait of Shoal's."""
+    """The issuing thread reads a loss behind the kernel that the abort does not end, and so reaches
+    no wait of Shoal's."""
     ranks = Ranks(2)
     backends = ranks.form(limit=_SHORT)
     ended: list[str] = []

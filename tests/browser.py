@@ -87,7 +87,7 @@ class Browser:
         )
 
     def texts(self, selector: str) -> list[str]:
-        """The texts of the visible elements that a CSS selector finds."""
+        """Returns the texts of the visible elements that match a CSS selector."""
         found = (
             "[...document.querySelectorAll(arguments[0])].filter(e => "
             "e.checkVisibility()).map(e => e.innerText.trim())"

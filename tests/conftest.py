@@ -1,8 +1,5 @@
-"""What all tests share: a real Redis-protocol server, and the check that no process outlives the
-tests.
-
-Ports come from the operating system: servers listen on port 0 and say which they got.
-"""
+"""Fixtures of all tests: a real Redis-protocol server, and the check that no process outlives the
+tests. The operating system chooses ports: servers listen on port 0 and report their port."""
 
 from __future__ import annotations
 

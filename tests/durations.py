@@ -1,4 +1,4 @@
-"""Where the time of a run went: out/durations.txt, which `make test` writes."""
+"""Durations of the tests of a run, in out/durations.txt, which `make test` writes."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Counts = tuple[int, ...]
-"""How many pushes of each member, by its place, are in a partition's values."""
+"""Number of pushes of each member, by its place, in a partition's values."""
 
 
 class BrokenPromise(AssertionError):
@@ -34,17 +34,17 @@ class Push:
     """1, 2, 3, ... of the member's."""
     began: float
     ended: float
-    """`time.monotonic()`; infinite: it was not acknowledged."""
+    """Time of the acknowledgement by `time.monotonic()`; infinite without one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Pull:
-    """What one pull brought."""
+    """The result of one pull."""
 
     member: int
     iteration: int
-    """How many iterations the member has finished, counted from the beginning of the job also for a
-    joiner."""
+    """Number of iterations that the member has finished, counted from the beginning of the job,
+    also for a joiner."""
     began: float
     ended: float
     counts: Mapping[int, Counts]
@@ -53,7 +53,7 @@ class Pull:
 
 @dataclass(kw_only=True)
 class History:
-    """What members did, each in its own order. Any thread may add to it."""
+    """The actions of members, each in its own order. Any thread may add to it."""
 
     pushes: list[Push] = field(default_factory=list)
     pulls: list[Pull] = field(default_factory=list)

@@ -14,7 +14,7 @@ import yaml
 ROOT: Final = Path(__file__).resolve().parents[1]
 FOLDER: Final = ROOT / "docker/kubernetes"
 ENTRYPOINT: Final = ("/usr/local/lib/shoal/entrypoint.sh",)
-"""Of the images of docker/Dockerfile; it is used where a manifest has `args` alone."""
+"""Entry point of the images of docker/Dockerfile, used where a manifest has only `args`."""
 
 Manifest = dict[str, Any]
 
@@ -74,7 +74,8 @@ class Pod:
 
     @property
     def environment(self) -> dict[str, str]:
-        """As the kubelet makes it: fields of the pod, and $(NAME) for what stands above."""
+        """Returns the environment that the kubelet makes: fields of the pod, and $(NAME) for
+        earlier variables."""
         values: dict[str, str] = {}
         for variable in self.container.get("env", []):
             if "valueFrom" in variable:
@@ -97,7 +98,7 @@ class Pod:
 
     @property
     def mounts(self) -> dict[str, Manifest]:
-        """What lies at each path: the volume, with `readOnly` as it is mounted."""
+        """Returns the volume at each path, with `readOnly` as it is mounted."""
         volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
         volumes |= {
             claim["metadata"]["name"]: {"claim": claim}

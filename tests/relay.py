@@ -85,7 +85,7 @@ class Relay:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """Number of open connections."""
         return len(self._all())
 
     def hold(self, ways: Sequence[int]) -> None:

@@ -33,8 +33,8 @@ _DEADLINE_S = 120.0
 _FIRST = "terminal"
 _WORKER = re.compile(r"^\[[\d,-]+\]: ")
 _NOW_AND_THEN = re.compile(r"^shoal: step N\b|: the others wait for rank N |: step N is lost: ")
-"""What a run says or not, depending on how quick the machine is, and on what a rank that was killed
-was just doing: not compared."""
+"""Output that depends on the machine's speed and on what a killed rank was just doing. It is not
+compared."""
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class Terminal:
 
     @property
     def said(self) -> str:
-        """What the newest command has printed so far."""
+        """Returns the output of the newest command so far."""
         return (
             self._printed.read_text()[self._begin :].partition(self._mark)[0] if self._mark else ""
         )

@@ -499,8 +499,8 @@ class ParameterServer:
         )
 
     def _first_heard(self) -> None:
-        """Schedules a journal record of the members: a pull, which is not in the journal, may fix
-        the origin of a member's count."""
+        """Schedules a journal record of the members, since a pull may fix the origin of a member's
+        count, and pulls are not in the journal."""
         self._changes.members_changed()
 
     def _members(self) -> Members:

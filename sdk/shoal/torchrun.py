@@ -62,7 +62,8 @@ class ShoalRendezvous(RendezvousHandler):
     `last_call_timeout`, in seconds, like `shoal run`."""
 
     def __init__(self, parameters: RendezvousParameters) -> None:
-        """Raises ConfigurationError for an endpoint or certificates that cannot work."""
+        """Connects to the coordinator. Raises ConfigurationError for an invalid endpoint or
+        certificates."""
         take_secrets()  # torchrun's workers have no use for them
         self._parameters = parameters
         self._join_timeout_s = float(parameters.get("join_timeout", _JOIN_TIMEOUT_S))
@@ -192,7 +193,8 @@ class ShoalRendezvous(RendezvousHandler):
             self._changed.notify_all()
 
     def _place(self, deadline: float) -> NodePlacement:
-        """Waits for a place in another set of agents, or of their starts, than the last one."""
+        """Waits for a place that differs from the last one: with other agents, or with a new start
+        of their workers."""
         while True:
             session = self._session
             assert session is not None, "joined before"

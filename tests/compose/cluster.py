@@ -92,7 +92,8 @@ class Cluster:
                 self.wait_for(functools.partial(self.is_healthy, name), f"{name} to be healthy")
 
     def scale_down(self, workers: int) -> list[int]:
-        """Leaves so many workers; the exit statuses of the others, which are removed."""
+        """Scales the job down to this many workers and returns the exit statuses of the removed
+        ones."""
         too_many = [f"shoal_worker_{number}" for number in range(workers + 1, self._workers + 1)]
         self._workers = workers
         grace = SERVICES["worker"]["stop_grace_period"].removesuffix("s")

@@ -86,7 +86,7 @@ short-name-mode = "permissive"
 
 
 class EngineError(Exception):
-    """What the engine was asked for failed; the message is what it said."""
+    """A request to the engine failed. The message is the engine's."""
 
 
 def why_not() -> str | None:

@@ -68,7 +68,7 @@ def cluster(engine: Engine, checkout: Path) -> Iterator[Cluster]:
 
 
 class Walk:
-    """What is done to a cluster, and what is to be seen then."""
+    """One test: actions on a cluster and the expected results."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
@@ -93,8 +93,7 @@ class Walk:
         return int(self.cluster.status()["generation"])
 
     def prometheus_scrapes(self, workers: int) -> None:
-        """Waits until the coordinator, so many workers and both servers are targets, and all of
-        them are up."""
+        """Waits until the coordinator, this many workers and both servers are targets and up."""
         expected = sorted(["coordinator", *(["worker"] * workers), *(["server"] * len(SERVERS))])
 
         def targets() -> list[tuple[str, str]]:

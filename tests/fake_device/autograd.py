@@ -30,7 +30,7 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def passes_on_threads_of_autograd() -> Iterator[Callable[[], int]]:
-    """While this is open backward passes run on other threads. Gives how many have."""
+    """Runs backward passes on other threads while open. Yields the number of passes that did."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward
     passes: list[None] = []
 

@@ -105,7 +105,7 @@ class FakeNCCL(PythonGroup):
         self._communicator_lock = threading.Lock()
         """The communicator's mutex: held while torch waits for it, aborts it or destroys it."""
         self._mutex_held_for: str | None = None
-        """What holds it now."""
+        """Description of the current owner; None if the mutex is free."""
         self.would_have_killed: str | None = None
         """Reason why the watchdog would have ended the process."""
         self.would_have_slept_s = 0.0
@@ -201,8 +201,7 @@ class FakeNCCL(PythonGroup):
             )
 
     def _await(self, there: Callable[[], bool]) -> None:
-        """What torch does while a communicator that does not block is busy. It holds a lock
-        meanwhile."""
+        """Waits for a busy non-blocking communicator as torch does, with a lock held."""
         deadline = time.monotonic() + int(os.environ.get("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1800"))
         while not there():
             if time.monotonic() > deadline:
@@ -287,7 +286,7 @@ class FakeCuda(CudaDevice):
     """One rank's device; its number is its identity."""
 
     kind: ClassVar[str] = "cpu"
-    """Where the stand-in's tensors live."""
+    """Type of the device on which the stand-in's tensors live."""
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.machine, self.number = machine, number
@@ -341,8 +340,8 @@ class _Made:
 
 @contextlib.contextmanager
 def leaving_together(done: threading.Barrier, limit: timedelta) -> Iterator[None]:
-    """What a rank does as a thread: it leaves when all have come to the end, or one has failed. So
-    nobody closes its connections under another's last collective."""
+    """Runs a rank as a thread. The rank leaves when all have finished or one has failed, so that no
+    rank closes its connections during another's last collective."""
     try:
         yield
         done.wait(limit.total_seconds())

@@ -54,7 +54,7 @@ class Kernel:
     coming: bool = False
     """All ranks are at it: results are on their way."""
     exception: str | None = None
-    """What the watchdog has put on its work."""
+    """Error that the watchdog has attached to the work."""
     ended: bool = False
     """The kernel's end event has come: it reads and writes nothing any more."""
 
@@ -79,13 +79,13 @@ class Stream:
     destroyed: bool = False
     """The communicator was finalized on all ranks, and this rank's side of it destroyed."""
     splits: int = 0
-    """How often this rank has split the communicator."""
+    """Number of times that this rank has split the communicator."""
     error: str | None = None
-    """What NCCL has noticed asynchronously."""
+    """Error that NCCL has detected asynchronously."""
 
 
 class Communicator:
-    """What NCCL's ranks have in common."""
+    """The state shared by the ranks of an NCCL communicator."""
 
     def __init__(self, machine: Machine, size: int) -> None:
         self._machine = machine
@@ -95,8 +95,7 @@ class Communicator:
         self.refused: str | None = None
         """Reason why it cannot be: an error of NCCL's."""
         self.colors: dict[int, dict[int, int]] = {}
-        """Which parts the communicator is split into: the number of a split, a rank that has come
-        to it, and the number of its part."""
+        """Parts of each split: number of the split, then the part's number by rank."""
 
     def join(self, rank: int, device: int) -> Stream:
         """A rank comes. The communicator is ready some looks after the last one."""
@@ -195,14 +194,14 @@ class Machine:
         self.aborts_held = False
         """Aborts do not come to an end."""
         self.crashes: list[str] = []
-        """What a real process would have ended of."""
+        """Errors that would have ended a real process."""
         self.frozen: list[str] = []
-        """When all threads of Python would have stood still: a call that keeps the GIL waited for a
+        """Moments at which all Python threads would have blocked: a call with the GIL waited for a
         mutex of torch's."""
         self.freeze_s = 0.0
         """Time for which they do stand still then."""
         self.seconds = 0.0
-        """What watchdogs take for the time."""
+        """Time in seconds as watchdogs see it."""
         self.watchdogs: list[Callable[[], None]] = []
         self._communicators: dict[str, Communicator] = {}
         self._now = 0

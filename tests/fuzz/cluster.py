@@ -1,5 +1,5 @@
-"""What is shot at: a coordinator, its Redis, and a parameter server that trains one small tensor,
-as processes."""
+"""The target processes: a coordinator, its Redis, and a parameter server that trains one small
+tensor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Where the messages go: each RPC of each service, the HTTP ports, the bulk port, and a member's
-donor of state."""
+"""Destinations of the messages: each RPC of each service, the HTTP ports, the bulk port, and a
+member's state donor."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Whatever comes to a port, the services go on, answer well, keep what they hold, and do not
-grow."""
+"""Services survive arbitrary messages on their ports: they answer correctly, keep their state and
+do not grow."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the tests of this folder share: who starts the workers of a job."""
+"""Fixtures of this folder, which start the workers of a job."""
 
 from __future__ import annotations
 

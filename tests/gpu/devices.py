@@ -1,8 +1,8 @@
-"""Where a test of this folder runs: on the host, as a rehearsal in every run of the tests, or on
-CUDA devices (make test-gpu).
+"""The device of a test in this folder: the host, as a rehearsal in every run of the tests, or CUDA
+devices (make test-gpu).
 
-The programs are the same and ask in one place, `shoal.device()`. So on a machine with a GPU the
-rehearsals are skipped, unless the devices are hidden (`CUDA_VISIBLE_DEVICES=`).
+The programs are the same and ask in one place, `shoal.device()`. On a machine with a GPU the
+rehearsals are therefore skipped, unless the devices are hidden (`CUDA_VISIBLE_DEVICES=`).
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from tests.zygote.children import Zygote, eventually
 
 Starter = Callable[[str], Zygote]
 _ERROR = 1
-"""Status of a script that raised."""
+"""Exit status of a script that raised."""
 
 
 @pytest.mark.parametrize("strategy", ["ddp"])

@@ -29,7 +29,7 @@ SCRIPT = Path(training.__file__)
 
 @dataclass(frozen=True)
 class Place:
-    """What the workers have."""
+    """The devices of the workers."""
 
     kind: str
     workers: int
@@ -53,7 +53,7 @@ class Place:
 
     @property
     def devices(self) -> int:
-        """How many different devices the workers are on."""
+        """Number of different devices that the workers use."""
         return self.workers if self.kind == "cuda" and not self.shared else 1
 
 

@@ -19,7 +19,7 @@ from tests.gpu.ranks import together
 
 _TOLERANCE = 1e-9
 _LOSSY = 0.05
-"""How far parameters under compressed gradients may be off, of how far they have moved."""
+"""Tolerance for parameters under compressed gradients, relative to their total movement."""
 
 _PIPELINE = {"schedule": "1f1b", "micro_batches": 4}
 _STRATEGIES: dict[str, tuple[str, dict[str, Any]]] = {

@@ -44,7 +44,7 @@ _GENERATOR: Final = threading.Lock()
 
 
 class Block(nn.Module):
-    """What is gathered by itself, and split by width."""
+    """A block that is gathered as one unit and split by width."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""What a campaign has put off: actions, each with the time when it is due. It starts no thread:
-somebody looks, again and again."""
+"""Postponed actions of a campaign, each with the time when it is due. It starts no thread: the
+caller polls it."""
 
 from __future__ import annotations
 

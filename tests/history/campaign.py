@@ -69,7 +69,7 @@ class Campaign:
     def _strike_until_enough(self) -> None:
         due, progress_at = time.monotonic() + self._chance.expovariate(1 / _FIRST_PACE_S), 0
         before: int | None = None
-        """How many struck before the first push was acknowledged; None: it was not yet."""
+        """Number of faults before the first acknowledged push; None until then."""
         while (
             before is None or self._faults.done.total() < before + self._goal
         ) and not self._unexpected:

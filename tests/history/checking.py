@@ -349,7 +349,7 @@ def samples_count_once(history: History, records: Path, batch_size: int) -> Iter
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What a history is judged against."""
+    """The configuration against which a history is judged."""
 
     records: Path
     snapshots: Sequence[Path]

@@ -15,7 +15,7 @@ _LARGEST_CLOCK = 2**62
 
 @dataclass
 class _Clock:
-    """Where a member stands, by what it said to one server."""
+    """A member's clock, as it reported it to one server."""
 
     clock: int
     origin: int | None = None
@@ -23,7 +23,7 @@ class _Clock:
     since it rested."""
     rests: bool = False
     least: int = 0
-    """Where it stands by what the journal has for certain: where it was placed, and its pushes."""
+    """Lower bound of the clock from the journal: the member's placement and its pushes."""
 
     def __post_init__(self) -> None:
         self.least = self.clock
@@ -110,8 +110,8 @@ def bound_is_kept(history: History, bound: int) -> Iterator[Violation]:
 def _stand_where_they_stood(
     server: str, line: Line, clocks: Mapping[str, _Clock]
 ) -> Iterator[Violation]:
-    """Whoever pushed iteration n, in a push that the journal has, has finished the one before, also
-    if the server had not counted it."""
+    """Checks the clocks of a restarted server. A member whose push of iteration n is in the journal
+    has finished iteration n - 1, even if the server had not counted it."""
     for member, (clock, _) in line["clocks"].items():
         before = clocks.get(member)
         if before is not None and not before.least <= clock <= max(before.clock, before.least):

@@ -54,7 +54,8 @@ MOST_SERVERS = 3
 LEASE_MS = 3000
 """A worker that stands still for longer is evicted."""
 _SNAPSHOT_INTERVAL_S = 2
-"""Of backups, which cannot be asked for some, and so of all servers that may be one."""
+"""Interval of snapshots. Backups cannot be asked for one, so all servers that may be a backup use
+it."""
 
 
 class Cluster:
@@ -66,7 +67,7 @@ class Cluster:
         self._directory = directory
         self._mode, self._seed = mode, seed
         self.history = directory / "history"
-        """What processes write down."""
+        """Directory of the records that processes write."""
         self.records = directory / "records"
         """The samples that each worker was given."""
         self._end = directory / "end"
@@ -261,7 +262,8 @@ class Cluster:
         return False
 
     def ask_for_a_snapshot(self, chance: random.Random) -> bool:
-        """Of any server. False: it is away, or went away meanwhile."""
+        """Asks a server for a snapshot. Returns False if the server is away or went away
+        meanwhile."""
         settings = ChannelSettings(
             address=f"127.0.0.1:{chance.choice(self._ports).port}", attempts=1
         )

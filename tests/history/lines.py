@@ -80,7 +80,7 @@ class Seen:
     """Ids of the rows whose values the line has, in hex; empty: the values are the whole
     partition's."""
     server: str = ""
-    """Who told; empty: not known."""
+    """Server that answered; empty if unknown."""
 
 
 @dataclass
@@ -176,7 +176,7 @@ class History:
 
     @property
     def promotions(self) -> int:
-        """How often a place's next primary was another server."""
+        """Number of times that another server became a place's primary."""
         holders: dict[int, dict[int, str]] = defaultdict(dict)
         for line in itertools.chain(*self.placed.values()):
             if not line["follows"]:
@@ -247,7 +247,7 @@ def _valid_lines(lines: Sequence[Line]) -> Iterator[Line]:
     """Returns what was applied or restored on one server, without the void end of a journal that
     the module's text describes."""
     spans: list[tuple[int, int]] = []
-    """Of each line: the number of the process, and that of the span in it."""
+    """Number of the process and number of the span in it, by line."""
     recovered: set[tuple[int, int]] = set()
     served: dict[tuple[int, int], int] = {}
     """Span -> the number of the last line that shows that it served."""

@@ -1,5 +1,5 @@
-"""What a job of a campaign promises: the consistency of its workers, and whether its servers have
-backups, or come and go."""
+"""Kinds of jobs in a campaign: the consistency of workers, and whether servers have backups or come
+and go."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Mode:
 
     @property
     def backups(self) -> int:
-        """How many each server has."""
+        """Number of backups per server."""
         return int(self.name == "backups")
 
     @property
@@ -54,5 +54,5 @@ class Mode:
 
     @property
     def options(self) -> dict[str, Any]:
-        """What the workers' strategy is told."""
+        """Options of the workers' strategy."""
         return _CONSISTENCY[self.consistency]

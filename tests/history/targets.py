@@ -1,8 +1,5 @@
-"""What the faults of a campaign strike: a process with those that follow in its place, and the
-failpoints at which each kind may be killed.
-
-What is done to them, and when, is not here (faults.py).
-"""
+"""Targets of a campaign's faults: a process with its successors, and the failpoints at which each
+kind may be killed. faults.py decides which faults occur and when."""
 
 from __future__ import annotations
 
@@ -34,7 +31,7 @@ BACKUP_FAILPOINTS = {
     "backup.record_made": 100,
     "backup.promoted": 1,
 }
-"""Of servers that are backups, or have some."""
+"""Failpoints of servers that are backups or have backups."""
 MOVE_FAILPOINTS = {
     "move.frozen": 2,
     "move.taken": 2,
@@ -43,7 +40,7 @@ MOVE_FAILPOINTS = {
     "move.activated": 2,
     "move.dropped": 2,
 }
-"""Of servers that get partitions of each other."""
+"""Failpoints of servers that exchange partitions."""
 WORKER_FAILPOINTS = {"exchange.server_answered": 100, "exchange.done": 50}
 COORDINATOR_FAILPOINTS = {"decision.before_write": 30, "decision.written": 30}
 
@@ -61,7 +58,7 @@ class Target:
     armed: str = ""
     """The failpoint at which this one kills itself."""
     doomed: str = ""
-    """What ends it: the fault that was done to it."""
+    """Fault that ends the process."""
     stopped: bool = False
     leaves: bool = False
     """It is to be drained: once it ends well, it comes back no more."""

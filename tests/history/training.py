@@ -1,11 +1,11 @@
-"""What the workers of a checked history run: leased batches, until somebody makes the file that
-ends it.
+"""The workers' script in a checked history: they train on leased batches until the file that ends
+the run exists.
 
-But with bsp, which takes no sparse tables, the model has a small one beside its dense part. Of the
-three ids of a sample one is that of a quarter of all samples, so that workers push it at the same
-time, one is its own, and one that of a few; more rows are pushed in an epoch than the table keeps,
-so that rows are evicted for their number and for their age all the time. Buckets are read whole at
-the end of each epoch, for a checkpoint; and the servers begin with those of one.
+The model has a dense part and a small sparse table, except under bsp, which takes no tables. Each
+sample has three ids: one shared by a quarter of all samples, so that workers push it at the same
+time; one of its own; and one shared by a few. An epoch pushes more rows than the table keeps, so
+rows are constantly evicted by number and by age. At the end of each epoch whole buckets are read
+for a checkpoint, and the servers begin with the buckets of one.
 """
 
 from __future__ import annotations

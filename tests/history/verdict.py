@@ -1,4 +1,4 @@
-"""What a campaign says at its end."""
+"""The final report of a campaign."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from tests.history.lines import History, Violation
 
 @dataclass(kw_only=True)
 class Verdict:
-    """What was done, what was counted, and what was found."""
+    """The actions, counts and violations of a campaign."""
 
     mode: str
     seed: int

@@ -35,7 +35,7 @@ class Command:
         environment: dict[str, str],
         zygote: Zygote | None,
     ) -> None:
-        """`zygote` forks it; None: it starts fresh."""
+        """zygote: forks the process; None: a fresh process starts."""
         self._mark = uuid.uuid4().hex
         self._known: set[psutil.Process] = set()
         self._out, self._err = (directory / f"{self._mark}.{name}" for name in ("out", "err"))
@@ -201,7 +201,7 @@ class Shell:
             return client.get_job(record.job_id)
 
     def pids(self) -> list[int]:
-        """Of the members that have a rank, in rank order."""
+        """Process ids of the ranked members, in rank order."""
         return [member.pid for member in self.job().members if member.rank >= 0]
 
 

@@ -30,7 +30,7 @@ REDIS: Final = "redis"
 EXPLAINED_WITHIN_S: Final = 15.0
 ACTED_ON_WITHIN_S: Final = 60.0
 _SLACK_S: Final = 10.0
-"""What a busy machine may add to these."""
+"""Additional time allowed on a busy machine."""
 _PATIENCE_S: Final = 120.0
 _REDIS_PORT: Final = 6400
 _PORT: Final = 7000
@@ -416,7 +416,7 @@ class Network:
 
     @contextmanager
     def stopped(self, *processes: int) -> Iterator[None]:
-        """While open, the processes are stopped by SIGSTOP, as on a machine that is suspended."""
+        """Stops the processes by SIGSTOP while open, as on a suspended machine."""
         for pid in processes:
             os.kill(pid, signal.SIGSTOP)
         yield
@@ -488,7 +488,7 @@ class Network:
         } == {1}, self.told()
 
     def close(self) -> None:
-        """Ends whatever still runs."""
+        """Ends all running processes."""
         for process in (*self.launchers, *self._services.values()):
             process.process.kill()
             process.process.wait()

@@ -17,7 +17,7 @@ from tests.networks.network import Network
 Make = Callable[..., Network]
 
 OUTSIDE = "10.77.0.100"
-"""Where others reach the machine behind the router."""
+"""Address under which others reach the machine behind the router."""
 
 
 @pytest.mark.soak

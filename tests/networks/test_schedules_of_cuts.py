@@ -35,8 +35,8 @@ def test_a_run_under_a_schedule_of_cuts_ends_as_if_there_had_been_none(
 
 
 def strike(job: Network, schedule: random.Random) -> None:
-    """A cut, healed after up to 20 s; perhaps a worker dies meanwhile, or the coordinator after
-    it."""
+    """Makes a cut that heals after up to 20 s. Meanwhile a worker may die, and then the
+    coordinator."""
     host, *more = schedule.sample(job.hosts, 3)
     some, others = schedule.choice(
         [

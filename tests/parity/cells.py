@@ -17,7 +17,7 @@ MODELS: Final = ("mlp", "cnn", "gpt", "bag")
 OPTIMIZERS: Final = ("sgd", "adamw")
 WORLDS: Final = (2, 3, 4)
 BACKENDS: Final = ("inmemory", "gloo", "mpi")
-"""Those that need no GPU."""
+"""Backends that need no GPU."""
 CHECKS: Final = {
     "float64": "in float64 the parameters are those of one process, to 1e-10",
     "float32": "in float32 they are, to 1e-5",
@@ -32,7 +32,7 @@ class Row:
 
     strategy: str
     says: str = ""
-    """What the options make of it, for the table."""
+    """Description of the options, for the table."""
     options: Mapping[str, Any] = field(default_factory=dict)
     by_world: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
     """Further ones for a number of ranks."""
@@ -135,7 +135,7 @@ ROWS: Final[Mapping[str, Row]] = {
 ASYNC: Final = "async_sgd"
 """Its workers share servers, and no process group: one worker alone trains as one process does."""
 SERVERS: Final = "servers"
-"""What stands in the place of its backend."""
+"""Name used in place of a backend for strategies with parameter servers."""
 
 _IN_ORDER = (
     'deterministic=True with strategy="async_sgd": pushes are applied in the order in '
@@ -170,7 +170,7 @@ class Cell:
 
     @property
     def refusal(self) -> str | None:
-        """What the ConfigurationError says that this combination gets; None: it trains."""
+        """Expected message of the ConfigurationError for this combination; None: it trains."""
         if self.row == ASYNC:
             if self.check == "bitwise":
                 return _IN_ORDER
@@ -185,12 +185,12 @@ class Cell:
 
     @property
     def strategy(self) -> str:
-        """Of `as_distributed`."""
+        """Argument of `as_distributed`."""
         return ROWS[self.row].strategy if self.row in ROWS else self.row
 
     @property
     def options(self) -> dict[str, Any]:
-        """Of `as_distributed`."""
+        """Argument of `as_distributed`."""
         row = ROWS.get(self.row, Row(strategy=self.row))
         return {
             **row.options,

@@ -1,4 +1,4 @@
-"""How what ranks ended with is compared."""
+"""Comparison of the ranks' final states."""
 
 from __future__ import annotations
 

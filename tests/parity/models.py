@@ -36,7 +36,7 @@ class Mlp(nn.Module):
 
 
 class Cnn(nn.Module):
-    """Buffers, and losses that depend on how samples are grouped."""
+    """A convolutional network with buffers, whose loss depends on the grouping of samples."""
 
     def __init__(self) -> None:
         super().__init__()

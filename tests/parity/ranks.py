@@ -1,8 +1,7 @@
-"""Where a cell's ranks run: threads of a launch, or processes (tests/ranks) that Gloo or MPI
-connects.
+"""The ranks of a cell: threads of a launch, or processes (tests/ranks) connected by Gloo or MPI.
 
-What a rank does and gives back is the same everywhere; processes are told it in JSON, and leave
-what they end with in files.
+A rank's task and result are the same everywhere. Processes receive the task in JSON and leave the
+result in files.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ def training(cell: Cell) -> Training:
 
 @dataclass
 class Places:
-    """Where ranks are to be had."""
+    """Sources of ranks."""
 
     processes: Callable[[int], list[Rank]]
     """Without a place of their own."""

@@ -1,5 +1,4 @@
-"""What a cell's ranks do, and what one process does in plain torch: the same training, of the same
-model on the same samples."""
+"""The training of a cell's ranks, and the same training in one process in plain torch."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ Seen = list[list[list[int]]]
 
 @dataclass(frozen=True, kw_only=True)
 class Training:
-    """What to train, and how."""
+    """Description of a training run."""
 
     variation: Variation
     strategy: str = "ddp"
@@ -40,12 +39,12 @@ class Training:
 
 @dataclass
 class Outcome:
-    """What one rank ended with."""
+    """The final state of one rank."""
 
     state: State
     """The whole parameters and buffers."""
     seen: Seen
-    """What this rank was given."""
+    """Samples that this rank received."""
 
 
 def plain(model: str, optimizer: str, check: str) -> Variation:
@@ -197,7 +196,10 @@ def alone(how: Variation) -> State:
 
 @functools.cache
 def alone_plainly(model: str, optimizer: str, check: str, *, grouped: bool) -> State:
-    """That of the matrix's cells. `grouped`: in micro-batches."""
+    """Trains as the matrix's cells do, in one process in plain torch.
+
+    grouped: in micro-batches.
+    """
     return alone(replace(plain(model, optimizer, check), micro=grouped, clips=True))
 
 

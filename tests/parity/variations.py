@@ -1,8 +1,8 @@
-"""What else a training loop does, beside a forward and a backward pass and a step: each is tried
-with every strategy.
+"""Variations of the training loop beyond a forward pass, a backward pass and a step. Each runs with
+every strategy.
 
-A variation says how model, optimizer and loop differ; ranks and the one process that they are
-compared with are made from the same one (training.py).
+A variation says how model, optimizer and loop differ. The ranks and the single process with which
+they are compared are made from the same variation (training.py).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Variation:
     autocast: bool = False
     """Forward passes compute in bfloat16."""
     train_step: bool = False
-    """By `model.train_step`, instead of forward, loss and backward."""
+    """True if the loop calls `model.train_step` instead of forward, loss and backward."""
     sums: bool = False
     """Losses are sums, not means."""
     by_hand: bool = False
@@ -59,16 +59,16 @@ class Variation:
     epochs: int = 2
     clips: bool = True
     options: dict[str, Any] = field(default_factory=dict)
-    """Of `as_distributed`."""
+    """Options of `as_distributed`."""
     tolerance: float = 1e-10
     divided_tolerance: float | None = None
-    """Where ranks hold parts of one replica, and round what each has summed; None: the same."""
+    """Tolerance where several ranks share a replica and round their own sums; None: the same."""
     draws: bool = False
     """Passes draw random numbers."""
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the model computes in."""
+        """Dtype in which the model computes."""
         return torch.float32 if self.tolerance > 1e-10 else torch.float64
 
     def computing(self) -> AbstractContextManager[Any]:

@@ -1,4 +1,4 @@
-"""What a process of the nursery does as a rank of MPI's world."""
+"""A process of the nursery as a rank of MPI's world."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def take_place(handover: str, environment: dict[str, str], tasks: str) -> None:
 
 
 def _finalize() -> None:
-    """As at the end of the interpreter; but this process ends without that."""
+    """Finalizes MPI explicitly, because this process ends without the interpreter's exit
+    handlers."""
     from mpi4py import MPI
 
     finalize: Any = MPI.Finalize

@@ -1,8 +1,8 @@
-"""What mpiexec starts: hands its place in MPI's world to a process of the nursery, which has
-imported torch already.
+"""The program that mpiexec starts: it hands its place in MPI's world to a process of the nursery,
+which has imported torch already.
 
-A process is a rank by a socket that mpiexec left open for it, and by some variables that name it.
-Needs nothing but the standard library.
+A process is a rank because of a socket that mpiexec left open for it and variables that name it.
+Uses only the standard library.
 """
 
 from __future__ import annotations

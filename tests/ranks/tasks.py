@@ -1,4 +1,4 @@
-"""What a rank that is a process does: the tasks it is told, one after the other, over JSON lines.
+"""The loop of a rank that is a process: it receives tasks over JSON lines and runs them in order.
 The other side is `processes.Rank`."""
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Runs scenarios from the command line: one, so many seeds, or all tears of a step. See README.md.
+"""Runs scenarios from the command line: one, a range of seeds, or every tear of a step. See
+README.md.
 
     python -m tests.simulation --seed 17
     python -m tests.simulation --scenario tests/simulation/scenarios/some.txt
@@ -6,8 +7,8 @@
     python -m tests.simulation --exhaustive
     python -m tests.simulation --partitions
 
-Ends with 1 if a run was wrong. Each that was is printed; of each kind the first that a process
-finds is shrunk.
+Exits with status 1 if a run failed. Every failure is printed, and each process shrinks the first
+failure of each kind that it finds.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ from tests.simulation.seeds import scenario_of
 from tests.simulation.shrinking import shrink
 
 _AT_ONCE = 50
-"""Seeds that a process runs before it says how they went."""
+"""Number of seeds that a process runs before it reports their results."""
 _PIECES_A_PROCESS, _CELLS_A_PROCESS = 20, 3
-"""A process keeps some 4 MB of each schedule: after so many pieces of work another takes its place.
-A cell has up to 1300 schedules."""
+"""Pieces of work after which a process is replaced, because it retains about 4 MB per schedule. A
+cell has up to 1300 schedules."""
 
 
 def main() -> int:
-    """Returns the exit status."""
+    """Runs the command and returns its exit status."""
     options = _options()
     if options.scenario is not None:
         return _show(parse(Path(options.scenario).read_text()), options)
@@ -72,9 +73,9 @@ def _options() -> argparse.Namespace:
         formatter_class=argparse.RawTextHelpFormatter,
     )
     what = parser.add_mutually_exclusive_group(required=True)
-    what.add_argument("--seed", type=int, help="show one")
-    what.add_argument("--scenario", help="show the one in this file")
-    what.add_argument("--seeds", type=int, help="run so many")
+    what.add_argument("--seed", type=int, help="show one numbered schedule")
+    what.add_argument("--scenario", help="show the scenario in this file")
+    what.add_argument("--seeds", type=int, help="run this many seeds")
     what.add_argument("--exhaustive", action="store_true", help="run every tear of a step")
     what.add_argument(
         "--partitions", action="store_true", help="run a partition at every point of some steps"
@@ -86,7 +87,7 @@ def _options() -> argparse.Namespace:
     parser.add_argument(
         "--shrink",
         action="store_true",
-        help="with --seed or --scenario: print the smallest that fails alike",
+        help="with --seed or --scenario: print the smallest scenario that fails in the same way",
     )
     return parser.parse_args()
 

@@ -1,5 +1,4 @@
-"""Many schedules, in a process of its own: runs them, and shrinks the first of each kind that is
-wrong."""
+"""Runs many schedules in a worker process and shrinks the first failure of each kind."""
 
 from __future__ import annotations
 
@@ -16,12 +15,15 @@ from tests.simulation.shrinking import shrink
 _RUNS_A_COLLECTION: Final = 20
 
 Work = tuple[str, int, int] | tuple[str, str, str]
-"""("seeds", first, count), or ("tears" or "partitions", strategy, loop)."""
+"""Either ("seeds", first seed, count) or ("tears" or "partitions", strategy, loop)."""
 
 
 def work_off(work: Work) -> tuple[Work, int, list[tuple[str, frozenset[str]]]]:
-    """Runs the schedules of one piece of work. Returns it, how many they were, and of each that was
-    wrong its text and kinds; the first of each kind is shrunk."""
+    """Runs the schedules of one piece of work.
+
+    Returns the work, the number of schedules, and the text and kinds of each failure. The first
+    failure of each kind is shrunk.
+    """
     failures: list[tuple[str, frozenset[str]]] = []
     shrunk: set[frozenset[str]] = set()
     runs = 0
@@ -47,8 +49,8 @@ def work_off(work: Work) -> tuple[Work, int, list[tuple[str, frozenset[str]]]]:
 
 
 def _collect() -> None:
-    """Collects garbage. What is there after the first schedule is torch's, nine tenths of all, and
-    is not looked through again."""
+    """Collects garbage. After the first schedule it freezes the existing objects: nine tenths of
+    all objects belong to torch and need no further scan."""
     gc.collect()
     if gc.isenabled():
         gc.disable()

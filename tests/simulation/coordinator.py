@@ -1,9 +1,9 @@
-"""The coordinator of simulated members: its pure core in a shell that takes virtual time.
+"""The coordinator of simulated members: the product's pure core in a shell that uses virtual time.
 
-What `service/job_loop.py` and `service/member_sessions.py` do over gRPC and Redis is done here by
-timers: events gather while a commit is under way, are folded through the core, and their effects
-travel as the same messages as over a stream. A stream keeps its order, breaks when its process dies
-or the coordinator goes away, and is opened again by the member's own link.
+The shell replaces `service/job_loop.py` and `service/member_sessions.py`, which use gRPC and Redis.
+Timers drive it: events gather while a commit is under way, the core folds them, and the effects
+travel as the same messages as over a real stream. A stream delivers in order. It breaks when its
+process dies or the coordinator goes away, and the member's own link opens a new one.
 """
 
 from __future__ import annotations
@@ -69,25 +69,26 @@ if TYPE_CHECKING:
 
 _SCAN_S = 0.5
 _KEPT_OUT_MS = 5_000
-"""Shorter than the product's, so that who is kept out comes back within a run of a few steps."""
+"""Quarantine in milliseconds. It is shorter than the product's, so that a quarantined member
+returns within a run of a few steps."""
 _FASTEST_S, _SLOWEST_S = 0.0003, 0.004
 
 
 class Stream:
-    """One session of a member, as both ends see it."""
+    """One session between a member and the coordinator, with the state of both ends."""
 
     def __init__(self, world: World, process: Process) -> None:
         self.process = process
         self.inbox: deque[pb.MemberDirective] = deque()
         self.unread: list[pb.MemberMessage] = []
-        """What came before the member was let in."""
+        """Messages received before the coordinator admitted the member."""
         self.ended = False
         self.error: ShoalError | None = None
         self._world = world
         self._down_at = self._up_at = 0.0
 
     def down(self, deliver: Callable[[], None]) -> None:
-        """Something travels to the member, behind what travels already."""
+        """Delivers something to the member, after everything sent to it before."""
         scheduler = self._world.scheduler
         self._down_at = max(
             self._down_at, scheduler.now + self._world.delay(_FASTEST_S, _SLOWEST_S)
@@ -95,13 +96,13 @@ class Stream:
         scheduler.after(self._down_at - scheduler.now, deliver)
 
     def up(self, deliver: Callable[[], None]) -> None:
-        """Something travels to the coordinator."""
+        """Delivers something to the coordinator, after everything the member sent before."""
         scheduler = self._world.scheduler
         self._up_at = max(self._up_at, scheduler.now + self._world.delay(_FASTEST_S, _SLOWEST_S))
         scheduler.after(self._up_at - scheduler.now, deliver)
 
     def end(self, error: ShoalError | None) -> None:
-        """The member notices the end behind what was sent before."""
+        """Ends the stream. The member notices after it has received everything sent before."""
 
         def close() -> None:
             self.ended, self.error = True, error
@@ -110,7 +111,7 @@ class Stream:
 
 
 class Coordinator:
-    """One job's."""
+    """The coordinator of one job."""
 
     def __init__(self, world: World, spec: JobSpec) -> None:
         self.world = world
@@ -119,14 +120,13 @@ class Coordinator:
         self._policy = Policy(kept_out_ms=_KEPT_OUT_MS) if world.scenario.parted else Policy()
         self._streams: dict[str, Stream] = {}
         self._configuration: list[Stream] = []
-        """Whose members are not let in yet."""
+        """Streams whose members are not admitted yet."""
         self._pulses: dict[str, Pulse] = {}
         self._queue: list[tuple[Event, Callable[[Outcome], None] | None]] = []
         self._stepping = False
         self._incarnation = 0
         self.members_of: dict[int, list[tuple[str, str]]] = {}
-        """Member and host of each rank of every generation, for the simulator itself: it asks
-        nobody."""
+        """Member and host of each rank of every generation. Only the simulator reads it."""
         self._nonces = 0
         self._folded_ms = 0
         world.scheduler.after(_SCAN_S, self._scan)
@@ -134,14 +134,14 @@ class Coordinator:
     # --------------------------------------------------------------------------------- from outside
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> None:
-        """Queues an event; while the coordinator is away nobody hears it."""
+        """Queues an event. The event is dropped while the coordinator is away."""
         if self.away:
             return
         self._queue.append((event, done))
         self._wake()
 
     def go_away(self) -> None:
-        """Stops the simulated coordinator: all of its members' streams break."""
+        """Stops the coordinator and breaks the streams of all members."""
         self.away, self._stepping = True, False
         self._incarnation += 1
         for member_id, stream in list(self._streams.items()):
@@ -153,8 +153,8 @@ class Coordinator:
         self._queue.clear()
 
     def come_back(self) -> None:
-        """Starts it again: what the coordinator had in memory alone is lost, and every lease begins
-        anew before any is judged."""
+        """Starts the coordinator again. State kept only in memory is lost, and every member gets a
+        full lease."""
         self.away = False
         now_ms = self._now().ms
         self._pulses = {
@@ -171,21 +171,21 @@ class Coordinator:
         self._wake()
 
     def broken(self, stream: Stream) -> None:
-        """The member's end of a stream is gone."""
+        """Handles the end of a stream whose member's process is gone."""
         member_id = stream.process.name
         if self._streams.get(member_id) is stream:
             self._detach(member_id, stream)
             self.submit(StreamBroken(member_id=member_id))
 
     def lookup(self, *, member_id: str, below_step: int) -> Any:
-        """The answer to GetJob."""
+        """Answers GetJob."""
         self._check_there()
         return job_message(
             self.state, Pulses(members=self._pulses), 0, member_id=member_id, below_step=below_step
         )
 
     def ranks(self, request: pb.GetRanksRequest) -> pb.GetRanksResponse:
-        """The answer to GetRanks."""
+        """Answers GetRanks."""
         self._check_there()
         generation, positions = parse_ranks(request, self.state)
         return ranks_message(generation, positions or range(len(generation.ranks)))
@@ -197,7 +197,7 @@ class Coordinator:
     # -------------------------------------------------------------------------------------- streams
 
     def open(self, stream: Stream, first: pb.MemberMessage) -> None:
-        """A member opens a session."""
+        """Handles a member that opens a session."""
         if self.away:
             stream.end(UnavailableError("the coordinator is away"))
             return
@@ -229,7 +229,7 @@ class Coordinator:
             self.broken(stream)
 
     def take(self, stream: Stream, message: pb.MemberMessage) -> None:
-        """A message of a member has come."""
+        """Handles a message from a member."""
         member_id = stream.process.name
         if self._streams.get(member_id) is not stream:
             stream.unread.append(message)
@@ -255,7 +255,7 @@ class Coordinator:
         self.submit(event, done)
 
     def _refuse(self, stream: Stream, error: ShoalError) -> None:
-        """What a member said is wrong: its session ends, and with it its membership."""
+        """Ends the session and the membership of a member that sent an invalid message."""
         member_id = stream.process.name
         if self._streams.get(member_id) is stream:
             self._note_end(stream, error)
@@ -325,13 +325,13 @@ class Coordinator:
             )
 
     def _scan(self) -> None:
-        """Looks at leases, and at what is due."""
+        """Checks leases and due timers."""
         self.world.scheduler.after(_SCAN_S, self._scan)
         if not self.away:
             for member_id in expired(self._pulses, self._now().ms, self.state.spec.lease_ms):
                 self.submit(LeaseEnded(member_id=member_id))
             if self.world.scenario.parted:
-                self._wake()  # what heartbeats have told of stalled steps, and of peers in reach
+                self._wake()  # heartbeats may have reported stalled steps or reachable peers
 
     def _step(self, incarnation: int) -> None:
         self._stepping = False
@@ -411,35 +411,34 @@ class Coordinator:
 
 
 def _announced(generation: Generation, member_id: str) -> pb.MemberDirective:
-    """Every other generation as to a large world: its table is what has changed, or is asked
-    for."""
-    told = announcement(generation, most_whole=0 if generation.number % 2 else MOST_TOLD_WHOLE)
-    return pb.MemberDirective.FromString(told(generation.rank_of[member_id]))
+    """Builds a generation's announcement for a member. Every second generation is announced as in a
+    large world: the member receives the changes to its table, or requests the table."""
+    announce = announcement(generation, most_whole=0 if generation.number % 2 else MOST_TOLD_WHOLE)
+    return pb.MemberDirective.FromString(announce(generation.rank_of[member_id]))
 
 
 class SimulatedClient:
-    """In the place of `CoordinatorClient`, for one process."""
+    """Replaces `CoordinatorClient` for one process."""
 
     def __init__(self, process: Process, coordinator: Coordinator) -> None:
         self._process, self._coordinator = process, coordinator
         self.run: pb.RunId | None = None
 
     def find_obstacle(self) -> None:
-        """Implements `CoordinatorClient.find_obstacle`: the network is simulated, so no socket
-        could find one."""
+        """Finds nothing: the network is simulated, so there is no socket to probe."""
 
     def join_session(self, messages: Iterator[pb.MemberMessage]) -> Iterator[pb.MemberDirective]:
-        """Implements `CoordinatorClient.join_session`: one stream."""
+        """Implements `CoordinatorClient.join_session` with one simulated stream."""
         coordinator, scheduler, process = self._coordinator, own_scheduler(), self._process
         stream = process.stream = Stream(process.world, process)
         first = next(messages)
         stream.up(lambda: coordinator.open(stream, first))
         scheduler.spawn(
-            process, "what it tells the coordinator", lambda: self._draw(stream, messages)
+            process, "its messages to the coordinator", lambda: self._draw(stream, messages)
         )
         while True:
             scheduler.wait(
-                lambda: bool(stream.inbox) or stream.ended, None, "for what the coordinator says"
+                lambda: bool(stream.inbox) or stream.ended, None, "for a message of the coordinator"
             )
             if stream.inbox:
                 yield stream.inbox.popleft()
@@ -473,9 +472,8 @@ class SimulatedClient:
             own_scheduler().sleep(2 * self._process.world.delay(_FASTEST_S, _SLOWEST_S))
 
     def watch_events(self, _: str, **__: Any) -> Iterator[pb.Event]:
-        """Implements `CoordinatorClient.watch_events`: what happened is in the simulator's own
-        history."""
+        """Yields nothing: the simulator keeps its own history of events."""
         return iter(())
 
     def close(self) -> None:
-        """The stream was ended by then."""
+        """Does nothing: the stream has already ended."""

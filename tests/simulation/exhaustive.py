@@ -1,6 +1,8 @@
-"""Every way in which a step can be torn: in every collective of it, whoever dies, whoever got the
-result. By three ranks; by four where it takes as many for replicas whose ranks hold different
-parts, of which every so many is tried.
+"""Every way in which a step can be torn: each collective, each rank that dies, and each set of
+ranks that gets the result.
+
+Scenarios have three ranks, or four where a replica needs two ranks with different parts. Of the
+latter only a sample is run.
 """
 
 from __future__ import annotations
@@ -13,29 +15,33 @@ from tests.simulation.oracle import reference
 from tests.simulation.scenario import ALL_LOOPS, ALL_STRATEGIES, LOOPS, Parted, Scenario, Torn
 
 _IN_REPLICAS = ("hsdp", "hybrid", "pipeline")
-"""Two ranks hold a replica between them: hsdp cuts it into shards, hybrid into tensor-parallel
-parts, pipeline into stages."""
+"""Strategies in which two ranks share a replica: hsdp cuts it into shards, hybrid into
+tensor-parallel parts, pipeline into stages."""
 _EVERY = {"hsdp": 4, "hybrid": 7, "pipeline": 8}
-"""Tries every 4th scenario of hsdp, every 7th of hybrid and every 8th of pipeline, which have
-several times as many as the others. None of these numbers divides the number of ways in which one
-collective can be torn, so that all ways are tried."""
+"""Sampling interval: every 4th scenario of hsdp, every 7th of hybrid and every 8th of pipeline,
+which have several times as many as the others. No interval divides the number of ways to tear one
+collective, so all ways are tried."""
 _EVERY_CUT = 7
-"""Divides neither the number of cuts, of their lengths nor of ways to replace."""
+"""Sampling interval of partitions. It divides neither the number of cuts, nor of their lengths, nor
+of the ways to replace members."""
 _CUT_FOR_S = (4, 13, 20, 25, 40)
-"""Shorter than a look at whom a rank reaches, so long that a group ends, that a rank is kept out
-and returns, or does not."""
+"""Lengths of partitions in seconds: shorter than the interval between probes of peers, long enough
+to end a group, and long enough to quarantine a rank that returns or does not return."""
 _REFUSED = (("pipeline", "scaler"),)
-"""A GradScaler raises in a pipeline."""
+"""Combinations that the product refuses: a GradScaler raises in a pipeline."""
 
 
 def cells() -> list[tuple[str, str]]:
-    """Strategies and loops."""
+    """Returns the pairs of strategy and loop on which tears are tried."""
     return [cell for cell in itertools.product(ALL_STRATEGIES, LOOPS) if cell not in _REFUSED]
 
 
 def tears(strategy: str, loop: str, *, collectives: range | None = None) -> Iterator[Scenario]:
-    """All scenarios of a cell. `collectives`: which; None: all from the last step of the first
-    epoch to the second step of the next."""
+    """Yields all scenarios of a cell.
+
+    collectives: numbers of the collectives to tear. None: all from the last step of the first epoch
+    to the second step of the next.
+    """
     plain = Scenario(
         strategy=strategy, loop=loop, steps=3, ranks=4 if strategy in _IN_REPLICAS else 3
     )
@@ -50,16 +56,18 @@ def tears(strategy: str, loop: str, *, collectives: range | None = None) -> Iter
 
 
 def parted_cells() -> list[tuple[str, str]]:
-    """Strategies and loops that partitions are tried on: those of the tears, and operations that
-    have no other loop."""
+    """Returns the pairs of strategy and loop on which partitions are tried: those of `cells`, and
+    the loop `operations`."""
     return [cell for cell in itertools.product(ALL_STRATEGIES, ALL_LOOPS) if cell not in _REFUSED]
 
 
 def partitions(strategy: str, loop: str, *, every: int | None = None) -> Iterator[Scenario]:
-    """Partitions that begin at points from the last step but one of the first epoch to the first
-    step of the next, and so in all that lies between them: between two ranks, or between one and
-    all others, for different times, with and without replacements. Of all that there are every so
-    many."""
+    """Yields partitions that begin at each point from the last step but one of the first epoch to
+    the first step of the next, operations between the steps included. Each separates two ranks, or
+    one rank from all others, for various times, with and without replacements.
+
+    every: sampling interval.
+    """
     plain = Scenario(
         strategy=strategy, loop=loop, steps=4, ranks=4 if strategy in _IN_REPLICAS else 3
     )
@@ -88,7 +96,8 @@ def partitions(strategy: str, loop: str, *, every: int | None = None) -> Iterato
 
 
 def _middle(plain: Scenario) -> range:
-    """Collectives of the steps on both sides of an epoch's end, and of what lies between them."""
+    """Returns the collectives of the steps around an epoch's end and of the operations between
+    them."""
     world = reference(plain)
     begins = world.first_collectives
     return range(begins[plain.steps - 1], begins[plain.steps + 1])

@@ -1,4 +1,4 @@
-"""Makes a scenario's faults happen where it says."""
+"""Injects a scenario's faults."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 _NOTICED_LATE_S = 0.05
-"""Virtual time until a rank notices a fault of its device: longer than the messages of a step
-take."""
+"""Virtual seconds until a rank notices a fault of its device. This is longer than the messages of a
+step take."""
 
 
 class Faults:
-    """The faults of one run: makes each happen at its moment."""
+    """The faults of one run. Injects each at its moment."""
 
     def __init__(self, world: World, faults: Iterable[Fault]) -> None:
         self._world = world
@@ -51,7 +51,8 @@ class Faults:
     # --------------------------------------------------------------------------------------- points
 
     def at_point(self, process: Process) -> None:
-        """`process` has come to its next point. Raises Killed in one that dies."""
+        """Injects the faults of the point that `process` has reached. Raises Killed if `process`
+        dies."""
         for fault in self._at.pop((process.name, process.points), []):
             self._happen(fault, process)
         if process.dead:
@@ -68,7 +69,7 @@ class Faults:
             case Drains():
                 process.drain()
             case Joins() if world.scheduler.over is None:
-                # else all have just ended, and with them the run
+                # otherwise all processes, and so the run, have just ended
                 world.start_process()
             case JobStops():
                 world.note("the job is stopped")
@@ -89,13 +90,13 @@ class Faults:
                 world.scheduler.after(fault.seconds, world.coordinator.come_back)
 
     def seconds_of_write(self, process: Process) -> int:
-        """Returns how long what `process` writes takes."""
+        """Returns how long a write by `process` takes, in seconds."""
         return self._slow.get(process.name, 0)
 
     # ---------------------------------------------------------------------------------- collectives
 
     def meeting(self, room: Room, meeting: Meeting) -> Meeting:
-        """A collective begins."""
+        """Marks a collective that begins as torn if the scenario says so."""
         torn = self._torn.pop((room.world.generation_of(room.name), meeting.number), None)
         if torn is not None:
             meeting.torn = True
@@ -103,14 +104,15 @@ class Faults:
         return meeting
 
     def before_giving(self, room: Room, meeting: Meeting, process: Process) -> None:
-        """`process` is about to give its part. Raises Killed in one that dies first."""
+        """Kills `process` if it is to die before it enters the collective. Raises Killed then."""
         torn = self._open.get(id(meeting))
         if torn is not None and not torn.entered and torn.dies == process.name:
             process.die(f"before collective {meeting.number} of {room.name}")
             raise Killed
 
     def tear(self, room: Room, meeting: Meeting) -> None:
-        """All have given their part: some get the result, and then the group is over."""
+        """Delivers a collective's result to some ranks and then ends the group. All ranks have
+        entered it."""
         torn = self._open.pop(id(meeting))
         world = self._world
         world.note(f"{torn} ({meeting.kind.value} of {room.name})")
@@ -124,7 +126,7 @@ class Faults:
         for side in sides:
             if side.process.name not in (*torn.got, torn.dies):
                 if world.scenario.devices and torn.dies is None:
-                    # a kernel notices nothing, and hosts only later
+                    # kernels notice nothing, and hosts notice later
                     meeting.works[side.rank].spins = True
                     world.scheduler.after(
                         _NOTICED_LATE_S, lambda side=side: side.notice("connection reset by peer")

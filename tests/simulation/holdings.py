@@ -1,10 +1,10 @@
-"""Who held which part of the state, by arithmetic from the ranks alone: what the product believes
-of it is not asked.
+"""Records which member had which part of the state.
 
-A generation is *whole* once each of its ranks was seen with a group that stands and has no joiner
-left to feed: from then on the state is cut, and mirrored, for these ranks. So it is once a rank has
-become a spare in it, since it has given up what it held. A part is lost when all that held it in
-the newest whole generation are gone.
+Parts are computed from the ranks alone, independently of the product. A generation is *whole* once
+each of its ranks was seen in a healthy group without joiners to feed: from then on the state is
+sharded and mirrored for these ranks. A generation is also whole once one of its ranks has become a
+spare, because a spare has given up its part. A part is lost when all members that had it in the
+newest whole generation are gone.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 Part = tuple[int, int, int]
-"""On the pipeline axis, on the tensor axis, and of what is there the shard."""
+"""Index on the pipeline axis, index on the tensor axis, and shard."""
 
 _LEAVES_AFTER_S = 20.0
-"""Who is asked to leave waits so long beside a death for a coordinator that is away
+"""Longest time in seconds for which a drained member waits for an absent coordinator after a death
 (docs/elastic.md)."""
 
 
 def replica_size(options: dict[str, object]) -> int:
-    """Returns how many ranks hold one replica of the model between them, at least, by the options
-    of a strategy."""
+    """Returns the minimum number of ranks that one replica of the model needs.
+
+    options: keyword options of the strategy.
+    """
     axes = _axes(options, 0)
     return axes.replica_size
 
@@ -41,7 +43,7 @@ def replica_size(options: dict[str, object]) -> int:
 def parts_by_rank(
     strategy: str, options: dict[str, object], hosts: Sequence[str]
 ) -> list[frozenset[Part]]:
-    """Returns what each rank holds, its own and what it mirrors. Nothing: it is a spare."""
+    """Returns the parts that each rank owns or mirrors. A spare has none."""
     if strategy in ("ddp", "local_sgd"):
         return [frozenset({(0, 0, 0)})] * len(hosts)
     if strategy not in DIVIDED:
@@ -74,15 +76,15 @@ def _axes(options: dict[str, object], ranks: int) -> Axes:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Whole:
-    """A generation whose ranks hold the state between them."""
+    """A generation whose ranks together have the state."""
 
     since: float
     number: int
     parts: dict[str, frozenset[Part]]
-    """The parts that each member holds, by its name."""
+    """Parts of each member, by its name."""
 
     def lacks(self, gone: set[str]) -> bool:
-        """All that held some part are gone."""
+        """Returns whether some part is lost, given the names of the members that are gone."""
         held = {
             part for member, parts in self.parts.items() if member not in gone for part in parts
         }
@@ -90,16 +92,16 @@ class Whole:
 
 
 class Holdings:
-    """The whole generations of one run."""
+    """The whole generations of one run, as defined in the module's docstring."""
 
     def __init__(self, world: World, options: dict[str, object]) -> None:
         self._world, self._options = world, options
         self.whole: list[Whole] = []
-        """In the order in which they became so."""
+        """Whole generations, oldest first."""
         self._seen: dict[int, set[str]] = {}
 
     def look(self, process: Process) -> None:
-        """Whether `process` stands in a generation. Called at each of its points."""
+        """Records the generation of `process`. Called at each of its points."""
         formation = process.session._formation if process.session is not None else None
         group = formation.group if formation is not None else None
         if formation is None or group is None or formation._learners:
@@ -111,7 +113,7 @@ class Holdings:
         parts = parts_by_rank(
             self._world.scenario.strategy, self._options, [host for _, host in peers]
         )
-        # in the first step the others have all of it still
+        # in the first step the others still have all of it
         gave_up = process.is_spare and not parts[group.rank] and self._world.steps > 0
         seen = self._seen.setdefault(number, set())
         if formation.healthy:
@@ -121,19 +123,22 @@ class Holdings:
             self.whole.append(Whole(since=self._world.scheduler.now, number=number, parts=named))
 
     def newest(self, until: float, *, of: str | None = None) -> Whole | None:
-        """The newest that was whole at a moment. `of`: one that this member was in, if there is
-        any."""
+        """Returns the newest generation that was whole at `until`.
+
+        of: member that must belong to it, if there is such a generation.
+        """
         found = [whole for whole in self.whole if whole.since <= until]
         found = [whole for whole in found if of in whole.parts] or found
         return max(found, key=lambda whole: whole.number, default=None)
 
     def lost(self, until: float, *, to: str | None = None) -> bool:
-        """All that held some part were gone by then. `to`: in the newest generation of this member;
-        others may have gone on as it ended.
+        """Returns whether all members that had some part were gone at `until`.
 
-        Who leaves sees to it that two others hold what it held, so that one death beside any number
-        of departures loses nothing. But beside a death nobody waits longer than 20 s for a
-        coordinator that is away.
+        A member that leaves makes sure that two others have its parts. One death plus any number of
+        departures therefore loses nothing. After a death, however, a member waits at most 20 s for
+        an absent coordinator.
+
+        to: a member, whose newest generation counts. Others may have continued when it ended.
         """
         whole = self.newest(until, of=to)
         if whole is None:
@@ -149,6 +154,6 @@ class Holdings:
         return whole.lacks(deaths | departures.keys())
 
     def ever_lost(self) -> bool:
-        """At some moment of the run."""
+        """Returns whether a part was lost at any moment of the run."""
         moments = [at for _, at in (*self._world.losses, *self._world.departures)]
         return any(self.lost(at) for at in moments)

@@ -1,9 +1,8 @@
-"""What simulated processes train: a small model on a few samples, by each of the loops that users
-write.
+"""The training scripts of simulated processes: a small model on a few samples, in each kind of loop
+that users write.
 
-Everything that a loop advances beside the parameters (a count, a moving average, a schedule) stands
-behind `if optimizer.step():`, as the documentation says. It is registered where members may come
-later, or steps may be undone; else it need not be.
+A loop advances counts, moving averages and schedules only under `if optimizer.step():`, as the
+documentation asks. It registers them only if members may join later or steps may be undone.
 """
 
 from __future__ import annotations
@@ -28,18 +27,18 @@ BATCH = 12
 MICRO = 2
 EPOCHS = 2
 BREAKS_IN = 2
-"""The step of the second epoch in which a loop breaks off, from 1."""
+"""Step of the second epoch, from 1, at which the loop `break` ends."""
 _STEP_S = 3.0
-"""Time for which a step takes where a partition is to end before the run does. Elsewhere it takes
-no more than its messages."""
+"""Virtual seconds that a step takes in runs whose partitions must end before the run does. In all
+other runs a step takes only as long as its messages."""
 _KEPT = 0.8
-"""What a step leaves of the averaged weights of the loop EMA."""
+"""Decay of the averaged weights in the loop EMA."""
 _WHOLE = ("ddp", "zero1", "zero2", "local_sgd")
-"""Strategies whose ranks hold all parameters between steps."""
+"""Strategies whose ranks have all parameters between steps."""
 
 
 class Block(nn.Module):
-    """One of several alike, so that strategies have units to cut."""
+    """One of several equal blocks, so that strategies have units to shard."""
 
     def __init__(self, inputs: int, outputs: int, *, statistics: bool) -> None:
         super().__init__()
@@ -51,7 +50,7 @@ class Block(nn.Module):
 
 
 class Samples(Dataset[Any]):
-    """So many, the same everywhere."""
+    """A fixed data set of `count` samples, equal on all ranks."""
 
     def __init__(self, count: int, dtype: torch.dtype) -> None:
         generator = torch.Generator().manual_seed(7)
@@ -66,7 +65,7 @@ class Samples(Dataset[Any]):
 
 
 class _InOrder(Sampler[int]):
-    """A sampler of the script's own: all ranks train on the same batches, and mean it."""
+    """A user's sampler: all ranks deliberately train on the same batches."""
 
     def __init__(self, samples: Samples) -> None:
         self._samples = samples
@@ -80,13 +79,13 @@ class _InOrder(Sampler[int]):
 
 @dataclasses.dataclass
 class Average:
-    """A moving average that the loop keeps."""
+    """A moving average that the loop updates."""
 
     value: float = 0.0
     count: int = 0
 
     def advance(self) -> None:
-        """After a committed step."""
+        """Advances the average after a committed step."""
         self.count += 1
         self.value = 0.9 * self.value + self.count
 
@@ -98,7 +97,7 @@ class Average:
 
 
 def options_of(scenario: Scenario) -> dict[str, Any]:
-    """Keyword options that a scenario gives to `shoal.as_distributed`."""
+    """Returns the keyword options of `shoal.as_distributed` for a scenario."""
     options: dict[str, Any] = {"minimum_parameter_group_size": 8}
     if scenario.loop == "micro-batches" and scenario.strategy not in (*DIVIDED, "local_sgd"):
         options["deterministic"] = True
@@ -118,17 +117,17 @@ def options_of(scenario: Scenario) -> dict[str, Any]:
 
 
 def is_bitwise(scenario: Scenario) -> bool:
-    """The result does not depend on how many ranks there were when."""
+    """Returns whether the result is independent of the number of ranks at each step."""
     return "deterministic" in options_of(scenario)
 
 
 def train(process: Process) -> None:
-    """What a process's script does."""
+    """Runs the training script of a process."""
     Training(process).run()
 
 
 class Training:
-    """One script."""
+    """The training script of one process."""
 
     def __init__(self, process: Process) -> None:
         self.process, self.scenario = process, process.world.scenario
@@ -188,7 +187,7 @@ class Training:
         self.after_step: Callable[[int], None] = getattr(self, f"_{scenario.loop}", lambda _: None)
 
     def run(self) -> None:
-        """The loop, and what follows it."""
+        """Runs the loop and the operations after it."""
         if self.scenario.loop in SAVING:
             shoal.resume(self._checkpoints)
         if self.plain is not None:
@@ -198,7 +197,7 @@ class Training:
         self._end()
 
     def _run_plain(self, loader: DataLoader[Any]) -> None:
-        """Over a DataLoader of torch's, which gives every rank the same."""
+        """Trains over a DataLoader of torch's, which gives every rank the same batches."""
         for _ in range(EPOCHS):
             for batch in loader:
                 self._pass(*batch)
@@ -267,9 +266,9 @@ class Training:
             diary.values[session.steps] = flattened(self.net)
 
     def _average(self, averaged: AveragedModel) -> None:
-        """Updates the average of the weights as the documentation says: by torch's
-        `update_parameters` where this rank has all parameters, else from `gather_full_parameters`.
-        Within a round of local_sgd it does nothing, since ranks differ there."""
+        """Updates the averaged weights as documented: by torch's `update_parameters` if this rank
+        has all parameters, otherwise from `gather_full_parameters`. Does nothing within a round of
+        local_sgd, where the ranks differ."""
         if self.scenario.strategy not in _WHOLE:
             with torch.no_grad():
                 for kept, new in zip(
@@ -281,17 +280,17 @@ class Training:
 
     def _evaluate(self, _: int) -> None:
         if self.loader.global_step % 2 == 0:
-            self._tell()
+            self._record_evaluation()
 
     def _save(self, _: int) -> None:
         if self.loader.global_step % 2 == 0:
             shoal.save_checkpoint(self._checkpoints)
 
     def _operations(self, _: int) -> None:
-        """One of each that users have between steps, and that no other loop has there."""
+        """Performs each operation between steps that no other loop performs."""
         diary, steps = self.process.diary, current_session().steps
         if self.loader.global_step % 2 == 0:
-            diary.told.append((steps, shoal.all_reduce(1.0 + steps, "mean")))
+            diary.answers.append((steps, shoal.all_reduce(1.0 + steps, "mean")))
             shoal.gather({"steps": steps})
             shoal.barrier()
             self.optimizer.should_early_stop(float(steps), patience=100)
@@ -305,19 +304,19 @@ class Training:
 
     def _enumerate(self, index: int) -> None:
         if index % 2 == 1:
-            self._tell()
+            self._record_evaluation()
 
-    def _tell(self) -> None:
+    def _record_evaluation(self) -> None:
         sums = shoal.evaluate(self.model, self.evaluated, _sums)
-        self.process.diary.told.append((current_session().steps, sums["loss"]))
+        self.process.diary.answers.append((current_session().steps, sums["loss"]))
 
     def _end(self) -> None:
-        """What every rank does after its loop. Who breaks off has no more to do with the others,
-        where it has the whole model."""
+        """Evaluates, saves and records the final state. A rank that breaks off with the whole model
+        does nothing together with the others."""
         if self.scenario.loop == "break" and self.scenario.strategy in _WHOLE:
             state = self.net.state_dict()
         else:
-            self._tell()
+            self._record_evaluation()
             if self.scenario.loop in SAVING:
                 shoal.save_checkpoint(self._checkpoints)
             state = self.model.full_state_dict()
@@ -338,7 +337,7 @@ class Training:
 
 
 def flattened(net: nn.Module) -> torch.Tensor:
-    """Its parameters and buffers in one vector."""
+    """Returns the parameters and buffers of `net` as one float64 vector."""
     return torch.cat(
         [
             value.detach().to(torch.float64).reshape(-1)

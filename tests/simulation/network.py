@@ -1,8 +1,8 @@
-"""The network between simulated processes: who reaches whom. What cannot be delivered waits, as in
-TCP's buffers, until it can.
+"""The network between simulated processes. Messages that cannot be delivered wait, as in TCP's
+buffers.
 
-A partition is between some processes alone: the coordinator and the store, on machines of their
-own, are reached by all.
+Partitions separate processes from each other only. The coordinator and the store run on other
+machines, which all processes reach.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ if TYPE_CHECKING:
 
 
 class Network:
-    """The connections among the processes of one run."""
+    """Reachability among the processes of one run."""
 
     def __init__(self, world: World) -> None:
         self._world = world
         self._cut: list[frozenset[str]] = []
-        """Pairs of names, once for each partition that separates them."""
+        """Pairs of separated processes, once per partition that separates them."""
         self._held_back: list[Callable[[], None]] = []
 
     def cut(self, one: str, others: Sequence[str], seconds: float) -> None:
-        """Cuts `one` off from `others` for that time."""
+        """Cuts `one` off from `others` for `seconds` of virtual time."""
         pairs = [frozenset((one, other)) for other in others]
         self._cut += pairs
 
@@ -40,20 +40,20 @@ class Network:
         self._world.scheduler.after(seconds, heal)
 
     def reaches(self, one: str, other: str) -> bool:
-        """Nothing is between them."""
+        """Returns whether no partition separates two processes."""
         return frozenset((one, other)) not in self._cut
 
     def separated(self, names: Iterable[str]) -> set[str]:
-        """Those of a group that do not reach all others of it."""
+        """Returns the members of a group that cannot reach all of its others."""
         names = set(names)
         return {name for pair in self._cut if pair <= names for name in pair}
 
     def when_healed(self, deliver: Callable[[], None]) -> None:
-        """Tries again when a partition ends."""
+        """Calls `deliver` when the next partition ends."""
         self._held_back.append(deliver)
 
     def between(self, one: Process, other: Process, deliver: Callable[[], None]) -> None:
-        """Delivers at once, or when the two reach each other again."""
+        """Delivers at once, or once the two processes reach each other again."""
         if self.reaches(one.name, other.name):
             deliver()
         else:

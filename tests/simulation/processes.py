@@ -1,8 +1,8 @@
-"""Simulated worker processes: each is the product's own session, membership, link, loaders and
-strategy, in threads that take turns.
+"""Simulated worker processes. Each runs the product's own session, membership, link, loaders and
+strategy on threads that take turns.
 
-A process dies at once, wherever it is: its connections close, its threads end where they would wait
-next, and nothing that they still run on their way out is heard by anybody.
+A process dies at once, wherever it is. Its connections close, each of its threads ends at its next
+wait, and no other process receives anything that they do on the way.
 """
 
 from __future__ import annotations
@@ -35,29 +35,28 @@ COLLECTIVE_TIMEOUT_S = 20.0
 RENDEZVOUS_TIMEOUT_S = 60.0
 LONGEST_AFTER_GOODBYE_S = 6.0
 DRAIN_GRACE_S = 0.03
-"""A few steps."""
+"""Time in seconds in which a drained process finishes a few steps."""
 
 
 @dataclasses.dataclass
 class Diary:
-    """What a process's script says of itself, step by step."""
+    """Record that a process's script keeps of itself, step by step."""
 
     statuses: list[tuple[int, str]] = dataclasses.field(default_factory=list)
-    """For each call of `optimizer.step()`: committed steps after it, and its answer."""
+    """Number of committed steps after each call of `optimizer.step()`, and the call's status."""
     returned: set[int] = dataclasses.field(default_factory=set)
-    """Indices in `statuses` of the calls that returned with a checkpoint's state, as the newest one
-    was lost."""
+    """Indices in `statuses` of the calls that returned with a checkpoint's state because the newest
+    state was lost."""
     values: dict[int, torch.Tensor] = dataclasses.field(default_factory=dict)
-    """After so many committed steps: the parameters and buffers, where this rank holds them
-    whole."""
-    told: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
-    """Committed steps, and what an operation of all ranks answered then."""
+    """Parameters and buffers by number of committed steps, if this rank has them unsharded."""
+    answers: list[tuple[int, Any]] = dataclasses.field(default_factory=list)
+    """Results of collective operations, each after a number of committed steps."""
     ended_with: dict[str, Any] | None = None
-    """What the script had at its end."""
+    """Final state of the script."""
 
 
 class Process:
-    """One worker process, one incarnation."""
+    """One incarnation of a worker process."""
 
     def __init__(self, world: World, name: str) -> None:
         self.world, self.name = world, name
@@ -71,62 +70,62 @@ class Process:
         self.sides: list[Side] = []
         self.stream: Stream | None = None
         self.points = 0
-        """At how many its main thread has been."""
+        """Number of points that the main thread has reached."""
         self.trail: list[str] = []
-        """What they were."""
+        """Descriptions of these points, if the world keeps trails."""
         self.diary = Diary()
         self.late = world.scheduler.now > 0
-        """It was not there from the beginning."""
+        """True if the process started after the run began."""
         self.peers_before = [
             one.name for one in world.processes if not one.gone and one.exit_code is None
         ]
-        """Who was there when it started."""
+        """Names of the processes that were running when this one started."""
         self.steps_before = world.steps
-        """What the others had committed when it started."""
+        """Number of steps that the others had committed when this process started."""
         self.left_at: float | None = None
         """Time of its leave message; None before."""
         self.spare = False
-        """At its end it had no part in the model."""
+        """True if the process was a spare at its end."""
         self.files: list[SampleRecord] = []
         self.ended_at: float | None = None
-        """When it died or ended."""
+        """Virtual time of its death or end; None before."""
         self.asked_at: float | None = None
-        """When it got SIGTERM."""
+        """Virtual time of its SIGTERM; None without one."""
         self.stood_still_s = 0.0
         """Longest time for which SIGSTOP stopped this process, in seconds; 0: never."""
         self.steps = 0
-        """What it had committed at its end."""
+        """Number of committed steps at its end."""
         self.rank, self.hosts = 0, list[str]()
-        """This process's rank in its last group, and the hosts of all ranks of that group."""
+        """Rank of this process in its last group, and the hosts of all ranks of that group."""
         self.newest_checkpoint: int | None = None
-        """The steps of the newest complete checkpoint at its end."""
+        """Step of the newest complete checkpoint when this process ended; None without one."""
         self.put_out = False
-        """The coordinator has told it so, or is about to."""
+        """True once the coordinator has evicted this process, even before it has received that."""
 
     def record_samples(self) -> SampleRecord:
-        """A record of the samples that this process deals, in a file that is closed when the run
+        """Opens a record of the samples that this process deals. The file is closed when the run
         ends."""
         record = SampleRecord(self.world.records, self.name)
         self.files.append(record)
         return record
 
     def start(self, script: Callable[[Process], None]) -> None:
-        """Starts its main thread."""
+        """Starts the main thread."""
         self.world.scheduler.spawn(self, "main", lambda: self._main(script), main=True)
 
     @property
     def gone(self) -> bool:
-        """It has died or ended."""
+        """True if the process has died or ended."""
         return self.dead or self.ended
 
     @property
     def is_spare(self) -> bool:
-        """It has no part in the model yet, or any more."""
+        """True while the process has no part of the model."""
         return self.session is not None and self.session.is_joining
 
     @property
     def lacks_ranks(self) -> bool:
-        """This process has all of the state, and waits for more ranks, with which it could hold a
+        """True while this process has all of the state and waits for more ranks to form a
         replica."""
         return (
             self.session is not None
@@ -136,7 +135,7 @@ class Process:
 
     @property
     def has_finished(self) -> bool:
-        """It told its launcher that it came to the end of its script."""
+        """True if the process has reported to its launcher that its script finished."""
         return self._member_file.exists() and self._member_file.read_text() == "finished"
 
     @property
@@ -146,8 +145,8 @@ class Process:
     # --------------------------------------------------------------------------------------- faults
 
     def comes_to(self, what: str) -> None:
-        """Its main thread is about to wait, or passes a failpoint: here it may die, hang, or be
-        told something."""
+        """Counts a point: the main thread is about to wait or passes a failpoint. Faults occur
+        here."""
         self.points += 1
         self.world.holdings.look(self)
         if self.world.keeps_trails:
@@ -155,7 +154,7 @@ class Process:
         self.world.faults.at_point(self)
 
     def die(self, how: str) -> None:
-        """Kills it. Who calls this in one of its own threads raises Killed then."""
+        """Kills the process. A caller on one of its own threads must raise Killed afterwards."""
         if self.gone:
             return
         self.dead = True
@@ -163,7 +162,7 @@ class Process:
         self._vanish(exit_code=137)
 
     def drain(self) -> None:
-        """SIGTERM."""
+        """Delivers SIGTERM."""
         self.world.note(f"{self.name} gets SIGTERM")
         if self.membership is not None:
             self.asked_at = self.asked_at if self.asked_at is not None else self.world.scheduler.now
@@ -255,7 +254,7 @@ class Process:
         script(self)
 
     def _leave(self) -> None:
-        """As a process ends: see `start._Exit`."""
+        """Leaves the job as `start._Exit` does at the end of a real process."""
         session, membership = self.session, self.membership
         set_session(None)
         if session is None or membership is None:
@@ -271,9 +270,9 @@ class Process:
                 else failed
             )
         except SystemExit:
-            pass  # it is about to end
+            pass  # the process is about to end
         except Exception as error:
-            # at the end of a real process it is printed, and the process ends
+            # a real process prints the error and ends
             self.world.error_of(self, error)
             self.failure, self.exit_code = (
                 self.failure or f"while leaving: {type(error).__name__}: {error}",
@@ -287,7 +286,7 @@ class Process:
 
 
 def own_process() -> Process:
-    """The one that the calling thread belongs to."""
+    """Returns the process to which the calling thread belongs."""
     actor = current_actor()
     assert actor is not None
     process = actor.host

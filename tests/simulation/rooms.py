@@ -1,15 +1,14 @@
-"""Process groups of simulated ranks: who gets a collective's result, and who learns when that its
-group is over.
+"""Process groups of simulated ranks: which rank gets a collective's result, and when each rank
+notices that its group has ended.
 
-A collective has a result once those have given their part whose part it needs. It reaches each rank
-in its own time, and a rank whose group ends before has none: so of one collective some ranks may
-have the result and others not, as with a process group over sockets. A rank that dies, or ends its
-group, closes its connections, which each of the others notices in its own time; from then on
-nothing reaches them.
+A collective has a result once all ranks whose input it needs have entered. The result reaches each
+rank at a different time, and a rank whose group ends first never gets it. So some ranks may have
+the result of a collective and others not, as with a process group over sockets. A rank that dies or
+ends its group closes its connections. Each peer notices that at a different time, and nothing
+reaches the peer from then on.
 
-What a failed collective leaves in its tensors is what has come by then. Of sums that is garbage:
-NaN is written there, so that whoever uses it is found out. Of what is only copied it is the
-beginning of what was sent.
+A failed collective leaves its outputs partly written. Outputs of sums become NaN, so that any use
+is detected. Outputs that are copies contain the beginning of what was sent.
 """
 
 from __future__ import annotations
@@ -40,26 +39,27 @@ _LONGEST_NOTICE_S = 0.006
 _FROM_ROOT = (Kind.BROADCAST, Kind.SCATTER)
 _TO_ROOT = (Kind.REDUCE, Kind.GATHER)
 _COPIES = (Kind.BROADCAST, Kind.ALL_GATHER, Kind.ALL_TO_ALL)
-"""What arrives is what was sent."""
+"""Collectives whose outputs are copies of inputs."""
 
 
 class Meeting:
-    """One collective of all ranks of a room."""
+    """One collective among all ranks of a room."""
 
     def __init__(self, number: int, kind: Kind) -> None:
         self.number = number
-        """Among all collectives of its generation, from 1, in the order in which they began."""
+        """Number among all collectives of its generation, from 1, in the order in which they
+        began."""
         self.kind = kind
         self.works: dict[int, CollectiveWork] = {}
         self.results: list[Collective] | None = None
         self.torn = False
         self.held_back: dict[int, bool] = {}
-        """Decides whether a partition keeps the result from a rank that it does not separate from
-        anyone."""
+        """For each rank that reaches all others: whether the partition delays its result as
+        well."""
 
 
 class Room:
-    """Where the ranks of one group meet."""
+    """The rendezvous of one process group's ranks."""
 
     def __init__(self, world: World, name: str, size: int) -> None:
         self.world, self.name, self.size = world, name, size
@@ -68,11 +68,11 @@ class Room:
         self._meetings: dict[int, Meeting] = {}
         self._mail: dict[tuple[int, int, int], list[torch.Tensor]] = {}
         self._mailed: dict[tuple[int, int], float] = {}
-        """When the last message from one rank to another comes."""
+        """Arrival time of the last message, by sender and receiver."""
 
     def is_open_to(self, process: Process) -> bool:
-        """All ranks have come, and none has gone again: who comes later finds its door closed.
-        `process` reaches all of them."""
+        """Returns whether all ranks have arrived, none has left, and `process` reaches all of
+        them."""
         full = len(self.sides) == self.size and all(
             side.ended is None for side in self.sides.values()
         )
@@ -81,7 +81,7 @@ class Room:
         )
 
     def issue(self, rank: int, call: Collective) -> CollectiveWork:
-        """`rank`'s part in its next collective."""
+        """Enters `rank` into its next collective."""
         self._counts[rank] += 1
         number = self._counts[rank]
         if number not in self._meetings:
@@ -133,13 +133,13 @@ class Room:
         return complete or (meeting.kind in _TO_ROOT and rank != root)
 
     def _snapshot(self, meeting: Meeting) -> None:
-        """Computes every rank's result, on the side: each gets it later, or never."""
+        """Computes every rank's result in copies. Each rank gets its result later, or never."""
         copies = [meeting.works[rank].copy() for rank in range(self.size)]
         execute(copies)
         meeting.results = copies
 
     def deliver(self, meeting: Meeting, rank: int) -> None:
-        """The result reaches `rank`, unless its group ended before."""
+        """Delivers the result to `rank`, unless its group ended before."""
         work = meeting.works[rank]
         if work.side.ended is not None or work.done:
             return
@@ -149,8 +149,8 @@ class Room:
         if not all(map(_is_there, work.call.outputs)):
             self.world.violated(
                 "memory",
-                f"{work.side.process.name} freed what collective {meeting.number} of {self.name} "
-                "writes to",
+                f"{work.side.process.name} freed an output of collective {meeting.number} of "
+                f"{self.name}",
             )
             return
         with torch.no_grad():
@@ -171,8 +171,9 @@ class Room:
         work.side.pending.remove(work)
 
     def _is_held_back(self, meeting: Meeting, rank: int) -> bool:
-        """A rank that is cut off from another gets nothing. The others may need what passes between
-        those, as in a ring, or not."""
+        """Returns whether a partition delays the result of `rank`. A rank that is cut off gets
+        nothing. A rank that reaches all others gets the result or not, by chance: as in a ring, it
+        may need data that must cross the cut."""
         separated = self.world.network.separated(side.process.name for side in self.sides.values())
         if not separated or (meeting.kind in _FROM_ROOT and rank == meeting.works[rank].call.root):
             return False
@@ -183,8 +184,7 @@ class Room:
         return meeting.held_back[rank]
 
     def send(self, rank: int, peer: int, tag: int, tensor: torch.Tensor) -> None:
-        """A message that is on its way whatever becomes of the sender, behind those that were sent
-        before."""
+        """Sends a message. It arrives even if the sender dies, after all messages sent before."""
         box, message, scheduler = (
             self._mail.setdefault((rank, peer, tag), []),
             tensor.detach().clone(),
@@ -205,7 +205,7 @@ class Room:
         )
 
     def mail(self, source: int, rank: int, tag: int) -> list[torch.Tensor]:
-        """Returns what has come from `source`."""
+        """Returns the messages that have arrived from `source`."""
         return self._mail.setdefault((source, rank, tag), [])
 
 
@@ -220,8 +220,8 @@ class Side:
         process.sides.append(self)
 
     def end(self, reason: str) -> None:
-        """This rank's connections are closed: what is pending here fails, and the others will
-        notice."""
+        """Closes this rank's connections: its pending collectives fail, and the other ranks notice
+        later."""
         if self.ended is not None:
             return
         self.ended = reason
@@ -231,35 +231,35 @@ class Side:
         world = self.room.world
         for other in self.room.sides.values():
             if other.ended is None:
-                told = f"{self.process.name} closed its connection ({reason[:60]})"
-                tell = functools.partial(self._notify, other, told)
+                reason_there = f"{self.process.name} closed its connection ({reason[:60]})"
+                tell = functools.partial(self._notify, other, reason_there)
                 world.scheduler.after(world.delay(_FASTEST_S, _LONGEST_NOTICE_S), tell)
 
     def _notify(self, other: Side, reason: str) -> None:
-        """The network brings the other rank the end of this one's connection, unless the two are
-        cut off from each other."""
+        """Notifies the other rank that this connection has closed, once the two reach each
+        other."""
         self.room.world.network.between(self.process, other.process, lambda: other.notice(reason))
 
     def notice(self, reason: str) -> None:
-        """A peer has gone."""
+        """Aborts this rank's group because a peer is gone."""
         if self.ended is None and not self.process.dead:
             self.backend.abort(reason)
 
 
 class CollectiveWork(Work):
-    """One rank's part in a meeting."""
+    """One rank's part in a collective."""
 
     def __init__(self, side: Side, meeting: Meeting, call: Collective) -> None:
         super().__init__()
         self.side, self.meeting, self.call = side, meeting, call
         self.given = [one.detach().clone() for one in call.inputs]
-        """What this rank gives is on its way from here on, whatever becomes of it."""
+        """Copies of the inputs, which reach the other ranks even if this one dies."""
         self.coming = self.done = False
         self.spins = False
-        """On a device it will never have a result, which the host does not know yet."""
+        """True if the device's kernel never completes and the host does not know yet."""
 
     def copy(self) -> Collective:
-        """To compute with, beside the rank's own memory."""
+        """Returns the collective on copies of the rank's tensors."""
         call = self.call
         outputs = (
             self.given
@@ -271,8 +271,7 @@ class CollectiveWork(Work):
         )
 
     def fail(self) -> None:
-        """It has no result: of what was only to be copied a part may have come, sums are half
-        done."""
+        """Leaves failed outputs: a part of a copy may have arrived, and sums are NaN."""
         for index, output in enumerate(self.call.outputs):
             if not _is_there(output) or output.is_sparse:
                 continue
@@ -285,13 +284,14 @@ class CollectiveWork(Work):
                 output.data.fill_(float("nan"))
 
     def comes(self) -> bool:
-        """Waits as a device's stream does: until the result is in place, or never will be."""
+        """Waits as a device's stream does, and returns whether the result arrived. A collective
+        that never completes ends the wait too."""
         self._wait(lambda: self.done or self.spins or self.side.ended is not None, None)
         return self.done
 
     def leave_garbage(self) -> None:
-        """What a collective that failed on a device leaves: NaN in its outputs, but for what this
-        rank gave."""
+        """Fills the outputs of a collective that failed on a device with NaN, except this rank's
+        inputs."""
         own = {one.untyped_storage().data_ptr() for one in self.call.inputs}
         for output in self.call.outputs:
             if (
@@ -302,10 +302,10 @@ class CollectiveWork(Work):
                 output.data.fill_(float("nan"))
 
     def _sent_for(self, index: int) -> torch.Tensor | None:
-        """Returns what another rank has given for an output; None: nothing yet, or it is this
-        rank's own."""
+        """Returns the tensor that another rank sent for an output. None: nothing has been sent yet,
+        or the output is this rank's own."""
         rank, size = self.side.rank, self.side.room.size
-        # others gave nothing
+        # only matching collectives have inputs
         works = {
             r: work
             for r, work in self.meeting.works.items()
@@ -320,7 +320,7 @@ class CollectiveWork(Work):
         return works[sender].given[which] if sender != rank and sender in works else None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the result is in place. Raises GroupEndedError."""
+        """Blocks until the result has arrived. Raises GroupEndedError."""
         self._wait(lambda: self.done or self.side.ended is not None, timeout)
         if not self.done:
             raise GroupEndedError(self.side.ended or "over")
@@ -346,15 +346,15 @@ class CollectiveWork(Work):
         return self.done or self.side.ended is not None
 
     def is_success(self) -> bool:
-        """Returns whether the result is in place."""
+        """Returns whether the result has arrived."""
         return self.done
 
     def result(self) -> list[Any]:
-        """The output tensors, as torch gave them."""
+        """Returns the output tensors in the form in which torch passed them."""
         return self.call.result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Waits, and gives a complete future of the output tensors."""
+        """Waits and returns a completed future of the output tensors."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self.result())
@@ -417,7 +417,7 @@ class _ReceiveWork(Work):
 
 
 class SimulatedGroup(PythonGroup):
-    """A torch process group over a room."""
+    """A torch process group whose ranks meet in a room."""
 
     backend_name: ClassVar[str] = "shoal_simulated"
 
@@ -450,7 +450,7 @@ _numbers = itertools.count()
 
 
 class SimulatedBackend(CommunicationBackend):
-    """Connects simulated ranks that say the name of one store."""
+    """Connects simulated ranks that use the same store."""
 
     name: ClassVar[str] = "gloo"
     averages_natively: ClassVar[bool] = True
@@ -486,15 +486,14 @@ class SimulatedBackend(CommunicationBackend):
         return SimulatedGroup(side)
 
     def noted_wait(self, what: str) -> contextlib.AbstractContextManager[object]:
-        """While open, this rank waits in `what`, as its stall watch looks for where some ranks are
-        cut off from others."""
+        """Records the wait for this rank's stall watch, if the scenario has partitions."""
         return (
             self.waits.of(what) if self._process.world.scenario.parted else contextlib.nullcontext()
         )
 
     def order(self, work: dist.Work) -> None:
-        """Implements `CommunicationBackend.order`. On devices what a lost collective leaves is
-        garbage, and nobody is told before `settle`."""
+        """Implements `CommunicationBackend.order`. On devices a lost collective leaves garbage and
+        raises nothing before `settle`."""
         if not self._process.world.scenario.devices or not isinstance(
             work, CollectiveWork | _ReceiveWork
         ):
@@ -506,7 +505,7 @@ class SimulatedBackend(CommunicationBackend):
 
     @property
     def unsettled(self) -> bool:
-        """See `CommunicationBackend`."""
+        """True while ordered collectives have not been settled."""
         return bool(self._unsettled)
 
     def settle(self) -> None:
@@ -526,11 +525,11 @@ class SimulatedBackend(CommunicationBackend):
         self._process_group = None
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises what it means
+        return False  # the group raises its own errors
 
 
 def _is_there(tensor: torch.Tensor) -> bool:
-    """Its memory has not been given back."""
+    """Returns whether the tensor's memory is still allocated."""
     if tensor.is_sparse:
         return True
     return (

@@ -1,5 +1,5 @@
-"""A scenario: what is trained, by how many ranks, and everything that goes wrong. As text it can be
-read, sent, kept and run again.
+"""Scenarios: the strategy, the loop, the number of ranks, and all faults. Their text form can be
+read, shared, stored and run again.
 
     zero3, loop clip, 3 ranks, schedule 17
     b dies at point 31
@@ -7,11 +7,11 @@ read, sent, kept and run again.
     collective 23 of generation 1: c dies, a got it
     collective -1 of step 4: connections break, a b got it
 
-Members are a, b, c, ... in the order in which they start; those that come later, and replacements,
-go on in that order. A *point* of a member is a place where its script waits, or passes a failpoint;
-they are counted from 1. Collectives are counted over all groups of one generation, in the order in
-which they begin; or over those of one step of the first generation, -1 being its last. `schedule`
-is the seed of every choice that nothing else says: who runs next, and how long messages take.
+Members are named a, b, c, ... in the order in which they start, joiners and replacements included.
+A *point* of a member is a place where its script waits or passes a failpoint, counted from 1.
+Collectives are counted over all groups of one generation in the order in which they begin, or
+within one step of the first generation, where -1 is the last. `schedule` seeds every other choice:
+which thread runs next and how long messages take.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from typing import ClassVar, TypeAlias
 
 @dataclass(frozen=True, kw_only=True)
 class Dies:
-    """A process is killed."""
+    """Kills a process."""
 
     who: str
     point: int
@@ -36,7 +36,7 @@ class Dies:
 
 @dataclass(frozen=True, kw_only=True)
 class Stops:
-    """A process stands still (SIGSTOP): all its threads. For good, if `seconds` is more than its
+    """Stops all threads of a process (SIGSTOP). The stop is final if `seconds` exceeds its
     lease."""
 
     who: str
@@ -52,7 +52,7 @@ class Stops:
 
 @dataclass(frozen=True, kw_only=True)
 class Drains:
-    """A process gets SIGTERM."""
+    """Sends SIGTERM to a process."""
 
     who: str
     point: int
@@ -64,7 +64,7 @@ class Drains:
 
 @dataclass(frozen=True, kw_only=True)
 class Joins:
-    """One more process starts."""
+    """Starts one more process."""
 
     who: str
     point: int
@@ -76,7 +76,7 @@ class Joins:
 
 @dataclass(frozen=True, kw_only=True)
 class JobStops:
-    """Someone asks that the job stops."""
+    """Requests that the job stop."""
 
     who: str
     point: int
@@ -88,7 +88,7 @@ class JobStops:
 
 @dataclass(frozen=True, kw_only=True)
 class CoordinatorAway:
-    """The coordinator ends, and is started again later."""
+    """Stops the coordinator and restarts it later."""
 
     who: str
     point: int
@@ -103,8 +103,8 @@ class CoordinatorAway:
 
 @dataclass(frozen=True, kw_only=True)
 class Parted:
-    """Nothing passes between one process and some others for a while. The coordinator and the store
-    reach all of them."""
+    """Cuts one process off from some others for a while. All of them still reach the coordinator
+    and the store."""
 
     who: str
     point: int
@@ -125,7 +125,7 @@ class Parted:
 
 @dataclass(frozen=True, kw_only=True)
 class SlowWrites:
-    """What a process writes to the disk takes so long."""
+    """Makes a process's writes to disk slow."""
 
     who: str
     seconds: int
@@ -138,17 +138,18 @@ class SlowWrites:
 
 @dataclass(frozen=True, kw_only=True)
 class Torn:
-    """A collective ends with the group: some ranks got its result, others did not."""
+    """Ends the group during a collective: some ranks got its result, others did not."""
 
     generation: int = 1
     step: int | None = None
-    """None: of the generation; else `collective` is counted within this step of the run without
-    faults, -1 being its last."""
+    """Step of the run without faults within which `collective` counts, -1 being its last. None:
+    `collective` counts within the generation."""
     collective: int
     dies: str | None
-    """None: nobody does, connections break."""
+    """Name of the process that dies. None: the connections break without a death."""
     entered: bool = True
-    """Who dies had given its part; else nobody can have the result."""
+    """True if the process that dies had entered the collective; otherwise no rank can have the
+    result."""
     got: tuple[str, ...] = ()
     pattern: ClassVar[str] = (
         r"collective (?P<collective>-?\d+) of (generation (?P<generation>\d+)|step (?P<step>\d+)): "
@@ -183,11 +184,11 @@ _KINDS: tuple[type[Fault], ...] = (
 )
 
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "hybrid", "local_sgd")
-"""Strategies that numbered schedules draw from. A number means another schedule when this list
-changes."""
+"""Strategies from which numbered schedules draw. A change of this list changes the schedule that
+belongs to a seed."""
 ALL_STRATEGIES = (*STRATEGIES, "pipeline")
 DIVIDED = ("hybrid", "pipeline")
-"""Several ranks hold a replica of the model between them, where their number is even."""
+"""Strategies in which several ranks share a replica if the number of ranks is even."""
 LOOPS = (
     "flat",
     "micro-batches",
@@ -204,23 +205,24 @@ LOOPS = (
 SAVING = ("save", "operations")
 """Loops that save checkpoints."""
 ALL_LOOPS = (*LOOPS, "operations")
-"""With a loop that only partitions are tried on: one of each operation between steps."""
+"""All loops, including `operations`, which is used with partitions only and performs each operation
+between steps."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """One run."""
+    """The description of one run."""
 
     strategy: str = "ddp"
     loop: str = "flat"
     ranks: int = 3
     replaced: bool = False
-    """The launcher starts another process for one that dies."""
+    """True if the launcher replaces processes that die."""
     devices: bool = False
-    """Within a step what ranks compute waits for collectives, and the ranks themselves do not, as
-    where tensors lie on devices."""
+    """True if, as on GPUs, only computations wait for collectives within a step and hosts do
+    not."""
     steps: int = 5
-    """Of an epoch; there are two."""
+    """Steps per epoch. A run has two epochs."""
     schedule: int = 0
     faults: tuple[Fault, ...] = ()
 
@@ -233,16 +235,16 @@ class Scenario:
 
     @property
     def parted(self) -> bool:
-        """Some processes cannot reach others for a while."""
+        """True if the scenario has partitions."""
         return any(isinstance(fault, Parted) for fault in self.faults)
 
     def without_faults(self) -> Scenario:
-        """The run that it must end like."""
+        """Returns the scenario whose result this one must reproduce."""
         return dataclasses.replace(self, faults=(), replaced=False, devices=False, schedule=0)
 
 
 def parse(text: str) -> Scenario:
-    """Reads what `str` of a scenario gives. Lines that begin with # are comments. Raises
+    """Parses the text form of a scenario. Lines that begin with # are comments. Raises
     ValueError."""
     head, *rest = [
         line.strip()

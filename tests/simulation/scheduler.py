@@ -1,13 +1,12 @@
-"""Virtual time, and the one thread that runs: threads of simulated processes take turns, and a
-seeded choice says whose turn it is.
+"""Virtual time and turns: one thread of the simulated processes runs at a time, and a seed decides
+which is next.
 
-A thread runs until it waits, and says on what: a condition that others make true, or a time. Then
-one of those that can go on is chosen by the seed. When nobody can go on, time jumps to the next
-timer, or to when somebody's patience ends. So a run depends on its seed alone, costs no waiting,
-and a wait that nothing will end is known at once.
+A thread runs until it waits for a condition or a time. The seed then chooses one of the threads
+that can continue. If none can, time advances to the next timer or deadline. So a run depends on its
+seed alone, takes no real waiting, and detects at once a wait that nothing will end.
 
-Threads: an `Actor` runs only while it has the turn, so nothing here, nor in what is simulated,
-needs a lock. Timers' callbacks run on the thread that is about to wait, and must not wait
+Threads: an `Actor` runs only while it has the turn, so neither this module nor the simulated code
+needs locks. Callbacks of timers run on the thread that is about to wait, and must not wait
 themselves.
 """
 
@@ -23,25 +22,25 @@ from typing import Any, Final, Protocol
 _current = threading.local()
 
 LONGEST_REAL_S: Final = 60.0
-"""Time for which one turn may take before the run is given up: a thread that waits by other means
-than the scheduler's."""
+"""Longest real time of one turn in seconds. A longer turn means that a thread waits without the
+scheduler, and the run is given up."""
 
 
 class Killed(BaseException):
-    """Raised in the threads of a process that has died: they have nothing more to say."""
+    """Raised in the threads of a dead process to end them."""
 
 
 class Host(Protocol):
-    """A simulated process, to its threads."""
+    """The part of a simulated process that its threads use."""
 
     name: str
     dead: bool
-    """Its threads end where they wait next."""
+    """True once the process is dead. Its threads end at their next wait."""
     still_until: float
-    """Until then none of its threads runs."""
+    """Virtual time until which none of its threads runs."""
 
     def comes_to(self, what: str) -> None:
-        """Its main thread is about to wait, or passes a failpoint."""
+        """Called by the main thread before it waits or at a failpoint."""
         ...
 
 
@@ -58,7 +57,7 @@ class Actor:
         self.done = False
 
     def can_go_on(self, now: float) -> bool:
-        """It waits for nothing any more."""
+        """Returns whether the thread can continue at time `now`."""
         if self.host.dead:
             return True
         return now >= self.host.still_until and (
@@ -67,22 +66,22 @@ class Actor:
 
     @property
     def due(self) -> float | None:
-        """When it goes on at the latest."""
+        """Latest virtual time at which the thread continues; None: no deadline."""
         return None if self.deadline is None else max(self.deadline, self.host.still_until)
 
 
 class Scheduler:
-    """Owns the clock, the timers and the turn."""
+    """Owns the clock, the timers and the turn of threads."""
 
     def __init__(self, seed: int, *, most_turns: int = 200_000) -> None:
         self.random = random.Random(seed)
         self.now = 0.0
-        """Virtual seconds."""
+        """Virtual time in seconds."""
         self.turns = 0
         self.over: str | None = None
-        """Reason why the run has ended; None: it goes on."""
+        """Reason why the run has ended; None while it continues."""
         self.stuck: list[str] = []
-        """What everybody waited for then."""
+        """Waits of all threads when the run ended."""
         self._most_turns = most_turns
         self._timers: list[tuple[float, int, Callable[[], None]]] = []
         self._numbers = itertools.count()
@@ -94,8 +93,8 @@ class Scheduler:
     # ----------------------------------------------------------------------------------- for actors
 
     def wait(self, ready: Callable[[], bool], timeout: float | None, what: str) -> bool:
-        """Until `ready()`; False: `timeout` virtual seconds have passed. Others have their turns
-        meanwhile."""
+        """Blocks until `ready()` while others take turns. Returns False after `timeout` virtual
+        seconds."""
         actor = current_actor()
         assert actor is not None
         self._check(actor)
@@ -111,11 +110,12 @@ class Scheduler:
         return ready()
 
     def sleep(self, seconds: float) -> None:
-        """Lets virtual time pass."""
+        """Blocks for `seconds` of virtual time."""
         self.wait(_never, seconds, f"for {seconds:g} s")
 
     def pause(self, seconds: float) -> None:
-        """Lets virtual time pass where a script computes: that is no point of it."""
+        """Blocks for `seconds` of virtual time as if the script computed: this is no point of the
+        process."""
         actor = current_actor()
         assert actor is not None
         main, actor.main = actor.main, False
@@ -125,11 +125,11 @@ class Scheduler:
             actor.main = main
 
     def after(self, seconds: float, callback: Callable[[], None]) -> None:
-        """Calls `callback` then, on any thread."""
+        """Calls `callback` after `seconds` of virtual time, on any thread."""
         heapq.heappush(self._timers, (self.now + seconds, next(self._numbers), callback))
 
     def spawn(self, host: Host, name: str, run: Callable[[], Any], *, main: bool = False) -> Actor:
-        """Starts a thread of `host`; it has its first turn later."""
+        """Starts a thread of `host`. It gets its first turn later."""
         actor = Actor(self, host, name, main=main)
         self._waiting.append(actor)
         threading.Thread(
@@ -140,8 +140,8 @@ class Scheduler:
     # ------------------------------------------------------------------------------ for who runs it
 
     def run(self) -> None:
-        """Runs until `finish`, or until nothing can happen any more. Then all threads are
-        unwound."""
+        """Runs until `finish` is called or nothing more can happen, and then unwinds all
+        threads."""
         self._choose(None)
         if not self._end.acquire(timeout=20 * LONGEST_REAL_S):
             raise RuntimeError(
@@ -189,7 +189,8 @@ class Scheduler:
             actor.gate.acquire()
 
     def _choose(self, leaving: Actor | None) -> bool:
-        """Gives the turn to who can go on. False: to `leaving` itself, which goes on."""
+        """Gives the turn to a thread that can continue. Returns False if `leaving` itself
+        continues."""
         if self._unwinding:
             self._end.release()
             return True
@@ -217,22 +218,22 @@ class Scheduler:
             try:
                 callback()
             except Exception as error:
-                # else the thread that happens to wait ends, and nobody has the turn
+                # otherwise the waiting thread would end and no thread would have the turn
                 self.finish(f"{type(error).__name__} in a timer: {error}")
         elif due is not None:
             self.now = due
         else:
-            self.finish("nobody can go on")
+            self.finish("no thread can continue")
 
 
 def current_actor() -> Actor | None:
-    """The calling thread, if it is one of a simulated process."""
+    """Returns the calling thread's actor; None outside simulated processes."""
     actor: Actor | None = getattr(_current, "actor", None)
     return actor
 
 
 def own_scheduler() -> Scheduler:
-    """That of the calling thread, which is one of a simulated process."""
+    """Returns the scheduler of the calling thread, which must belong to a simulated process."""
     actor = current_actor()
     assert actor is not None, "this is no thread of a simulated process"
     return actor.scheduler

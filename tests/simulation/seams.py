@@ -1,18 +1,18 @@
-"""Where simulated parts take the place of real ones in the product's modules. Everything else is
-the product's own code.
+"""Replaces parts of the product's modules by simulated ones. Everything else is the product's own
+code.
 
-time.monotonic, time.sleep      virtual, in threads of simulated processes; real in all others
-ProgressMeter                   has the virtual clock
-backoff: _CHANCE                the scheduler's: a schedule is the same each time
-link, writer: threading         their threads and conditions take turns (threads.py)
-writer: ThreadPoolExecutor      reads files at once
-membership: RedisStore          the stores over which ranks meet (transfers.py)
-membership: backend_class       process groups of simulated ranks (rooms.py)
-membership, stall_watch: unreachable    whom the simulated network cuts off
-membership: StallWatch          begun only where some are cut off; its thread takes turns
-transfer: take_state            state that travels (transfers.py)
-loader: _sample_record          a file for each process
-failpoints                      are points of the scenario
+    time.monotonic, time.sleep      virtual in threads of simulated processes, real in all others
+    ProgressMeter                   uses the virtual clock
+    backoff: _CHANCE                uses the scheduler's random numbers, so schedules are repeatable
+    link, writer: threading         threads and conditions take turns (threads.py)
+    writer: ThreadPoolExecutor      reads files at once
+    membership: RedisStore          simulated stores for the rendezvous of ranks (transfers.py)
+    membership: backend_class       simulated process groups (rooms.py)
+    membership, stall_watch: unreachable    reports the peers that the simulated network cuts off
+    membership: StallWatch          runs only with partitions; its thread takes turns
+    transfer: take_state            simulated transfer of state (transfers.py)
+    loader: _sample_record          one file per process
+    failpoints                      are points of the scenario
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ from tests.simulation.transfers import SimulatedStore, take_state
 
 _real_monotonic, _real_sleep = time.monotonic, time.sleep
 _EPOCH_S = 1000.0
-"""What a virtual clock shows at the beginning: times of zero are taken for none."""
+"""Initial time of the virtual clock, since the product takes a time of 0 for none."""
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """While open, threads of simulated processes find simulated parts."""
+    """Installs the simulated parts for threads of simulated processes."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(worlds.installed())
         for module, name, value in (
@@ -94,7 +94,7 @@ def _sleep(seconds: float) -> None:
 
 
 class _Random:
-    """The scheduler's random numbers, in threads of simulated processes."""
+    """Random numbers: the scheduler's in threads of simulated processes, real ones elsewhere."""
 
     @staticmethod
     def uniform(low: float, high: float) -> float:
@@ -108,7 +108,8 @@ class _Random:
 
 
 class _NoWatch:
-    """Its thread would be a real one, beside those that take turns."""
+    """A stall watch that does nothing: no process is cut off, and a real thread would not take
+    turns."""
 
     busy_link = None
 
@@ -116,19 +117,19 @@ class _NoWatch:
         pass
 
     def start(self) -> None:
-        """Nothing is watched."""
+        """Does nothing."""
 
     def close(self) -> None:
-        """Nothing to end."""
+        """Does nothing."""
 
 
 def _watch(*arguments: Any) -> Any:
-    """Returns what watches a member: it has nothing to do where all reach each other."""
+    """Returns a member's stall watch, which does nothing unless the scenario has partitions."""
     return StallWatch(*arguments) if own_process().world.scenario.parted else _NoWatch()
 
 
 def _unreachable(peers: Mapping[int, str], **_: object) -> list[int]:
-    """In the place of `stall_watch.unreachable`."""
+    """Replaces `stall_watch.unreachable`: asks the simulated network."""
     process = own_process()
     donors = process.world.donors
     return sorted(
@@ -139,12 +140,12 @@ def _unreachable(peers: Mapping[int, str], **_: object) -> list[int]:
 
 
 _NO_POINTS = {"reduction.under_way"}
-"""Failpoints between two of a rank's waits at which nothing else happens than at the next wait;
-recorded scenarios count without them."""
+"""Failpoints that are not counted as points. Between the surrounding waits nothing else can happen,
+and recorded scenarios were numbered without them."""
 
 
 class _Failpoints:
-    """All failpoints are wanted, but for some: at each, the scenario says what happens."""
+    """Enables all failpoints except `_NO_POINTS`. Each is a point of its process."""
 
     def get(self, passed: tuple[str, int]) -> None:
         actor = current_actor()
@@ -153,7 +154,7 @@ class _Failpoints:
 
 
 class _WritingThread(SimulatedThread):
-    """Writes as fast as the scenario says."""
+    """A checkpoint writer's thread that is as slow as the scenario says."""
 
     def __init__(self, *, target: Any, args: Any, name: str) -> None:
         def write(*arguments: Any) -> None:

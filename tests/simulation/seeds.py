@@ -1,4 +1,4 @@
-"""Scenarios by number: what is trained and what goes wrong follow from the seed alone."""
+"""Numbered scenarios: the seed alone determines the training script and the faults."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ON_DEVICES = 0.25
 def scenario_of(
     seed: int, *, strategies: Sequence[str] = STRATEGIES, loops: Sequence[str] = LOOPS
 ) -> Scenario:
-    """The scenario of that number."""
+    """Returns the scenario that belongs to `seed`."""
     chance = random.Random(seed)
     plain = Scenario(
         strategy=chance.choice(strategies),
@@ -51,7 +51,7 @@ def scenario_of(
     members = [process.name for process in undisturbed.processes]
     later = "abcdefghij"[plain.ranks : plain.ranks + 2]
     points = undisturbed.processes[0].points
-    alone = plain.loop == "plain"  # nobody can join where no loader says how far the others are
+    alone = plain.loop == "plain"  # joiners need a loader, which knows the position of the others
     replaced = chance.random() < 0.3 and not alone
     faults: list[Fault] = []
     for _ in range(chance.choice((1, 1, 2, 2, 3, 4))):
@@ -66,7 +66,7 @@ def scenario_of(
                 )
             case "dies":
                 faults.append(Dies(who=who, point=point))
-            case "two die":  # of whom one may hold the mirror of the other's shard
+            case "two die":  # one of them may have the mirror of the other's shard
                 first = chance.randrange(len(members))
                 faults.append(Dies(who=members[first], point=point))
                 faults.append(
@@ -89,7 +89,7 @@ def scenario_of(
                 )
             case "slow writes":
                 faults.append(SlowWrites(who=who, seconds=chance.choice((1, 30))))
-    devices = chance.random() < _ON_DEVICES  # last: all else is what it is without
+    devices = chance.random() < _ON_DEVICES  # drawn last, so that it changes nothing else
     return dataclasses.replace(
         plain, replaced=replaced, devices=devices, schedule=seed, faults=tuple(faults)
     )

@@ -1,4 +1,4 @@
-"""Makes a failing scenario as small as it can be and still fail in the same way."""
+"""Shrinks a failing scenario to the smallest one found that fails in the same way."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ from tests.simulation.scenario import ALL_LOOPS, Scenario, Torn
 def shrink(
     scenario: Scenario, fails: Callable[[Scenario], bool], *, most_runs: int = 150
 ) -> Scenario:
-    """The smallest scenario found for which `fails` says yes, as it does for `scenario`."""
+    """Returns the smallest scenario found for which `fails` is true, as it is for `scenario`.
+
+    most_runs: maximum number of calls of `fails`.
+    """
     runs = 0
     found = True
     while found and runs < most_runs:
@@ -27,7 +30,7 @@ def shrink(
 
 
 def _smaller(scenario: Scenario) -> Iterator[Scenario]:
-    """Returns what is simpler by one thing, the most telling first."""
+    """Yields scenarios that are simpler in one respect, the most informative first."""
     replace = dataclasses.replace
     faults = scenario.faults
     for index in range(len(faults)):

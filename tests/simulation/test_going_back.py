@@ -1,5 +1,5 @@
-"""Ranks go back to a checkpoint while others wait to come in, come, or are left over. What the
-oracle excuses in general, these do not."""
+"""Ranks return to a checkpoint while others are on standby, join, or are left over. These tests do
+not grant the oracle's general excuses."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from tests.simulation.processes import Process
 from tests.simulation.scenario import parse
 
 ALL = EPOCHS * 5
-"""Steps of a run."""
+"""Number of steps of a run."""
 
 
 def run(*lines: str) -> dict[str, Process]:
-    """The processes by name, after a run in which nothing was wrong."""
+    """Runs a scenario without violations and returns the processes by name."""
     verdict = oracle.run(parse("\n".join(lines)))
     assert verdict.ok, f"\n{verdict.scenario}\n\n{verdict}"
     assert not verdict.world.timeouts
@@ -23,8 +23,8 @@ def run(*lines: str) -> dict[str, Process]:
 
 
 def committed(process: Process) -> list[int]:
-    """The steps that its script was told of, in their order, but for one whose call returned with
-    a checkpoint's state."""
+    """Returns the committed steps in the order in which the script received them, except calls that
+    returned with a checkpoint's state."""
     return [
         step
         for at, (step, status) in enumerate(process.diary.statuses)
@@ -76,8 +76,8 @@ def test_a_replacement_that_comes_while_a_rank_goes_back_goes_on_from_its_checkp
 
 
 def test_a_spare_goes_back_with_the_rank_that_holds_the_rest_of_its_replica() -> None:
-    """c is left over when d dies; with a the only other copy of a part of the model goes, and c
-    takes its place."""
+    """c is left over once d has died. When a dies, the only other copy of a part is gone, and c
+    takes a's place."""
     processes = run(
         "hybrid, loop save, 4 ranks, schedule 1", "d dies at point 70", "a dies at point 136"
     )

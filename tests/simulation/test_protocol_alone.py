@@ -1,4 +1,5 @@
-"""examples/how_a_step_survives.py, the commit protocol alone, answers as the product does."""
+"""examples/how_a_step_survives.py, the commit protocol alone, gives the same answers as the
+product."""
 
 from __future__ import annotations
 
@@ -17,13 +18,13 @@ ALONE: dict[str, Any] = runpy.run_path(
     str(Path(__file__).parents[2] / "examples" / "how_a_step_survives.py")
 )
 STEP, STEPS = 3, 6
-"""The step that is torn, and those of the run."""
+"""The torn step, and the number of steps of the run."""
 PHASES = ("reduce", "commit")
 """The collectives of a step of ddp."""
 
 
 def torn_steps() -> list[Scenario]:
-    """Every way to tear the step's collectives among three ranks."""
+    """Returns every way to tear the step's collectives among three ranks."""
     firsts = oracle.reference(Scenario(strategy="ddp", loop="flat", steps=3, ranks=3))
     begin, end = firsts.first_collectives[STEP - 1], firsts.first_collectives[STEP]
     assert end - begin == len(PHASES)
@@ -31,7 +32,7 @@ def torn_steps() -> list[Scenario]:
 
 
 def answers_alone(torn: Torn, phase: str) -> dict[str, list[tuple[int, str]]]:
-    """Each worker's answers in the example, under the same fault."""
+    """Returns each worker's answers in the example under the same fault."""
     fault = ALONE["Fault"](STEP, phase, torn.dies, torn.entered, torn.got)
     workers = ALONE["train"]("abc", STEPS, [fault])
     weights = {worker.state for name, worker in workers.items() if name != torn.dies}

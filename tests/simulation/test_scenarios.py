@@ -1,4 +1,4 @@
-"""Schedules that once went wrong, one file each: its name is the sentence that must be true."""
+"""Schedules that failed once, one file each. The file's name is the sentence that must be true."""
 
 from __future__ import annotations
 

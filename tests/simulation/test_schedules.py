@@ -1,5 +1,5 @@
-"""A fixed slice of the schedules that `make chaos` runs: numbered ones, and tears of a step of each
-strategy."""
+"""A fixed sample of the schedules that `make chaos` runs: numbered ones, and tears of each
+strategy's steps."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_numbered_schedules_end_as_the_run_without_faults(first: int) -> None:
 
 _TORN = [*((s, LOOPS[3 * i % len(LOOPS)]) for i, s in enumerate(STRATEGIES)), ("pipeline", "save")]
 _LONG = {"hybrid", "zero3", "hsdp", "zero2"}
-"""Strategies whose tears take long, and whose engines others in make test have as well."""
+"""Strategies whose tears take long. Faster strategies in make test use the same engines."""
 
 
 @pytest.mark.parametrize(
@@ -70,7 +70,7 @@ def test_a_step_may_be_torn_anywhere(strategy: str, loop: str) -> None:
     ],
 )
 def test_a_step_on_devices_may_be_torn_anywhere(strategy: str, loop: str, every: int) -> None:
-    """Where a collective is lost the device goes on with garbage, and the host is not told."""
+    """After a lost collective the device continues with garbage, and the host receives no error."""
     for scenario in itertools.islice(tears(strategy, loop), 3, None, every):
         _check(dataclasses.replace(scenario, devices=True))
 
@@ -93,8 +93,8 @@ def test_a_step_on_devices_may_be_torn_anywhere(strategy: str, loop: str, every:
     ],
 )
 def test_ranks_may_be_cut_off_from_others_anywhere(strategy: str, loop: str) -> None:
-    """In a step, at an epoch's end and in each operation; who returns to peers that have gone on is
-    replaced."""
+    """Partitions begin in a step, at an epoch's end and in each operation. A rank that returns
+    after its peers have continued is replaced."""
     for scenario in itertools.islice(partitions(strategy, loop, every=1), 3, None, 47):
         _check(scenario)
 

@@ -1,5 +1,5 @@
-"""The simulator itself: it repeats itself, says what it runs as text, finds what is wrong, and
-makes it small."""
+"""The simulator repeats a schedule exactly, reads its own text, detects errors and shrinks
+scenarios."""
 
 from __future__ import annotations
 
@@ -157,7 +157,8 @@ def test_nobody_joins_a_run_that_has_just_ended() -> None:
 def _raises(
     monkeypatch: pytest.MonkeyPatch, scenario: Scenario, who: Any, error: BaseException
 ) -> frozenset[str]:
-    """Returns what is found where processes of which `who` says yes end a step in this way."""
+    """Returns the kinds of violations found if the processes selected by `who` raise `error` at the
+    end of a step."""
     step = Training._step
 
     def raising(training: Training) -> None:
@@ -254,7 +255,7 @@ def test_a_wait_of_a_whole_timeout_beside_a_short_stop_is_found(
 
 
 def _violates(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Something else goes wrong as a process starts."""
+    """Records an unrelated violation when process a starts."""
     start = Process.start
 
     def violating(process: Process, script: Any) -> None:
@@ -332,8 +333,8 @@ def test_a_stopped_job_that_saves_nothing_is_found(monkeypatch: pytest.MonkeyPat
 def test_ranks_that_do_not_ask_what_became_of_their_collectives_are_found_out(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The fault is in a gathering before the commit all-reduce, and their hosts hear of it behind
-    that."""
+    """The fault occurs in a gather before the commit all-reduce, and hosts learn of it
+    afterwards."""
     scenario = parse(
         "zero3, loop flat, 3 ranks, 3 steps, on devices, schedule 0\ncollective 34 of generation "
         "1: connections break, c got it"

@@ -1,5 +1,5 @@
-"""Joiners whose script has a loop of its own before the one that its peers are in. The simulator's
-other loops have one loader."""
+"""Joiners whose script has another loop before the one that their peers have reached. The
+simulator's standard loops have one loader."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.simulation.scenario import parse
 
 @pytest.fixture(autouse=True)
 def loop_before_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Scripts take two steps with a first loader, and then those of the scenario. So do the runs
+    """Makes scripts take two steps with a first loader before the scenario's steps, also in runs
     without faults."""
     oracle.reference.cache_clear()
     train = loops.Training._run_dealt
@@ -36,7 +36,7 @@ def loop_before_the_loop(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def run(*lines: str) -> dict[str, Process]:
-    """The processes by name, after a run in which nothing was wrong."""
+    """Runs a scenario without violations and returns the processes by name."""
     verdict = oracle.run(parse("\n".join(lines)))
     assert verdict.ok, f"\n{verdict.scenario}\n\n{verdict}"
     return {process.name: process for process in verdict.world.processes}

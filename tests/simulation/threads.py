@@ -1,5 +1,4 @@
-"""What stands in the place of `threading` and of executors in modules whose threads are simulated
-ones."""
+"""Replacements of `threading` and of executors in modules whose threads are simulated."""
 
 from __future__ import annotations
 
@@ -11,8 +10,8 @@ from tests.simulation.scheduler import Actor, current_actor, own_scheduler
 
 
 class SimulatedCondition:
-    """Needs no lock, since only one thread runs. Notifying is not needed either: who waits is
-    looked after at every turn."""
+    """A condition variable without a lock, since only one thread runs at a time. The scheduler
+    checks all waits at every turn, so notifying wakes nobody."""
 
     def __init__(self) -> None:
         self._notified = 0
@@ -24,23 +23,21 @@ class SimulatedCondition:
         pass
 
     def notify_all(self) -> None:
-        """All that wait may go on."""
+        """Lets all waiting threads continue."""
         self._notified += 1
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until somebody notifies."""
+        """Blocks until `notify_all` is called. Returns False after `timeout`."""
         before = self._notified
-        return own_scheduler().wait(
-            lambda: self._notified != before, timeout, "to be told of something"
-        )
+        return own_scheduler().wait(lambda: self._notified != before, timeout, "for a notification")
 
     def wait_for(self, predicate: Callable[[], bool], timeout: float | None = None) -> bool:
-        """Until `predicate()`."""
-        return own_scheduler().wait(predicate, timeout, "for something to become so")
+        """Blocks until `predicate()` is true. Returns False after `timeout`."""
+        return own_scheduler().wait(predicate, timeout, "for a condition")
 
 
 class SimulatedThread:
-    """A further thread of the simulated process that starts it."""
+    """An additional thread of the simulated process that starts it."""
 
     def __init__(
         self,
@@ -55,7 +52,7 @@ class SimulatedThread:
         self._actor: Actor | None = None
 
     def start(self) -> None:
-        """It has its first turn later."""
+        """Starts the thread. It gets its first turn later."""
         starter = current_actor()
         assert starter is not None
         self._actor = starter.scheduler.spawn(
@@ -63,43 +60,42 @@ class SimulatedThread:
         )
 
     def is_alive(self) -> bool:
-        """It has not ended."""
+        """Returns whether the thread was started and has not ended."""
         return self._actor is not None and not self._actor.done
 
     def join(self, timeout: float | None = None) -> None:
-        """Until it has ended."""
+        """Blocks until the thread has ended."""
         own_scheduler().wait(lambda: not self.is_alive(), timeout, f"for {self.name} to end")
 
 
 class SimulatedEvent:
-    """Set once."""
+    """An event that is never cleared."""
 
     def __init__(self) -> None:
         self._set = False
 
     def set(self) -> None:
-        """All that wait may go on."""
+        """Lets all waiting threads continue."""
         self._set = True
 
     def is_set(self) -> bool:
-        """It was set."""
+        """Returns whether the event is set."""
         return self._set
 
     def wait(self, timeout: float | None = None) -> bool:
-        """Until it is set."""
+        """Blocks until the event is set. Returns False after `timeout`."""
         return own_scheduler().wait(self.is_set, timeout, "for an event")
 
 
 class SimulatedThreading:
-    """Of the module `threading`, what the link, the stall watch and the writer of checkpoints
-    use."""
+    """The part of `threading` that the link, the stall watch and the checkpoint writer use."""
 
     Condition = SimulatedCondition
     Event = SimulatedEvent
     Thread = SimulatedThread
 
     class Lock:
-        """Never contended."""
+        """A lock without effect, since it is never contended."""
 
         def __enter__(self) -> None:
             pass
@@ -109,13 +105,13 @@ class SimulatedThreading:
 
 
 class InlineExecutor:
-    """Does at once what it is given."""
+    """An executor that runs submitted work at once."""
 
     def __init__(self, *_: object, **__: object) -> None:
         pass
 
     def submit(self, work: Callable[[], Any]) -> Future[Any]:
-        """Returns what is done already."""
+        """Runs `work` and returns its completed future."""
         future: Future[Any] = Future()
         try:
             future.set_result(work())
@@ -124,4 +120,4 @@ class InlineExecutor:
         return future
 
     def shutdown(self, *, wait: bool = True) -> None:
-        """Nothing is left to do."""
+        """Does nothing: all work is done."""

@@ -1,9 +1,8 @@
-"""State that travels between simulated ranks, and the store over which they meet: the parts of real
-sockets and of Redis.
+"""Simulated transfer of state between ranks, and the store through which they rendezvous. They
+replace sockets and Redis.
 
-A transfer takes virtual time, ends when either side does, and what arrives went through the same
-serialization as over a socket. Donors that offer different states under one name are found out
-here: they must not differ.
+A transfer takes virtual time, fails when either side ends, and serializes the state as a real one
+does. Donors that offer different states under one name are a violation.
 """
 
 from __future__ import annotations
@@ -29,18 +28,18 @@ _BLOCK_TIMEOUT_S = 30.0
 
 
 class Connection:
-    """One receiver's connections to its donors."""
+    """The connections of one receiver to its donors."""
 
     def __init__(self) -> None:
         self.shut = False
 
     def shutdown(self, _: int) -> None:
-        """Whoever reads from it, or waits to, fails."""
+        """Shuts the connections down, so that reads and waits fail."""
         self.shut = True
 
 
 class SimulatedDonor:
-    """In the place of `StateDonor`."""
+    """Replaces `StateDonor`."""
 
     def __init__(self, process: Process) -> None:
         self._process = process
@@ -54,12 +53,12 @@ class SimulatedDonor:
 
     @property
     def name(self) -> str:
-        """That of its process."""
+        """Name of the donor's process."""
         return self._process.name
 
     @property
     def gone(self) -> bool:
-        """It serves nobody any more."""
+        """True if the donor's process has died or ended."""
         return self._process.dead or self._process.ended
 
     def expect(self, nonce: str) -> None:
@@ -68,7 +67,7 @@ class SimulatedDonor:
 
     @contextlib.contextmanager
     def offering(self, state: object, nonce: str) -> Iterator[None]:
-        """See `StateDonor`."""
+        """Implements `StateDonor.offering`."""
         self._offers[nonce] = flatten(state)
         try:
             yield
@@ -79,15 +78,15 @@ class SimulatedDonor:
             self._serving.clear()
 
     def refuses(self, nonce: str) -> bool:
-        """It waits for those of another generation."""
+        """Returns whether the donor expects the receivers of another generation."""
         return nonce not in self._offers and self._expected not in (None, nonce)
 
     def offers(self, nonce: str) -> Any:
-        """Returns what it offers; None: nothing yet."""
+        """Returns the offered state; None before it is offered."""
         return self._offers.get(nonce)
 
     def serve(self, connection: Connection) -> None:
-        """`connection` ends with the offer."""
+        """Registers a connection, which ends with the offer."""
         self._serving.append(connection)
 
     def close(self) -> None:
@@ -102,7 +101,7 @@ def take_state(
     keys: Sequence[str] = (),
     guard: Callable[[Any], None] = lambda connection: None,
 ) -> tuple[Any, int]:
-    """In the place of `transfer.take_state`."""
+    """Replaces `transfer.take_state`."""
     failpoint("transfer.before_taking")
     taker, scheduler = own_process(), own_scheduler()
     world = taker.world
@@ -151,7 +150,7 @@ def take_state(
 
 
 class SimulatedStore(Store):
-    """In the place of `RedisStore`, as far as ranks that connect need it."""
+    """Replaces `RedisStore`, as far as connecting ranks use it."""
 
     def __init__(self, _: str, prefix: str, *, timeout: timedelta) -> None:
         super().__init__()
@@ -188,5 +187,5 @@ class SimulatedStore(Store):
 
 
 def tensors_of(state: Any) -> dict[str, torch.Tensor]:
-    """The tensors in a state, by their paths."""
+    """Returns the tensors of a state by their paths."""
     return dict(flatten(state)[1])

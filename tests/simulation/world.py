@@ -1,5 +1,4 @@
-"""One run: the scheduler, the coordinator, the processes and what lies between them; and what was
-seen to be wrong on the way."""
+"""One run: its scheduler, coordinator, processes and network, and the violations seen during it."""
 
 from __future__ import annotations
 
@@ -26,14 +25,14 @@ from tests.simulation.scheduler import Killed, Scheduler, current_actor
 from tests.simulation.transfers import SimulatedDonor
 
 PATIENCE_S = 200.0
-"""Virtual seconds without a step, or an end, after which a run hangs."""
+"""Virtual seconds without a step or the end of a process after which a run counts as hanging."""
 _LOOK_S = 10.0
 _REPLACED_AFTER_S = 0.3
-_TOLD_AGAIN_AFTER_S = 1.0
+_REPORTED_AGAIN_AFTER_S = 1.0
 
 
 class World:
-    """All of one run."""
+    """The complete state of one run."""
 
     def __init__(
         self,
@@ -43,8 +42,7 @@ class World:
         *,
         keeps_trails: bool = False,
     ) -> None:
-        """`options`: what the script gives to its strategy, by which the state lies on the
-        ranks."""
+        """options: the strategy's options, which determine the layout of state over the ranks."""
         self.scenario = scenario
         self.scheduler = Scheduler(scenario.schedule)
         self.keeps_trails = keeps_trails
@@ -55,36 +53,35 @@ class World:
         self.network = Network(self)
         self.processes: list[Process] = []
         self._in_place_of: dict[Process, Process] = {}
-        """The first of those that ran in a process's place one after the other."""
+        """For each replacement: the first process in its chain of replacements."""
         self._due = 0
-        """Processes that are about to be started in the place of others."""
+        """Number of replacements that are about to start."""
         self.donors: dict[str, SimulatedDonor] = {}
         self.stores: dict[str, dict[str, Any]] = {}
         self.violations: list[tuple[str, str]] = []
-        """Kind, and what was seen."""
+        """Pairs of kind and description."""
         self.timeouts: list[str] = []
         self.notes: list[str] = []
         self.tracebacks: list[str] = []
         self.collectives: Counter[int] = Counter()
-        """How many each generation has had."""
+        """Number of collectives per generation."""
         self.first_collectives: dict[int, int] = {}
-        """For each number of committed steps: the first collective after the step, where no fault
-        is."""
+        """Number of the first collective after each committed step, in a run without faults."""
         self.first_points: dict[int, int] = {}
-        """For each number of committed steps: the first point of the first process after the
-        step."""
+        """Number of the first process's first point after each committed step."""
         self.at_end: Callable[[], None] = lambda: None
-        """Called before the files of the run are removed."""
+        """Callback before the files of the run are removed."""
         self.steps = 0
-        """The most that a process has committed."""
+        """Largest number of steps that any process has committed."""
         self.losses: list[tuple[Process, float]] = []
-        """Who was killed, or stood still until its peers went on without it, and when."""
+        """Processes that were killed, or stopped until their peers continued without them, and
+        when."""
         self.departures: list[tuple[Process, float]] = []
-        """Who was asked to leave and left, while others went on, and when."""
+        """Processes that were drained and left while others continued, and when."""
         self.absences: list[tuple[float, float]] = []
-        """From when to when the coordinator was away."""
+        """Intervals in which the coordinator was away."""
         self.stopped_at: float | None = None
-        """When the coordinator heard that the job is to stop."""
+        """Time at which the coordinator received the request to stop the job."""
         self.holdings = Holdings(self, options)
         self._script = script
         self._rooms: dict[str, Room] = {}
@@ -94,7 +91,7 @@ class World:
         )
 
     def run(self) -> None:
-        """To its end."""
+        """Runs the scenario to its end."""
         try:
             for _ in range(self.scenario.ranks):
                 self.start_process()
@@ -112,7 +109,7 @@ class World:
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def forget(self) -> None:
-        """Lets go of groups and sessions, once they have ended. What was noted down stays."""
+        """Releases groups and sessions after the run. Records stay."""
         for room in self._rooms.values():
             vars(room).clear()
         for process in self.processes:
@@ -122,7 +119,7 @@ class World:
     # ------------------------------------------------------------------------------------ processes
 
     def start_process(self, *, in_place_of: Process | None = None) -> Process:
-        """One more worker."""
+        """Starts one more worker process."""
         process = Process(self, "abcdefghijklmnopqrstuvwxyz"[len(self.processes)])
         self.processes.append(process)
         if in_place_of is not None:
@@ -132,7 +129,7 @@ class World:
         return process
 
     def process_ended(self, process: Process) -> None:
-        """It died or has ended: its launcher notices, and may start another."""
+        """Handles a process's death or end: its launcher notices and may start a replacement."""
         self.moved()
         others = [one for one in self.processes if not one.gone]
         if process.dead:
@@ -167,31 +164,31 @@ class World:
             self.scheduler.finish("all have ended")
 
     def lost(self, process: Process) -> None:
-        """Its peers have to go on without what it holds."""
+        """Records that the peers of `process` continue without its state."""
         if all(one is not process for one, _ in self.losses):
             self.losses.append((process, self.scheduler.now))
 
     def away_since(self, at: float, seconds: float) -> bool:
-        """At that moment the coordinator had been away for so long."""
+        """Returns whether the coordinator had been away for at least `seconds` at time `at`."""
         return any(begin + seconds <= at <= end for begin, end in self.absences)
 
     def left_out(self, member_id: str) -> None:
-        """The coordinator has no such member any more: one that stands still is lost to its
-        peers."""
+        """Handles a member's removal. If the member is stopped, its peers have lost its state."""
         for process in self.processes:
             if process.name == member_id and (process.still_until > self.scheduler.now):
                 self.lost(process)
 
     def kept_out(self, member_id: str) -> None:
-        """The coordinator lets its peers go on without it, since it does not reach one of them."""
+        """Handles a member's quarantine: its peers continue without it, as one of them is out of
+        reach."""
         for process in self.processes:
             if process.name == member_id:
                 self.lost(process)
 
     def _report(self, report: ExitReported) -> None:
-        """A launcher tells, for as long as it takes."""
+        """Delivers a launcher's report, repeated until the coordinator is back."""
         if self.coordinator.away:
-            self.scheduler.after(_TOLD_AGAIN_AFTER_S, lambda: self._report(report))
+            self.scheduler.after(_REPORTED_AGAIN_AFTER_S, lambda: self._report(report))
         else:
             self.coordinator.submit(report)
 
@@ -203,28 +200,29 @@ class World:
             self.scheduler.finish("all have ended")
 
     def stand_still(self, process: Process, seconds: float) -> None:
-        """SIGSTOP, and SIGCONT later. Called by its main thread."""
+        """Stops a process (SIGSTOP) and continues it later (SIGCONT). Called by its main thread."""
         until = self.scheduler.now + seconds
         process.still_until = until
         process.stood_still_s = max(process.stood_still_s, seconds)
         self.scheduler.sleep(seconds)
 
     def make_client(self, process: Process) -> Any:
-        """Returns what it reaches the coordinator by."""
+        """Returns a coordinator client for `process`."""
         return SimulatedClient(process, self.coordinator)
 
     def make_donor(self, process: Process) -> Any:
-        """Returns what gives its state to peers."""
+        """Returns a state donor for `process`."""
         return SimulatedDonor(process)
 
     def host_of(self, process: Process) -> str:
-        """Two processes a host. One that takes the place of another runs where that did."""
+        """Returns the host of a process: two processes per host. A replacement runs where its
+        predecessor ran."""
         return f"host-{self.processes.index(self._in_place_of.get(process, process)) // 2}"
 
     # -------------------------------------------------------------------------------------- network
 
     def room(self, name: str, size: int) -> Room:
-        """Returns where the ranks meet that connect over the store `name`."""
+        """Returns the room of the ranks that connect over the store `name`."""
         actor = current_actor()
         if actor is not None and actor.host.dead:
             raise Killed
@@ -234,26 +232,26 @@ class World:
 
     @staticmethod
     def generation_of(room: str) -> int:
-        """Rooms are named by generation, nonce and part."""
+        """Returns the generation of a room, whose name consists of generation, nonce and part."""
         return int(room.split("-")[0])
 
     def count_collective(self, room: str) -> int:
-        """The number of the next collective of the room's generation."""
+        """Returns the number of the next collective in the room's generation."""
         self.collectives[self.generation_of(room)] += 1
         return self.collectives[self.generation_of(room)]
 
     def delay(self, shortest: float, longest: float) -> float:
-        """Returns how long something takes, in seconds."""
+        """Draws a duration in seconds."""
         return shortest + (longest - shortest) * self.scheduler.random.random()
 
     # --------------------------------------------------------------------------------- what is seen
 
     def moved(self) -> None:
-        """A step was taken, or a process ended: the run does not hang."""
+        """Records progress: a step was taken or a process ended, so the run does not hang."""
         self._moved_at = self.scheduler.now
 
     def step_ended(self, process: Process, steps: int) -> None:
-        """A process has committed so many steps."""
+        """Records that a process has committed `steps` steps."""
         self.moved()
         ended = [
             one
@@ -263,8 +261,7 @@ class World:
         if process.late and ended:
             self.violated(
                 "restarted",
-                f"{process.name} takes step {steps}, after which {ended[0].name} has come to its "
-                "end",
+                f"{process.name} takes step {steps}, after {ended[0].name} has come to its end",
             )
         self.steps = max(self.steps, steps)
         self.first_collectives.setdefault(steps, self.collectives[1] + 1)
@@ -272,21 +269,21 @@ class World:
             self.first_points.setdefault(steps, process.points + 1)
 
     def note(self, text: str) -> None:
-        """For who reads what happened."""
+        """Adds a line to the run's history."""
         self.notes.append(f"{self.scheduler.now:9.4f}  {text}")
 
     def violated(self, kind: str, text: str) -> None:
-        """Something that must never be was seen."""
+        """Records a violation."""
         self.note(f"VIOLATED: {text}")
         self.violations.append((kind, text))
 
     def timed_out(self, what: str) -> None:
-        """Somebody has waited in vain for a whole timeout."""
+        """Records a wait that lasted its whole timeout."""
         self.note(f"timed out: {what}")
         self.timeouts.append(what)
 
     def error_of(self, process: Process, error: BaseException) -> None:
-        """A process fails."""
+        """Records the traceback of a failed process."""
         self.tracebacks.append(f"{process.name}: " + "".join(traceback.format_exception(error)))
 
     def _look(self) -> None:
@@ -296,5 +293,5 @@ class World:
 
 
 def _memory() -> str | None:
-    """A directory in memory, where there is one."""
+    """Returns a directory in memory, if the machine has one."""
     return "/dev/shm" if Path("/dev/shm").is_dir() else None

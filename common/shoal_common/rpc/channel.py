@@ -43,8 +43,8 @@ class ChannelSettings:
     """Bearer token sent with every call; None if there is none."""
 
     member_key: str | None = field(default=None, repr=False)
-    """Sent with every call of a member, to prove its identity to the services. None: the caller is
-    not a member."""
+    """Key that proves a member's identity to the services, sent with every call. None: the caller
+    is not a member."""
 
     server_name: str | None = None
     """Expected name in the server's certificate, if it is not the host of `address`."""

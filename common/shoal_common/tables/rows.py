@@ -32,7 +32,8 @@ _SECRET: Final = np.uint64(secrets.randbits(64))
 """Random number of this process."""
 Slots = npt.NDArray[np.int64]
 _PARTS: Final = 16
-"""Rows are evicted in batches of a sixteenth of the limit, since each eviction scans all rows."""
+"""Number of batches into which the limit is divided for eviction. Each eviction scans all rows, so
+it removes a sixteenth of the limit at once."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -68,7 +68,7 @@ def run_message(run: RunId) -> pb.RunId:
 
 
 def past_run_message(past: PastRun) -> pb.RunStatus:
-    """Returns the message that says how a run ended."""
+    """Returns a message with the outcome of a past run."""
     return pb.RunStatus(
         run=run_message(past.run),
         ended_unix_ms=past.ended_unix_ms,

@@ -62,7 +62,7 @@ class _Stream:
     backup."""
     confirmed: int = 0
     moved_at: float = 0.0
-    """Time of its last confirmation, or at which nothing was left to confirm."""
+    """Time of the last confirmation, or of the first record after everything was confirmed."""
     whole: bool = False
     """True if the backup has everything before the records on disk."""
     in_sync: bool = False

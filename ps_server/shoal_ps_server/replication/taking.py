@@ -76,10 +76,10 @@ class Receiver:
         layout_of: Callable[[int, bool], Awaitable[Layout]],
         agree: Callable[[Configuration], Awaitable[Configuration]],
     ) -> None:
-        """`layout_of`: returns the shard map of an epoch or a newer one; with True, the
-        coordinator's current one. `agree`: makes sure that this server is configured like the
-        giver, and returns the common configuration; raises PreconditionError / OPTIMIZER_CONFLICT.
-        """
+        """layout_of: returns the shard map of an epoch or a newer one; with True, the coordinator's
+        current one.
+        agree: makes sure that this server is configured like the source, and returns the common
+            configuration. Raises PreconditionError / OPTIMIZER_CONFLICT."""
         self._job_id = job_id
         self._shard = shard
         self._moves = moves

@@ -107,8 +107,8 @@ class Pulls:
             yield self._shard.read_rows(wanted.spec.partition_id, wanted.ids)
 
     def _note(self, pull: Pull, spec: PartitionSpec) -> None:
-        """Keeps the values that a member now has for its next push, unless it has been evicted
-        meanwhile."""
+        """Records the values that a member has pulled, for its next push, unless it has been
+        evicted meanwhile."""
         if (
             spec.bucket is None
             and pull.member_id

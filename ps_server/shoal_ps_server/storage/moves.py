@@ -183,7 +183,7 @@ class Moves:
         )
 
     def _changed_by(self, layout: Layout) -> tuple[frozenset[int], frozenset[int]]:
-        """Returns the partitions that would be added, and those that would be dropped."""
+        """Returns the partitions that `layout` adds, and those that it removes."""
         held = frozenset(self._shard.partition_ids())
         return frozenset(layout.partitions) - held, held - layout.partitions.keys()
 

@@ -59,7 +59,7 @@ CLOCK: Final = "clock"
 BACKUP: Final = "backup"
 """From here on, a given backup had to have each change before it was made, or none had to."""
 KNOWN: Final = "known"
-"""A push known by its batch: its number is used up, and nothing else changes."""
+"""A push whose batch was known already: only its number changes the state."""
 RESTORED: Final = "restored"
 """The rows of a bucket were restored from a checkpoint. From here on its versions count from there,
 so records of pushes name the restoration after which they were made."""

@@ -64,7 +64,8 @@ class Script:
         return iter(sorted(found, key=lambda node: getattr(node, "lineno", 0)))
 
     def calls(self, *names: str) -> Iterator[ast.Call]:
-        """All calls of functions with one of these full names; of any function without names."""
+        """Yields all calls of functions with one of these full names, or all calls if no names are
+        given."""
         for call in self.of_type(ast.Call):
             if not names or self.full_name(call.func) in names:
                 yield call

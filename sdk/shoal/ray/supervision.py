@@ -60,7 +60,7 @@ class Seat:
     pid: int = 0
     """Process id of the actor on that machine, which changes when Ray restarts the actor."""
     earlier: list[Ended] = field(default_factory=list)
-    """Ends after which it was run again."""
+    """Earlier ends of the command, after each of which it was restarted."""
 
     def begin(self) -> None:
         self.result = self.actor.run.remote(self.command)

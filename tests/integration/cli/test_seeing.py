@@ -46,7 +46,7 @@ def cluster(shared_shell: Shell, elastic_worker: Path) -> Command:
 
 @pytest.fixture
 def submitted(shell: Shell) -> Iterator[Submissions]:
-    """Those of `shell`; none is left running."""
+    """Submissions of `shell`. None is left running."""
     found = Submissions(shell.directory / "state" / "shoal" / "jobs")
     yield found
     for submission in found.all():

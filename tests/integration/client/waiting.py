@@ -1,4 +1,4 @@
-"""What tests of the client wait for."""
+"""Conditions for which tests of the client wait."""
 
 from __future__ import annotations
 

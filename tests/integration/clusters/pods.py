@@ -133,7 +133,7 @@ class RunningPod:
 
 
 class Pods:
-    """Where pods run: a network in which each of `names` has an address. A context manager."""
+    """A network of pods, in which each of `names` has an address. A context manager."""
 
     def __init__(
         self,
@@ -236,7 +236,7 @@ class Pods:
         return running
 
     def _environment(self, pod: Pod) -> dict[str, str]:
-        """Of the image, and of the manifest."""
+        """Returns the environment from the image and the manifest."""
         image = {
             "PATH": f"{ROOT / '.venv/bin'}:/usr/local/bin:/usr/bin:/bin",
             "PYTHONUNBUFFERED": "1",

@@ -103,8 +103,7 @@ class Training:
         (self.directory / "go").touch()
 
     def ended(self, job_id: str) -> list[list[object]]:
-        """Of each rank of this run: the step where its script began, that where it ended, and its
-        machine."""
+        """Returns the first step, the last step and the machine of each rank of this run."""
         return [
             json.loads(path.read_text())
             for path in sorted(self.directory.glob(f"ended-{job_id}-*"))

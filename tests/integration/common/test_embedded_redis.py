@@ -187,7 +187,7 @@ def test_it_outlives_the_thread_that_started_it():
 
 
 def test_it_is_in_a_process_group_of_its_own():
-    """So that Ctrl-C in a terminal does not stop it before those that still need it."""
+    """Ctrl-C in a terminal must not stop it before the processes that still need it."""
     with EmbeddedRedis() as server:
         assert os.getpgid(server.pid) == server.pid
 

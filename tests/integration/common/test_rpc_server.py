@@ -267,7 +267,7 @@ def test_refused_and_failed_calls_are_counted_with_their_code(serve):
 
 
 class Slow(coordinator_pb2_grpc.CoordinatorServicer):
-    """Handlers that say when they have begun, and end when they are let go."""
+    """Handlers that report when they have begun and end when they are released."""
 
     def __init__(self) -> None:
         self.begun = threading.Event()

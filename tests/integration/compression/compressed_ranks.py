@@ -1,9 +1,6 @@
-"""What ranks that are processes (tests/ranks) do: sum buckets with every compressor over Gloo, and
-lose one of them.
-
-Bytes are counted twice: what the backend is asked to send, and what the kernel received on this
-process's connections.
-"""
+"""Tasks of ranks that are processes (tests/ranks): they sum buckets with every compressor over Gloo
+and lose a rank. Bytes are counted twice: those passed to the backend, and those that the kernel
+received on this process's connections."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ ERRORS = {
 
 @pytest.fixture(scope="module")
 def said(rank_pool: RankPool, _redis_server: EmbeddedRedis) -> list[dict[str, Any]]:
-    """What each rank saw."""
+    """Reports of the ranks."""
     with rank_pool.taking() as take:
         return list(run_task(take(WORLD), f"{TASKS}:sums", **arguments(_redis_server.url)).values())
 

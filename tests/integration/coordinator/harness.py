@@ -116,7 +116,7 @@ class Job:
         return member
 
     def start(self, *names: str, **more: Any) -> list[Member]:
-        """Members that join one after another, and say ready when all are there."""
+        """Starts members that join one after another and report ready once all have joined."""
         joined = [self.join(name, **more) for name in names]
         for member in joined:
             member.welcome()

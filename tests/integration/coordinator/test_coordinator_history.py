@@ -36,9 +36,9 @@ class Worker(threading.Thread):
         self._stop_requested = threading.Event()
         self._die = threading.Event()
         self.history: list[pb.Generation] = []
-        """What the present incarnation heard."""
+        """Generations that the present incarnation received."""
         self.heard: list[list[pb.Generation]] = []
-        """What all of them heard."""
+        """Generations that each incarnation received."""
 
     def run(self) -> None:
         name = self._reborn()

@@ -73,7 +73,7 @@ def status_of_empty_call(
 def status_and_details(
     channel: grpc.Channel, method: str, message: bytes, *metadata: tuple[str, str]
 ) -> tuple[grpc.StatusCode, str]:
-    """Of one call with one message."""
+    """Returns status and details of a call with one message."""
     descriptor = pb.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name[method]
     ways = (descriptor.client_streaming, descriptor.server_streaming)
     kind = "_".join("stream" if streaming else "unary" for streaming in ways)

@@ -138,7 +138,7 @@ async def _jobs(redis_url: str) -> AsyncIterator[Jobs]:
 
 
 async def _begun(coroutine: Coroutine[Any, Any, T]) -> asyncio.Task[T]:
-    """As a task that has come to where it waits for Redis."""
+    """Starts a call as a task and returns it once it waits for Redis."""
     task = asyncio.create_task(coroutine)
     for _ in range(20):
         await asyncio.sleep(0)

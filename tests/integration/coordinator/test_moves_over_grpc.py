@@ -18,7 +18,7 @@ FOUR_PARTITIONS = [pb.TensorSpec(name="w", shape=[8 << 20], dtype="float32")]
 
 
 def owners(job: Job) -> list[int]:
-    """Of each partition, by the shard map."""
+    """Returns the owner of each partition in the shard map."""
     return [
         partition.primary for partition in job.client.get_shard_map(job.job_id).shard_map.partitions
     ]

@@ -203,8 +203,8 @@ def test_of_a_large_job_those_of_whom_there_is_something_to_say_are_listed_first
     beats, due = itertools.count(1), time.monotonic()
 
     def explained() -> Any:
-        """The job once its page names the last rank alone. Members that stop sending heartbeats are
-        named as silent instead."""
+        """Returns the job once its page names only the last rank. Members that stop sending
+        heartbeats are reported as silent instead."""
         nonlocal due
         if time.monotonic() >= due:
             sequence = next(beats)

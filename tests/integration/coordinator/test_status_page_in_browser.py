@@ -239,7 +239,7 @@ def test_jobs_are_chosen_by_links_that_the_keyboard_reaches(
 
 
 def test_it_is_readable_in_both_themes(make_job: MakeJob, browser: Browser) -> None:
-    """Of text on its ground the contrast is that of WCAG AA: 4.5."""
+    """The contrast of text is that of WCAG AA: 4.5."""
     job = make_job(together=2)
     a, b = job.form("a", "b")
     b.kill()

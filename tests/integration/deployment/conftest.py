@@ -46,7 +46,7 @@ class Processes:
         return process
 
     def stop(self, name: str, process: subprocess.Popen[bytes]) -> int:
-        """SIGTERM, and its exit status."""
+        """Sends SIGTERM and returns the exit status."""
         process.terminate()
         try:
             return process.wait(DEADLINE_S)

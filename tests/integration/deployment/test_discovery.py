@@ -37,7 +37,7 @@ def asked(address: str, query: str) -> list[dict[str, Any]]:
 
 
 def alerts(address: str) -> dict[str, tuple[str, str]]:
-    """Of each alert rule its health and its state."""
+    """Returns health and state of each alert rule."""
     with urllib.request.urlopen(f"http://{address}/api/v1/rules", timeout=10) as answer:
         groups = json.load(answer)["data"]["groups"]
     return {

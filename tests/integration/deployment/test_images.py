@@ -44,7 +44,7 @@ pytestmark = [pytest.mark.images, pytest.mark.timeout(1500)]
 
 @dataclass(frozen=True)
 class Image:
-    """What one target of the Dockerfile installs."""
+    """The installation of one target of the Dockerfile."""
 
     target: str
     bin: Path
@@ -78,7 +78,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def install(target: str, wheels: Path, folder: Path) -> Image:
-    """As the Dockerfile does it."""
+    """Installs the target as the Dockerfile does."""
     stage = re.search(
         rf"AS {target}-packages\n(?:.*\n)*?RUN python docker/requirements.py (\w+)", DOCKERFILE
     )
@@ -214,7 +214,7 @@ class Cluster:
     def start(
         self, service: str, image: Image, *, name: str | None = None, command: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
-        """As compose.yaml says, through the images' entry point."""
+        """Starts the service as compose.yaml does, through the image's entry point."""
         name = name or service
         environment = {
             key: self.here(str(value)) for key, value in SERVICES[service]["environment"].items()
@@ -250,7 +250,7 @@ class Cluster:
         ), said()
 
     def healthy(self, name: str) -> None:
-        """As the image's health check sees it."""
+        """Returns whether the image's health check succeeds."""
         url = f"http://{self.processes.ports(name)['http']}/healthz"
         check = [sys.executable, "-I", str(ROOT / "docker/healthcheck.py"), url]
         self.processes.wait_for(

@@ -29,11 +29,11 @@ class Coordinator:
 
     @property
     def http_address(self) -> str:
-        """host:port of its pages."""
+        """Address of the coordinator's pages, host:port."""
         return str(self._running.ports["http"])
 
     def lose_data(self) -> None:
-        """As when its disk is gone: it comes back and knows of nothing."""
+        """Restarts the store without any data, as after the loss of its disk."""
         self._running.kill()
         shutil.rmtree(self._data)
         self._running.start()
@@ -51,5 +51,5 @@ def coordinator(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinator]:
 
 @pytest.fixture
 def endpoint(coordinator: Coordinator) -> str:
-    """Of a coordinator that belongs to no launcher."""
+    """Endpoint of a coordinator that belongs to no launcher."""
     return coordinator.address

@@ -1,5 +1,5 @@
-"""Tests what `shoal run` makes of a rank whose script raises while the others wait for it: the job
-ends, not green, and says whose bug it was."""
+"""Tests that a script that raises on one rank ends the job while the others wait for that rank: the
+status is not 0, and the output names the rank."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def check_told(command: Command, *, rank: int, error: str) -> None:
 def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_alone(
     shell: Shell, runs: int
 ) -> None:
-    """Which of the two ends first, and whether the other has heard of it by then, differs from run
-    to run."""
+    """The order in which the two ranks end differs from run to run, and so does whether the second
+    has received the first one's end."""
     bug = (
         "if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one "
         f"rank')\n            {PLAIN}"

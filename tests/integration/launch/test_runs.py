@@ -43,7 +43,7 @@ def endings(endpoint: str, job_id: str = "default") -> list[str]:
 def start_elastic(
     shell: Shell, endpoint: str, worker: Path, until: str, *flags: str, machines: int = 2
 ) -> list[Command]:
-    """As many launchers as `machines`, with a worker each, once all have a rank."""
+    """Starts `machines` launchers with a worker each and waits until all have a rank."""
     command = (
         "run",
         "--nnodes",
@@ -194,7 +194,7 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
 def test_a_launcher_that_was_told_its_run_does_not_begin_another(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
-    """As a scheduler's requeue, which starts it again after the others have finished."""
+    """A scheduler's requeue restarts the launcher after the others have finished."""
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish", "--run", "1")
     (shell.directory / "finish").touch()
     assert [node.wait() for node in nodes] == [0, 0]
@@ -264,8 +264,7 @@ def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(
 
 
 def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str]:
-    """Returns what compose.yaml's workers run, with this test's coordinator and script in the place
-    of a container's."""
+    """Returns the command of compose.yaml's workers, with this test's coordinator and script."""
     # each variable's default
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (REPOSITORY / "compose.yaml").read_text())
     command = yaml.safe_load(text)["services"]["worker"]["command"]
@@ -280,8 +279,8 @@ def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str
 def test_composes_workers_train_again_and_come_back_after_a_failure_in_a_new_run(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
-    """Two containers. A run that comes to its end; one that fails, after which
-    `restart: on-failure` starts both again; its end."""
+    """Two containers finish a run. Then a run fails, `restart: on-failure` starts both again, and
+    the new run finishes."""
 
     def start(until: str) -> list[Command]:
         command = compose_command(endpoint, elastic_worker, shell.directory / until)

@@ -214,7 +214,7 @@ def cluster(shared_shell: Shell) -> Iterator[Cluster]:
 
 
 def workers(command: Command) -> list[psutil.Process]:
-    """Those that run the script, not what they have started."""
+    """Returns the processes that run the script, without their children."""
     own = (process for process in command.family() if process.ppid() == command.process.pid)
     return [
         process for process in own if re.search("(script|family).py", " ".join(process.cmdline()))

@@ -1,4 +1,4 @@
-"""What ranks that are processes (tests/ranks) do: cases of pipelines on Gloo."""
+"""Tasks of ranks that are processes (tests/ranks): cases of pipelines over Gloo."""
 
 from __future__ import annotations
 

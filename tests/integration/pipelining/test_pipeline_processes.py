@@ -17,7 +17,8 @@ Run = Callable[..., dict[int, dict[str, Any]]]
 
 @pytest.fixture
 def run(take_ranks: Callable[[int], list[Rank]], tmp_path: Path) -> Run:
-    """run(case, ranks, dying=(), **arguments): what each rank says but those that are to die."""
+    """Returns run(case, ranks, dying=(), **arguments), which returns the report of each rank except
+    the dying ones."""
 
     def run(
         case: str, ranks: int, dying: Collection[int] = (), **arguments: Any

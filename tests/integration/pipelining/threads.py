@@ -15,7 +15,7 @@ from tests.ranks.threads import errors_of_threads, run_threads
 _TIMEOUT = timedelta(seconds=120)
 
 Body = Callable[[int, int, Any, Any], Any]
-"""Of a rank: its stage rank, its replica, the pipeline group, the data group or None."""
+"""Function of a rank. Arguments: stage rank, replica, pipeline group, and data group or None."""
 
 
 def run_grid(pipeline: int, data: int, body: Body) -> list[list[Any]]:

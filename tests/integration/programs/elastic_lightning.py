@@ -101,7 +101,7 @@ class Fault(Callback):
 
 
 class Course(Callback):
-    """What each epoch ended with, in state that joiners get."""
+    """Results of each epoch, in state that joiners receive."""
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []

@@ -71,7 +71,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.credentials: grpc.ServerCredentials | None = None
         """For TLS, from the next start on."""
         self.refusal: ShoalError | None = None
-        """What registrations are answered with."""
+        """Error with which registrations are refused; None: they succeed."""
         self._reserved = ReservedPort()  # for the next start
         self._members = (0, ())
         self._keys: Mapping[str, str] = {}
@@ -81,7 +81,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     @property
     def address(self) -> str:
-        """Where it listens, or will: host:port."""
+        """Present or future listening address, host:port."""
         return f"127.0.0.1:{self._reserved.port}"
 
     def start(self) -> str:
@@ -347,7 +347,7 @@ class Cluster:
         members: Mapping[int, Sequence[str]] | None = None,
         partition: int = 256,
     ) -> None:
-        """What the coordinator tells of tensors and members."""
+        """Declares tensors and members as the coordinator does."""
         self.coordinator.shard_map = shard_map(
             *(tensors or (("weight", 600, "float32"),)), partition=partition
         )
@@ -414,7 +414,7 @@ class Cluster:
 
 
 class _Noted(ParameterServer):
-    """One that its thread's `Running` can reach into."""
+    """A server that its thread's `Running` can access."""
 
     of_thread: ClassVar[dict[int, ParameterServer]] = {}
 
@@ -465,7 +465,7 @@ class Running:
             self.failure = error
 
     def shut_bulk_channel(self) -> None:
-        """As a firewall does: its port and socket refuse everybody."""
+        """Shuts the bulk channel as a firewall does: its port and socket refuse all connections."""
         assert self._loop is not None
         assert self.thread.ident is not None
         bulk = _Noted.of_thread[self.thread.ident]._bulk
@@ -474,7 +474,7 @@ class Running:
         )
 
     def stop(self) -> None:
-        """As SIGTERM does."""
+        """Stops the server as SIGTERM does."""
         if self._loop is not None and self.thread.is_alive():
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -484,7 +484,7 @@ class Running:
 
 @pytest.fixture
 def transport() -> Transport:
-    """What tensors travel by."""
+    """Transport of tensors."""
     return Transport.AUTO
 
 
@@ -556,7 +556,7 @@ class ServerProcess:
 
     @property
     def http(self) -> str:
-        """Where it serves its metrics, once it serves."""
+        """Returns the address of the metrics once they are served."""
         return str(json.loads(self._port_file.read_text())["http"])
 
     def client(self) -> ParameterServerClient:
@@ -566,7 +566,7 @@ class ServerProcess:
         )
 
     def wait(self) -> int:
-        """Its exit status."""
+        """Waits for the process and returns its exit status."""
         if isinstance(self._process, Child):
             return self._process.wait()
         return self._process.wait(DEADLINE_S)

@@ -37,8 +37,8 @@ ASP = pb.Consistency(mode=pb.Consistency.MODE_ASP)
 
 
 class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
-    """Any number of servers, `s0`, `s1`, ... at the places 0, 1, ...; what it decides is its shard
-    map. Its own lock guards its state."""
+    """A coordinator of any number of servers, `s0`, `s1`, ..., at the places 0, 1, .... Its
+    decisions are its shard map. Its own lock guards its state."""
 
     def __init__(
         self,
@@ -234,7 +234,7 @@ class MovingServer:
             self._http = json.loads(port_file.read_text())["http"]
 
     def metric(self, name: str) -> float:
-        """The sum of a metric's samples of this very name."""
+        """Returns the sum of a metric's samples of exactly this name."""
         with urllib.request.urlopen(f"http://{self._http}/metrics") as answer:
             lines = answer.read().decode().splitlines()
         return sum(
@@ -294,8 +294,8 @@ class Trainer:
         return self._send(partition_id, UploadKind.PUSH, again=True)
 
     def check(self) -> None:
-        """What the servers hold is what one would hold between whose partitions nothing ever moved,
-        to the last bit."""
+        """Checks that the servers' state equals, to the last bit, that of a single server without
+        moves."""
         for partition_id in self.partition_ids:
             version, values = self._retry_until(
                 lambda partition_id=partition_id: self._pull(partition_id)

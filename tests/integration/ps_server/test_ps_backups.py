@@ -248,7 +248,7 @@ def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_
 
 @contextmanager
 def told_to_follow(cluster: Cluster) -> Iterator[ScriptedCoordinator]:
-    """What the server `b` hears of the coordinator: that it follows the cluster's server."""
+    """Yields a coordinator that makes server `b` follow the cluster's server."""
     other = ScriptedCoordinator()
     other.start()
     other.place = coordinator_pb2.ServerPlace(

@@ -290,7 +290,7 @@ def test_under_bsp_a_joiner_reads_whole_iterations_and_is_waited_for_from_then_o
 def test_after_a_restart_of_the_server_bsp_goes_on_though_nobody_reads_again(
     begin, cluster, tmp_path
 ) -> None:
-    """What was read is not in the journal; whose push comes has read it."""
+    """Reads are not in the journal. A push from a member proves that it has read."""
     _, history, trainers = begin(BSP, data_dir=tmp_path / "data")
     together(*(partial(each.train, 2) for each in trainers))
     for each in trainers:

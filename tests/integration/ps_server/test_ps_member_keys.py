@@ -117,5 +117,5 @@ def test_a_server_that_comes_back_while_the_coordinator_is_away_knows_the_keys(
 
 
 def test_members_without_a_key_are_taken_at_their_word(cluster: Any) -> None:
-    """Those of an earlier release."""
+    """Members of an earlier release have no key."""
     cluster.trainable(cluster.server()).push(1.0)

@@ -1,5 +1,5 @@
-"""What one rank of a tensor-parallel group does in the tests; run by ranks.py. Failures are
-assertions, here, on the rank."""
+"""Test cases that run on one rank of a tensor-parallel group; run by ranks.py. Failures are
+assertions on the rank."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ class Collective:
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather."""
     payload_bytes: int
-    """Of the larger of input and output on this rank."""
+    """Number of bytes of the larger of input and output on this rank."""
     dtype: torch.dtype
 
     def bytes_sent(self, size: int) -> float:

@@ -117,8 +117,8 @@ def rotate_half(x):
 
 
 class LlamaAttention(nn.Module):
-    """As in transformers: grouped heads, rotary positions, heads in the configuration only; a norm
-    of each head as in Qwen 3."""
+    """Attention as in transformers: grouped heads, rotary positions, the number of heads in the
+    configuration only, and a norm of each head as in Qwen 3."""
 
     def __init__(self, config):
         super().__init__()

@@ -1,4 +1,4 @@
-"""What one rank of a tensor-parallel group does in the tests of communication and plans; run by
+"""Test cases of communication and plans that run on one rank of a tensor-parallel group; run by
 ranks.py."""
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ def block_communication(mesh: DeviceMesh, block: str) -> None:
 
 
 def sequence_communication(mesh: DeviceMesh) -> None:
-    """What a further block costs: as many bytes as plain tensor parallelism, and the gradients of
-    its two norms."""
+    """Measures the cost of a further block: the bytes of plain tensor parallelism and the gradients
+    of its two norms."""
     measured = []
     for blocks in (1, 2):
         torch.manual_seed(0)
@@ -129,7 +129,7 @@ def traced(mesh: DeviceMesh) -> None:
 
 
 def asked(mesh: DeviceMesh) -> None:
-    """Whatever a user's plan says, sensible or not, the result is that of one process."""
+    """Checks that the result is that of one process under any plan of a user's, sensible or not."""
     torch.manual_seed(0)
     alone = NanoGpt(flash=False).double()
     for plan in (

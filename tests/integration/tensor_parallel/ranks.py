@@ -1,5 +1,5 @@
-"""What four ranks of one `shoal_gloo` world (tests/ranks) do: cases (cases.py, plan_cases.py), as a
-test tells them."""
+"""Tasks of four ranks of one `shoal_gloo` world (tests/ranks): the cases (cases.py, plan_cases.py)
+that a test requests."""
 
 from __future__ import annotations
 

@@ -89,7 +89,8 @@ def build(family: str) -> nn.Module:
 
 
 def batch(family: str, seed: int) -> dict[str, torch.Tensor]:
-    """Keyword arguments of the model. One sequence of several is padded, and masked where it is."""
+    """Returns the model's keyword arguments. One of several sequences is padded, and its padding
+    masked."""
     generator = torch.Generator().manual_seed(seed)
     if family == "vit":
         return {

@@ -23,7 +23,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """What one process without a job ends with, by strategy, and the model that it writes."""
+    """Returns the final state of one process without a job and the model that it writes, by
+    strategy."""
     return runs_alone(tmp_path_factory, PROGRAM, "model.ckpt", {})
 
 
@@ -97,7 +98,7 @@ def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alo
 
 
 def nearly(value: Any) -> Any:
-    """Numbers with a fraction to five places."""
+    """Rounds fractional numbers to five places."""
     if isinstance(value, dict):
         return {name: nearly(each) for name, each in value.items()}
     if isinstance(value, list):
@@ -119,8 +120,8 @@ def nearly(value: Any) -> Any:
 def test_evaluations_metrics_and_all_that_is_logged_are_those_of_lightnings_own_strategy(
     shell: Shell, evaluated_alone: dict[str, Any], strategy: str, mode: str
 ) -> None:
-    """All of it is what one process without Shoal gives, also where a worker is killed in a
-    training step, or in the middle of a test."""
+    """All results equal those of one process without Shoal, also if a worker is killed in a
+    training step or in the middle of a test."""
     directory = shell.directory / "run"
     command = shell.start(*IN_TWO, "--max-restarts", "0", EVALUATIONS, directory, strategy, mode)
     results = finish(command)
@@ -138,7 +139,8 @@ def test_evaluations_metrics_and_all_that_is_logged_are_those_of_lightnings_own_
 
 @pytest.fixture(scope="module")
 def evaluated_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What Lightning's own strategy makes of the program, and the files that it writes, by name."""
+    """Returns the results of the program under Lightning's own strategy, and the files that it
+    writes, by name."""
     directory = tmp_path_factory.mktemp("evaluations")
     result = run_alone(EVALUATIONS, directory, "plain", {})
     written = {path.name: path.read_text().splitlines() for path in directory.glob("*.json")}

@@ -39,7 +39,7 @@ def weights(path: Path) -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """What Lightning's own strategy ends with in one process, by model."""
+    """Returns the final state of one process under Lightning's own strategy, by model."""
     return runs_alone(tmp_path_factory, PROGRAM, "model.ckpt", {}, "plain")
 
 

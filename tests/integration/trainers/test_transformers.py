@@ -21,7 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """What one process without a job ends with, by strategy, and the model that it writes."""
+    """Returns the final state of one process without a job and the model that it writes, by
+    strategy."""
     return runs_alone(tmp_path_factory, PROGRAM, "model/model.safetensors", OFFLINE)
 
 

@@ -179,11 +179,14 @@ class AsyncCluster:
         return client
 
     def begin_run(self, **how: Any) -> coordinator_pb2.CreateJobResponse:
-        """As launchers do that are started again; `how`: as CreateJob has it."""
+        """Begins a run like a restarted launcher.
+
+        how: as in CreateJob.
+        """
         return self.client.create_job(self._spec, **how)
 
     def start_server(self, **environment: str) -> Server:
-        """One more."""
+        """Starts one more server."""
         server = Server(self, len(self.servers), keeps_data=self._keeps_data, **environment)
         self.servers.append(server)
         return server
@@ -224,7 +227,7 @@ class AsyncCluster:
 
     @contextmanager
     def member(self) -> Iterator[Session]:
-        """This process as a worker of the job, without what a process does at its end."""
+        """Makes this process a worker of the job, without the actions at a process's end."""
         settings = WorkerSettings(
             coordinator=self.coordinator.address,
             job_id=self.job_id,

@@ -1,4 +1,4 @@
-"""What tests of one worker, in the tests' own process, share."""
+"""Helpers of tests that run one worker in their own process."""
 
 from __future__ import annotations
 

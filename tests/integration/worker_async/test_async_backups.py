@@ -52,8 +52,8 @@ class Pair:
 
 @pytest.fixture
 def alone(cluster: Make, tmp_path: Path) -> Callable[[], dict[str, Any]]:
-    """What one worker ends with that nothing happens to: its pushes come one after another, so
-    every such run ends alike."""
+    """Returns the final state of one undisturbed worker. Its pushes are sequential, so every such
+    run ends alike."""
 
     def run() -> dict[str, Any]:
         directory = tmp_path / "alone"

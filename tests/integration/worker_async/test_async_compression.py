@@ -64,7 +64,7 @@ def test_ranks_of_powersgd_that_servers_do_not_take_are_refused(session: Session
 def test_a_worker_has_rounded_values_and_the_servers_keep_full_precision(
     session: Session, compression: str, error: float
 ) -> None:
-    """What is frozen, and what is read of the whole model, is never rounded."""
+    """Frozen values, and reads of the whole model, are never rounded."""
     net = nn.ModuleDict({"used": nn.Linear(20, 30), "frozen": nn.Linear(20, 30)})
     net["frozen"].requires_grad_(False)
     exact = {name: value.clone() for name, value in net.state_dict().items()}

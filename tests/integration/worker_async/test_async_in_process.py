@@ -217,7 +217,8 @@ def test_after_a_push_that_was_refused_in_part_no_later_one_is_taken_for_it(clus
 def test_gradients_are_clipped_by_their_norm_over_all_servers(
     session: Session, running: AsyncCluster, clip: str
 ) -> None:
-    """As one process clips them, also where groups and dtypes lie in partitions of their own."""
+    """The clipping equals that of one process, also where groups and dtypes have partitions of
+    their own."""
 
     def make(net: nn.Module) -> torch.optim.Optimizer:
         groups = [

@@ -52,7 +52,7 @@ def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str,
 
 @pytest.fixture
 def alone(cluster: Make, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """What one worker ends with while servers stay as they are: its pushes come one after another,
+    """Returns the final state of one worker whose servers do not change. Its pushes are sequential,
     so every such run ends alike."""
 
     def run(**options: Any) -> dict[str, Any]:

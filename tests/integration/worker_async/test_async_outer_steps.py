@@ -143,8 +143,8 @@ def test_a_round_of_the_users_own_loop_can_be_ended_early(
 def test_frozen_unused_and_tied_parameters_and_buffers(
     session: Session, running: AsyncCluster
 ) -> None:
-    """As torch alone leaves them: the outer optimizer has momentum and decay, and moves nothing
-    that no step had a gradient of."""
+    """Parameters without gradients stay as with torch alone: the outer optimizer has momentum and
+    decay, and moves no parameter for which no step had a gradient."""
     net = nn.ModuleDict(
         {name: nn.Linear(FEATURES, FEATURES) for name in ("used", "tied", "unused", "frozen")}
         | {"norm": nn.BatchNorm1d(FEATURES)}
@@ -401,7 +401,8 @@ def test_a_checkpoint_has_the_inner_optimizers_state(
 
 
 def test_of_a_checkpoint_without_inner_state_the_settings_are_taken(session: Session) -> None:
-    """Of plain async_sgd, say. Adagrad makes its state when it is made."""
+    """Checkpoints of plain async_sgd have no inner state. Adagrad creates its state in its
+    constructor."""
     net = network(0)
     model, optimizer = shoal.as_distributed(
         net,
@@ -451,7 +452,7 @@ def test_outer_gradients_travel_compressed_and_what_is_left_out_comes_later(
 def test_parameters_that_lie_in_several_pieces_of_memory_train_as_others_do(
     session: Session,
 ) -> None:
-    """As those on a device they go through copies in host memory."""
+    """Like parameters on a device, they are copied through host memory."""
     reference, net = network(0), network(0)
     net[0].weight = nn.Parameter(net[0].weight.detach().t().contiguous().t())
     assert not net[0].weight.is_contiguous()

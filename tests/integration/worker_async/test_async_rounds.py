@@ -24,7 +24,7 @@ Make = Callable[..., AsyncCluster]
 STEPS = 5
 BATCHES = SAMPLES // 8
 ROUNDS = -(-BATCHES // STEPS)
-"""Of an epoch; the last one has fewer batches."""
+"""Number of rounds per epoch. The last round has fewer batches."""
 INNER = {"inner_steps": STEPS, "lease_ahead_s": 0}
 """Each round is leased and acknowledged by itself, so that it is known which a dead worker has
 left."""
@@ -67,7 +67,8 @@ def test_a_worker_that_dies_within_a_round_has_none_of_it_counted(cluster: Make)
 def test_a_worker_that_dies_around_its_push_has_no_round_applied_twice(
     cluster: Make, failpoint: str
 ) -> None:
-    """Of its second round, which one server of two has, or both, and nobody was told."""
+    """The worker dies around the push of its second round, which one or both of the two servers
+    have, and whose acknowledgement nobody received."""
     running = cluster(together=2)
     victim = running.start_worker(**TRAINING, environment={"SHOAL_FAILPOINTS": f"{failpoint}=kill"})
     other = running.start_worker(**TRAINING, hold_at=[0])

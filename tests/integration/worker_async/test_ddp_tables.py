@@ -45,7 +45,7 @@ def check_ended_alike(
 def fault_free(
     zygote: Zygote, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
-    """What a run of one worker alone ends with."""
+    """Returns the final state of a run of one worker."""
     with async_cluster(zygote, coordinator, tmp_path_factory.mktemp("alone"), servers=1) as running:
         worker = start(running)
         result = worker.result()

@@ -1,5 +1,4 @@
-"""A model is read from real servers while real workers train, by a process that is none of
-theirs."""
+"""A process outside the job reads a model from real servers while real workers train."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.integration.worker_async.async_cluster import AsyncCluster
 EXAMPLE = Path(__file__).parents[3] / "examples" / "recommender.py"
 MEBIBYTE = 1 << 20
 ROOM = 96 * MEBIBYTE
-"""What the worker may have in addition to what it has after its first step."""
+"""Limit of the worker's memory growth after its first step."""
 
 SCRIPT = """
 import resource

@@ -18,7 +18,7 @@ from tests.zygote.children import Zygote, eventually
 
 Make = Callable[..., AsyncCluster]
 LIMITS = {"max_rows": 30, "max_age": 6, "buckets": 3}
-"""Of the table of users, in which rows go by both, in each few steps."""
+"""Limits of the table of users. Every few steps both of them evict rows."""
 
 
 def ended(workers: list[Worker]) -> list[dict[str, Any]]:
@@ -45,7 +45,7 @@ def newest(directory: Path) -> int:
 def fault_free(
     zygote: Zygote, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
-    """What a run of one worker alone ends with, without limits."""
+    """Returns the final state of a run of one worker without limits."""
     with async_cluster(zygote, coordinator, tmp_path_factory.mktemp("alone"), servers=1) as running:
         yield ended([start(running)])[0]
 

@@ -1,4 +1,4 @@
-"""What the tests' workers run: a user's script, with moments at which it can be held."""
+"""The script of the tests' workers: a user's script with moments at which it can be held."""
 
 from __future__ import annotations
 

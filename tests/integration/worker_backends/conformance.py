@@ -1,8 +1,9 @@
-"""What every backend must do, told as checks that each rank runs.
+"""Conformance checks of backends, which each rank runs.
 
-The collectives of CommunicationBackend, torch.distributed's own, and torch's parallel code (DDP,
-FSDP2, DTensor, pipelining), unmodified, against one process on the whole batch. A check raises on
-the rank where it fails. Run by test_conformance.py, on threads, on forked processes, or by mpiexec.
+They cover the collectives of CommunicationBackend, those of torch.distributed, and torch's parallel
+code (DDP, FSDP2, DTensor, pipelining), unmodified, against one process on the whole batch. A check
+raises on the rank where it fails. test_conformance.py runs them on threads, on forked processes, or
+by mpiexec.
 """
 
 from __future__ import annotations
@@ -188,8 +189,8 @@ def _check_large(backend: CommunicationBackend) -> None:
 
 
 def _check_memory(backend: CommunicationBackend) -> None:
-    """What tensors hold can be given back afterwards, as fully sharded strategies do with
-    parameters."""
+    """Checks that the memory of tensors can be released afterwards, as fully sharded strategies
+    do."""
     whole, part = torch.ones(4 * backend.world_size), torch.ones(4)
     backend.all_reduce(whole)
     backend.broadcast(whole, 0)
@@ -266,7 +267,7 @@ def collectives_by_torchs_names() -> None:
 
 
 def futures_hold_the_result() -> None:
-    """What DDP's hooks wait for."""
+    """Checks the futures for which DDP's hooks wait."""
     total = _mine()
     future = dist.all_reduce(total, async_op=True).get_future()
     doubled = future.then(lambda done: done.value()[0] * 2)
@@ -293,7 +294,7 @@ def single_tensor_forms() -> None:
 
 
 def coalesced_forms() -> None:
-    """What functional collectives make of lists."""
+    """Checks the coalesced forms into which functional collectives convert lists."""
     size, rank = dist.get_world_size(), dist.get_rank()
     one, two = funcol.all_reduce_coalesced([_mine(), _mine((2, 2))], "sum", dist.group.WORLD)
     assert one[0] == two[0, 0] == sum(range(1, size + 1))
@@ -328,7 +329,7 @@ def sparse_tensors() -> None:
 
 
 def functional_collectives() -> None:
-    """Those that DTensor is made of, with their gradients."""
+    """Checks the functional collectives that DTensor uses, with their gradients."""
     size, rank = dist.get_world_size(), dist.get_rank()
     assert (
         funcol.all_reduce(_mine(), "avg", dist.group.WORLD).tolist()
@@ -347,7 +348,7 @@ def functional_collectives() -> None:
 
 
 def transfers() -> None:
-    """isend and irecv, in batches and by tags, and from anybody."""
+    """Checks isend and irecv in batches, by tags, and from any rank."""
     size, rank = dist.get_world_size(), dist.get_rank()
     following, before = (rank + 1) % size, (rank - 1) % size
     received = torch.empty(4)
@@ -555,7 +556,7 @@ CHECKS: dict[str, Callable[[], None]] = {
         distributed_checkpoint,
     )
 }
-"""Of torch's side, by name. They expect an even number of ranks."""
+"""Checks of torch's interface by name. They expect an even number of ranks."""
 
 
 def failures() -> dict[str, str]:

@@ -1,5 +1,5 @@
-"""What each rank does that test_mpi.py starts by mpiexec: all there is to check on MPI, in one
-start of its processes, which is slow."""
+"""The ranks that test_mpi.py starts by mpiexec: all checks on MPI in one start of its processes,
+which is slow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.integration.worker_backends.conformance import CHECKS, check_backend
 
 
 def backend_collectives() -> None:
-    """Those of CommunicationBackend, over a communicator of its own."""
+    """Checks the collectives of CommunicationBackend over a communicator of its own."""
     backend = MPIBackend()
     backend.initialize()
     check_backend(backend)

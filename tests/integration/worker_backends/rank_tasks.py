@@ -1,4 +1,4 @@
-"""What the processes of the fixture `ranks` can be told to do."""
+"""Tasks for the processes of the fixture `ranks`."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ def _idle_child() -> int:
 
 
 def die_while_connecting(url: str, prefix: str, rank: int, world_size: int) -> None:
-    """Is killed after it told its peers where it listens, and before it connects to anybody."""
+    """Dies after publishing its listening address and before connecting to any rank."""
 
     class Deadly(RedisStore):
         def set(self, key: str, value: str | bytes) -> None:

@@ -194,7 +194,7 @@ def leave_in_flight(url: str, prefix: str, rank: int) -> dict[str, Any]:
 
 
 def meet_a_dead_rank(url: str, prefix: str, rank: int) -> dict[str, Any]:
-    """Rank 2 is killed while the others sum; they try to form a group with it, and then without."""
+    """Kills rank 2 while the others sum. They try to form a group with it, and then without it."""
     with member(url, prefix, rank, 3) as me:
         me.reconfigure(1, [0, 1, 2])
         handles = me.handles(2, [0, 1, 2])

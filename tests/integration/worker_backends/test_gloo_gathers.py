@@ -70,8 +70,7 @@ def test_small_and_large_gathers_can_be_under_way_together(group: list[GlooBacke
 
 
 def test_connections_within_a_host_take_little_at_once_to_send(group: list[GlooBackend]) -> None:
-    """What goes out in one call goes out under a lock that Gloo's other thread spins for (decision
-    90)."""
+    """One call sends under a lock for which Gloo's other thread spins (decision 90)."""
     sockets = [
         copy
         for backend in group

@@ -15,7 +15,7 @@ from tests.ranks.processes import mpi_world
 
 @pytest.fixture(scope="module")
 def outcomes(nursery: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    """What came of each check, by rank. In a world of their own: some checks leave it damaged."""
+    """Outcomes of the checks by rank. They run in a world of their own, because some damage it."""
     with mpi_world(nursery, 4, tmp_path_factory.mktemp("mpi")) as ranks:
         for rank in ranks:
             rank.start("tests.integration.worker_backends.mpi_ranks:run_checks")

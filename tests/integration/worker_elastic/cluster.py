@@ -86,8 +86,8 @@ class Cluster:
 
     @contextmanager
     def held(self, *, before: int | None = None) -> Iterator[None]:
-        """While open, steps are slow, or the run stands `before` that step (the first is 0): what
-        is waited for in the block happens before the run's end, or before that step."""
+        """Slows the run's steps while open, or holds it `before` that step (the first is 0). So the
+        condition awaited in the block holds before the run ends, or before that step."""
         hold = self.output / "hold"
         hold.write_text("" if before is None else str(before))
         yield

@@ -12,7 +12,7 @@ from torch import nn
 
 
 def main() -> None:
-    """One run, as the environment says."""
+    """Runs one training, configured by the environment."""
     torch.set_num_threads(1)
     micro = os.environ["MICRO"] == "1"
     shoal.init()

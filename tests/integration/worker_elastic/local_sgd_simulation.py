@@ -1,5 +1,5 @@
-"""What local SGD means, without any of Shoal: some replicas in one process, their updates, and the
-weighted mean of each round."""
+"""Local SGD without Shoal: replicas in one process, their updates, and the weighted mean of each
+round."""
 
 from __future__ import annotations
 

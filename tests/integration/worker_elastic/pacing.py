@@ -1,4 +1,4 @@
-"""How scripts of these tests wait for a test that holds their run (cluster.Cluster.held)."""
+"""Waits of scripts for a test that holds their run (cluster.Cluster.held)."""
 
 from __future__ import annotations
 

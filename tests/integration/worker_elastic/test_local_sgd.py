@@ -125,8 +125,8 @@ def test_a_round_whose_average_nobody_got_is_done_again_from_its_start(
 def test_a_round_that_one_rank_lost_counts_on_all_ranks_or_on_none(
     zygote: Zygote, tmp_path: Path, failpoint: str
 ) -> None:
-    """Where the others had closed it, it is the next round that they lose, and that rank with
-    them."""
+    """The others lose the next round if they had already committed this one, together with that
+    rank."""
     recipe = "outer_momentum"
     results = run(zygote, tmp_path, recipe, ["", failpoint, ""], (0, 1, 2))
     assert [r["lost"] for r in results] == [1, 1, 1]

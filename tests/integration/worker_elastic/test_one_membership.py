@@ -277,7 +277,7 @@ def test_a_member_that_is_to_leave_does_not_wait_for_a_slow_name_lookup() -> Non
 
 
 def joined(job: Job) -> Membership:
-    """Member "a", which wants a rank."""
+    """Joins as member "a", which waits for a rank."""
     settings = WorkerSettings(
         collective_timeout_s=0.3, connect_timeout_s=0.3, rendezvous_timeout_s=60
     )

@@ -147,8 +147,8 @@ def four(
 def test_another_replica_outlives_a_worker_killed_between_two_updates(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    """When one of four ranks dies, two of the three that are left hold the models; the third is a
-    spare, and says nothing of them."""
+    """After the death of one of four ranks, two of the remaining three have the models. The third
+    is a spare and reports no model."""
     with four(zygote, tmp_path, every, strategy, failpoint) as running:
         results = running.finish(0, 2, 3, may_end_well=True)
         assert len(results) == 2
@@ -202,7 +202,7 @@ def test_a_replica_that_is_made_whole_again_is_given_both_models(
 def test_a_rank_that_lost_its_group_does_what_its_peers_did(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    """Whose closing came back has made the step count, for all."""
+    """A rank that received the commit all-reduce has committed the step for all ranks."""
     run_with_a_fault(zygote, tmp_path, alone, failpoint, EVERY=every, **layout(strategy))
 
 

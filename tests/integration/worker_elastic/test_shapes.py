@@ -23,7 +23,7 @@ ALL = EPOCHS * STEPS
 def alone(
     zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, Any]]:
-    """What one worker ends with that nothing happens to, by shape and strategy."""
+    """Returns the final state of one undisturbed worker, by shape and strategy."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(shape: str, strategy: str = "ddp") -> dict[str, Any]:
@@ -146,7 +146,7 @@ def newest_step(running: Cluster) -> int:
 def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_together(
     zygote: Zygote, tmp_path: Path, strategy: str, shape: str
 ) -> None:
-    """Whether the script saves after the loop, or in a `finally` around it."""
+    """The script may save after the loop or in a `finally` around it."""
     with cluster(
         zygote, tmp_path, script=SCRIPT, SHAPE=shape, STRATEGY=strategy, SHOAL_DRAIN_GRACE_S="20"
     ) as running:
@@ -163,7 +163,7 @@ def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_toge
 def test_a_rank_that_leaves_alone_saves_nothing_in_finally_and_its_peers_do(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """What it holds by then is a part of an older state."""
+    """The leaving rank has a part of an older state only."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="finally", STRATEGY="zero2") as running:
         with running.held():
             for index in range(3):

@@ -239,7 +239,7 @@ def start_with_neighbours_that_stop(running: Cluster, moment: str) -> None:
 
 
 def kill_two_neighbours(running: Cluster, moment: str) -> None:
-    """When both are at that moment."""
+    """Kills two neighbouring ranks once both have reached that moment."""
     processes = [psutil.Process(running.workers[index].pid) for index in NEIGHBOURS]
     eventually(
         lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes),

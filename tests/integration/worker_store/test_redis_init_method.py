@@ -32,8 +32,8 @@ _WAYS = (
     ("-c", f"import shoal, torch; {_RUN}"),
     ("-c", f"import torch.distributed, shoal; {_RUN}"),
 )
-"""How a script comes to know the init method: started so, or by importing shoal before or after
-torch."""
+"""Ways to register the init method: by the module that starts the script, or by importing shoal
+before or after torch."""
 
 
 def test_plain_scripts_meet_through_redis_and_can_do_so_again(redis_url: str) -> None:

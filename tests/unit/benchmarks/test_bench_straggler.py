@@ -50,8 +50,7 @@ def test_all_processes_train_on_the_same_images_and_none_of_them_is_validated_on
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[float, float | None], list[float]]:
-    """What a run takes at each learning rate, None: for ever; and within how many seconds each run
-    had to end."""
+    """Durations of runs by learning rate (None: endless), and the limits that runs are given."""
     takes: dict[float, float | None] = dict.fromkeys(LEARNING_RATES)
     allowed: list[float] = []
 

@@ -17,7 +17,7 @@ from shoal_protos.v1 import parameter_server_pb2 as pb
 ALL = [
     codec for codec in pb.Codec.values() if codec not in (pb.CODEC_UNSPECIFIED, pb.CODEC_POWERSGD)
 ]
-"""Those whose payloads follow from a length alone."""
+"""Codecs whose payload sizes follow from the length alone."""
 SPARSE = (pb.CODEC_TOPK, pb.CODEC_RANDOMK)
 LENGTHS = st.one_of(
     st.integers(0, 40),

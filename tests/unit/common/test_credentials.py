@@ -18,7 +18,7 @@ PS = ["--coordinator", "localhost:1", "--job", "j"]
 
 
 class Service(ServiceSettings, CallerSettings):
-    """As the parameter servers'."""
+    """Settings like those of the parameter servers."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_TEST_")
 

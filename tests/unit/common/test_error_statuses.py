@@ -36,7 +36,7 @@ ALL_ERRORS = [
 
 
 class FakeRpcError(grpc.RpcError):
-    """What a client sees of a status: code, details, trailing metadata."""
+    """The client's view of a status: code, details, trailing metadata."""
 
     def __init__(self, code: grpc.StatusCode, details: str | None, metadata=()) -> None:
         self._seen = SimpleNamespace(code=code, details=details, metadata=metadata)

@@ -246,7 +246,7 @@ def test_sixteen_bit_parameters_are_rounded_once_a_step(
 
 
 def test_sums_over_rows_of_sixteen_bit_tables_go_on_growing_also_after_a_restart() -> None:
-    """In bfloat16 a sum of 256 ones stays at 256."""
+    """In bfloat16, 256 + 1 is rounded to 256."""
     table = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
     optimizer = RowWiseAdagrad([table], 0.0, initial_accumulator_value=256.0)
     table.grad = torch.ones_like(table)

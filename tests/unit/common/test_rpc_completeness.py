@@ -18,7 +18,7 @@ SERVICES = {
     ParameterServerClient: parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
 }
 BETWEEN_SERVERS = {"Follow", "TakePartitions"}
-"""What no client calls."""
+"""RPCs that no client calls."""
 METHODS = [
     (client, method)
     for client, service in SERVICES.items()

@@ -16,7 +16,7 @@ from shoal_worker.compression.pushes import CompressedPushes
 
 NAMES = compressor_names()
 SHAPES = {0: (40, 60), 1: (1, 121), 2: (24, 20)}
-"""Of the pieces of a partition."""
+"""Shapes of a partition's pieces."""
 LENGTH = 3001
 
 

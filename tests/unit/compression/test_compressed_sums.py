@@ -53,7 +53,8 @@ def test_every_rank_ends_with_the_same_bits_and_sent_what_the_formula_says(name,
 
 
 def test_bytes_per_element_are_those_of_the_table():
-    """Of one 64 MiB bucket over 4 ranks; an uncompressed all-reduce sends 6 bytes an element."""
+    """The figures are for one 64 MiB bucket over 4 ranks. An uncompressed all-reduce sends 6 bytes
+    an element."""
     numel = 16 << 20
     shapes = [(4096, 4096)]
     found = {
@@ -95,7 +96,7 @@ def test_half_precision_sums_are_taken_in_float32():
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_nothing_is_ever_left_out_for_good(name):
-    """What was sent and what is owed add up to all gradients there were."""
+    """Sent gradients and residuals add up to all gradients."""
     ranks, given, received = (
         reductions(made(name), 3),
         torch.zeros(NUMEL).double(),

@@ -102,7 +102,7 @@ def test_scenario_unfolds_as_written(path: Path) -> None:
 
 @dataclass
 class Acting:
-    """What a member does."""
+    """An action of a member."""
 
     what: str
     since_ms: int
@@ -457,7 +457,7 @@ class Story:
         self.happen(ServerDrainRequested(server_id=server, reason="asked to"))
 
     def shares(self) -> None:
-        """Who owns what: of each place its partitions, by the shard map."""
+        """Returns the partitions of each place in the shard map."""
         assert self.state.layout is not None
         owned: dict[int, list[int]] = {}
         for number, partition in enumerate(self.state.layout.partitions):

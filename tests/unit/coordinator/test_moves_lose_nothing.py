@@ -42,7 +42,7 @@ NAMES = [f"s{number}" for number in range(4)]
 
 @dataclass
 class Leaving:
-    """What a giver has noted in its journal."""
+    """A source's journal entry about leaving partitions."""
 
     move: Move
     taken_by: str
@@ -50,7 +50,7 @@ class Leaving:
 
 @dataclass
 class Disk:
-    """What a server has after a crash."""
+    """A server's data after a crash."""
 
     applied: dict[int, int] = field(default_factory=dict)
     """Partition -> pushes; of those that are its own, as far as it knows."""
@@ -78,7 +78,7 @@ class Process:
     incarnation: str
     disk: Disk
     inbox: dict[type[Effect], Effect] | None = None
-    """What the coordinator has told it and it has not read; None: it has no session."""
+    """Unread messages from the coordinator; None without a session."""
     asked: Move | None = None
     """The move that it is at; its partitions are frozen."""
     heard: int = 0

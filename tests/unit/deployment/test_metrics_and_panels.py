@@ -106,8 +106,8 @@ def test_reasons_are_given_for_metrics_that_exist() -> None:
 
 @pytest.mark.parametrize("service", ["coordinator", "worker", "ps"])
 def test_a_service_has_a_dashboard_of_its_own(service: str) -> None:
-    """All its metrics are on it, but for those that the overview has, which shows only what
-    concerns all."""
+    """Each service's dashboard shows all its metrics, except those on the overview, which shows
+    only metrics of common interest."""
     uid = {"coordinator": "shoal-coordinator", "worker": "shoal-workers", "ps": "shoal-servers"}[
         service
     ]

@@ -20,7 +20,7 @@ IN_LAUNCHES = sorted(set(registry.names()) - {"async_sgd"})  # its workers are p
 
 @pytest.fixture(scope="module", autouse=True)
 def shorter_text() -> None:
-    """What is held out is enough to train on here, and quicker to read."""
+    """Trains on the held-out text, which suffices here and is faster to read."""
     source = GPT["Source"]
     GPT["main"].__globals__["Source"] = lambda length, *, held_out: source(length, held_out=True)
 

@@ -1,4 +1,4 @@
-"""What a schedule costs, counted on its order of computations."""
+"""Costs of a schedule, counted on its order of computations."""
 
 from __future__ import annotations
 

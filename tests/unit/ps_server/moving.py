@@ -117,12 +117,12 @@ class Moved:
         await self.layouts.any()
 
     async def hand_over(self, receiver: Moved, order: MoveOrder = ORDER) -> None:
-        """As `give` does, without a network."""
+        """Hands partitions over as `give` does, without a network."""
         self.gives_to(receiver)
         assert await self.giver.give(order) == "receiver"
 
     def gives_to(self, receiver: Moved) -> None:
-        """What it gives from now on goes to `receiver`."""
+        """Directs all later moves to `receiver`."""
 
         async def transfer(order: MoveOrder, progress: Callable[[], None]) -> str:
             self.has_begun = True
@@ -169,7 +169,8 @@ class Moved:
 
 
 class History:
-    """What one server has at each version, that does the same and gives nothing away."""
+    """The state at each version of one server that applies the same pushes and gives no partition
+    away."""
 
     def __init__(self, make: Any) -> None:
         self._make = make

@@ -152,7 +152,7 @@ async def frame(connected: socket.socket) -> Frame:
 
 
 async def ends(connected: socket.socket) -> bool:
-    """Whatever comes, its end does."""
+    """Reads until the connection ends. Returns True."""
     loop = asyncio.get_running_loop()
     try:
         while await loop.sock_recv(connected, 1 << 16):
@@ -412,7 +412,7 @@ def test_handshakes_of_strangers_are_not_the_event_loops_work(
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL])
 @pytest.mark.parametrize("over", [Transport.TCP, Transport.MEMORY])
 def test_a_peer_that_goes_away_while_its_stream_waits_is_noticed(serving, over, kind) -> None:
-    """As gRPC cancels a call: here under bsp, which has it wait for member b."""
+    """gRPC cancels a call in this case. Here the stream waits for member b under bsp."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()

@@ -230,7 +230,7 @@ class StaleSynchronousParallel(RuleBasedStateMachine):
         self.clocks = Clocks()
         self.consistency = ssp(2)
         self.iterations: dict[str, int] = {}
-        """What each member itself would say."""
+        """Number of finished iterations by member, as the member counts them."""
         self.begun: dict[str, int] = {}
         """The clock at which each member last was let go on, and was then at most `bound` ahead."""
         self.count = 0
@@ -300,8 +300,7 @@ TestStaleSynchronousParallel.settings = settings(
 
 
 class BulkSynchronousParallel(RuleBasedStateMachine):
-    """Members that read, push and wait as bsp has it; they join, leave, rest and come back at any
-    time."""
+    """Members that read, push and wait under bsp. They join, leave, rest and return at any time."""
 
     members = Bundle("members")
 
@@ -309,10 +308,10 @@ class BulkSynchronousParallel(RuleBasedStateMachine):
         super().__init__()
         self.clocks = Clocks()
         self.finished: dict[str, int] = {}
-        """What each member itself would say."""
+        """Number of finished iterations by member, as the member counts them."""
         self.has_values: dict[str, bool] = {}
         self.let_in: list[int] = []
-        """Of each push that was let in, its iteration."""
+        """Iterations of the admitted pushes."""
         self.under_way: dict[str, int] = {}
         """Members whose push was let in and has not come whole."""
         self.values: dict[int, int] = {}
@@ -381,7 +380,7 @@ class BulkSynchronousParallel(RuleBasedStateMachine):
 
     @rule(member=members, back=st.integers(0, 3))
     def repeat(self, member: str, back: int) -> None:
-        """What was said before is heard again."""
+        """Repeats an earlier report."""
         if self.clocks.members[member].origin is not None:
             before = self.clocks.members[member]
             self.clocks.report(member, max(0, self.finished[member] - back))

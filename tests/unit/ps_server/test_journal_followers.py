@@ -24,7 +24,7 @@ from tests.unit.ps_server.journaled import (
 
 
 class Following:
-    """What a backup hears of."""
+    """The records that a backup receives."""
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []

@@ -33,7 +33,7 @@ PARTITIONS = 3
 PIECES = (("a", 1), ("b", 3), ("c", 2))
 """Names and elements of the pieces of each partition."""
 PUSHES = 40
-"""How many pushes each member makes in each life of the server."""
+"""Number of pushes of each member in each incarnation of the server."""
 
 
 @dataclass(kw_only=True)
@@ -101,7 +101,7 @@ def on(disk: Disk) -> Iterator[None]:
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """What a kill left, and what was known to members then."""
+    """The files after a kill, and the members' knowledge at that moment."""
 
     directory: Path
     acknowledged: dict[tuple[int, str], int]
@@ -109,7 +109,7 @@ class Kill:
 
 
 class History:
-    """What each member pushed to each partition, and what it was told."""
+    """The pushes of each member to each partition, and their answers."""
 
     def __init__(self) -> None:
         self.acknowledged: dict[tuple[int, str], int] = {}

@@ -24,7 +24,7 @@ OPTIMIZER = {
 
 
 def restoration(shard: Shard, spec: PartitionSpec, number: int) -> Restoration:
-    """Of what the bucket has now."""
+    """Returns a restoration of the bucket's present content."""
     image = shard.bucket_image(spec)
     assert image.rows is not None
     assert spec.bucket is not None

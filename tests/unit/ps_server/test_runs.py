@@ -37,7 +37,7 @@ OPTIMIZERS = [
 
 
 def by_rows(spec: PartitionSpec) -> PartitionSpec:
-    """Of tensors of these SHAPES."""
+    """Returns `spec` with the lengths of its pieces' rows."""
     return replace(
         spec,
         pieces=tuple(replace(piece, row=row) for piece, row in zip(spec.pieces, ROWS, strict=True)),

@@ -19,7 +19,7 @@ from shoal_ps_server.storage.moves import Moves
 
 
 def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_path) -> None:
-    """As when a server is told to stop while it writes its periodic one."""
+    """A server that is asked to stop while it writes its periodic snapshot behaves in this way."""
     spec, directory = make.spec(), DataDirectory(tmp_path)
     shard = make.shard(spec)
     # The first write stands still in opening this, until somebody reads it; then it fails, since a

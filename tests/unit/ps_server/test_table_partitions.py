@@ -154,7 +154,7 @@ def test_without_memory_new_rows_are_refused_before_anything_is_written(make, mo
 
 
 def test_room_is_made_for_rows_that_are_on_their_way(make) -> None:
-    """What the journal has must not fail for want of memory."""
+    """A journaled change must not fail for lack of memory."""
     spec = make.bucket()
     shard = held(make, spec)
     rows = shard._partitions[0].rows
@@ -182,7 +182,7 @@ async def begun(server: Journaled, make: Any, *specs: Any) -> None:
 
 
 def pushes(make: Any, specs: Any, count: int) -> list[Upload]:
-    """Of two members in turn, with ids that come back and ids that do not."""
+    """Returns pushes of two members in turn, with ids that repeat and ids that do not."""
     made = []
     generator = np.random.default_rng(0)
     for step in range(count):

@@ -14,7 +14,7 @@ from shoal.client import AsyncClient, Client
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 _HOW = {"submit_command"}
-"""What the command line needs of the blocking client alone."""
+"""Methods that only the blocking client has, for the command line."""
 _VALUES = [
     value for name in client.__all__ if dataclasses.is_dataclass(value := getattr(client, name))
 ]

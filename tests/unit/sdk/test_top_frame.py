@@ -56,7 +56,7 @@ class Told(Client):
 
 
 def lines_of(frames: Frames, *, height: int) -> list[str]:
-    """As `shoal top` shows them on a terminal."""
+    """Returns the lines that `shoal top` shows on a terminal."""
     console = Console(
         file=io.StringIO(),
         width=80,

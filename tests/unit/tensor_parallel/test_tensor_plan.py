@@ -208,7 +208,7 @@ def _narrow_heads():
 
 
 class Standardized(nn.Conv2d):
-    """What its class computes is not what torch's does."""
+    """A layer whose class computes something else than torch's."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self._conv_forward(input, self.weight - self.weight.mean(), self.bias)

@@ -12,8 +12,8 @@ from tests.browser import MISSING, start_driver
 pytestmark = pytest.mark.skipif(MISSING is not None, reason=MISSING or "")
 
 SAYS_TAKEN = 'echo "IPv4 port not available. Exiting..."; exit 1'
-"""What chromedriver does where the port that it got on ::1 is another process's on 127.0.0.1. Which
-port it gets is chance."""
+"""Imitates chromedriver when the port that it got on ::1 belongs to another process on 127.0.0.1.
+The port is random."""
 
 
 def put_first_on_path(directory: Path, script: str, monkeypatch: pytest.MonkeyPatch) -> None:

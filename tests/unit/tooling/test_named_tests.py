@@ -17,7 +17,7 @@ _WORKER = _ROOT / "worker/shoal_worker"
 _DECISIONS = _ROOT / "docs/decisions"
 _FOLDERS = sorted(path.parent for path in _WORKER.rglob("__init__.py") if path.parent != _WORKER)
 _OTHERS = ("parse_compression", "parallelize_module")
-"""What else folders' docstrings name: functions."""
+"""Functions that folders' docstrings name."""
 _TESTS = sorted(
     path
     for path in (_ROOT / "tests").rglob("*")

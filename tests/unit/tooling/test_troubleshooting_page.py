@@ -50,7 +50,7 @@ _PASSED_ON: Final = {
     # of another rank that writes
     ("worker/shoal_worker/checkpoint/writer.py", "each['reason'] or None"),
 }
-"""Where a variable holds the reason of another error, or a member of Refusal."""
+"""Places where a variable has the reason of another error or a member of Refusal."""
 _GRPCS_OWN: Final = {"UNIMPLEMENTED"}
 """Names of gRPC's statuses that Shoal has no class for, and that people meet."""
 

@@ -37,7 +37,7 @@ class Kind:
 
     says: str
     rows: Mapping[str, Mapping[str, Any]]
-    """What `as_distributed` is given, by name."""
+    """Arguments of `as_distributed` by name."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,11 +53,11 @@ class Call:
     loops: bool = False
     """It goes over the parameters: what it did before it was refused stays."""
     cut: str = RIGHT
-    """What it names where parameters are cut."""
+    """Expected name where parameters are sharded."""
     state: str = RIGHT
-    """Where gradients and optimizer state are."""
+    """Expected name where gradients and optimizer state are sharded."""
     whole: str = RIGHT
-    """Where nothing is."""
+    """Expected name where nothing is sharded."""
 
     def expected(self, kind: str) -> str:
         return str(getattr(self, kind))

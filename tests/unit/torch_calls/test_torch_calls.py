@@ -35,7 +35,7 @@ def data() -> TensorDataset:
 
 
 class Plain:
-    """What one process has trained that makes the same calls."""
+    """A model trained by one process that makes the same calls."""
 
     def __init__(self) -> None:
         self.net = network()

@@ -182,8 +182,8 @@ def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJo
 def test_a_worker_that_waited_long_for_its_next_batch_did_not_stand_still(
     job: FakeJob, make
 ) -> None:
-    """What it gets then it keeps: all who wait would hand the last batches round among each other
-    for ever."""
+    """The worker keeps the batch that it gets then. Otherwise all waiting workers would pass the
+    last batches around forever."""
     loop = Loop(make(0.1))
     loop.step()
     job.away.set()

@@ -90,7 +90,7 @@ def test_parameter_groups_name_their_tensors() -> None:
 
 
 class Halving(torch.optim.SGD):
-    """A user's own: who knows what its step does."""
+    """A user's own optimizer, whose `step` may do anything."""
 
 
 @pytest.mark.parametrize(

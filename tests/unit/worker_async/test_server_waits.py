@@ -29,7 +29,7 @@ class Clock:
 
 @contextlib.contextmanager
 def waiting_elsewhere(waits: ServerWaits, server: str) -> Iterator[None]:
-    """While open, a thread in the background waits for the server."""
+    """Lets a background thread wait for the server while open."""
     waiting, over = threading.Event(), threading.Event()
 
     def wait() -> None:

@@ -42,7 +42,7 @@ def test_backends_are_found_by_name() -> None:
 
 
 class NewBackend(GlooBackend):
-    """What somebody adds."""
+    """A user's additional backend."""
 
     name: ClassVar[str] = "new"
 

@@ -86,7 +86,7 @@ class Owner:
 
 
 class FlightGroup:
-    """Of whose all-reduce `work` is."""
+    """A group whose all-reduce returns `work`."""
 
     def __init__(self, work: InterruptibleWork) -> None:
         self._work = work
@@ -102,8 +102,7 @@ class FlightGroup:
 
 
 def test_gradients_are_not_handed_back_while_a_collective_of_an_ended_group_still_runs() -> None:
-    """What is handed back is used by the redo of the step; a write that comes later would be in its
-    sums."""
+    """The redo of the step uses released memory, so a late write would corrupt its sums."""
     gradient = torch.zeros(4)
     native = BusyCollective(gradient)
     work = InterruptibleWork("all_reduce", cast(Any, native), cast(Any, Owner()), None)

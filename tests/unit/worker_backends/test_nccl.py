@@ -39,7 +39,7 @@ abort."""
 
 @pytest.fixture(autouse=True)
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is forced upon the environment is undone."""
+    """Restores the environment after the test."""
     for name in (*WATCHDOG, "TORCH_NCCL_NONBLOCKING_TIMEOUT"):
         monkeypatch.setenv(name, "")
         monkeypatch.delenv(name)
@@ -283,8 +283,8 @@ def heartbeats() -> Iterator[tuple[Callable[[], int], Callable[[], float]]]:
 
 @ends_in_a_thread
 def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_the_process() -> None:
-    """The thread that issues collectives reads a loss, behind the kernel that the abort does not
-    end, and comes to no wait of Shoal's."""
+    """The issuing thread reads a loss behind the kernel that the abort does not end, and so reaches
+    no wait of Shoal's."""
     ranks = Ranks(2)
     backends = ranks.form(limit=_SHORT)
     ended: list[str] = []

@@ -211,7 +211,7 @@ def test_who_is_told_that_a_group_is_over_has_the_memory_for_itself(seed: int) -
 
 
 def test_waits_of_the_host_are_noted() -> None:
-    """What the tests above count is what heartbeats tell."""
+    """Heartbeats report the waits that the tests above count."""
     ranks = Ranks(2)
     backends = ranks.form()
     begun: list[str] = []

@@ -50,7 +50,7 @@ def model_with_rows(*, sparse: bool) -> nn.Module:
 
 
 class Block(nn.Module):
-    """What is gathered by itself."""
+    """A block that is gathered as one unit."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -390,7 +390,7 @@ def test_a_cursor_whose_rest_is_dropped_under_the_new_batch_size_moves_to_the_ne
 
 
 def test_a_cursor_within_an_epoch_of_another_split_of_the_dataset_is_refused(session):
-    """As a joiner's is whose script splits without a seed: it alone ends then, and not its
+    """A joiner whose script splits without a seed has such a cursor. It ends alone, without its
     peers."""
     loader, other = (
         loader_of(name=name, dataset=Subset(range(20), indices))

@@ -73,7 +73,7 @@ def session_of_thread(monkeypatch):
 
 
 class Meeting:
-    """Where the ranks add up what each gives."""
+    """An all-reduce of the ranks' contributions."""
 
     def __init__(self, world):
         self._barrier, self._lock, self._given = (

@@ -107,8 +107,8 @@ class Model(TrainingEngine):
                     parameter.fill_(value)
 
     def consolidate(self, channel: Channel) -> None:
-        """As strategies do whose models are in parts: a rank without values has nothing to say, and
-        says nothing."""
+        """Consolidates as strategies with sharded models do: a rank without values contributes
+        nothing."""
         if self.has_values():
             channel.exchange(b"")
 

@@ -192,8 +192,8 @@ def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[R
 
 
 def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -> None:
-    """Where a model is cut over ranks, each replica may take another number of micro-batches, and
-    ends its batch as the others do."""
+    """Replicas of a sharded model may take different numbers of micro-batches and still end their
+    batch together."""
     third = Rank(2, cast(Any, ranks[0].waiting._notes))
     for rank, replica, traces in zip(
         [*ranks, third],

@@ -55,8 +55,8 @@ def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(
 def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its_own_time(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """As of a checkpoint that is written in the background. Who was told of it may raise before
-    this process does."""
+    """A checkpoint written in the background fails in this way. A peer that was notified may raise
+    before this process does."""
     failing = (
         "__import__('shoal_common.errors').errors.UnavailableError('the disk is full', "
         "reason='CHECKPOINT_NOT_WRITTEN')"

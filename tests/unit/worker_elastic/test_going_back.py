@@ -10,7 +10,7 @@ from shoal_worker.elastic.state.committed_state import CommittedState
 
 
 class Loader:
-    """What of a loader counts here: where it stands."""
+    """A loader with a cursor only."""
 
     def __init__(self, name: str, epoch: int, step: int, *, under_way: bool) -> None:
         self.name, self.epoch, self.step, self.under_way = name, epoch, step, under_way

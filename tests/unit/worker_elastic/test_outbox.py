@@ -1,4 +1,5 @@
-"""Tests what others wait to hear of goes out at once; all of it again on the next stream."""
+"""Tests that messages for which others wait are sent at once, and that the next stream repeats all
+of them."""
 
 from __future__ import annotations
 

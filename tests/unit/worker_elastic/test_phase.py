@@ -18,7 +18,7 @@ PATHS = {
     STOPPED: ("begin", "stop"),
     LEFT: ("leave",),
 }
-"""How a joiner comes to each phase."""
+"""Calls that lead a joiner to each phase."""
 
 BUG = None
 MOVES = {

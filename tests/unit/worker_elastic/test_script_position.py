@@ -13,7 +13,7 @@ places = st.builds(
 
 
 def summed(ranks: list[ScriptPosition]) -> list[float]:
-    """As an all-reduce in float64 gives it."""
+    """Returns the sum as an all-reduce in float64 computes it."""
     return torch.tensor([place.word() for place in ranks], dtype=torch.float64).sum(0).tolist()
 
 

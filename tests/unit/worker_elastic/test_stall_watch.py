@@ -21,7 +21,7 @@ from tests.zygote.children import eventually
 
 
 class Link:
-    """What a watch tells the coordinator."""
+    """The reports of a stall watch to the coordinator."""
 
     notice = ""
     apart_from = ""

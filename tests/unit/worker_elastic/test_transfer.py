@@ -439,8 +439,8 @@ def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way(secure: StateDono
 
 
 def test_a_connection_that_is_shut_down_stays_one_of_tls() -> None:
-    """Whoever sends on it at that moment fails, and sends no plain text: SSLSocket's own method
-    forgets that it speaks TLS."""
+    """A sender at that moment fails and sends no plain text. SSLSocket's own method would forget
+    that the connection speaks TLS."""
     here, there = socket.socketpair()
     listening = threading.Thread(
         target=lambda: channels.put(PairContexts.listener("k").wrap_socket(there, server_side=True))

@@ -1,5 +1,5 @@
-"""Any training state goes through flatten, JSON and unflatten and comes back exactly; what cannot
-is refused by name."""
+"""Training state survives flatten, JSON and unflatten exactly. Unsupported values are refused by
+name."""
 
 import enum
 import json

@@ -1,4 +1,4 @@
-"""A store's errors are Shoal's and torch's at once."""
+"""Store errors derive from Shoal's errors and torch's at once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of strategies in a world of one train."""
+"""The problem that tests of strategies train in a world of one."""
 
 from __future__ import annotations
 

@@ -417,7 +417,7 @@ def test_nothing_is_compared_at_the_end_that_was_compared_or_is_not_to_be(every:
 
 
 def load_weights_on_rank_0(net: nn.Sequential) -> None:
-    """As a script does that keeps the best weights on one rank."""
+    """Loads weights like a script that keeps the best weights on one rank."""
     if shoal.rank() == 0:
         with inside():
             net.load_state_dict(

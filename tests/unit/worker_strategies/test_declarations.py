@@ -26,7 +26,7 @@ _DEEPEST = 4
 
 
 class NewModel(shoal.ShardedModel):
-    """What somebody adds."""
+    """A user's additional model class."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="new",
@@ -42,7 +42,7 @@ class NewModel(shoal.ShardedModel):
 
 
 class NewOptimizer(shoal.ShardedOptimizer):
-    """What goes with it."""
+    """The optimizer class of that model class."""
 
 
 @pytest.fixture

@@ -35,7 +35,7 @@ def noting(net: nn.Module, called: list[str]) -> None:
 def train(
     strategy: str | None, register: Register, when: str
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """`when`: before as_distributed, after it, or within the first step."""
+    """when: before as_distributed, after it, or within the first step."""
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)

@@ -28,8 +28,8 @@ have theirs."""
 
 
 class NextGeneration:
-    """What is left of a launch, as its next generation: the ranks `left`. Every rank loses it at
-    its `over`-th use of the group."""
+    """The next generation of a launch, with the ranks `left`. Every rank loses it at its `over`-th
+    use of the group."""
 
     def __init__(
         self, launch: Group, members: Group, left: Sequence[int], number: int, over: int | None

@@ -397,8 +397,8 @@ def test_a_pipelines_forward_pass_in_training_names_train_step() -> None:
 def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(
     micro: int | None, options: dict[str, Any]
 ) -> None:
-    """Of the eight samples that go through one by one, two have no target at all: the mean over
-    nothing is no number."""
+    """Two of the eight samples, which pass one by one, have no target at all: the mean over nothing
+    is NaN."""
     x, y = models.data()[:8]
     y = y.clone()
     y[:3, 1:], y[3:5] = -100, -100
@@ -440,8 +440,8 @@ def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(
 def test_without_a_loader_the_ranks_of_a_replica_draw_alike(
     world: int, options: dict[str, Any]
 ) -> None:
-    """Whatever the script has seeded. Dropout on whole activations would give each rank other
-    gradients of what all of them hold."""
+    """The script's own seeds do not matter. Different dropout on whole activations would give the
+    ranks different gradients of shared values."""
     x, y = models.data("cnn")[:8]
 
     def rank() -> tuple[list[float], torch.Tensor, int]:
@@ -479,7 +479,7 @@ def test_without_a_loader_the_ranks_of_a_replica_draw_alike(
     "options", [{"strategy": "zero1"}, {"strategy": "zero3"}, {"strategy": "hybrid", **FSDP}]
 )
 def test_a_model_in_eval_mode_can_be_trained(options: dict[str, Any]) -> None:
-    """As it is when dropout and norms are to stay as they were trained."""
+    """Scripts use eval mode to keep dropout and norms as they were trained."""
 
     def rank() -> dict[str, torch.Tensor]:
         net = models.make()

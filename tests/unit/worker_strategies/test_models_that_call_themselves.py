@@ -13,8 +13,8 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 SAMPLES, BATCH, PART = 20, 6, 2
-"""A step has three parts, so that one of two ranks has one fewer and takes part in the other's last
-pass without samples."""
+"""Numbers of samples in all, in a step and in a part. A step has three parts, so one of two ranks
+has one part fewer and takes part in the other's last pass without samples."""
 
 
 class Calling(nn.Module):

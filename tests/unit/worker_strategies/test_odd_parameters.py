@@ -226,7 +226,7 @@ def average(strategy: str, directory: Path, steps: int) -> dict[str, torch.Tenso
 def test_an_averaged_model_is_resumed_under_another_strategy(
     saved_by: str, strategy: str, tmp_path: Path
 ) -> None:
-    """What it holds a copy of has other names there."""
+    """The parameters that it copies have other names there."""
     (expected,) = shoal.launch(average, "ddp", tmp_path / "whole", 2, world_size=1)
     shoal.launch(average, saved_by, tmp_path / "resumed", 1, world_size=2)
     for found in shoal.launch(average, strategy, tmp_path / "resumed", 2, world_size=2):

@@ -190,7 +190,7 @@ def test_ddp_refuses_a_parameter_that_comes_into_the_module(change: Callable[...
 
 
 def moved_within_the_module(model: Any, net: Towers, optimizer: Any) -> None:
-    """As torch.nn.utils.prune does."""
+    """Moves a parameter within the module as torch.nn.utils.prune does."""
     weight = net.first[0].weight
     del net.first[0].weight
     net.first[0].register_parameter("weight_orig", weight)

@@ -32,8 +32,8 @@ class Work:
 
 
 class ScriptedGroup:
-    """Of two ranks, the other of which has the same gradients. The collectives numbered in
-    `failing` fail."""
+    """A group of two ranks that have the same gradients. The collectives numbered in `failing`
+    fail."""
 
     world_size = 2
 

@@ -122,7 +122,8 @@ def clears_by_hand(model: Any, optimizer: Any, batches: Batches) -> None:
 
 
 def clears_what_another_pass_has_left(model: Any, optimizer: Any, batches: Batches) -> None:
-    """As a GAN's generator leaves gradients in the discriminator."""
+    """Clears gradients of another pass, such as those that a GAN's generator leaves in the
+    discriminator."""
     for x, y in batches:
         loss_of(model, x, y).backward()
         optimizer.zero_grad()
@@ -372,8 +373,8 @@ def penalizes_once(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 def test_ranks_with_fewer_micro_batches_take_part_in_all_passes_of_one(strategy: str) -> None:
-    """Of three ranks two have one micro-batch, and one has two: for the others' sake it has to know
-    all that one does."""
+    """Two of three ranks have one micro-batch and one has two. It must repeat everything that a
+    rank with one does."""
     expected = plain(penalizes)
     for state in shoal.launch(functools.partial(penalizes_in_parts, strategy, 4), world_size=3):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)

@@ -1,14 +1,15 @@
-"""The interface of every communication backend: collectives over one process group of its own, and
-an end to them that works.
+"""The interface of communication backends: collectives over a process group that can be ended at
+any moment.
 
-A backend is a thin layer over a real `torch.distributed.ProcessGroup` (`process_group`), so that
-torch's own parallel code runs on it. It does not touch torch's default group: a process can hold
-several backends, one per generation, and drop one without a trace. The backend does not decide
-about membership. A group lives until its first failure; then it is aborted and a new one is
-initialized.
+A backend is a thin layer over a real `torch.distributed.ProcessGroup` (`process_group`), so torch's
+own parallel code runs on it. It does not touch torch's default group: a process can have several
+backends, one per generation, and drop one without a trace.
+
+The backend does not decide about membership. A group lives until its first failure. Then it is
+aborted, and a new group is initialized.
 
 Threads: one thread issues the collectives, in the same order on all ranks. `abort` may be called
-from any thread, at any time, and frees that thread. `initialize` and `shutdown` are called by the
+from any thread at any time, and frees that thread. `initialize` and `shutdown` are called by the
 issuing thread.
 """
 
@@ -56,12 +57,12 @@ _WHERE: Final = re.compile(
 
 
 class GroupEndedError(MembershipChanged, DistBackendError):
-    """The group is over: it was aborted, a peer went away, or a collective took longer than the
-    group's timeout."""
+    """The group has ended: it was aborted, a peer went away, or a collective exceeded the group's
+    timeout."""
 
 
 def cause_of(error: Exception) -> str:
-    """Returns what a library's error says, without where in its source, and without its advice."""
+    """Returns the message of a library's error without source locations and advice."""
     first_line = _WHERE.sub("", str(error).strip().partition("\n")[0])
     return re.split(r"[.,;]? This is typically", first_line)[0] or type(error).__name__
 
@@ -94,18 +95,18 @@ _TORCH_OPS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes that a connection has sent since it was made."""
+    """Traffic of a connection since it was made."""
 
     acknowledged_bytes: int
     busy_s: float
-    """For how long it had something to send, or waited to hear that it had come."""
+    """Seconds during which the connection had unsent or unacknowledged data."""
 
 
 class Handle:
-    """A collective that was issued: what there is to wait for.
+    """Handle of an issued collective.
 
-    It does not retry: a collective that fails on the wire ends its group. It belongs to the thread
-    that issued the collective.
+    It does not retry: a collective that fails on the wire ends its group. Only the thread that
+    issued the collective may use it.
     """
 
     def __init__(
@@ -115,16 +116,16 @@ class Handle:
         finish: Callable[[], None] | None,
         failed: Callable[[RuntimeError], None],
     ) -> None:
-        """`finish` runs once `work` has completed. `failed` sees its failure first, and may raise
-        another error instead."""
+        """finish: called once `work` has completed.
+        failed: called first when `work` fails; may raise another error instead."""
         self._work: dist.Work | None = work
         self._failure: str | None = None
         self._finish = finish
         self._failed = failed
 
     def wait(self) -> None:
-        """Returns when the result is in place; may be called again. Raises MembershipChanged when
-        the group failed."""
+        """Blocks until the result has arrived. May be called again. Raises MembershipChanged if the
+        group failed."""
         if self._failure is not None:
             raise PreconditionError(f"this collective has failed before: {self._failure}")
         # Let go of the work in any case: it would keep the sockets of its group open.
@@ -149,7 +150,7 @@ class Handle:
 
 
 def _nothing() -> None:
-    """Most libraries close a connection without its other end."""
+    """Returns at once: most libraries close a connection without the other end."""
 
 
 class CommunicationBackend(abc.ABC):
@@ -176,13 +177,13 @@ class CommunicationBackend(abc.ABC):
 
     def __init__(self) -> None:
         self.waits = Waits()
-        """Notes the waits for the group's works; may be replaced before `initialize`."""
+        """Records waits for the group's works. May be replaced before `initialize`."""
         self._process_group: dist.ProcessGroup | None = None
         self._rank = -1
         self._world_size = 0
         self._members: Sequence[int] | None = None
         self._reason: str | None = None
-        """Reason why the group is over. Written once, under the lock."""
+        """Reason why the group has ended. Written once, under the lock."""
         self._lock = threading.Lock()
 
     # --- life
@@ -204,10 +205,10 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """The torch process group underneath. Do not keep it longer than the backend: its sockets
-        close when the last reference goes.
+        """The underlying torch process group.
 
-        It ends what waits on it when it is aborted, with MembershipChanged.
+        Do not keep it longer than the backend: its sockets close with the last reference. When it
+        is aborted, all waits on it raise MembershipChanged.
         """
         if self._reason is not None:
             raise GroupEndedError(self._reason)
@@ -220,13 +221,12 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """The process group for what hosts tell each other, on CPU tensors: `process_group`, or
-        another one where that is a device's."""
+        """The process group for messages between hosts, on CPU tensors. It is `process_group`, or a
+        second group if that one is a device's."""
         return self.process_group
 
     def traffic(self) -> dict[str, Traffic]:
-        """Returns what the group's connections have sent so far, by the address they lead to; empty
-        where that is not known."""
+        """Returns the traffic of the group's connections by peer address; empty if unknown."""
         return {}
 
     def initialize(
@@ -276,16 +276,14 @@ class CommunicationBackend(abc.ABC):
 
     def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027
         # most libraries have no need of it
-        """Says, before `initialize`, that every rank of `whole` now connects one of several parts,
-        of which this is number `part`. A library that can split a group does so."""
+        """Announces, before `initialize`, that every rank of `whole` now connects one of several
+        parts, and that this group is part number `part`. A library that can split a group does
+        so."""
 
     def abort(self, reason: str) -> None:
-        """Ends the group: running and later collectives raise GroupEndedError(reason), here and
-        soon at all peers.
-
-        From any thread; returns at once; the first reason stays. The group's resources go with
-        `shutdown`.
-        """
+        """Ends the group: running and later collectives raise GroupEndedError(reason), here at once
+        and soon on all peers. Any thread; returns at once. The first reason stays. `shutdown`
+        releases the group's resources."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -293,20 +291,21 @@ class CommunicationBackend(abc.ABC):
         self._break()
 
     def shutdown(self) -> None:
-        """Ends the group and lets go of its sockets and threads. Waits for none, but for a device
-        that uses its memory. Idempotent."""
+        """Ends the group and releases its sockets and threads. Waits only for a device that uses
+        its memory. Idempotent."""
         self.abort(f"backend {self.name!r} was shut down")
         self._release()
 
     def all_leave(self, within: timedelta) -> bool:
-        """Returns whether all ranks of the group call this within that time of each other, with
-        nothing left to do in it. A rank that does not hear of all answers False, though others may
-        have."""
+        """Returns whether all ranks of the group call this within `within` of each other, with no
+        pending work. A rank that does not receive all answers returns False, although others may
+        return True."""
         return False
 
     def finalize(self) -> Callable[[], None]:
-        """Has the library end the group in order, after `all_leave`. Returns at once, with what
-        waits until that is done, or given up; `shutdown` follows that."""
+        """Starts an orderly end of the group by the library, after `all_leave`. Returns at once
+        with a function that waits until the end is complete or given up; call `shutdown` after
+        it."""
         return _nothing
 
     @abc.abstractmethod
@@ -318,8 +317,8 @@ class CommunicationBackend(abc.ABC):
 
     @abc.abstractmethod
     def _break(self) -> None:
-        """Makes everything that waits on the group fail, at any stage of its life. Any thread; must
-        not block."""
+        """Makes every wait on the group fail, at any stage of its life. Any thread; must not
+        block."""
 
     @abc.abstractmethod
     def _release(self) -> None:
@@ -350,9 +349,9 @@ class CommunicationBackend(abc.ABC):
         """Sums a tensor of a few hundred bytes over all ranks, in place, to the same bits on every
         rank. Blocks.
 
-        The training thread waits for such a sum at each step, so the backend takes the way on which
-        it goes on soonest. Raises also PreconditionError (RANKS_DIVERGED) where a rank is seen to
-        sum something else; the group stands until the caller ends it.
+        The training thread waits for such a sum in each step, so the backend uses its fastest path.
+        Also raises PreconditionError (RANKS_DIVERGED) if another rank sums something else; the
+        group then stays until the caller ends it.
         """
         self.all_reduce(tensor)
 
@@ -464,44 +463,42 @@ class CommunicationBackend(abc.ABC):
     def recv(
         self, tensor: torch.Tensor, source: int, tag: int = 0, *, async_op: bool = False
     ) -> Handle:
-        """Receives into `tensor` what rank `source` sends with the same tag."""
+        """Receives into `tensor` a message that rank `source` sends with the same tag."""
         group = self._checked("recv", tensor)
         peer = self._checked_peer("recv", "source", source)
         return self._handle("recv", lambda: group.recv([tensor], peer, tag), async_op)
 
     def barrier(self, *, async_op: bool = False) -> Handle:
-        """Complete when all ranks have called it."""
+        """Completes once all ranks have called it."""
         group = self.process_group
         return self._handle("barrier", lambda: group.barrier(BarrierOptions()), async_op)
 
     # --- results in the order of a device
 
     def order(self, work: dist.Work) -> None:
-        """Has what the calling thread computes from here on come after `work`, one of this group's.
+        """Orders the calling thread's later computations after `work`, which belongs to this group.
 
-        The thread itself waits only where it computes by itself, on the host; else it goes on, and
-        what it queues on the device runs after the collective, also after one that an abort has
-        ended, which may have left anything. So nothing that follows from such a result may be kept,
-        told to another rank or taken for an index before `settle` has returned. Raises as
-        `Handle.wait`.
+        The thread itself waits only if it computes on the host. Otherwise it continues, and the
+        operations that it queues on the device run after the collective, even one that an abort
+        ended with undefined results. So until `settle` has returned, nothing derived from the
+        result may be kept, sent to another rank or used as an index. Raises like `Handle.wait`.
         """
         work.wait()
 
     @property
     def unsettled(self) -> bool:
-        """There are works that `order` was called for, and that `settle` was not."""
+        """True if works were ordered that `settle` has not checked yet."""
         return False
 
     def settle(self) -> None:
-        """Returns when all that `order` was called for has ended well. Raises MembershipChanged:
-        not all has; nothing of the group writes into memory then."""
+        """Blocks until all ordered works have completed. Raises MembershipChanged if one failed;
+        then nothing of the group writes into memory any more."""
         if self._reason is not None:
             raise GroupEndedError(self._reason)
 
     def rest(self) -> None:  # noqa: B027
         # on the host whoever has waited for a collective's end has seen it
-        """Returns when nothing of a group that is over reads or writes memory on a device any
-        more."""
+        """Blocks until an ended group no longer reads or writes memory on a device."""
 
     # --- checks
 

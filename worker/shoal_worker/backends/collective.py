@@ -1,12 +1,11 @@
-"""One rank's part in one collective, as data: what it gives, where its result goes, and whether all
-ranks' parts fit together.
+"""One rank's part in a collective, as data: its inputs, its outputs, and the check that all ranks'
+parts match.
 
-All of torch's spellings of a collective (lists, single tensors, coalesced) come down to lists of
-parts here. Parts are usually views of the caller's tensors. This module moves nothing between
-processes: `execute` has the parts of all ranks in one memory.
+All of torch's forms of a collective (lists, single tensors, coalesced) become lists of parts here.
+Parts are usually views of the caller's tensors. This module moves nothing between processes:
+`execute` needs the parts of all ranks in one memory.
 
-How the parts that come from all ranks become one, always in rank order: so every backend that
-reduces here gives the same bits.
+Reductions always add in rank order, so every backend that reduces here produces the same bits.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ _COMBINATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tens
     "BXOR": torch.bitwise_xor,
 }
 _EXACT: Final = frozenset({"MIN", "MAX", "BAND", "BOR", "BXOR"})
-"""Reductions that round nothing, so that tensors of half precision need not be reduced in a wider
-dtype."""
+"""Reductions without rounding, for which half precision needs no wider dtype."""
 
 
 def op_name(op: Any) -> str:
-    """The name of torch's `op`, which is a ReduceOp or one of its constants. Raises ValueError for
-    others than those here."""
+    """Returns the name of torch's `op`, a ReduceOp or one of its constants. Raises ValueError for
+    an unsupported op."""
     name = str(getattr(op, "op", op)).rpartition(".")[2]
     if name not in _COMBINATIONS:
         raise ValueError(f"cannot reduce with {name}: expected one of {', '.join(_COMBINATIONS)}")
@@ -60,7 +58,7 @@ def check_op(op: Any, dtype: torch.dtype) -> None:
 
 
 def premultiplier(op: Any) -> float | torch.Tensor:
-    """Returns what PREMUL_SUM multiplies each rank's part by."""
+    """Returns the factor by which PREMUL_SUM multiplies each rank's part."""
     factor: float | torch.Tensor = op.__getstate__()[1]
     return factor
 
@@ -68,11 +66,10 @@ def premultiplier(op: Any) -> float | torch.Tensor:
 def reduce_parts(
     parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """`parts`, by rank, reduced with torch's `op`, in `out` or a new tensor. Half precision is
-    summed in float32 and rounded once.
+    """Reduces `parts`, which are in rank order, with torch's `op` into `out` or a new tensor.
 
-    `out` has the parts' dtype and shape, and shares memory with none of them. Raises ValueError for
-    what `check_op` refuses.
+    Half precision is summed in float32 and rounded once. `out` has the parts' dtype and shape, and
+    shares memory with none of them. Raises ValueError where `check_op` does.
     """
     name, dtype = op_name(op), parts[0].dtype
     check_op(op, dtype)
@@ -96,7 +93,7 @@ def _combine(
     *,
     widened: bool,
 ) -> None:
-    """Into `sofar`, one rank after the other."""
+    """Reduces the parts into `sofar`, one rank after the other."""
     if len(parts) == 1 or widened:
         sofar.copy_(parts[0])
         others = parts[1:]
@@ -108,8 +105,8 @@ def _combine(
 
 
 class UnmatchedCollectiveError(InvalidRequestError, DistBackendError):
-    """Ranks of one group issued collectives that do not belong together: another kind, op, root,
-    dtype, size or order."""
+    """Ranks of one group issued mismatched collectives: another kind, op, root, dtype, size or
+    order."""
 
     default_reason = "COLLECTIVES_UNMATCHED"
 
@@ -127,7 +124,7 @@ class Kind(enum.Enum):
     ALL_GATHER = "all_gather"
     """k inputs; k times w outputs: those of the first input by rank, then those of the second."""
     REDUCE_SCATTER = "reduce_scatter"
-    """k times w inputs, likewise; k outputs."""
+    """k times w inputs, in the order of the outputs of ALL_GATHER; k outputs."""
     GATHER = "gather"
     """One input; w outputs on the root, none elsewhere."""
     SCATTER = "scatter"
@@ -135,11 +132,11 @@ class Kind(enum.Enum):
     ALL_TO_ALL = "all_to_all"
     """w inputs, w outputs."""
     BARRIER = "barrier"
-    """Nothing."""
+    """No tensors."""
 
 
 _LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.REDUCE_SCATTER)
-"""Their inputs have the same sizes on all ranks."""
+"""Kinds whose inputs have the same sizes on all ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -153,11 +150,11 @@ class Collective:
     """torch's ReduceOp; None where nothing is reduced."""
     root: int | None = None
     result: list[Any] = field(default_factory=list)
-    """Content of the work's future: the tensors as the caller gave them."""
+    """Content of the work's future: the tensors in the form in which the caller passed them."""
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """The dtypes of all its tensors."""
+        """Dtypes of all tensors."""
         return frozenset(one.dtype for one in (*self.inputs, *self.outputs))
 
     @property
@@ -182,10 +179,12 @@ class Collective:
 
 
 def execute(calls: Sequence[Collective]) -> None:
-    """Writes the outputs of all ranks. `calls`: by rank, with one signature.
+    """Writes the outputs of all ranks.
 
-    Raises UnmatchedCollectiveError when a part does not have the size that its receiver expects,
-    ValueError for an op that cannot be.
+    calls: the collectives by rank, with one signature.
+
+    Raises UnmatchedCollectiveError if a part does not have the size that its receiver expects, and
+    ValueError for an impossible op.
     """
     with torch.no_grad():
         _EXECUTIONS[calls[0].kind](calls)

@@ -1,11 +1,10 @@
-"""Threads of this process that are inside torch, where the interpreter must not finalize under
-them.
+"""Threads of this process that run inside torch while the interpreter must not finalize.
 
-A thread that comes back from C++ to Python, or is called by C++, when the interpreter finalizes is
-ended on the spot; torch's frames do not allow that, and the process ends by SIGABRT
-(std::terminate), whatever its exit status would have been. So the interpreter's exit waits for the
-threads that were started here, and until no thread of Gloo's runs, which may call what a script or
-this package has asked it to call.
+If the interpreter finalizes, a thread that returns from C++ to Python, or is called by C++, is
+ended on the spot. torch's frames do not allow that: the process ends by SIGABRT (std::terminate),
+whatever its exit status would have been. So the interpreter's exit waits for the threads that were
+started here, and until no thread of Gloo's runs, which may call a callback of a script or of this
+package.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ _FAR_APART_S: Final = 0.1
 """Long enough for a thread that was just woken to get a core of a busy machine."""
 
 _Sample = dict[str, str]
-"""By thread: how often it has been scheduled so far."""
+"""Number of times that each thread has been scheduled."""
 
 
 def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
-    """Returns when `done` is set, when no thread of Gloo has run for 3 ms, or after `at_most_s`."""
+    """Blocks until `done` is set, until no thread of Gloo has run for 3 ms, or for `at_most_s`."""
     deadline = time.monotonic() + at_most_s
     before: _Sample | None = None
     while not done.wait(_APART_S) and time.monotonic() < deadline:
@@ -51,8 +50,7 @@ def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
 
 
 def wait_until_still(at_most_s: float) -> None:
-    """Returns when there is no thread of Gloo's, when none has run for 0.1 s, or after
-    `at_most_s`."""
+    """Blocks until Gloo has no thread, until none has run for 0.1 s, or for `at_most_s`."""
     deadline = time.monotonic() + at_most_s
     now, before = _sample(), None
     while now != {} and (now is None or now != before) and time.monotonic() < deadline:
@@ -61,7 +59,8 @@ def wait_until_still(at_most_s: float) -> None:
 
 
 def _sample() -> _Sample | None:
-    """None when one of them runs; empty: there are none under that name."""
+    """Returns None if one of the threads is running; an empty sample if there are none of that
+    name."""
     sample: _Sample = {}
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         try:
@@ -83,7 +82,7 @@ _MOST: Final = timedelta(seconds=5)
 
 _lock = threading.Lock()
 _running: set[_Call] = set()
-"""Calls that were started here and have not ended. Guarded by the lock."""
+"""Started calls that have not ended. Guarded by the lock."""
 
 
 class _Call:
@@ -96,10 +95,8 @@ class _Call:
         *,
         destroys: tuple[list[object], threading.Event] | None = None,
     ) -> None:
-        """
-        most_s: for how long the interpreter's exit waits for it.
-        destroys: what it destroys, and the event after which it does.
-        """
+        """most_s: time for which the interpreter's exit waits for the call.
+        destroys: object that the call destroys, and the event after which it does."""
         self._call = call
         self.most_s = most_s
         self.destroys = destroys
@@ -115,8 +112,8 @@ class _Call:
 
 
 def start(call: Callable[[], object], *, name: str, most_s: float = _MOST.total_seconds()) -> None:
-    """Runs `call`, which calls torch and may take long there, on a thread called `name`. The exit
-    waits for it, at most `most_s`."""
+    """Runs `call`, which may take long inside torch, on a thread called `name`. The interpreter's
+    exit waits for it for at most `most_s`."""
     one = _Call(call, most_s)
     if not _start(one, name):
         _reserve.put(one)
@@ -143,14 +140,14 @@ def drop(references: list[object], *, when: threading.Event) -> None:
 
 
 def keep(reference: object) -> None:
-    """Has an object live until the process ends, because its destructor would wait for what is
-    unfinished, or end the process."""
+    """Keeps an object alive until the process ends, because its destructor would wait for
+    unfinished work or end the process."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(reference))
 
 
 def wait(timeout: timedelta) -> bool:
-    """Waits for all that runs; False if some still does after `timeout`. Does not wait for groups
-    that are not finished."""
+    """Waits for all running calls. Returns False if some still run after `timeout`. Does not wait
+    for unfinished groups."""
     started = time.monotonic()
     with _lock:
         running = [call for call in _running if call.destroys is None or call.destroys[1].is_set()]
@@ -164,10 +161,8 @@ def wait(timeout: timedelta) -> bool:
 
 
 def _start(call: _Call, name: str) -> bool:
-    """Returns whether a thread was started for `call`.
-
-    If not, a call that destroys nothing counts as running all the same: the reserve takes it.
-    """
+    """Starts a thread for `call` and returns whether that succeeded. If it did not, a call that
+    destroys nothing counts as running all the same: the reserve runs it."""
     # Daemons: what never ends must not keep the process.
     thread = threading.Thread(target=call, name=name, daemon=True)
     with _lock:  # which a call that ends at once waits for

@@ -1,5 +1,5 @@
-"""Ends this process at once, where it must not go on and its interpreter may never come to an end
-by itself."""
+"""Ends this process at once if it must not continue and its interpreter might never exit by
+itself."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import NoReturn
 
 
 def end_now(status: int, why: str) -> NoReturn:
-    """Says `why` on standard error, in the place of a traceback, and ends the process with
-    `status`. No exit handler runs."""
+    """Writes `why` to standard error instead of a traceback and ends the process with `status`. No
+    exit handler runs."""
     print(f"shoal: {why}", file=sys.stderr)  # noqa: T201 - where a traceback would have been
     logging.shutdown()
     for stream in (sys.stdout, sys.stderr):

@@ -53,8 +53,8 @@ class NamedGroup(_ProcessGroup):
         self._name = name
 
     def _get_backend(self, device: torch.device) -> NamedGroup:
-        """Looked up by torch, which asks the backend of a device what it can do. No backend lies
-        beneath a group written in Python; it answers for itself."""
+        """Returns the group itself. torch asks the backend of a device for its abilities; a group
+        written in Python has no backend beneath it."""
         return self
 
     supports_coalescing: ClassVar[bool] = False
@@ -118,7 +118,7 @@ class PythonGroup(NamedGroup):
         raise NotImplementedError
 
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
-        """Starts to receive from a rank; None: from whichever sends first."""
+        """Starts to receive from a rank; None: from the first that sends."""
         raise NotImplementedError
 
     @property
@@ -303,7 +303,7 @@ class PythonGroup(NamedGroup):
         return list(parts)
 
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
-        """Its parts by rank: equally many elements each."""
+        """Returns the parts by rank, with equally many elements each."""
         if tensor.numel() % self.size():
             raise InvalidRequestError(
                 f"{field} has {tensor.numel()} elements; expected a multiple of {self.size()} ranks"
@@ -311,7 +311,7 @@ class PythonGroup(NamedGroup):
         return list(_contiguous(tensor, field).view(self.size(), -1).unbind(0))
 
     def _parts(self, tensor: torch.Tensor, sizes: list[int], field: str) -> Tensors:
-        """Its parts by rank: so many rows each."""
+        """Returns the parts by rank, with the given numbers of rows."""
         if not sizes:
             return self._rows(tensor, field)
         if len(sizes) != self.size() or sum(sizes) != tensor.shape[0]:
@@ -330,7 +330,7 @@ class PythonGroup(NamedGroup):
 
 
 def _op(opts: Any) -> Any:
-    """From torch's options, which may also be an op itself, or nothing."""
+    """Returns the op of torch's options, which may also be an op itself, or nothing."""
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

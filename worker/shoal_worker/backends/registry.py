@@ -1,5 +1,5 @@
-"""The backends by name. Adding one is a module and a line here; it is imported when it is asked
-for."""
+"""The backends by name. A new backend needs a module and a line here. Backends are imported on
+demand."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ _BACKENDS: Final = {
 
 
 def backend_names() -> list[str]:
-    """Returns what `backend=` takes."""
+    """Returns the values of `backend=`."""
     return sorted(_BACKENDS)
 
 
 def backend_class(name: str) -> type[CommunicationBackend]:
-    """The class of that name. Raises ConfigurationError listing the known names."""
+    """Returns the backend class of that name. Raises ConfigurationError with the known names."""
     try:
         module, _, attribute = _BACKENDS[name].partition(":")
     except KeyError:

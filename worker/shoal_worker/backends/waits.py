@@ -1,8 +1,8 @@
-"""Durations of a rank's waits for its peers: noted where works are waited for, read by heartbeats
-and by whoever explains a stalled step.
+"""Durations of a rank's waits for its peers. Waits for works record them; heartbeats and the
+explanation of a stalled step read them.
 
-The training thread waits; any thread reads. Single values only, so there is no lock: a reader may
-see a wait that has just ended.
+The training thread waits; any thread reads. There is no lock, because only single values are read:
+a reader may see a wait that has just ended.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _PART_OF_ANOTHER: Final = nullcontext()
 
 
 class Waits:
-    """The waits of one rank, one at a time: a wait within another is part of it."""
+    """The waits of one rank. A wait within another counts as part of it."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock`: seconds since anywhere."""
+        """clock: returns seconds since an arbitrary moment."""
         self._clock = clock
         self._since: tuple[float, str] | None = None
         self._total_s = 0.0
@@ -42,8 +42,8 @@ class Waits:
             self._total_s += self._last_s
 
     def hold(self, what: str | None) -> None:
-        """Begins a wait that goes on until this is called with None, whatever is waited for in
-        between. Said again, it changes nothing."""
+        """Begins a wait that lasts until this is called with None, regardless of other waits in
+        between. A repeated call changes nothing."""
         if (what is not None) == self._held:
             return
         self._held = what is not None
@@ -54,24 +54,24 @@ class Waits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """Returns for how many seconds the training thread has waited, and in what; (0, "") if it
-        does not wait."""
+        """Returns the seconds for which the training thread has waited, and the description of the
+        wait; (0, "") if it does not wait."""
         since = self._since
         return (self._clock() - since[0], since[1]) if since is not None else (0.0, "")
 
     @property
     def last_s(self) -> float:
-        """Seconds that the wait which ended last had taken."""
+        """Duration of the last finished wait in seconds."""
         return self._last_s
 
     @property
     def total_s(self) -> float:
-        """Seconds of all waits that have ended."""
+        """Total duration of all finished waits in seconds."""
         return self._total_s
 
 
 class _Wait:
-    """Context of one wait that is no part of another one."""
+    """Context of an outermost wait."""
 
     __slots__ = ("_waits", "_what")
 

@@ -1,15 +1,14 @@
-"""A torch.distributed of its own for each thread that is a rank, and for the threads that it
-starts.
+"""A torch.distributed world for each thread that is a rank, and for the threads that it starts.
 
-torch keeps its default group and all it knows of groups in one global per process. While there are
-such threads, that global is one that looks up the calling thread's; threads that are no ranks go on
-with the process's. The same holds for the registry in C++ by which functional collectives find
-groups, through torch's own switch for it, and for DeviceMesh: two ranks' meshes must not be equal,
-because DTensor caches by mesh.
+torch keeps its default group and its knowledge of groups in one global per process. While threads
+are ranks, that global forwards to the calling thread's world; other threads keep using the
+process's. The same holds for the C++ registry by which functional collectives find groups (through
+torch's own switch for it), and for DeviceMesh: two ranks' meshes must not be equal, because DTensor
+caches by mesh.
 
-A rank's own threads (of a checkpoint being saved, say) see its world, as they would in a process,
-but not C++'s registry of names; one that several ranks share, of a global executor, has the world
-of the rank that started it.
+A rank's own threads, such as one that saves a checkpoint, see its world, as they would in a
+process, but not the C++ registry. A thread that several ranks share, such as one of a global
+executor, has the world of the rank that started it.
 
 Threads: `installed` may be nested and run in several threads; `entered` is for the rank's thread.
 """
@@ -47,12 +46,12 @@ class Seat:
     rank: int
     world_size: int
     store: Store
-    """Shared by all ranks, where the backend needs one. In a launch, waiting on it would keep the
-    rank's turn: for what returns at once only."""
+    """Store shared by all ranks, if the backend needs one. In a launch a wait on it would keep the
+    rank's turn, so use it only for calls that return at once."""
     timeout: timedelta
-    """Time for which a wait for other ranks may take."""
+    """Time limit of a wait for other ranks."""
     backend: str = "inmemory"
-    """Backend that connects them."""
+    """Backend that connects the ranks."""
 
 
 class World:
@@ -60,7 +59,7 @@ class World:
 
     def __init__(self) -> None:
         self.identity = next(_identities)
-        """Never given twice, other than a thread's."""
+        """Identity that is never reused, unlike a thread's."""
         self.default_pg: Any = None
         self.pg_map: dict[Any, Any] = {}
         self.pg_names: dict[Any, Any] = {}
@@ -75,11 +74,11 @@ class World:
         # and what a rank has beside torch's
         self.seat: Seat | None = None
         self.session: Any = None
-        """Shoal's; kept here so that the rank's own threads find it."""
+        """Shoal's session, kept here so that the rank's own threads find it."""
 
 
 class WorldOfThread:
-    """Passes everything to the calling thread's world, or to the process's."""
+    """Forwards every attribute to the calling thread's world, or to the process's."""
 
     def __init__(self, processes: Any) -> None:
         object.__setattr__(self, "_processes", processes)
@@ -95,14 +94,14 @@ class WorldOfThread:
 
 
 def own_world() -> World | None:
-    """Returns the world of the rank that the calling thread is, or by which it was started."""
+    """Returns the world of the rank to which the calling thread belongs."""
     world: World | None = getattr(_thread, "world", None)
     return world
 
 
 @contextlib.contextmanager
 def installed() -> Iterator[None]:
-    """Lets threads be ranks while the context is open."""
+    """Allows threads to be ranks while the context is open."""
     global _users
     with _lock:
         _users += 1
@@ -119,8 +118,8 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered(seat: Seat | None = None) -> Iterator[None]:
-    """The calling thread is a rank, of a launch if it has a seat, and leaves all its groups in the
-    end."""
+    """Makes the calling thread a rank, in a launch if it has a seat. At the end it leaves all its
+    groups."""
     # Backward passes stay in this thread, also for CUDA tensors, so that collectives in autograd
     # hooks find this world.
     with installed(), torch.autograd.set_multithreading_enabled(False):

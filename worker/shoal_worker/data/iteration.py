@@ -454,8 +454,8 @@ class Iterations:
             self._introduction.session(source).passed_over(source)
 
     def _is_over(self, source: StepSource, epoch: int, session: LoaderSession) -> bool:
-        """Returns whether the run has finished or left this epoch, or taken all steps of the loop,
-        or, in a joiner, the peers are elsewhere."""
+        """Returns whether this epoch is over here: the run has finished or left it, the loop has
+        taken all its steps, or this is a joiner whose peers are elsewhere."""
         return (
             self._progress.is_past(epoch)
             or self._progress.has_all_steps

@@ -368,7 +368,7 @@ class Supply(abc.ABC):
         return min(steps, left)
 
     def _steps_until(self, epoch: int) -> int | None:
-        """Returns the result of `steps_until` in a loop without `max_steps`."""
+        """Returns the number of steps until `epoch`, ignoring `max_steps`."""
         cursor = self._progress.cursor
         return max(0, (epoch - cursor.epoch) * len(self.plan(cursor.epoch)) - cursor.step)
 

@@ -153,7 +153,10 @@ _known: weakref.WeakKeyDictionary[Session, WholeBatch] = weakref.WeakKeyDictiona
 
 
 def prepare(session: Session, refusal: str | None) -> None:
-    """Prepares a session that has a model. `refusal`: as in `WholeBatch`."""
+    """Enables `whole_batch` in a session that has a model.
+
+    refusal: as in `WholeBatch`.
+    """
     _known[session] = WholeBatch(session, refusal=refusal)
 
 
@@ -172,7 +175,8 @@ def whole_batch(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch
 
 
 def _rows(tensors: Sequence[torch.Tensor]) -> int:
-    """Raises ConfigurationError unless all are plain tensors with the same number of rows."""
+    """Returns the number of rows. Raises ConfigurationError unless all are plain tensors with the
+    same number of rows."""
     for each in tensors:
         if (
             not isinstance(each, torch.Tensor)

@@ -306,8 +306,7 @@ class RankMesh:
         self._parts.data_axis.free()
 
     def drop_gradients(self) -> None:
-        """Discards the gradients that passes of the step in progress have left, and those handed
-        out."""
+        """Discards the gradients of the step in progress, including those already handed out."""
         self.forget()
         self.gradients.begin()
         if self.execution is not None:

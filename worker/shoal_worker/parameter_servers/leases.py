@@ -33,7 +33,7 @@ _ACKNOWLEDGED_AFTER: Final = 6
 """Finished batches are acknowledged within this fraction (1/6) of `lease_ahead`, unless another
 request carries them earlier."""
 _STANDS_STILL: Final = 2
-"""A worker that has not finished a batch for this many times `lease_ahead` returns all batches that
+"""Multiple of `lease_ahead` without a finished batch after which a worker returns all batches that
 have not been handed out."""
 _LONGEST_BACKOFF_S: Final = 1.0
 _LOOK_S: Final = 0.2

@@ -476,8 +476,8 @@ class Payloads:
             )
 
     def gradient(self, partition: Partition, iteration: Iteration) -> Callable[[], Payload]:
-        """Returns a function that gives the payload of one push of a partition, the same bytes in
-        every attempt. Report the outcome with `settle` before the next push."""
+        """Returns a function that encodes the payload of one push of a partition, with the same
+        bytes in every attempt. Report the outcome with `settle` before the next push."""
         compressed = self._compressed.get(partition.partition_id)
         if compressed is None:
             return lambda: _as_it_is(partition, iteration.gradients)

@@ -1,10 +1,10 @@
 """The order in which each rank computes and communicates: torch's pipeline schedules as plain
 values.
 
-torch.distributed.pipelining computes the orders, and places the sends and receives so that they
-cannot deadlock; executor.py executes them. Schedules that require more micro-batches than there are
-get them, and the actions of the missing ones are left out: an order stays valid without them. The
-names are torch's, or the short ones below.
+torch.distributed.pipelining computes the orders and places sends and receives so that they cannot
+deadlock; executor.py executes them. A schedule that requires more micro-batches than there are is
+computed for that number, and the actions of the missing ones are removed, which leaves a valid
+order. The names are torch's, or the short ones below.
 """
 
 from __future__ import annotations

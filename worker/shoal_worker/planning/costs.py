@@ -18,8 +18,8 @@ class Memory:
     optimizer: float
     """The optimizer's state."""
     mirrors: float = 0.0
-    """Parameters, gradients and state that the rank holds for another one, so that a death loses
-    nothing."""
+    """Bytes of parameters, gradients and state that the rank mirrors for another, so that a death
+    loses nothing."""
     staging: float = 0.0
     """Temporary memory: gathered blocks, reductions in progress, the start of a round; and the
     model's buffers."""
@@ -50,7 +50,7 @@ class When(enum.StrEnum):
     ALONE = "alone"
     """Nothing is computed meanwhile."""
     IN_PIPELINE = "in pipeline"
-    """Between stages: waits for it are part of the pipeline's time."""
+    """Sent between stages. Waits for it count as time of the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -74,7 +74,7 @@ class Saved:
 
     storage: int
     size: int
-    """Bytes."""
+    """Size in bytes."""
     module: str
     """Path of the innermost module that used it first; "" is the model itself, or the loss."""
 

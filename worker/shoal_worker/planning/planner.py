@@ -214,8 +214,8 @@ class _Planner:
         )
 
     def _check(self, choice: Choice) -> None:
-        """Raises ConfigurationError: `as_distributed` would refuse it, or there is not a sample for
-        each replica."""
+        """Checks a choice. Raises ConfigurationError if `as_distributed` would refuse it, or if
+        there are fewer samples than replicas."""
         registry.check_model(
             registry.find(choice.strategy)[0].declaration,
             self._subject.module,

@@ -220,7 +220,7 @@ class RoundOptions:
     outer_momentum: float = 0.0
     """0 (none) to less than 1."""
     outer_nesterov: bool = False
-    """Looks ahead by one movement."""
+    """True if the outer update uses Nesterov momentum."""
 
     def __post_init__(self) -> None:
         if type(self.sync_every) is not int or self.sync_every < 1:

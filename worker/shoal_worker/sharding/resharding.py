@@ -168,8 +168,8 @@ def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[
 
 
 def _own_copy(value: Any, device: torch.device) -> Any:
-    """Returns a copy whose tensors are independent and on the device, except single numbers: that
-    is where the optimizer keeps it."""
+    """Returns a copy with independent tensors on `device`. Single numbers stay where the optimizer
+    keeps them."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(),

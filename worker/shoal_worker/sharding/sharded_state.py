@@ -211,7 +211,7 @@ class ShardedState(PartitionedState):
         self.mirrors.put_away(self.optimizer, updated=True)
 
     def bring_mirrors(self) -> None:
-        """Brings everything that this rank holds to the device."""
+        """Moves this rank's mirrors to the device."""
         self.mirrors.bring(self.optimizer)
 
     def committed(self) -> None:

@@ -29,8 +29,8 @@ LISTEN_TIMEOUT_S: Final = 0.5
 a stop."""
 _RECONNECT_PAUSE_S: Final = 0.1
 _LINGER_S: Final = 5.0
-"""Time for which the listener stays without waits: a forming group waits often, a training one
-never."""
+"""Time for which the listener stays without waits. A group that forms waits often; a training group
+never does."""
 
 
 class Wakeups:

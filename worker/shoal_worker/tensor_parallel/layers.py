@@ -105,7 +105,7 @@ class Column(nn.Module):
 
 
 class ColumnGathered(Column):
-    """A linear layer by output features, whose output is whole."""
+    """A linear layer split by output features. Its output is gathered."""
 
     @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:

@@ -75,7 +75,7 @@ class Partition:
     ShardLayout.partitions."""
 
     pieces: tuple[Piece, ...]
-    """Empty for a bucket."""
+    """Pieces of the partition; empty for a bucket of a sparse table."""
     primary: int
     """server_index of the owner."""
     bucket: Bucket | None = None

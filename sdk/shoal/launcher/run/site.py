@@ -71,5 +71,5 @@ class Site(Protocol):
         ...
 
     def close(self, ending: Ending) -> None:
-        """Takes leave, and ends whatever the site started. Blocks. Raises ShoalError."""
+        """Leaves the job and ends everything that the site started. Blocks. Raises ShoalError."""
         ...

@@ -37,8 +37,8 @@ _EXIT_TIMEOUT: Final = timedelta(seconds=10)
 _MOST_LAST_WORDS: Final = 4096
 _SHORT_LIFE_S: Final = 5.0
 _MOST_SHORT_LIVES: Final = 3
-"""Maximum number of times that a warm process may die soon after it was ready before it is no
-longer restarted."""
+"""Maximum number of deaths of a warm process soon after it was ready. After that it is not
+restarted."""
 _OF_WORKERS: Final = frozenset(
     {
         "GLOO_SOCKET_IFNAME",

@@ -1,8 +1,8 @@
-"""What users do with torch's DDP, each as a small training run that gives its parameters in the
-end: what such a case is made of.
+"""The parts of DDP cases: uses of torch's DDP, each as a small training run that returns its
+parameters.
 
-A case runs twice: alone, in plain torch on the whole batch, and on the ranks of a job, each with
-its part of it. See ddp_ranks.py.
+A case runs twice: in plain torch on the whole batch, and on the ranks of a job, each with its part
+of it. See ddp_ranks.py.
 """
 
 from __future__ import annotations

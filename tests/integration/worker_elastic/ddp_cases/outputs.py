@@ -1,4 +1,4 @@
-"""What the model returns."""
+"""Cases of models with different outputs."""
 
 from __future__ import annotations
 

@@ -40,7 +40,7 @@ from shoal_worker.torch_internals import _DistributedBackendOptions, asks_for_re
 
 
 class GlooBackend(CommunicationBackend):
-    """A Gloo group of its own, on CPU tensors (and CUDA tensors, through host memory)."""
+    """A separate Gloo group on CPU tensors, and on CUDA tensors through host memory."""
 
     name: ClassVar[str] = "gloo"
     averages_natively: ClassVar[bool] = False
@@ -50,7 +50,7 @@ class GlooBackend(CommunicationBackend):
         self._forming: FormingGroup | None = None
         self._group: InterruptibleGroup | None = None
         self._store: Store | None = None
-        """Kept for the group, which holds only the C++ half of a store written in Python."""
+        """Keeps the store alive: the group has only the C++ half of a store written in Python."""
 
     def _connect(
         self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None

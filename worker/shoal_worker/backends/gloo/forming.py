@@ -1,11 +1,10 @@
-"""Connecting the ranks of one Gloo group, in a way that can be given up.
+"""Connects the ranks of one Gloo group in a way that can be given up.
 
-Gloo's constructor blocks until all peers are connected and cannot be interrupted, so it runs in a
-thread of its own: whoever waits for it leaves at once when the group is given up, and the thread
-ends by itself within the connect timeout, dropping what it made.
+Gloo's constructor blocks until all peers are connected and cannot be interrupted, so it runs in its
+own thread. If the group is given up, a waiting caller continues at once. The thread ends by itself
+within the connect timeout and drops its result. This module knows nothing of collectives.
 
-This module knows nothing of collectives. Threads: `FormingGroup` is made, started and waited for by
-one thread; `give_up` is for any.
+Threads: one thread makes, starts and waits for a `FormingGroup`; `give_up` is for any thread.
 """
 
 from __future__ import annotations
@@ -38,24 +37,24 @@ _DEVICE_ATTEMPTS: Final = 10
 _MOST_NAMED: Final = 8
 _NUMBERS: Final = itertools.count()
 _LISTENER_LOCK: Final = threading.Lock()
-"""Held while a device is made, so that its listening socket can be told from others by being
-new."""
+"""Held while a device is made, so that its listening socket can be recognized as the only new
+one."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class GlooGroup:
-    """A connected group, its connections, and how long its collectives and messages may take."""
+    """A connected group, its connections, and the time limit of its collectives and messages."""
 
     process_group: dist.ProcessGroup
     """Group for torch's parallel code; made as by torch's new_group, but unknown to the rest of the
     process."""
     sockets: GroupSockets
     sums: ShortSums | None
-    """None: it has none."""
+    """Connections for short sums; None if the group has none."""
     timeout: timedelta
 
     def close(self) -> None:
-        """Lets go of the connections; those that Gloo still holds stay as they are. Idempotent."""
+        """Releases the connections. Those that Gloo still uses stay open. Idempotent."""
         self.sockets.close()
         if self.sums is not None:
             self.sums.close()
@@ -71,11 +70,11 @@ def connect_gloo(
     timeout: timedelta,
     sums_with: Callable[[ShortSums], None] | None = None,
 ) -> GlooGroup:
-    """Connects to all peers; blocks. Ranks tell each other through the store where they listen, to
-    know connections apart.
+    """Connects to all peers; blocks. Ranks publish their listening addresses in the store to
+    identify connections.
 
-    `sums_with`: on all ranks or on none; the group has connections for sums of a few numbers, which
-    it gets as soon as these are begun.
+    sums_with: on all ranks or on none; the group then has connections for short sums, once these
+    are begun.
     """
     deadline = time.monotonic() + connect_timeout.total_seconds()
     device, listener = _make_device(hostname)
@@ -137,8 +136,8 @@ def _check_families(names: Store, world_size: int) -> None:
 
 
 def _listen(host: str, rank: int, world_size: int) -> ShortSums | None:
-    """None: not at such an address, as one that is valid on one link alone; then the group goes
-    without."""
+    """Listens for short sums. Returns None if the address does not allow that, such as one that is
+    valid on one link only; the group then has no short sums."""
     with _LISTENER_LOCK:  # a listener that comes while Gloo's is looked for could be taken for that
         try:
             return ShortSums(host, rank, world_size)
@@ -187,8 +186,8 @@ def _as_process_group(
 
 
 class FormingGroup:
-    """`connect_gloo` in a thread. It is no daemon: ending the interpreter under it would crash, so
-    the interpreter waits for it."""
+    """Runs `connect_gloo` in a thread. The thread is no daemon, because the interpreter would crash
+    if it ended under it."""
 
     def __init__(
         self,
@@ -225,8 +224,8 @@ class FormingGroup:
         thread.start()
 
     def give_up(self, reason: str) -> None:
-        """Makes `wait` raise GroupEndedError(reason) at once, and the group be dropped when it is
-        made. Too late: does nothing."""
+        """Makes `wait` raise GroupEndedError(reason) at once, and drops the group once it is made.
+        Does nothing if the group was handed over already."""
         with self._changed:
             if self._reason is None:
                 self._reason = reason
@@ -236,8 +235,8 @@ class FormingGroup:
             sums.shut_down()
 
     def wait(self) -> GlooGroup:
-        """The group. Raises MembershipChanged (given up, or a peer went away), DeadlineError (one
-        did not come), or a store's error."""
+        """Blocks until the group is connected and returns it. Raises MembershipChanged (given up,
+        or a peer went away), DeadlineError (a peer did not come), or a store's error."""
         deadline = time.monotonic() + self._connect_timeout.total_seconds()
         try:
             with self._changed:
@@ -282,8 +281,7 @@ class FormingGroup:
             sums.shut_down()
 
     def _let_go(self) -> None:
-        """Closes the group that was made, if `wait` has not handed it to anybody, and forgets the
-        error."""
+        """Closes the finished group unless `wait` has returned it, and drops the error."""
         with self._changed:
             group, self._group, self._error = self._group, None, None
         if group is not None:
@@ -305,7 +303,7 @@ class FormingGroup:
         )
 
     def _listening(self, names: Store) -> str:
-        """Returns where ranks listen, for people."""
+        """Returns the ranks' listening addresses for messages."""
         named = [str(rank) for rank in range(min(self._world_size, _MOST_NAMED))]
         addresses = [
             told.decode().partition("|")[0].rpartition(" ") for told in names.multi_get(named)
@@ -334,8 +332,8 @@ class FormingGroup:
 
 
 def _make_device(hostname: str | None) -> tuple[Any, Listener]:
-    """A Gloo device and its listening socket, which is the one that is new. If another thread
-    opened one meanwhile, another try tells."""
+    """Returns a Gloo device and its listening socket, the only new one. If another thread opened a
+    socket meanwhile, it tries again."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _LISTENER_LOCK:
             before = listeners()

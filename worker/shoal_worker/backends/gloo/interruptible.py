@@ -51,7 +51,7 @@ from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 
 _MOST_SCRATCH: Final = 2
-"""Blocks of memory kept: so many collectives of one kind overlap."""
+"""Number of memory blocks kept, since as many collectives of one kind overlap."""
 
 
 # -------------------------------------------------------------------------------- the process group
@@ -61,7 +61,7 @@ _WORKS_END_S: Final = 60.0
 """Much longer than `end_works` takes."""
 
 _open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
-"""Groups that were not shut down yet: the end of the process shuts them down."""
+"""Groups that have not been shut down. The end of the process shuts them down."""
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
 """All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange
@@ -72,9 +72,10 @@ _Sum = TypeVar("_Sum")
 
 
 class InterruptibleGroup(ForwardingGroup):
-    """Issues collectives on a native group, and takes over that and its connections.
+    """Issues collectives on a native group, of which it takes ownership together with its
+    connections.
 
-    `ended(reason)` is called once, from any thread, when the group is over: by `abort`, or by the
+    ended: called with the reason once, from any thread, when the group ends: by `abort`, or by the
     failure of a collective.
     """
 
@@ -86,26 +87,25 @@ class InterruptibleGroup(ForwardingGroup):
         ended: Callable[[str], None] | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """`waits` notes the waits for its works."""
+        """waits: records the waits for the group's works."""
         native, sockets, sums = formed.process_group, formed.sockets, formed.sums
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
         self.timeout = formed.timeout
-        """Time for which a send or receive may take. Without it Gloo would allow the time that was
-        allowed for connecting."""
+        """Time limit of a send or receive. Otherwise Gloo would use the connect timeout."""
         self.reason: str | None = None
-        """Reason why the group is over; None: it is not."""
+        """Reason why the group has ended; None while it has not."""
         self._native: dist.ProcessGroup | None = native
         self._sockets = sockets
         self._sums = sums
         self._ended = ended
         self._unfinished: set[InterruptibleWork | Transfer] = set()
-        """Works that Gloo may still have to do."""
+        """Works that Gloo may not have finished."""
         self._shut_down = False
         self._idle = threading.Event()
-        """Set once it is shut down and Gloo has nothing left to do."""
+        """Set once the group is shut down and Gloo has no work left."""
         self._works_ended = threading.Event()
-        """Set once it is aborted and what was pending is over."""
+        """Set once the group is aborted and its pending works have ended."""
         self._lock = threading.Lock()
         """Guards the reason and the two above."""
         self._scratch = ScratchMemory(most=_MOST_SCRATCH)
@@ -115,7 +115,7 @@ class InterruptibleGroup(ForwardingGroup):
         _open.add(self)
 
     def watch(self) -> None:
-        """From now on the group ends by itself when a connection to a peer does."""
+        """Ends the group from now on when a connection to a peer ends."""
         reference = weakref.ref(self)
 
         def lost(what: str) -> None:
@@ -126,7 +126,7 @@ class InterruptibleGroup(ForwardingGroup):
         self._sockets.watch(lost)
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends what is pending, here and soon at the peers, and refuses what comes, with
+        """Ends pending works, here at once and soon on the peers, and refuses later ones, with
         GroupEndedError(reason). Any thread."""
         with self._lock:
             if self.reason is not None:
@@ -152,8 +152,8 @@ class InterruptibleGroup(ForwardingGroup):
             self._works_ended.set()
 
     def await_end(self) -> None:
-        """Blocks, after an abort, until what was pending is over: Gloo no longer writes into its
-        tensors."""
+        """Blocks after an abort until all pending works have ended and Gloo no longer writes into
+        their tensors."""
         if not self._works_ended.wait(_WORKS_END_S):
             raise InternalError(
                 f"collectives of an aborted group were not over after {_WORKS_END_S:g} s"
@@ -164,8 +164,8 @@ class InterruptibleGroup(ForwardingGroup):
         return self._sockets.traffic()
 
     def shutdown(self) -> None:
-        """Ends the group and lets go of everything; what Gloo still has to do keeps it alive, but
-        not the caller. Idempotent."""
+        """Ends the group and releases it. Unfinished work of Gloo's keeps it alive without blocking
+        the caller. Idempotent."""
         self.abort("the process group was shut down")
         _open.discard(self)
         self._closer()
@@ -242,7 +242,7 @@ class InterruptibleGroup(ForwardingGroup):
         inputs: list[list[torch.Tensor]],
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
-        """`ProcessGroup.reduce_scatter`, interruptible. Its parts must be of one size."""
+        """`ProcessGroup.reduce_scatter`, interruptible. All parts must have one size."""
         return self._reduce_scatter(
             outputs, torch.stack([part.reshape(-1) for part in inputs[0]]), opts
         )
@@ -312,8 +312,8 @@ class InterruptibleGroup(ForwardingGroup):
     # How collectives are followed.
 
     def _gathers_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
-        """Returns whether that is quicker, or works at all: what does not fit together is left to
-        Gloo to refuse."""
+        """Returns whether a gather at once is faster and possible. Gloo refuses mismatched
+        tensors."""
         return (
             self.size() > 1
             and self.size() * input.nbytes >= BROADCASTS_FROM_BYTES
@@ -327,8 +327,8 @@ class InterruptibleGroup(ForwardingGroup):
     def _gather_at_once(
         self, parts: Sequence[torch.Tensor], input: torch.Tensor, value: Any
     ) -> Work:
-        """Each rank's `input` to the part of that rank, everywhere. This rank copies its own while
-        the others' are on their way."""
+        """Writes each rank's `input` into that rank's part, on all ranks. This rank copies its own
+        while the others' arrive."""
         mine, given = parts[self.rank()].data, input.data
         if not given.is_contiguous():
             given = mine.copy_(given.reshape(mine.shape))
@@ -353,7 +353,7 @@ class InterruptibleGroup(ForwardingGroup):
         return works
 
     def _exchange(self, parts: Sequence[torch.Tensor], given: torch.Tensor, value: Any) -> Work:
-        """Two ranks send each other what they give, in one collective."""
+        """Exchanges the inputs of two ranks in one collective."""
         peer = 1 - self.rank()
         sizes = [0, 0]
         sizes[peer] = given.numel()
@@ -367,8 +367,11 @@ class InterruptibleGroup(ForwardingGroup):
     def _reduce_scatter(
         self, outputs: list[torch.Tensor], parts: torch.Tensor, opts: ReduceScatterOptions | None
     ) -> Work:
-        """`parts`: (ranks, elements), the row of a rank is for it. The outputs hold one row between
-        them."""
+        """Issues a reduce-scatter.
+
+        parts: (ranks, elements); each row is for the rank of that number. Together the outputs have
+        the size of one row.
+        """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_op(op, parts.dtype)
         # a device's allocator keeps memory by itself, and knows which streams still use it
@@ -402,7 +405,10 @@ class InterruptibleGroup(ForwardingGroup):
         options: dict[str, Any],
         finish: Callable[[], Any] | None = None,
     ) -> Work:
-        """`finish` runs once Gloo is done, and gives the value of the work's future."""
+        """Issues a collective.
+
+        finish: called once Gloo is done; returns the value of the work's future.
+        """
         try:
             native = native_collective(self._live(), name)(*arguments, **options)
         except RuntimeError as error:
@@ -413,7 +419,7 @@ class InterruptibleGroup(ForwardingGroup):
         return work
 
     def issued(self, work: InterruptibleWork | Transfer) -> None:
-        """Gloo has something to do from here on."""
+        """Called when Gloo begins the work."""
         with self._lock:
             if len(self._unfinished) >= _MANY:
                 # Works that nobody waited for.
@@ -454,19 +460,16 @@ class InterruptibleGroup(ForwardingGroup):
         return native
 
     def finished(self, work: InterruptibleWork | Transfer) -> None:
-        """Gloo is done with it."""
+        """Called when Gloo is done with the work."""
         with self._lock:
             self._unfinished.discard(work)
             if self._shut_down and not self._unfinished:
                 self._idle.set()
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
-        """Returns why the group is over after this error: all later collectives fail too, and peers
-        must hear of it now, not at their timeout.
-
-        None for other errors (an unsupported dtype, say): they are the caller's, and leave the
-        group as it is.
-        """
+        """Returns why the group has ended, if `error` ended it: then all later collectives fail
+        too, and peers must learn of it now, not at their timeout. None for other errors, such as an
+        unsupported dtype, which leave the group intact."""
         if self.reason is None and "gloo/transport" in str(error):
             self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
         return self.reason
@@ -479,7 +482,7 @@ class InterruptibleGroup(ForwardingGroup):
 
 @atexit.register
 def _shut_down_all() -> None:
-    """Gloo must have nothing to say any more when the interpreter finalizes (see
+    """Shuts all groups down, so that no thread of Gloo's runs when the interpreter finalizes (see
     native_threads.py)."""
     for group in list(_open):
         group.shutdown()

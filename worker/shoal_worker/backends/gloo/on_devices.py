@@ -27,11 +27,11 @@ from torch.distributed import Work
 
 
 class Order(Protocol):
-    """In which order a device computes what comes before, from and after one collective."""
+    """The order of a device's computations before, in and after one collective."""
 
     def finishing(self) -> contextlib.AbstractContextManager[None]:
-        """Entered once, where Gloo's work is complete: what is queued inside comes after the
-        collective's result."""
+        """Context that is entered once Gloo's work is complete: operations queued inside run after
+        the collective's result."""
         ...
 
     def come_after(self) -> None:
@@ -63,8 +63,8 @@ class StreamOrder:
 
 
 def order_of(arguments: Iterable[Any]) -> Order | None:
-    """The order of a collective that is issued now on such arguments: tensors, lists of them, and
-    others. None: there is no tensor on a CUDA device among them, and the host's own order holds."""
+    """Returns the order of a collective issued now with these arguments: tensors, lists of them,
+    and others. None: no argument is on a CUDA device, and the host's own order suffices."""
     device = _first_device(arguments)
     return StreamOrder(device) if device is not None and device.type == "cuda" else None
 
@@ -84,18 +84,17 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in host memory, complete when this returns."""
+    """Returns a complete copy in host memory."""
     return host_memory_for(tensor).copy_(tensor.detach())
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Host memory for as much, pinned where that makes copies quicker."""
+    """Returns host memory of the same size, pinned if that speeds up copies."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 class ArrivingElsewhere(Work):
-    """A message that Gloo receives into host memory, and that is copied from there to where it is
-    wanted when somebody waits for it."""
+    """A message that Gloo receives into host memory. `wait` copies it to its destination."""
 
     def __init__(self, received: Any, host: torch.Tensor, into: torch.Tensor) -> None:
         """`received`: the transfer into `host`."""
@@ -105,8 +104,8 @@ class ArrivingElsewhere(Work):
         self._into = into
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for the transfer, as that does; the tensor is in place for what the calling thread
-        queues next."""
+        """Waits like the transfer. Operations that the calling thread queues next see the
+        tensor."""
         self._received.wait(timeout)
         host, self._host = self._host, None
         if host is not None:
@@ -118,7 +117,7 @@ class ArrivingElsewhere(Work):
         return self._host is None
 
     def source_rank(self) -> int:
-        """Returns who sent what `recv_anysource` received."""
+        """Returns the sender's rank of a message received by `recv_anysource`."""
         return int(self._received.source_rank())
 
     _source_rank = source_rank

@@ -50,7 +50,7 @@ class ReconfigureOptions(Protocol):
 
 
 class ReconfigurableGroup(ForwardingGroup):
-    """Forwards collectives to the group of the ranks that it was last given."""
+    """Forwards collectives to the group of ranks of the last `reconfigure`."""
 
     backend_name: ClassVar[str] = "shoal_gloo"
     supports_reconfigure: ClassVar[bool] = True
@@ -58,17 +58,16 @@ class ReconfigurableGroup(ForwardingGroup):
     def __init__(
         self, store: Store, rank: int, size: int, name: GroupName, timeout: timedelta
     ) -> None:
-        """
-        store: for meetings of ranks; all that ever meet have the same.
-        rank, size: what `rank()` and `size()` return before the first `reconfigure`.
-        timeout: of collectives, and of a `reconfigure` that is given none.
-        """
+        """store: store of all ranks that ever connect.
+        rank, size: results of `rank()` and `size()` before the first `reconfigure`.
+        timeout: limit of collectives, and of a `reconfigure` without one."""
         super().__init__(rank, size, name)
         self._store = store
         while isinstance(store, PrefixStore):
             store = store.underlying_store
         self._innermost = store
-        """Kept: the others hold only the C++ half of a store written in Python."""
+        """Keeps the store alive: the other references are to the C++ half of a store written in
+        Python."""
         self._place = rank, size
         self._timeout = timeout
         self._handle = f"shoal_gloo:{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
@@ -76,7 +75,7 @@ class ReconfigurableGroup(ForwardingGroup):
         self._lock = threading.Lock()
         """Guards all below."""
         self._reason = _NEVER
-        """Reason why there is no group of ranks; of no meaning while there is one."""
+        """Reason why there is no group of ranks; unused while there is one."""
         self._forming: FormingGroup | None = None
         self._group: InterruptibleGroup | None = None
 
@@ -132,8 +131,8 @@ class ReconfigurableGroup(ForwardingGroup):
         return _Done()
 
     def abort(self) -> None:
-        """Ends what is pending, also a `reconfigure`, and refuses collectives until the next one.
-        Any thread."""
+        """Ends pending works and a pending `reconfigure`, and refuses collectives until the next
+        one. Any thread."""
         with self._lock:
             forming, group = self._forming, self._group
         if forming is not None:
@@ -166,7 +165,7 @@ class ReconfigurableGroup(ForwardingGroup):
             return self._group
 
     def _end(self, reason: str) -> None:
-        """Returns when Gloo no longer writes into tensors of the group that there was."""
+        """Ends the present group and blocks until Gloo no longer writes into its tensors."""
         with self._lock:
             group, self._group, self._reason = self._group, None, reason
         if group is not None:

@@ -1,19 +1,19 @@
-"""Sums of a few numbers over all ranks of a group, over connections of their own, from training
-thread to training thread.
+"""Sums of a few numbers over all ranks of a group, on separate connections between training
+threads.
 
-At each step every rank waits for such a sum. What counts is how soon the last one goes on, and that
-is decided by threads: a message of Gloo's is read by a thread of Gloo's, which has to be woken, and
-then wakes the one that waits. On cores that have other work both may have to wait for a core. Here
-a rank reads its messages itself (docs/explanation/backends.md#short-sums).
+In each step every rank waits for such a sum, and the last rank to continue decides its cost. A
+message of Gloo's is read by a thread of Gloo's, which must be woken and then wakes the waiting
+thread. On busy cores both may have to wait for a core. Here a rank reads its messages itself
+(docs/explanation/backends.md#short-sums).
 
-Every rank gets all ranks' numbers and adds them up in the order of the ranks, so all have the same
-bits. A few ranks send theirs to all others at once. Of more, what a rank knows doubles in each of
-ceil(log2(ranks)) rounds: in round k it sends all it knows to the rank 2^k before it, and gets as
-much from the rank 2^k after it (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient Algorithms for
-All-to-All Communications in Multiport Message-Passing Systems", section 3).
+Every rank gets all ranks' numbers and adds them in rank order, so all have the same bits. A few
+ranks send theirs to all others at once. With more ranks, the numbers that a rank knows double in
+each of ceil(log2(ranks)) rounds: in round k it sends all of them to the rank 2^k before it, and
+receives as many from the rank 2^k after it (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient
+Algorithms for All-to-All Communications in Multiport Message-Passing Systems", section 3).
 
-Threads: one thread connects, one sums; `shut_down` is for any, and so is `close`, which waits for a
-sum to end.
+Threads: one thread connects, one sums. `shut_down` is for any thread, and so is `close`, which
+waits for a running sum.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ MOST_BYTES: Final = 1 << 14
 """Maximum number of bytes that a rank receives in one sum. For more, an all-reduce sends less."""
 
 _FEW: Final = 4
-"""So many ranks send to all others at once: a message costs less than a round in which the training
-thread sleeps."""
+"""Maximum number of ranks that send to all others at once: a message costs less than a round in
+which the training thread sleeps."""
 _HELLO: Final = struct.Struct("<16sI")
 """The door's token, and who is there."""
 _HEADER: Final = struct.Struct("<II")
@@ -63,27 +63,26 @@ class Door:
 
     @classmethod
     def parse(cls, text: str) -> Door:
-        """The reverse of `str`."""
+        """Parses the result of `str`."""
         host, port, token = text.split(" ")
         return cls(host=host, port=int(port), token=token)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Swap:
-    """A message that goes and one that comes, in one round."""
+    """The messages sent and received in one round."""
 
     to: socket.socket
     to_rank: int
     source: socket.socket
     source_rank: int
     rows: int
-    """The numbers of so many ranks go, this one's and those of the ranks after it; and so many
-    come."""
+    """Number of ranks whose numbers are sent, beginning with this one's; as many are received."""
 
 
 class ShortSums:
-    """One rank's part in them. `connect` comes first, then sums, on all ranks in the same order; at
-    last `close`."""
+    """One rank's side of the short sums. Call `connect` first, then sum on all ranks in the same
+    order, and finally `close`."""
 
     def __init__(self, host: str, rank: int, size: int) -> None:
         """Listens on `host`, a numeric address. Raises OSError."""
@@ -102,8 +101,8 @@ class ShortSums:
         self._timeout_ms = 0
         self._number = 0
         self._summing = threading.Lock()
-        """Held during a sum: nobody closes a socket under its reader, whose number another file
-        could get."""
+        """Held during a sum, so that no thread closes a socket under its reader, whose descriptor
+        another file could get."""
         _LIVE.add(self)
 
     def connect(self, doors: Mapping[int, Door], *, deadline: float, timeout: timedelta) -> None:
@@ -152,7 +151,7 @@ class ShortSums:
         self._listener.close()
 
     def takes(self, size: int) -> bool:
-        """So many bytes of each rank are few enough."""
+        """Returns whether a sum of this size per rank is short enough."""
         return self._size * size <= MOST_BYTES
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
@@ -184,7 +183,8 @@ class ShortSums:
         return total
 
     def _gather(self, mine: bytes) -> bytes:
-        """All ranks' bytes, those of this rank first, then those of the ranks after it."""
+        """Returns all ranks' bytes, beginning with this rank's, followed by those of the ranks
+        after it."""
         known, row = mine, len(mine)
         with self._summing:
             self._number += 1
@@ -200,22 +200,21 @@ class ShortSums:
         return known
 
     def shut_down(self) -> None:
-        """Ends what waits here, and at the ranks that are connected to this one. Never blocks;
-        idempotent."""
+        """Ends waits here and at the connected ranks. Never blocks; idempotent."""
         self._given_up = True
         for connection in [self._listener, *self._sockets]:
             with contextlib.suppress(OSError):  # broken already, not connected yet, or closed
                 connection.shutdown(socket.SHUT_RDWR)
 
     def close(self) -> None:
-        """Ends them and lets go of the connections. Idempotent."""
+        """Ends the sums and closes the connections. Idempotent."""
         self.shut_down()
         with self._summing:
             self.close_copies()
 
     def close_copies(self) -> None:
-        """Closes the sockets and leaves the connections as they are: in a forked child, which would
-        keep them open beyond this rank's death."""
+        """Closes a forked child's copies of the sockets without ending the connections, which the
+        child would otherwise keep open beyond this rank's death."""
         for connection in [self._listener, *self._sockets]:
             connection.close()
 
@@ -229,8 +228,9 @@ class ShortSums:
         return connection
 
     def _let_in(self, expected: set[int], deadline: float) -> dict[int, socket.socket]:
-        """Returns who says the token and an expected rank. Strangers may come, say nothing, or go:
-        nobody waits for one of them."""
+        """Accepts connections until all expected ranks have presented the token, and returns the
+        connections by rank. Strangers may connect, stay silent or disconnect: no rank waits for
+        them."""
         found: dict[int, socket.socket] = {}
         said: dict[socket.socket, bytes] = {}
         self._listener.setblocking(False)
@@ -268,8 +268,8 @@ class ShortSums:
         return found
 
     def _who(self, connection: socket.socket, said: dict[socket.socket, bytes]) -> int | None:
-        """The rank that has said who it is; -1: a stranger, or one that has gone; None: that is
-        still to come."""
+        """Returns the rank that has identified itself. -1: a stranger, or disconnected. None: not
+        yet known."""
         try:
             more = connection.recv(_HELLO.size - len(said[connection]))
         except BlockingIOError:
@@ -332,7 +332,7 @@ def _left(deadline: float) -> float:
 
 
 _LIVE: Final[weakref.WeakSet[ShortSums]] = weakref.WeakSet()
-"""All short sums of this process: a forked child closes its copies of their sockets."""
+"""All short sums of this process. A forked child closes its copies of their sockets."""
 
 
 def _let_go_in_child() -> None:

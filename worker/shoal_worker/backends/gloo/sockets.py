@@ -1,16 +1,19 @@
-"""The TCP sockets of one Gloo group: which they are, breaking them, and noticing that a peer has
+"""The TCP sockets of one Gloo group: finding them, breaking them, and noticing that a peer has
 broken one.
 
-Gloo keeps a collective waiting until the one socket it waits for closes: its abort and shutdown
-close none, and the loss of another connection of the same group does not end the wait. So we learn
-which sockets of this process are a group's, and keep a copy (dup) of each. Shutting down a copy
-breaks the connection itself, which fails what waits for it here and is seen by the peer. One thread
-per group watches the copies: some time after any connection has ended it says so, and the group
-that is then broken altogether fails on all ranks, whoever waits for whom. Not at once: a rank that
-leaves in good order has completed the last collective a little before its peers.
+Gloo keeps a collective waiting until the one socket it waits for closes. Its abort and shutdown
+close none, and the loss of another connection of the same group does not end the wait. So this
+module finds the sockets of a group and keeps a copy (dup) of each. Shutting a copy down breaks the
+connection itself: local waits fail, and the peer notices.
+
+One thread per group watches the copies and reports an ended connection some time after its end. The
+group is then broken altogether, so it fails on all ranks. The delay is for a rank that leaves in
+good order: it has completed the last collective a little before its peers.
 
 Listening sockets are left alone, and so is every socket that is not the group's (gRPC, Redis).
-Linux only (/proc/self/fd, epoll). Threads: everything here may be called from any thread.
+Linux only (/proc/self/fd, epoll).
+
+Threads: everything here may be called from any thread.
 """
 
 from __future__ import annotations
@@ -41,7 +44,7 @@ from shoal_worker.store.redis_store import RedisStore
 
 
 def address_for(store: Store) -> str | None:
-    """The address of the interface that leads to the store's server; None: let Gloo choose, by
+    """Returns the address of the interface that reaches the store's server. None: Gloo chooses, by
     GLOO_SOCKET_IFNAME or the hostname."""
     if gloo_interface():
         return None
@@ -80,14 +83,14 @@ _TCP_INFO_BYTES: Final = 176
 """Offsets in the kernel's struct tcp_info (linux/tcp.h), which only grows at its end."""
 
 _SCANNING: Final = threading.Lock()
-"""Held during a look at all sockets, which copies each for a moment: no other look may take those
-for sockets."""
+"""Held during a scan of all sockets. A scan copies each socket for a moment, and another scan must
+not find these copies."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Listener:
-    """A listening TCP socket of this process. The inode tells it from a later one with the same
-    descriptor."""
+    """A listening TCP socket of this process. Its inode distinguishes it from a later socket with
+    the same descriptor."""
 
     descriptor: int
     inode: int
@@ -95,7 +98,7 @@ class Listener:
 
 
 def listeners() -> dict[int, Listener]:
-    """The listening TCP sockets of this process, by inode."""
+    """Returns the listening TCP sockets of this process by inode."""
     found = {}
     with _SCANNING:
         for descriptor, copy in _tcp_copies():
@@ -109,8 +112,7 @@ def listeners() -> dict[int, Listener]:
 
 
 class GroupSockets:
-    """Copies of the connections of one group: those that came in through its listener, and those
-    that lead to a peer's."""
+    """Copies of one group's connections: those accepted by its listener, and those to a peer's."""
 
     def __init__(self, listener: Listener, peers: Collection[Endpoint]) -> None:
         self._copies: list[socket.socket] = []
@@ -137,8 +139,8 @@ class GroupSockets:
         return len(self._copies)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Returns what the connections have sent so far, by the address they lead to; those to one
-        address together. Any thread."""
+        """Returns the traffic of the connections by peer address; connections to one address are
+        added. Any thread."""
         found: dict[str, Traffic] = {}
         for copy in self._copies:
             with contextlib.suppress(OSError):  # closed meanwhile, or broken
@@ -158,9 +160,9 @@ class GroupSockets:
                 copy.shutdown(socket.SHUT_RDWR)
 
     def drain(self) -> None:
-        """Takes what the kernel still holds of the broken connections: Gloo's loop, which would
-        read it into tensors even now, finds their end. The kernel takes no more for them. Never
-        blocks; idempotent."""
+        """Reads the kernel's remaining data of the broken connections, so that Gloo's loop finds
+        their end and writes nothing more into tensors. The kernel accepts no further data for them.
+        Never blocks; idempotent."""
         with self._closing:
             self._drain()
 
@@ -171,8 +173,8 @@ class GroupSockets:
                     pass
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Calls `lost(what happened)` once, from a thread, when a connection of the group has ended
-        GRACE_S ago. Until `close`."""
+        """Calls `lost` once with a description, from a thread, GRACE_S after a connection of the
+        group has ended. Until `close`."""
         arguments = (self._stop, list(self._copies), lost)
         self._watcher = threading.Thread(
             target=_watch, args=arguments, name="shoal-gloo-watch", daemon=True
@@ -180,8 +182,8 @@ class GroupSockets:
         self._watcher.start()
 
     def close(self) -> None:
-        """Ends the watch and lets go of the copies; connections that Gloo still holds stay as they
-        are. Idempotent."""
+        """Ends the watch and closes the copies. Connections that Gloo still uses stay open.
+        Idempotent."""
         with self._closing:
             if self._closed:
                 return
@@ -195,8 +197,8 @@ class GroupSockets:
         os.close(self._stop)
 
     def let_go_in_child(self, null: int) -> None:
-        """In a forked child: drops its copies of the connections. Gloo's numbers stay taken, by
-        `null`: its objects there still know them."""
+        """Closes a forked child's copies of the connections. `null` takes their descriptors,
+        because Gloo's objects in the child still refer to these."""
         for copy in self._copies:
             copy.close()
         for descriptor, inode in self._originals:
@@ -223,11 +225,9 @@ def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) 
 
 
 def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
-    """Each TCP socket's descriptor and a copy of it. A look at a copy cannot mix up descriptors
-    that are reused meanwhile.
-
-    Under `_SCANNING`, until all copies that are not wanted are closed again.
-    """
+    """Yields each TCP socket's descriptor and a copy of the socket. A copy stays valid if
+    descriptors are reused meanwhile. The caller must hold `_SCANNING` until it has closed all
+    unwanted copies."""
     seen = set()
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
         descriptor = int(name)
@@ -246,7 +246,7 @@ def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
 
 
 def _sent(copy: socket.socket) -> Traffic:
-    """Raises OSError."""
+    """Returns the traffic of a connection. Raises OSError."""
     told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
     if len(told) < _TCP_INFO_BYTES:  # a kernel before 4.10
         return Traffic(acknowledged_bytes=0, busy_s=0.0)
@@ -273,12 +273,12 @@ def _is_same(descriptor: int, inode: int) -> bool:
 
 
 _LIVE: Final[weakref.WeakSet[GroupSockets]] = weakref.WeakSet()
-"""All groups' sockets in this process: a forked child closes its copies of them."""
+"""All groups' sockets in this process, of which a forked child closes its copies."""
 
 
 def _let_go_in_child() -> None:
-    """A DataLoader's forked worker holds copies of the sockets: peers would not see this rank's
-    death before that child's."""
+    """Closes a forked child's copies of the sockets. Otherwise peers would not notice this rank's
+    death before the end of its DataLoader workers."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for sockets in _LIVE:
         sockets.let_go_in_child(null)

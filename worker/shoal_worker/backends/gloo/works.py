@@ -26,24 +26,24 @@ from shoal_worker.backends.native_threads import wait_until_asleep
 from shoal_worker.backends.waits import Waits
 
 _MOMENT_S: Final = 10.0
-"""The longest such moment. Operations that Gloo tells of a broken connection end within a
-millisecond, or some under load; as long as a thread of Gloo's runs, it may write into tensors that
-a redo of the step would use. One that computes for longer than this is not waited for any more:
-nothing in a step does."""
+"""Longest such moment. Operations that Gloo notifies of a broken connection end within a
+millisecond, or some under load. While a thread of Gloo's runs, it may write into tensors that the
+redo of a step would use. No operation of a step computes for longer than this, so later ones are
+not awaited."""
 
 _ONE_PIECE_BYTES: Final = 1024
-"""So much is in one TCP segment, with Gloo's header, on every network."""
+"""Size that fits into one TCP segment with Gloo's header, on every network."""
 
 _MOMENT_OF_A_MESSAGE_S: Final = 0.25
-"""The same, of a message. Its bytes are written by Gloo's loop, which is never asleep for the
-kernel."""
+"""Longest such moment of a message. Gloo's loop writes its bytes, and never sleeps while the kernel
+has some."""
 
 _MOMENT_AT_EXIT_S: Final = 1.0
-"""Time for which the end of the process waits for the thread in which messages are waited for. One
-in the middle of a message sleeps on."""
+"""Time for which the end of the process waits for the thread that waits for messages. A wait in the
+middle of a message continues."""
 
 _WHILE: Final = timedelta(milliseconds=10)
-"""Time for which a wait stays in C++ before it looks whether the group was ended."""
+"""Time for which a wait stays in C++ before it checks whether the group was ended."""
 
 
 class Owner(Protocol):
@@ -52,18 +52,18 @@ class Owner(Protocol):
     waits: Waits
     waiter: Waiter
     timeout: timedelta
-    """Time for which a message may take."""
+    """Time limit of a message."""
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
-        """Called with each failure: why the group is over, or None if it is not."""
+        """Returns why the group has ended, or None if it has not. Called with each failure."""
         ...
 
     def raise_if_lost(self, name: str, error: RuntimeError) -> None:
-        """Raises GroupEndedError if that failure ended the group."""
+        """Raises GroupEndedError if `error` ended the group."""
         ...
 
     def issued(self, work: InterruptibleWork | Transfer) -> None:
-        """Gloo has something to do from here on."""
+        """Called when Gloo begins the work."""
         ...
 
     def finished(self, work: InterruptibleWork | Transfer) -> None:
@@ -72,7 +72,7 @@ class Owner(Protocol):
 
 
 class InterruptibleWork(Work):
-    """A collective that was issued. It is over when Gloo's work is, or when it is ended."""
+    """An issued collective. It is over when Gloo's work is, or when it is ended."""
 
     def __init__(
         self,
@@ -82,8 +82,8 @@ class InterruptibleWork(Work):
         finish: Callable[[], Any] | None,
         order: on_devices.Order | None = None,
     ) -> None:
-        """`finish` runs once Gloo is done, and gives the value of the future. `order`: of what a
-        device does before and after it."""
+        """finish: called once Gloo is done; returns the value of the future.
+        order: order of the device's computations before and after the work."""
         super().__init__()
         self._name = name
         self._native: Work | None = native
@@ -93,8 +93,8 @@ class InterruptibleWork(Work):
         self._order = order
         self._over = False
         self._over_soon: threading.Event | None = None
-        """For whoever watches Gloo meanwhile. Made when needed: it costs more than all else in
-        here."""
+        """Event for threads that watch Gloo meanwhile. Created on demand, because it costs more
+        than everything else here."""
         self._value: Callable[[], Any] = lambda: None
         self._failure: tuple[type[Exception], str] | None = None
         self._settled: torch.futures.Future[None] | None = None
@@ -103,14 +103,12 @@ class InterruptibleWork(Work):
         self._lock = threading.Lock()
         """Guards all of the above."""
         self._finishing = threading.Lock()
-        """Held while the result is put in place, so that it never is after an end."""
+        """Held while the result is written, so that this never happens after an end."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the result is in place; `timeout` None or 0: however long it takes.
-
-        Raises GroupEndedError when the group is over, RuntimeError for other failures and when it
-        takes longer than `timeout`.
-        """
+        """Blocks until the result has arrived; `timeout` None or 0: without a limit. Raises
+        GroupEndedError if the group has ended, and RuntimeError for other failures or after
+        `timeout`."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout else float("inf")
         with self._waits.of(self._name):
             while not self._over:
@@ -157,14 +155,14 @@ class InterruptibleWork(Work):
         return native is None or bool(native.is_completed())
 
     def follow(self) -> None:
-        """From now on it is over by itself when Gloo is done, also if nobody waits."""
+        """Completes the work by itself when Gloo is done, even if no thread waits."""
         with self._lock:
             native, followed, self._followed = self._native, self._followed, True
         if native is not None and not followed:
             native.get_future().add_done_callback(self._native_done)
 
     def await_native(self, seconds: float) -> None:
-        """Waits for Gloo to be done or to be found asleep, at most so long."""
+        """Waits until Gloo is done or asleep, for a limited time."""
         with self._lock:
             if self._over:
                 return
@@ -172,14 +170,13 @@ class InterruptibleWork(Work):
         wait_until_asleep(done, seconds)
 
     def end(self, reason: str) -> None:
-        """Ends it although Gloo is not done."""
+        """Ends the work although Gloo is not done."""
         with self._finishing:
             settled = self._settle(lambda: None, (GroupEndedError, reason))
         _complete(settled)
 
     def _wait_for_native(self) -> None:
-        """Waits a while in C++, which is the quickest to notice that Gloo is done; but it does not
-        notice an end."""
+        """Waits for a moment in C++, which notices Gloo's completion fastest but not an end."""
         native = self._native
         if native is None:
             return  # it has just been settled
@@ -197,7 +194,7 @@ class InterruptibleWork(Work):
             self._native_is_done(native)
 
     def _native_is_done(self, native: Work) -> None:
-        """Comes from the thread that waits, from Gloo's, or from both."""
+        """Handles Gloo's completion. Called by the waiting thread, by Gloo's, or by both."""
         settled = None
         with self._finishing:
             group, finish = self._group, self._finish
@@ -230,8 +227,8 @@ class InterruptibleWork(Work):
     def _settle(
         self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None
     ) -> torch.futures.Future[None] | None:
-        """The first call counts. Returns what is to be completed, without any lock: it runs the
-        callbacks of others."""
+        """Settles the work; only the first call counts. Returns the future to be completed, without
+        any lock, since that runs callbacks of others."""
         with self._lock:
             if self._over:
                 return None
@@ -247,8 +244,8 @@ class InterruptibleWork(Work):
         return self._value()
 
     def _raise_failure(self) -> None:
-        """A new error each time: one that is kept would keep, by its traceback, all that the caller
-        had."""
+        """Raises a new error each time: a stored one would keep the caller's variables alive by its
+        traceback."""
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)
@@ -269,18 +266,16 @@ class Transfer(Work):
         self._group = group
         self._tensors = tensors
         self._over: threading.Event | None = None
-        """Set when the caller goes on; made by `wait`."""
+        """Set when the caller continues; made by `wait`."""
         self._failure: tuple[type[Exception], str] | None = None
         self._lock = threading.Lock()
         """Guards the failure, which is written before the event is set."""
         self.native_completed = False
-        """Gloo is done."""
+        """True once Gloo is done."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the tensor was sent, or is there. `timeout` None or 0: the group's.
-
-        Raises GroupEndedError when the group is over, which it is also after a timeout.
-        """
+        """Blocks until the tensor was sent or received. `timeout` None or 0: the group's. Raises
+        GroupEndedError if the group has ended, which a timeout also causes."""
         limit = timeout or self._group.timeout
         with self._group.waits.of(self._name):
             if sum(tensor.nbytes for tensor in self._tensors) > _ONE_PIECE_BYTES:
@@ -302,11 +297,11 @@ class Transfer(Work):
     _source_rank = source_rank
 
     def follow(self) -> None:
-        """Somebody does already."""
+        """Does nothing: the waiter's thread follows the transfer already."""
 
     def await_native(self, seconds: float) -> None:
-        """Waits for Gloo to be done, for a while: what the connection still held may be written
-        into the tensor."""
+        """Waits for Gloo for a limited time, since the connection's remaining data may still be
+        written into the tensor."""
         if self._over is not None:
             self._over.wait(min(seconds, _MOMENT_OF_A_MESSAGE_S))
 
@@ -352,7 +347,7 @@ class Transfer(Work):
             self._group.finished(self)
 
     def _settle(self, failure: tuple[type[Exception], str] | None) -> None:
-        """The first call counts."""
+        """Settles the transfer; only the first call counts."""
         over = self._over
         assert over is not None, "nobody waits for it"
         with self._lock:
@@ -362,11 +357,11 @@ class Transfer(Work):
 
 
 class Waiter:
-    """A thread of a group's that waits in Gloo for one message after the other. It begins with the
-    first, and ends with `close`.
+    """A group's thread that waits in Gloo for one message after the other. It starts with the first
+    message and ends with `close`.
 
-    For the one thread that issues transfers: two that wait at the same time would wait for each
-    other's messages.
+    Only for the one thread that issues transfers: two concurrent waits would receive each other's
+    messages.
     """
 
     def __init__(self) -> None:
@@ -375,8 +370,8 @@ class Waiter:
         self._lock = threading.Lock()
 
     def wait_for(self, wait: Callable[[], None]) -> bool:
-        """Calls `wait`, which raises nothing, when those before it have returned. False: it is
-        closed, and will not."""
+        """Calls `wait`, which raises nothing, after earlier waits have returned. Returns False if
+        the waiter is closed and will not call it."""
         with self._lock:
             if self._closed:
                 return False
@@ -391,7 +386,7 @@ class Waiter:
             return True
 
     def close(self) -> None:
-        """Nothing more will come. Idempotent."""
+        """Closes the waiter: no message will follow. Idempotent."""
         with self._lock:
             self._closed = True
             self._waits.put(None)
@@ -411,9 +406,11 @@ def _complete(settled: torch.futures.Future[None] | None) -> None:
 def end_works(
     works: Sequence[InterruptibleWork | Transfer], reason: str, drain: Callable[[], None]
 ) -> None:
-    """Ends them, once Gloo is done with them or asleep. `drain` takes what their connections, which
-    are broken, still hold: from then on Gloo's loop has nothing that it could write into a
-    tensor."""
+    """Ends the works once Gloo is done with them or asleep.
+
+    drain: reads the remaining data of their broken connections, after which Gloo's loop has nothing
+    left to write into a tensor.
+    """
     deadline = time.monotonic() + _MOMENT_S
     for work in works:
         work.follow()
@@ -433,18 +430,18 @@ def end_works(
 
 
 class AllOf(Work):
-    """Complete when all `parts` are. `value` is what its future holds."""
+    """A work that is complete when all `parts` are. `value` is the content of its future."""
 
     def __init__(self, parts: Sequence[Work], value: Any) -> None:
         super().__init__()
         self._parts = parts
         self._value = value
         self._failed = False
-        """`wait` has raised; the parts after the one that failed may end later."""
+        """True once `wait` has raised. Parts after the failed one may end later."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the result is in place, or raises what the first part to fail raises.
-        `timeout` None or 0: however long it takes."""
+        """Blocks until the result has arrived. Raises the error of the first part that fails.
+        `timeout` None or 0: without a limit."""
         deadline = time.monotonic() + timeout.total_seconds() if timeout else None
         self._failed = True
         for part in self._parts:

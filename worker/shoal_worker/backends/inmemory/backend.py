@@ -1,8 +1,8 @@
-"""Ranks as threads of one process, for notebooks, tests and debugging:
-`shoal.launch(fn, world_size=4)`.
+"""Ranks as threads of one process, for notebooks, tests and debugging: `shoal.launch(fn,
+world_size=4)`.
 
-Results do not depend on timing: reductions go by rank, and ranks that `launch` starts take turns
-(turns.py). A rank that fails ends the group for all, with its reason. It is not for speed.
+Results do not depend on timing: reductions add in rank order, and ranks that `launch` starts take
+turns (turns.py). A rank that fails ends the group for all, with its reason. Speed is no goal.
 """
 
 from __future__ import annotations
@@ -42,16 +42,16 @@ class InMemoryGroup(PythonGroup):
         self._leave = weakref.finalize(self, room.leave, rank, "has let go of the group")
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends the group on all ranks: what is pending and what comes raises
+        """Ends the group on all ranks: pending and later collectives raise
         GroupEndedError(reason)."""
         self.room.end(GroupEndedError(reason))
 
     def shutdown(self) -> None:
-        """This rank leaves: the others fail when they need it, and not before. Idempotent."""
+        """Leaves the group. The other ranks fail only when they need this one. Idempotent."""
         self.room.leave(self.rank(), "has left the group")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets how long waits that begin from now on may take."""
+        """Sets the timeout of waits that begin from now on."""
         self._timeout = timeout
 
     def _issue(self, call: Collective) -> Work:
@@ -77,9 +77,9 @@ class InMemoryGroup(PythonGroup):
 
 
 class _InMemoryWork(Work):
-    """Work of a collective or a message. Its future is complete when it is handed out, so that
-    callbacks run in the thread of their own rank, not in a peer's. DDP and functional collectives
-    wait for the future in C++, where no other rank could have its turn."""
+    """Work of a collective or a message. Its future is complete when it is returned, so callbacks
+    run in the thread of their own rank and not in a peer's. DDP and functional collectives wait for
+    the future in C++, where no other rank could get its turn."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         raise NotImplementedError
@@ -96,7 +96,7 @@ class _InMemoryWork(Work):
         return self.is_completed()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Waits, and gives a complete future of the output tensors."""
+        """Waits and returns a completed future of the output tensors."""
         self.wait()
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self.result())
@@ -104,17 +104,17 @@ class _InMemoryWork(Work):
 
 
 class CollectiveWork(_InMemoryWork):
-    """One rank's side of a meeting."""
+    """One rank's side of a collective."""
 
     def __init__(self, room: Room, meeting: Meeting, rank: int, timeout: timedelta) -> None:
         super().__init__()
         self._room, self._meeting, self._rank, self._timeout = room, meeting, rank, timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the result is in place. `timeout` None or 0: the group's.
+        """Blocks until the result has arrived. `timeout` None or 0: the group's.
 
-        Raises GroupEndedError when the group is over, or is ended because not all came in time,
-        UnmatchedCollectiveError when the ranks' collectives do not fit together.
+        Raises GroupEndedError if the group has ended, or is ended because not all ranks came in
+        time, and UnmatchedCollectiveError if the ranks' collectives do not match.
         """
         self._room.await_meeting(self._meeting, self._rank, timeout or self._timeout)
         return True
@@ -128,12 +128,12 @@ class CollectiveWork(_InMemoryWork):
         return self._meeting.done
 
     def result(self) -> list[Any]:
-        """The output tensors, as torch gave them."""
+        """The output tensors in the form in which torch passed them."""
         return self._meeting.calls[self._rank].result
 
 
 class SendWork(_InMemoryWork):
-    """A message on its way: a copy was made, so it is complete."""
+    """A sent message. It is complete, because it was copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
@@ -144,7 +144,7 @@ class SendWork(_InMemoryWork):
         return True
 
     def is_completed(self) -> bool:
-        """True."""
+        """Returns True."""
         return True
 
     def result(self) -> list[Any]:
@@ -153,14 +153,14 @@ class SendWork(_InMemoryWork):
 
 
 class ReceiveWork(_InMemoryWork):
-    """A message that is waited for."""
+    """A message to be received."""
 
     def __init__(self, room: Room, reception: Reception, rank: int, timeout: timedelta) -> None:
         super().__init__()
         self._room, self._reception, self._rank, self._timeout = room, reception, rank, timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the message is in place; else as CollectiveWork."""
+        """Blocks until the message has arrived. Raises like CollectiveWork."""
         self._room.await_reception(self._reception, self._rank, timeout or self._timeout)
         return True
 
@@ -169,15 +169,15 @@ class ReceiveWork(_InMemoryWork):
         return self._reception.done or self._room.ended is not None
 
     def is_success(self) -> bool:
-        """Returns whether the message is in place."""
+        """Returns whether the message has arrived."""
         return self._reception.done
 
     def result(self) -> list[Any]:
-        """The tensor received into."""
+        """The tensor with the received message."""
         return [self._reception.tensor]
 
     def _source_rank(self) -> int:
-        """Returns who sent it; called by torch after `wait`."""
+        """Returns the sender's rank. Called by torch after `wait`."""
         assert self._reception.source is not None
         return self._reception.source
 
@@ -186,8 +186,8 @@ class ReceiveWork(_InMemoryWork):
 
 
 class InMemoryBackend(CommunicationBackend):
-    """A group of threads. The store only says which threads belong together: a
-    `torch.distributed.HashStore` will do."""
+    """A group of threads. The store only identifies the threads that belong together, so a
+    `torch.distributed.HashStore` suffices."""
 
     name: ClassVar[str] = "inmemory"
     averages_natively: ClassVar[bool] = True
@@ -198,7 +198,8 @@ class InMemoryBackend(CommunicationBackend):
 
     @property
     def is_initialized(self) -> bool:
-        """True if collectives can be issued: initialized, and not over for any rank."""
+        """True if collectives can be issued: the group is initialized and has not ended for any
+        rank."""
         return super().is_initialized and self._room is not None and self._room.ended is None
 
     def _connect(
@@ -212,7 +213,7 @@ class InMemoryBackend(CommunicationBackend):
         return group
 
     def shutdown(self) -> None:
-        """This rank leaves, without disturbing those who need it no more. Idempotent."""
+        """Leaves the group without disturbing ranks that no longer need this one. Idempotent."""
         if self._room is not None:
             self._room.leave(self.rank, "has shut its backend down")
         with self._lock:
@@ -233,7 +234,7 @@ class InMemoryBackend(CommunicationBackend):
 
 
 def create_group(options: _DistributedBackendOptions, _: Any) -> InMemoryGroup:
-    """Called by torch for the default group and each new_group. Waits for the others with the first
-    collective."""
+    """Called by torch for the default group and each new_group. The first collective waits for the
+    other ranks."""
     room = room_for(options.store, options.group_rank, options.group_size, options.group_id)
     return InMemoryGroup(room, options.group_rank, options.timeout)

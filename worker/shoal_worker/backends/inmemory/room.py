@@ -1,9 +1,9 @@
-"""Meeting point of the threads that are ranks of one in-memory group: matches their collectives and
-transfers, and fails all when one fails.
+"""Meeting point of the threads that are ranks of one in-memory group. It matches their collectives
+and transfers, and fails all of them when one rank fails.
 
-The nth collective that a rank issues meets the nth of every other. The last rank to come does the
-arithmetic for all of them, so a collective is complete on all ranks at one moment. Whoever waits
-learns at the deadline which ranks have arrived and what the others are at.
+The nth collective that a rank issues meets the nth of every other rank. The last rank to arrive
+does the arithmetic for all, so a collective completes on all ranks at one moment. At its deadline a
+waiting rank learns which ranks have arrived and what the others are doing.
 
 Threads: any, each for its own rank; state is guarded by `turns.LOCK`. The arithmetic runs without
 it.
@@ -39,21 +39,21 @@ class Meeting:
     def __init__(self, number: int, first: int) -> None:
         self.number = number
         self.first = first
-        """The rank that came first: the others are compared with it."""
+        """The rank that arrived first, with which the others are compared."""
         self.calls: dict[int, Collective] = {}
         self.done = False
 
 
 class Reception:
-    """A transfer that a rank waits for. `source` is the sender; None until it is known, if any may
-    be."""
+    """A transfer for which a rank waits. `source` is the sender's rank; None while it is unknown
+    because any may send."""
 
     def __init__(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> None:
         self.rank, self.source, self.tag, self.tensor = rank, source, tag, tensor
         self.done = False
 
     def takes(self, source: int, destination: int, tag: int) -> bool:
-        """Returns whether a message is meant for it."""
+        """Returns whether a message matches this reception."""
         return self.rank == destination and self.tag == tag and self.source in (None, source)
 
     def __str__(self) -> str:
@@ -64,7 +64,7 @@ class Reception:
 
 
 class Message:
-    """A message that was sent and not received yet."""
+    """A message that was sent and has not been received."""
 
     def __init__(self, source: int, destination: int, tag: int, tensor: torch.Tensor) -> None:
         self.source, self.destination, self.tag, self.tensor = source, destination, tag, tensor
@@ -76,7 +76,7 @@ class Room:
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self.ended: Ending | None = None
-        """Reason why it is over; None: it is not."""
+        """End of the room; None while it is open."""
         self.has_outsiders = False
         self._turns: Turns | None = None
         self._members: set[int] = set()
@@ -90,7 +90,7 @@ class Room:
     # --- coming and going
 
     def enter(self, rank: int, size: int) -> None:
-        """The calling thread is `rank`."""
+        """Enters the calling thread as `rank`."""
         with LOCK:
             if size != self.size or rank in self._members:
                 raise ConfigurationError(
@@ -110,7 +110,7 @@ class Room:
             self._changed()
 
     def await_all(self, rank: int, timeout: timedelta) -> None:
-        """Until all ranks have entered. Raises DeadlineError naming those that have not, or the
+        """Blocks until all ranks have entered. Raises DeadlineError with the missing ranks, or the
         error that ended the room."""
         full = turns.wait(
             self,
@@ -128,7 +128,7 @@ class Room:
             )
 
     def leave(self, rank: int, how: str = "left the group") -> None:
-        """`rank` takes no further part: what needs it fails, what it has given its part to does
+        """Removes `rank`: collectives that still need it fail, and those that it has entered do
         not."""
         with LOCK:
             self._left.setdefault(rank, how)
@@ -138,16 +138,16 @@ class Room:
                 self._end_without(rank)
 
     def end_for(self, reason: str) -> None:
-        """Called when a rank of the launch fails, whether it is in this group or not."""
+        """Ends the room when a rank of the launch fails, in this group or another."""
         self.end(GroupEndedError(reason))
 
     def end_deadlocked(self, text: str) -> None:
-        """Called when all its ranks wait for each other."""
+        """Ends the room when all its ranks wait for each other."""
         self.end(UnmatchedCollectiveError(text))
 
     def end(self, error: Ending) -> None:
-        """All that is pending or comes later fails with such an error, on all ranks. The first
-        error stays."""
+        """Makes all pending and later calls fail with such an error, on all ranks. The first error
+        stays."""
         with LOCK:
             if self.ended is None:
                 self.ended = error
@@ -158,7 +158,7 @@ class Room:
     # --- collectives
 
     def issue(self, rank: int, call: Collective) -> Meeting:
-        """Gives `rank`'s part in the next collective. Raises the error that ended the room, or
+        """Enters `rank` into the next collective. Raises the error that ended the room, or
         UnmatchedCollectiveError, which ends it."""
         with LOCK:
             self._check(rank)
@@ -177,8 +177,8 @@ class Room:
         return meeting
 
     def await_meeting(self, meeting: Meeting, rank: int, timeout: timedelta) -> None:
-        """Until all ranks have come to it. Raises the error that ended the room; after `timeout`,
-        it ends the room."""
+        """Blocks until all ranks have entered the collective. Raises the error that ended the room.
+        Ends the room after `timeout`."""
         what = f"in {meeting.calls[rank]} (collective {meeting.number} of group {self.name})"
         ready = turns.wait(
             self, lambda: meeting.done or self.ended is not None, timeout.total_seconds(), what
@@ -196,7 +196,7 @@ class Room:
     # --- transfers
 
     def send(self, rank: int, destination: int, tag: int, tensor: torch.Tensor) -> None:
-        """Leaves a copy of `tensor` for `destination`; does not wait for it."""
+        """Leaves a copy of `tensor` for `destination` without waiting for it."""
         with LOCK:
             self._check(rank)
             self._last[rank] = f"has sent to rank {destination}, tag {tag}"
@@ -212,7 +212,7 @@ class Room:
             self._deliver(message, reception)
 
     def receive(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> Reception:
-        """Asks for the next message from `source` (None: from anyone) with that tag."""
+        """Requests the next message from `source` (None: from any rank) with that tag."""
         with LOCK:
             self._check(rank)
             reception = Reception(rank, source, tag, tensor)
@@ -235,8 +235,8 @@ class Room:
             return reception
 
     def await_reception(self, reception: Reception, rank: int, timeout: timedelta) -> None:
-        """Until the message is there. Raises the error that ended the room; after `timeout`, it
-        ends the room."""
+        """Blocks until the message has arrived. Raises the error that ended the room. Ends the room
+        after `timeout`."""
         what = f"in {reception} of group {self.name}"
         ready = turns.wait(
             self, lambda: reception.done or self.ended is not None, timeout.total_seconds(), what
@@ -332,18 +332,16 @@ class Room:
 
 
 def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
-    """Ranks have streams of their own on a GPU: one waits for the device before it takes what
-    another has left there."""
+    """Waits for the device. On a GPU each rank has its own stream, so a rank must wait before it
+    reads results of another rank."""
     for device in {one.device for one in tensors if one.is_cuda}:
         torch.cuda.synchronize(device)
 
 
 def room_for(store: Store, rank: int, size: int, name: str) -> Room:
-    """The room of the group that meets over `store`, which the calling thread enters as `rank`.
-    Blocks in no store.
-
-    Raises ConfigurationError when other ranks are in other processes.
-    """
+    """Returns the room of the group that meets over `store`, which the calling thread enters as
+    `rank`. Does not block on the store. Raises ConfigurationError if other ranks are in other
+    processes."""
     token = f"{os.getpid()}-{uuid.uuid4().hex}"
     agreed = bytes(store.compare_set("room", "", token)).decode()
     if agreed.partition("-")[0] != str(os.getpid()):

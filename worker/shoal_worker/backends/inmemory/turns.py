@@ -1,14 +1,14 @@
-"""Ranks of one `launch` take turns: one thread runs until it waits for others, then the next one
-does.
+"""Turns of the ranks of one `launch`: one thread runs until it waits for others, then the next one
+runs.
 
-Why: torch and Python keep much in globals that processes have to themselves, above all the random
-generators; with turns each rank has its own, nothing that is cached per process is touched by two
-ranks at once, and a run is the same every time. And when every rank waits, that is known at once.
-What is given up is speed: ranks do not compute side by side.
+torch and Python keep much state in globals that processes do not share, above all the random
+generators. With turns each rank has its own generators, no two ranks touch a process-wide cache at
+once, and every run is the same. If all ranks wait, that is detected at once. The price is speed:
+ranks do not compute in parallel.
 
-A turn passes in waits of in-memory groups, and while an errand is run (`run_aside`). A rank that
-waits for another one in any other way (a threading.Event, a sleep until a file is there) keeps its
-turn: then those who wait for it say so at their deadline.
+A turn passes in waits of in-memory groups and while an errand runs (`run_aside`). A rank that waits
+for another one in any other way (a threading.Event, a sleep until a file exists) keeps its turn.
+The ranks that wait for it then report it at their deadline.
 
 Threads: everything is guarded by `LOCK`, the one lock of all in-memory ranks of the process.
 """
@@ -33,7 +33,7 @@ from shoal_worker.backends.base import GroupEndedError
 T = TypeVar("T")
 
 LOCK: Final = threading.RLock()
-"""Reentrant, because a group may be let go of by the garbage collector anywhere."""
+"""Reentrant, because the garbage collector may drop a group anywhere."""
 _CHANGED: Final = threading.Condition(LOCK)
 _current = threading.local()
 
@@ -43,15 +43,15 @@ class Waitable(Protocol):
 
     @property
     def has_outsiders(self) -> bool:
-        """True if threads without turns have a part in it."""
+        """True if threads without turns take part."""
         ...
 
     def end_for(self, reason: str) -> None:
-        """Makes all that wait on it ready, with an error: a rank failed."""
+        """Ends all waits on the object with an error because a rank failed."""
         ...
 
     def end_deadlocked(self, text: str) -> None:
-        """Makes all that wait on it ready, with an error."""
+        """Ends all waits on the object with an error because all ranks wait for each other."""
         ...
 
 
@@ -67,21 +67,21 @@ class Turns:
 
     def __init__(self, size: int) -> None:
         self.rooms: weakref.WeakSet[Waitable] = weakref.WeakSet()
-        """All rooms that its ranks have entered."""
+        """All rooms that the ranks have entered."""
         self.over: str | None = None
-        """Reason why the launch is over; None: it is not."""
+        """Reason why the launch has ended; None while it runs."""
         self._size = size
         self._first_states = _random_states()
         self._running: int | None = None
         self._free_for_all = False
-        """A rank kept its turn for too long: from then on nobody waits for turns."""
+        """True once a rank has kept its turn for too long. From then on no rank waits for turns."""
         self._parked: dict[int, _Parked] = {}
         self._mine = [threading.Condition(LOCK) for _ in range(size)]
         self._started: set[int] = set()
 
     def begin(self, rank: int) -> None:
-        """The calling thread is `rank`; returns when it has its first turn. Rank 0 has it once all
-        have begun."""
+        """Registers the calling thread as `rank` and blocks until its first turn. Rank 0 gets the
+        first turn once all ranks have begun."""
         _current.turns, _current.rank = self, rank
         with LOCK:
             self._started.add(rank)
@@ -92,14 +92,14 @@ class Turns:
             _set_random_states(self._first_states)
 
     def finish(self, rank: int) -> None:
-        """The calling thread's last turn is over."""
+        """Ends the calling thread's last turn."""
         _current.turns = None
         with LOCK:
             if self._running == rank:
                 self._pass_on(rank)
 
     def end_all(self, reason: str) -> None:
-        """All groups of its ranks are over, those to come as well. From any thread."""
+        """Ends all groups of the ranks, including later ones. Any thread."""
         with LOCK:
             self.over = self.over or reason
             for room in list(self.rooms):
@@ -107,7 +107,7 @@ class Turns:
 
     @contextlib.contextmanager
     def generators_kept(self) -> Iterator[None]:
-        """Puts the random generators back to where they stood when this was made."""
+        """Restores the random generators to their states at this context's start."""
         try:
             yield
         finally:
@@ -115,13 +115,13 @@ class Turns:
 
     @property
     def running(self) -> int | None:
-        """The rank whose turn it is."""
+        """The rank that has the turn."""
         return self._running
 
     def wait(
         self, rank: int, on: Waitable, ready: Callable[[], bool], timeout: float, what: str
     ) -> bool:
-        """Until `ready()`, while the others have their turns; False: not within `timeout`
+        """Blocks until `ready()` while the others take turns. Returns False after `timeout`
         seconds."""
         deadline = time.monotonic() + timeout
         with LOCK:
@@ -139,7 +139,7 @@ class Turns:
             return _CHANGED.wait_for(ready, max(0.0, deadline - time.monotonic()))
 
     def look(self) -> None:
-        """Something has changed outside of the turns: whoever waited for that goes on."""
+        """Handles a change outside of the turns: ranks that waited for it can continue."""
         if self._running is None and len(self._started) == self._size:
             self._running = self._next(self._size - 1)
             self._wake()
@@ -152,8 +152,8 @@ class Turns:
         return came
 
     def _pass_on(self, rank: int) -> None:
-        """To the next rank after `rank` that can go on; to none if nobody waits, or all wait for
-        outsiders."""
+        """Passes the turn to the next rank after `rank` that can continue. No rank gets it if none
+        waits, or if all wait for outsiders."""
         self._running = self._next(rank)
         self._wake()
         rooms = [parked.on for parked in self._parked.values() if parked.on is not None]
@@ -182,13 +182,16 @@ class Turns:
 
 
 def own_turns() -> Turns | None:
-    """The turns that the calling thread takes part in."""
+    """Returns the turns in which the calling thread takes part."""
     turns: Turns | None = getattr(_current, "turns", None)
     return turns
 
 
 def wait(on: Waitable, ready: Callable[[], bool], timeout: float, what: str) -> bool:
-    """Until `ready()`; False: not within `timeout` seconds. `what` completes "rank 0 waits ..."."""
+    """Blocks until `ready()`. Returns False after `timeout` seconds.
+
+    what: description of the wait; completes "rank 0 waits ...".
+    """
     turns = own_turns()
     if turns is not None:
         return turns.wait(_current.rank, on, ready, timeout, what)
@@ -197,7 +200,7 @@ def wait(on: Waitable, ready: Callable[[], bool], timeout: float, what: str) -> 
 
 
 class _Errand:
-    """Something that a rank has done for it in another thread, which takes no turns."""
+    """Work that another thread, which takes no turns, does for a rank."""
 
     has_outsiders = True
 
@@ -223,14 +226,14 @@ class _Errand:
 
 
 def run_aside(work: Callable[[], T], what: str) -> T:
-    """Returns `work()`, which waits for other ranks by other means than a group; they have their
-    turns meanwhile.
+    """Runs `work` on another thread while the other ranks take turns, and returns its result. For
+    waits on other ranks without a group.
 
-    `work` has a deadline of its own, and touches nothing that two ranks might touch at once. `what`
-    completes "rank 0 waits ...".
+    work: has its own deadline, and touches nothing that two ranks might touch at once.
+    what: description of the wait; completes "rank 0 waits ...".
 
     Raises:
-        GroupEndedError: another rank has failed; `work` is left to itself.
+        GroupEndedError: another rank has failed. `work` continues unattended.
     """
     turns = own_turns()
     if turns is None:
@@ -256,16 +259,15 @@ def run_aside(work: Callable[[], T], what: str) -> T:
 
 
 def changed(turns: Turns | None) -> None:
-    """To be called with the lock held when something may have become ready for threads without
-    turns, or by one of them."""
+    """Notifies threads with and without turns that a condition may have changed. Called with the
+    lock held."""
     _CHANGED.notify_all()
     if turns is not None:
         turns.look()
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Returns the states of the random generators that ranks, as processes, would have each for
-    themselves."""
+    """Returns the states of the random generators that processes would have separately."""
     devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return (
         torch.default_generator.get_state(),

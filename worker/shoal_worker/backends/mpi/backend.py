@@ -1,12 +1,12 @@
-"""MPI, through mpi4py: for clusters whose own launcher and network stack is MPI.
-`mpiexec -n 4 python train.py`.
+"""MPI, through mpi4py, for clusters whose launcher and network stack is MPI: `mpiexec -n 4 python
+train.py`.
 
 Rank and size are those of MPI's world, so no store is needed: `MPIBackend().initialize()`, or
-`init_process_group("shoal_mpi", init_method="mpi://")`. Each group has a communicator of its own.
+`init_process_group("shoal_mpi", init_method="mpi://")`. Each group has its own communicator.
 
-Start scripts with `mpiexec -n 4 python -m mpi4py train.py`: then an exception that ends one rank
-ends all. MPI itself ends the whole job when a process dies, so a group on MPI does not shrink:
-elastic training wants "gloo" or "nccl".
+Start scripts with `mpiexec -n 4 python -m mpi4py train.py`, so that an exception on one rank ends
+all. MPI itself ends the whole job when a process dies, so a group on MPI does not shrink. Elastic
+training requires "gloo" or "nccl".
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ if TYPE_CHECKING:
 
 
 class MPIBackend(CommunicationBackend):
-    """All ranks of MPI's world, on CPU tensors, over a communicator of its own.
+    """All ranks of MPI's world, on CPU tensors, over a separate communicator.
 
-    `abort` tells the other ranks by a message: they learn of it, with its reason, in their waits
-    and when they issue something. MPI cannot take back what is pending: that is left to itself, its
-    buffers are kept to the end of the process, and the MPI library may refuse to end in good order.
-    A rank that is gone without a word is noticed by MPI's launcher, or at the timeout.
+    `abort` notifies the other ranks by a message, which they read in their waits and when they
+    issue an operation. MPI cannot cancel pending operations: they are abandoned, their buffers are
+    kept until the process ends, and the MPI library may refuse to finalize. A rank that dies
+    without a message is noticed by MPI's launcher, or at the timeout.
     """
 
     name: ClassVar[str] = "mpi"
@@ -60,8 +60,8 @@ class MPIBackend(CommunicationBackend):
         hostname: str | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Joins MPI's world, whose rank and world size are the only ones that it takes; `store` and
-        `hostname` are not used."""
+        """Joins MPI's world. Only MPI's own rank and world size are accepted; `store` and
+        `hostname` are unused."""
         world = _mpi().COMM_WORLD
         super().initialize(
             rank=world.rank if rank is None else rank,
@@ -104,8 +104,8 @@ class MPIBackend(CommunicationBackend):
 
     @property
     def is_initialized(self) -> bool:
-        """True if collectives can be issued: initialized, and not over, as far as this rank has
-        heard."""
+        """True if collectives can be issued: the group is initialized and has not ended as far as
+        this rank knows."""
         return super().is_initialized and self._group is not None and self._group.reason is None
 
     def _break(self) -> None:
@@ -114,8 +114,8 @@ class MPIBackend(CommunicationBackend):
             group.abort(reason or "")
 
     def shutdown(self) -> None:
-        """This rank lets go of the group. It tells nobody: leave after a collective that all take
-        part in. Idempotent."""
+        """Releases the group without notifying other ranks: call it after a collective of all
+        ranks. Idempotent."""
         group = self._group
         if group is not None:
             group.shutdown()
@@ -131,7 +131,7 @@ class MPIBackend(CommunicationBackend):
 
 
 def own_seat(timeout: timedelta) -> Seat:
-    """This process's place in MPI's world, for a session of Shoal's. Starts MPI.
+    """Returns this process's place in MPI's world for a session of Shoal's. Starts MPI.
 
     Raises:
         ConfigurationError: there is no mpi4py, or no MPI library.
@@ -161,7 +161,8 @@ def create_group(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
 def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Rank and size from MPI. The store is this process's alone: groups on MPI need none."""
+    """Yields rank and size from MPI, with a store of this process alone: groups on MPI need
+    none."""
     world = _mpi().COMM_WORLD
     yield HashStore(), world.rank, world.size
 
@@ -175,7 +176,7 @@ def _check_place(rank: int, size: int, communicator: Any) -> None:
 
 
 def _mpi() -> Any:
-    """mpi4py's module, which starts MPI when it is first imported."""
+    """Returns mpi4py's module, which starts MPI when it is first imported."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -1,12 +1,13 @@
 """A torch process group over one MPI communicator.
 
-Data goes as bytes out of and into the tensors' own memory, wherever their parts lie side by side.
-What MPI reduces itself (all-reduce, reduce) it reduces in an order of its own; half precision,
-which MPI does not know, goes as float32 and is rounded once. A reduce-scatter is an all-to-all of
-which each rank sums its parts in rank order, as on Gloo: there half precision travels as it is.
+Data travels as bytes from and into the tensors' own memory if their parts are adjacent. MPI chooses
+its own order for its reductions (all-reduce, reduce). Half precision, which MPI does not know, is
+sent as float32 and rounded once. A reduce-scatter is an all-to-all after which each rank sums its
+parts in rank order, as on Gloo; there half precision is sent as it is. Importing this module starts
+MPI.
 
-Importing this module starts MPI. Threads: one thread issues; works are completed there or by
-works.py; `abort` is for any.
+Threads: one thread issues collectives; works complete there or in works.py; `abort` is for any
+thread.
 """
 
 from __future__ import annotations
@@ -68,14 +69,14 @@ _OPS: Final = {
     "BXOR": MPI.BXOR,
 }
 _OPS_OF_BOOLEANS: Final = {**_OPS, "SUM": MPI.MAX, "PRODUCT": MPI.MIN}
-"""On bytes that are 0 or 1."""
+"""Operations on bytes that are 0 or 1."""
 
 
 class Packed:
-    """`parts` as one run of bytes."""
+    """The tensors of `parts` as one run of bytes."""
 
     def __init__(self, parts: Sequence[torch.Tensor], *, filled: bool) -> None:
-        """`filled`: their values count; else they are to be received."""
+        """filled: True if the parts have values to send; otherwise they will be received."""
         if len({part.dtype for part in parts}) > 1:
             raise InvalidRequestError(
                 f"parts of dtypes {[str(part.dtype) for part in parts]}: expected one dtype"
@@ -94,13 +95,13 @@ class Packed:
 
     @property
     def buffer(self) -> list[Any]:
-        """All parts in one buffer, as MPI's calls take one: bytes, and their datatype."""
+        """Returns all parts as one MPI buffer: bytes and their datatype."""
         return [_bytes_of(self._whole), MPI.BYTE]
 
     @property
     def parts_buffer(self) -> list[Any]:
-        """All parts in one buffer, as MPI's calls take one of several parts: bytes, (lengths,
-        positions) in bytes, and their datatype."""
+        """Returns all parts as one MPI buffer of several parts: bytes, (lengths, positions) in
+        bytes, and their datatype."""
         counts = [part.nbytes for part in self._parts]
         return [
             _bytes_of(self._whole),
@@ -115,7 +116,7 @@ class Packed:
             run.copy_(tensor.data.reshape(-1))
 
     def unpack(self) -> None:
-        """Puts what was received into the parts."""
+        """Copies received data into the parts."""
         if self._copied:
             for index, part in enumerate(self._parts):
                 part.copy_(self._run(index).view_as(part))
@@ -150,7 +151,7 @@ class Reduced:
         )
 
     def finish(self) -> None:
-        """Puts the result into the tensor."""
+        """Writes the result into the tensor."""
         if self._name == "AVG":
             self._values.div_(self._size)
         if self._values is not self._tensor:
@@ -158,7 +159,7 @@ class Reduced:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """One flat tensor that the parts make up in this order; None if they do not."""
+    """Returns the flat tensor that consists of the parts in this order; None if there is none."""
     some = [part for part in parts if part.numel()]
     if not some:
         return parts[0].new_empty(0)
@@ -188,30 +189,30 @@ def _type_of(tensor: torch.Tensor) -> Any:
 # -------------------------------------------------------------------------------- the process group
 
 _ABORT_TAG: Final[Any] = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-"""For messages that say why a group is over."""
+"""Tag of messages with the reason why a group has ended."""
 
 
 @dataclass(frozen=True)
 class Issued:
-    """An operation that can be waited for."""
+    """An issued operation."""
 
     requests: list[Any]
     """MPI's."""
     finish: list[Callable[[], None]] = field(default_factory=list)
-    """To be called once they are complete: puts the result in place."""
+    """Called once the requests are complete: they write the result."""
     kept: Sequence[Any] = ()
-    """Holds what MPI reads from."""
+    """Objects kept alive while MPI reads from them."""
 
 
 class MPIGroup(PythonGroup):
-    """The ranks of `communicator`, which it takes over."""
+    """The ranks of `communicator`, which this group then owns."""
 
     backend_name: ClassVar[str] = "shoal_mpi"
 
     def __init__(self, communicator: Any, name: str, timeout: timedelta) -> None:
         super().__init__(communicator.rank, communicator.size, name)
         self.reason: str | None = None
-        """Reason why the group is over; None: it is not."""
+        """Reason why the group has ended; None while it has not."""
         self._comm = communicator
         self._timeout = timeout
         self._lock = threading.Lock()
@@ -219,7 +220,7 @@ class MPIGroup(PythonGroup):
         self._pending: set[MPIWork] = set()
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends the group here, and at the others as soon as they hear of it."""
+        """Ends the group here, and on the other ranks as soon as they receive the message."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -233,7 +234,7 @@ class MPIGroup(PythonGroup):
         ]
 
     def shutdown(self) -> None:
-        """Lets go of the communicator, if nothing is pending on it. Tells nobody. Idempotent."""
+        """Releases the communicator if nothing is pending on it. Notifies nobody. Idempotent."""
         with self._lock:
             ended, self.reason = self.reason, self.reason or "the process group was shut down"
             clean = ended is None and not any(not work.is_completed() for work in self._pending)
@@ -241,16 +242,17 @@ class MPIGroup(PythonGroup):
             self._comm.Free()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """For waits that begin from now on."""
+        """Sets the timeout of waits that begin from now on."""
         self._timeout = timeout
 
     @property
     def timeout(self) -> timedelta:
-        """Time for which a wait for other ranks may take."""
+        """Time limit of a wait for other ranks."""
         return self._timeout
 
     def check_live(self) -> None:
-        """Raises GroupEndedError when the group is over here, or another rank said so."""
+        """Raises GroupEndedError if the group has ended here, or another rank has reported its
+        end."""
         if self.reason is None:
             status = MPI.Status()
             # taken at once: another thread may look, too
@@ -264,7 +266,7 @@ class MPIGroup(PythonGroup):
             raise GroupEndedError(self.reason)
 
     def finished(self, work: MPIWork) -> None:
-        """Called once by each work that MPI is done with."""
+        """Called once by each work when MPI is done with it."""
         self._pending.discard(work)
 
     # --- issuing

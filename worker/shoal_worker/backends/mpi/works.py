@@ -1,12 +1,11 @@
 """Works of an MPI group: requests that are tested repeatedly.
 
-MPI moves data only while somebody calls it. So waits poll, with longer and longer pauses, and see
-meanwhile whether the group has ended and their deadline has passed. While a future is outstanding,
-one thread per process polls for all of them, because whoever waits for a future does so in torch's
-C++ code.
+MPI moves data only while it is called. So waits poll with growing pauses, and check meanwhile
+whether the group has ended or their deadline has passed. While futures are outstanding, one thread
+per process polls for all of them, because a wait for a future happens in torch's C++ code.
+Importing this module starts MPI.
 
-Importing this module starts MPI. Threads: a work may be advanced by the thread that waits and by
-the polling one, kept apart by its lock.
+Threads: the waiting thread and the polling one may advance a work; its lock separates them.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from torch.distributed import Work
 from shoal_worker.backends.base import GroupEndedError
 
 _EAGER_TESTS: Final = 20
-"""So many tests before the first pause."""
+"""Number of tests before the first pause."""
 _LONGEST_PAUSE_S: Final = 0.001
 _POLLING_PAUSE_S: Final = 0.0002
 
@@ -36,7 +35,7 @@ class Owner(Protocol):
 
     @property
     def timeout(self) -> timedelta:
-        """Time for which a wait for other ranks may take."""
+        """Time limit of a wait for other ranks."""
         ...
 
     def abort(self, reason: str) -> None:
@@ -44,7 +43,7 @@ class Owner(Protocol):
         ...
 
     def check_live(self) -> None:
-        """Raises GroupEndedError when it is over."""
+        """Raises GroupEndedError if the group has ended."""
         ...
 
     def finished(self, work: MPIWork) -> None:
@@ -53,7 +52,7 @@ class Owner(Protocol):
 
 
 class MPIWork(Work):
-    """A collective or a transfer that was issued."""
+    """An issued collective or transfer."""
 
     def __init__(
         self,
@@ -64,7 +63,8 @@ class MPIWork(Work):
         kept: Sequence[Any],
         result: list[Any],
     ) -> None:
-        """`finish` puts the result in place once MPI is done, `kept` is let go of then."""
+        """finish: writes the result once MPI is done.
+        kept: released then."""
         super().__init__()
         self._what = what
         self._group = group
@@ -79,10 +79,10 @@ class MPIWork(Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the result is in place. `timeout` None or 0: the group's.
+        """Blocks until the result has arrived. `timeout` None or 0: the group's.
 
-        Raises GroupEndedError when the group is over, or is ended because this took longer,
-        InvalidRequestError for a message that is longer than what it is received into.
+        Raises GroupEndedError if the group has ended, or is ended because this took longer, and
+        InvalidRequestError for a message that is longer than its destination.
         """
         limit = timeout or self._group.timeout
         deadline = time.monotonic() + limit.total_seconds()
@@ -103,7 +103,7 @@ class MPIWork(Work):
         return True
 
     def advance(self) -> bool:
-        """Lets MPI go on with it; whether it is over."""
+        """Lets MPI continue and returns whether the work is over."""
         with self._lock:
             if self._done:
                 return True
@@ -132,11 +132,11 @@ class MPIWork(Work):
         return self.advance()
 
     def is_success(self) -> bool:
-        """Returns whether the result is in place."""
+        """Returns whether the result has arrived."""
         return self._done and self._failure is None
 
     def result(self) -> list[Any]:
-        """The output tensors, as torch gave them."""
+        """The output tensors in the form in which torch passed them."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -150,7 +150,7 @@ class MPIWork(Work):
         return self._future
 
     def settle(self) -> None:
-        """Completes the future, once it is over."""
+        """Completes the future once the work is over."""
         future = self._future
         assert future is not None
         try:
@@ -161,7 +161,7 @@ class MPIWork(Work):
             future.set_result(self._result)
 
     def _source_rank(self) -> int:
-        """Returns who sent what was received from any rank; called by torch after `wait`."""
+        """Returns the sender's rank of a message from any rank. Called by torch after `wait`."""
         return int(self._statuses[0].Get_source())
 
     def _failure_of(self, error: Any) -> tuple[type[Exception], str]:
@@ -184,7 +184,7 @@ class MPIWork(Work):
 
 
 class _Poller:
-    """Advances works that somebody has a future of."""
+    """Advances works with outstanding futures."""
 
     def __init__(self) -> None:
         self._works: list[MPIWork] = []
@@ -219,7 +219,7 @@ class _Poller:
             time.sleep(_POLLING_PAUSE_S)
 
     def _end(self) -> None:
-        """Before MPI ends."""
+        """Ends the polling before MPI is finalized."""
         with self._changed:
             self._over = True
             self._changed.notify()
@@ -229,4 +229,4 @@ class _Poller:
 
 _POLLER: Final = _Poller()
 _ABANDONED: Final[list[Any]] = []
-"""Requests and buffers of groups that ended while MPI was at them."""
+"""Requests and buffers of groups that ended while MPI was using them."""

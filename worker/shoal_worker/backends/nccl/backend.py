@@ -1,18 +1,17 @@
-"""NCCL: collectives between NVIDIA GPUs, and beside them a Gloo group for what the hosts tell each
-other.
+"""NCCL: collectives between NVIDIA GPUs, with a Gloo group beside them for messages between hosts.
 
 NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` is that of the Gloo group.
 The group is bound to the current CUDA device: call torch.cuda.set_device first. It has not run on a
-GPU yet; what needs none is tested on a stand-in (docs/gpu.md).
+GPU yet; parts that need none are tested on a stand-in (docs/gpu.md).
 
-The hosts' own group carries what hosts read at once: step votes, numbers, messages between
-steps. On the device each of these would be queued behind all that computes. It is connected first:
-NCCL is asked only when all ranks are there, since what it is asked for can hardly be taken back.
-And it notices within a quarter of a second that a peer is gone, which NCCL often does not notice at
-all: a kernel that waits for that peer spins until it is aborted. Either group ends the other.
+The hosts' group carries values that hosts read at once: step votes, numbers, messages between
+steps. On the device they would be queued behind all computations. This group connects first, so
+NCCL starts only when all ranks are present, because its connecting can hardly be undone. It also
+notices a lost peer within a quarter of a second. NCCL often does not notice at all: a kernel that
+waits for that peer spins until it is aborted. Either group ends the other.
 
-Connecting blocks in C++, so it runs in a thread of its own, which ends when the library lets go of
-it, at the latest after its limit.
+Connecting blocks in C++, so it runs in its own thread, which ends when the library returns, at the
+latest after its time limit.
 """
 
 from __future__ import annotations
@@ -41,15 +40,15 @@ from shoal_worker.backends.nccl.group import DeviceGroup, DeviceWork, is_refusal
 from shoal_worker.backends.nccl.sharing import check_own_device
 
 CONNECT_LIMIT: Final = timedelta(seconds=60)
-"""Time for which NCCL may take to connect once all ranks are there; a longer connect_timeout holds
-instead. It takes 2 to 10 s the first time."""
+"""Time limit of NCCL's connecting once all ranks are present, unless connect_timeout is longer. The
+first time takes 2 to 10 s."""
 
 _NUMBERS: Final = itertools.count()
 _LOOK_S: Final = 0.02
 
 
 class _HostGroup(GlooBackend):
-    """The hosts' own group. What ends it ends the device's, by `ended(reason)`."""
+    """The hosts' own group. Its end also ends the device's, by `ended(reason)`."""
 
     def __init__(self, ended: Callable[[str], None]) -> None:
         super().__init__()
@@ -61,7 +60,7 @@ class _HostGroup(GlooBackend):
 
 
 class NCCLBackend(CommunicationBackend):
-    """A `ProcessGroupNCCL` of its own, on CUDA tensors."""
+    """A separate `ProcessGroupNCCL` on CUDA tensors."""
 
     name: ClassVar[str] = "nccl"
     device_type: ClassVar[str] = "cuda"
@@ -257,11 +256,11 @@ def within(
     *,
     given_up: Callable[[], str | None],
 ) -> dist.ProcessGroup:
-    """Returns what `connect` returns, in a thread of its own.
+    """Runs `connect` in its own thread and returns its result.
 
-    Raises MembershipChanged when it was given up or failed, ConfigurationError where the library
-    says that it cannot work, DeadlineError after `limit`, and what else `connect` raises. What it
-    returns after that is dropped.
+    Raises MembershipChanged if it was given up or failed, ConfigurationError if the library reports
+    that it cannot work, DeadlineError after `limit`, and other errors of `connect`. A later result
+    is dropped.
     """
     answers: queue.SimpleQueue[tuple[dist.ProcessGroup | None, Exception | None]] = (
         queue.SimpleQueue()

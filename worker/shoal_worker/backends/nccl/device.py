@@ -1,16 +1,16 @@
-"""The CUDA device of this process, and torch's ProcessGroupNCCL on it: all that this package asks
-of either.
+"""The CUDA device of this process and torch's ProcessGroupNCCL on it: all calls of this package to
+either.
 
-torch gives that class a watchdog of its own, a thread for each group. Left as it is it ends the
-process on an error or a timeout, or sleeps for a minute with a lock that the next collective needs.
-Shoal keeps the time itself, so the watchdog is told to look and do nothing: by environment
-variables, which it reads when a group is made, and by a timeout that never comes. What can be read
-in torch 2.13's sources (ProcessGroupNCCL.cpp) stands beside each variable.
+torch gives that class a watchdog thread per group. By default it ends the process on an error or a
+timeout, or sleeps for a minute with a lock that the next collective needs. Shoal keeps the time
+itself and disables the watchdog's actions by environment variables, which are read when a group is
+made, and by a timeout that never expires. The reasons from torch 2.13's source
+(ProcessGroupNCCL.cpp) are noted beside each variable.
 
-Communicators do not block, unless SHOAL_NCCL_BLOCKING is set: one that blocks cannot be aborted
-until all ranks have come, since torch has no handle of it before. torch itself uses communicators
-that block by default since 2.7.1 (pytorch#153960), so most of its users never see the others; hence
-the setting.
+Communicators do not block unless SHOAL_NCCL_BLOCKING is set: a blocking one cannot be aborted until
+all ranks have come, since torch has no handle of it before. torch itself uses blocking
+communicators by default since 2.7.1 (pytorch#153960), so most of its users never use the others;
+hence the setting.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ WATCHDOG: Final = {
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""Variables that ProcessGroupNCCL reads when it is made, with what they have to be."""
+"""Variables that ProcessGroupNCCL reads when it is made, with their required values."""
 QUIET: Final = {
     # A warning at the first message: torch runs messages in the order of the group's collectives,
     # which Shoal's schedules allow for.
@@ -62,7 +62,7 @@ QUIET: Final = {
 _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 """Variables that torchrun, and `shoal run` for plain scripts, set for all workers."""
 _NEVER: Final = timedelta(days=3650)
-"""A timeout that does not come. torch counts nanoseconds from it, which end after 292 years."""
+"""A timeout that never expires. torch counts it in nanoseconds, which overflow after 292 years."""
 _LOOK_S: Final = 0.002
 _SPLITS: Final = (2, 18, 0)
 """The first version of NCCL with ncclCommSplit."""
@@ -72,19 +72,19 @@ class Native(Protocol):
     """The native object to be ended: a ProcessGroupNCCL."""
 
     def abort(self) -> None:
-        """Ends its kernels, and returns when they have ended. May be called while it connects;
-        blocks then until it has given up."""
+        """Ends the group's kernels and blocks until they have ended. May be called while it
+        connects; then blocks until connecting has been given up."""
         ...
 
     def shutdown(self) -> None:
-        """Finalizes and destroys the communicator, which waits for all ranks to do so; nothing can
-        free it, and no abort may follow."""
+        """Finalizes and destroys the communicator, which waits for all ranks to do so. Nothing can
+        free this wait, and no abort may follow."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """The group that a new one is split off, and the number of the new one. All ranks of `whole`
+    """A split: the group that is divided, and the number of the new part. All ranks of `whole`
     split at once."""
 
     whole: Native
@@ -92,10 +92,10 @@ class Split:
 
 
 class Life(Protocol):
-    """The life of the native group that a device connects (`ending.Ending`)."""
+    """The part of `ending.Ending` that a device needs while it connects a native group."""
 
     def covers(self, native: Native) -> None:
-        """Takes what the group's end aborts, as soon as it has been made."""
+        """Registers the native group, which the group's end aborts, as soon as it has been made."""
         ...
 
     def check_wanted(self, native: Native) -> None:
@@ -110,11 +110,11 @@ class Life(Protocol):
 
 
 class Device(Protocol):
-    """A device on which collectives are queued: the host goes on before they have run."""
+    """A device on which collectives are queued: the host continues before they have run."""
 
     @property
     def kind(self) -> str:
-        """torch's name of its type."""
+        """torch's name of the device's type."""
         ...
 
     @property
@@ -123,18 +123,18 @@ class Device(Protocol):
         ...
 
     def identity(self) -> str:
-        """The same for two processes if and only if they use one device."""
+        """Identity of the device, equal for two processes if and only if they use the same one."""
         ...
 
     @property
     def splits(self) -> bool:
-        """True if groups are to be split off others, and the library can; the same for all ranks
+        """True if groups should be split off others and the library can do so; equal for all ranks
         with one environment."""
         ...
 
     @property
     def blocks(self) -> bool:
-        """True if nothing frees `connect` before all ranks have come."""
+        """True if `connect` cannot be freed before all ranks have come."""
         ...
 
     def connect(
@@ -146,23 +146,22 @@ class Device(Protocol):
         life: Life,
         split: Split | None = None,
     ) -> dist.ProcessGroup:
-        """Connects a group of its own to that of all ranks; blocks.
+        """Connects a native group; blocks. A group that is being split cannot be aborted meanwhile,
+        for at most `timeout`.
 
-        While it is split off another, that one cannot be aborted, for as long as `timeout` says.
-
-        Raises DeadlineError or RuntimeError when a rank does not come within `timeout`, and
-        RuntimeError for what the library says.
+        Raises DeadlineError or RuntimeError if a rank does not come within `timeout`, and
+        RuntimeError for the library's errors.
         """
         ...
 
     def synchronize(self) -> None:
-        """Blocks until all that was queued has ended. Raises RuntimeError when the device has
+        """Blocks until all queued operations have ended. Raises RuntimeError if the device has
         failed."""
         ...
 
     def has_failed(self, error: RuntimeError) -> bool:
-        """Returns whether `error` says that the device can do nothing more in this process. Does
-        not block."""
+        """Returns whether `error` means that the device is unusable in this process from now on.
+        Does not block."""
         ...
 
 
@@ -281,12 +280,10 @@ class CudaDevice:
 
 
 def keep_watchdog_still(connect_timeout: timedelta) -> None:
-    """Sets what ProcessGroupNCCL reads from the environment when it is made, whatever the user has
-    set.
+    """Sets the environment variables of ProcessGroupNCCL, overriding the user's.
 
     Raises:
-        ConfigurationError: TORCH_DISTRIBUTED_DEBUG is DETAIL, which torch has read when it was
-            imported.
+        ConfigurationError: TORCH_DISTRIBUTED_DEBUG is DETAIL, which torch reads at import.
     """
     if get_debug_level() == DebugLevel.DETAIL:
         raise ConfigurationError(

@@ -1,28 +1,26 @@
-"""The end of a group on a device: an abort, or where all ranks leave a finalization, and then a
-device that is at rest.
+"""The end of a group on a device: an abort, or a finalization if all ranks leave, and then an idle
+device.
 
-An abort that was asked for has not ended anything yet: kernels go on reading and writing their
-tensors until the device has seen it. Who gave those tensors to something else, or made a new group
-beside the old abort, would compute with what a dead collective writes. So a group ends in two
-phases. It is marked ended, at once, from any thread; and what raises for that, or makes the next
-group, waits here until the abort has returned and everything that was queued on the device has
-ended. Where that takes too long, or the device has failed, no later result could be trusted and no
-new group would connect: the process ends, and its launcher replaces it. A thread of its own keeps
-that time: the thread that issues collectives may be in CUDA meanwhile, behind the kernel that does
-not end.
+A requested abort has not ended anything yet: kernels read and write their tensors until the device
+has seen it. If these tensors were reused, or a new group were made meanwhile, later computations
+would use results of a dead collective. So a group ends in two phases. Any thread marks it ended at
+once. The thread that raises the error, or makes the next group, then waits here until the abort has
+returned and the device has finished everything that was queued. If that takes too long, or the
+device has failed, no later result could be trusted and no new group would connect. The process then
+ends, and its launcher replaces it. A separate thread keeps that time, because the issuing thread
+may be in CUDA, behind the kernel that does not end.
 
-torch keeps one mutex for each communicator. An abort holds it until NCCL has returned; a
-finalization and a split hold it until all ranks have come. `Work.is_completed()` takes it too
-(torch 2.11: NCCLComm::isAborted) and keeps the GIL. Called meanwhile, it would stop all threads of
-Python for as long as NCCL takes, heartbeats and the clock of this module included. So works are
-asked here alone (`has_ended`), under the lock under which an end begins, and never afterwards.
+torch has one mutex per communicator. An abort holds it until NCCL has returned; a finalization and
+a split hold it until all ranks have come. `Work.is_completed()` takes it too (torch 2.11:
+NCCLComm::isAborted) and keeps the GIL. Called meanwhile, it would stop all Python threads for as
+long as NCCL takes, including heartbeats and the clock of this module. So only this module queries
+works (`has_ended`), under the lock under which an end begins, and never afterwards.
 
-Where all ranks leave at once, after a word between their hosts, communicators are finalized
-instead: NCCL closes what it has opened while all ranks are there. torch holds, while it waits for
-that, the locks that an abort needs (2.13: ProcessGroupNCCL::shutdown, NCCLComm::waitReady,
-NCCLComm::destroy), so a rank whose peer dies in that moment cannot be freed. It gives the
-communicator up after a while: nothing is queued on it, so it holds a thread and memory of NCCL's,
-and writes into nothing.
+If all ranks leave at once, which their hosts agree on first, communicators are finalized instead:
+NCCL closes its connections while all ranks are present. Meanwhile torch holds the locks that an
+abort needs (2.13: ProcessGroupNCCL::shutdown, NCCLComm::waitReady, NCCLComm::destroy), so a rank
+whose peer dies at that moment cannot be freed. It gives the communicator up after a while. Nothing
+is queued on it then, so it keeps a thread and memory of NCCL's but writes nothing.
 """
 
 from __future__ import annotations
@@ -45,14 +43,14 @@ from shoal_worker.backends.process_end import end_now
 _log = logging.getLogger(__name__)
 
 LIMIT: Final = timedelta(seconds=30)
-"""Time for which an abort may take, and the kernels after it."""
+"""Time limit of an abort and of the kernels after it."""
 FINALIZE_LIMIT: Final = timedelta(seconds=10)
-"""Time for which a finalization may take once all ranks leave."""
+"""Time limit of a finalization once all ranks leave."""
 
 
 class Ending:
-    """The end of one native group, which may have begun or not. `begin` is for any thread,
-    `finalize` and `wait` for the one that issues collectives."""
+    """The end of one native group, begun or not. `begin` is for any thread, `finalize` and `wait`
+    for the thread that issues collectives."""
 
     def __init__(
         self,
@@ -65,57 +63,51 @@ class Ending:
         self._device = device
         self._limit_s = limit.total_seconds()
         self._held_s = 0.0
-        """Additional time that an abort may take now."""
+        """Additional time that an abort may currently take."""
         self._finalize_limit_s = finalize_limit.total_seconds()
         self._end_process = end_process
         self._lock = threading.Lock()
         self._natives: list[Native] = []
         """Groups to be aborted, or finalized. Guarded by the lock, like the next two."""
         self._began = False
-        """One of the two has begun, and so the other does not."""
+        """True once an abort or a finalization has begun; the other then never begins."""
         self._splits = False
-        """The library splits parts off the group."""
+        """True while the library splits parts off the group."""
         self._over = threading.Event()
-        """Nothing reads or writes the group's memory any more, or the device has failed."""
+        """Set once nothing reads or writes the group's memory, or the device has failed."""
         self._failure: str | None = None
-        """Reason why the device cannot be used any more."""
+        """Reason why the device is unusable; None while it works."""
 
     def splits(self, at_most: timedelta) -> None:
-        """Notes that parts are split off the group, until `has_split`.
-
-        torch holds the mutex that an abort needs, for `at_most` that long.
-        """
+        """Records that parts are being split off the group, until `has_split`. torch holds the
+        mutex that an abort needs for up to `at_most`."""
         with self._lock:
             self._held_s, self._splits = at_most.total_seconds(), True
 
     def has_split(self) -> None:
-        """Notes that the library has released that mutex. Any thread."""
+        """Records that the library has released that mutex. Any thread."""
         with self._lock:
             self._held_s, self._splits = 0.0, False
 
     def connects(self, at_most: timedelta) -> None:
-        """Notes that the group connects with a communicator that blocks, until `has_connected`.
-
-        Nothing frees it, for `at_most` that long.
-        """
+        """Records that the group connects with a blocking communicator, until `has_connected`.
+        Nothing can free it for up to `at_most`."""
         with self._lock:
             self._held_s = at_most.total_seconds()
 
     def has_connected(self) -> None:
-        """Notes that the attempt has ended. Any thread."""
+        """Records that the attempt has ended. Any thread."""
         with self._lock:
             self._held_s = 0.0
 
     def has_ended(self, work: Work) -> bool:
-        """Returns whether a work has completed or failed, or the group's end has begun.
-
-        Does not block. Any thread. Raises RuntimeError for what the library has noticed.
-        """
+        """Returns whether a work has completed or failed, or the group's end has begun. Does not
+        block. Any thread. Raises RuntimeError for errors that the library has detected."""
         with self._lock:
             return self._began or (not self._splits and bool(work.is_completed()))
 
     def covers(self, native: Native) -> None:
-        """`native` has been made: the end aborts it, at once if it has begun."""
+        """Registers `native` once it has been made. The end aborts it, at once if it has begun."""
         with self._lock:
             self._natives.append(native)
             late = self._began
@@ -124,15 +116,13 @@ class Ending:
 
     @property
     def native(self) -> Native | None:
-        """The group itself, once it has been made."""
+        """The native group, once it has been made."""
         with self._lock:
             return self._natives[-1] if self._natives else None
 
     def check_wanted(self, native: Native) -> None:
-        """Aborts `native`, whose communicator blocked and has connected, if the end has begun.
-
-        torch had nothing to abort before. Raises GroupEndedError once the abort has returned.
-        """
+        """Aborts `native` if the end began while its blocking communicator connected, since torch
+        had nothing to abort before. Raises GroupEndedError once the abort has returned."""
         with self._lock:
             wanted = not self._began
         if not wanted:
@@ -153,8 +143,8 @@ class Ending:
 
     def finalize(self) -> None:
         """Finalizes the group, on which nothing is queued, as all ranks do at about the same time.
-        Returns at once; `wait` waits for it, or until it was given up. Does nothing where an abort
-        has begun."""
+        Returns at once; `wait` waits until it is complete or given up. Does nothing if an abort has
+        begun."""
         with self._lock:
             if self._began:
                 return
@@ -171,9 +161,11 @@ class Ending:
         )
 
     def at_rest(self, within: timedelta) -> bool:
-        """Returns whether the device has done all that was queued on it, by any group, within that
-        time. Only then may a group be finalized: what a kernel waits for that never comes only an
-        abort ends, and no abort can follow a finalization."""
+        """Returns whether the device finishes all queued operations, of any group, within `within`.
+
+        Only then may a group be finalized. Only an abort ends a kernel that waits for a lost peer,
+        and no abort can follow a finalization.
+        """
         done = threading.Event()
 
         def look() -> None:
@@ -186,8 +178,8 @@ class Ending:
         return done.wait(within.total_seconds())
 
     def wait(self) -> None:
-        """Returns when the group's memory can be used for something else. Ends the process if the
-        device has failed, or does not come to rest within the limit."""
+        """Blocks until the group's memory can be reused. Ends the process if the device has failed
+        or does not become idle within the limit."""
         self._keep_limit(self._limit_s + self._held_s)
         if self._failure is not None:
             self.failed(self._failure)
@@ -202,7 +194,7 @@ class Ending:
             )
 
     def failed(self, cause: str) -> NoReturn:
-        """Ends the process, for the device has failed."""
+        """Ends the process because the device has failed."""
         self._end_process(
             PUT_OUT,
             f"{self._device.where} has failed ({cause}): this worker ends with status {PUT_OUT}, "

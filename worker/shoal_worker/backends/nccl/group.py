@@ -1,21 +1,20 @@
 """A process group whose collectives run on a device's streams, made safe to commit on.
 
 NCCL's `wait` returns when the kernel is queued, not when it has run, and an abort ends kernels
-without an error: what they leave in their tensors looks like a result. A step must be applied only
-when all its collectives completed. So a wait here lasts until the device is done, and then asks
-whether the group was ended meanwhile. A wait that fails because the group has ended raises only
-when no kernel of it is left (ending.py), so that who catches it may use the memory again.
+without an error: what they leave in their tensors looks like a result. A step may be applied only
+if all its collectives completed. So `wait` here lasts until the device is done and then checks
+whether the group was ended meanwhile. If the group has ended, it raises only once no kernel of the
+group is left (ending.py), so the caller may reuse the memory.
 
-Within a step that would have the host stand still at every block. So there is a second way: `order`
-has the device wait and not the host, and `settle`, before the step is prepared, has the host wait
-for all of them and asks once. What was computed meanwhile from the results of a collective that was
-lost goes with the step. ordered.py keeps the time of what was ordered, for a host that does not
-come to settle it.
+Within a step the host would stop at every block in this way. So there is a second way: with `order`
+only the device waits, and `settle`, before the step is prepared, waits once for all of them. Values
+computed from a lost collective's result are discarded with the step. ordered.py keeps the time of
+ordered works, for a host that does not get to settle them.
 
-What an error means is told by its type and by where it is raised, not by its text. torch checks
-arguments before it asks NCCL, and raises ValueError, TypeError or RuntimeError: those are the
-caller's, and the group goes on. DistBackendError is NCCL's: the group is over. What CUDA raises
-again at every later call means that the device has failed: the process ends.
+The type of an error and the place where it is raised determine its meaning, not its text. torch
+checks arguments before it calls NCCL, and raises ValueError, TypeError or RuntimeError: those are
+the caller's errors, and the group continues. DistBackendError is NCCL's: the group has ended. An
+error that CUDA raises again at every later call means that the device has failed: the process ends.
 
 Threads: one thread issues collectives and waits; `abort` and `overdue` are for any thread.
 """
@@ -42,13 +41,12 @@ from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 _PAUSE_S: Final = 20e-6
 _REFUSALS: Final = ("ncclInvalidArgument", "ncclInvalidUsage")
-"""NCCL's own names of results that say that a call could not work; torch puts them into the message
-of its DistBackendError."""
+"""NCCL's names of results for invalid calls; torch puts them into the message of its
+DistBackendError."""
 
 
 def is_refusal(error: Exception) -> bool:
-    """Returns whether `error`, raised where something was asked of the library, says that it cannot
-    work, now or when it is asked again."""
+    """Returns whether `error` of a call of the library means that the call can never work."""
     if isinstance(error, dist.DistError):
         return any(name in str(error) for name in _REFUSALS)
     return True
@@ -64,11 +62,9 @@ class DeviceWork(Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the device has the result in place. `timeout` None or 0: the group's.
-
-        Raises GroupEndedError when the group is over, which it also is when this takes too long; no
-        kernel of the group runs then.
-        """
+        """Blocks until the device has written the result. `timeout` None or 0: the group's. Raises
+        GroupEndedError if the group has ended, which exceeding the timeout also causes; no kernel
+        of the group runs then."""
         self._group.raise_if_ended()
         if not self._has_ended():
             self._await(timeout or self._group.timeout)
@@ -77,11 +73,8 @@ class DeviceWork(Work):
         return True
 
     def order(self) -> None:
-        """Has the caller's stream wait, and returns at once. `DeviceGroup.settle` tells what became
-        of the collective.
-
-        Raises GroupEndedError as `wait`, where the group is over already.
-        """
+        """Makes the caller's stream wait, and returns at once. `DeviceGroup.settle` reports the
+        collective's outcome. Raises GroupEndedError like `wait` if the group has ended already."""
         self._group.raise_if_ended()
         self._group.ordered.add(self)
         self._follow()
@@ -93,7 +86,7 @@ class DeviceWork(Work):
 
     @property
     def ended(self) -> bool:
-        """True if the kernel has run or failed, or the group is over. Any thread."""
+        """True if the kernel has run or failed, or the group has ended. Any thread."""
         try:
             return self._group.ending.has_ended(self._native)
         except RuntimeError:  # whoever waits for it is told
@@ -110,7 +103,7 @@ class DeviceWork(Work):
                 time.sleep(_PAUSE_S)
 
     def _follow(self) -> None:
-        """Orders the caller's stream behind it, and raises what is known to have gone wrong."""
+        """Orders the caller's stream after the collective, and raises known errors."""
         self._group.raise_if_ended()
         try:
             self._native.wait()
@@ -130,8 +123,8 @@ class DeviceWork(Work):
         return self._native.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors, in the order of the device's streams. It does not tell
-        that the group was ended: `wait` does."""
+        """Returns a future of the output tensors in the device's stream order. It does not report
+        that the group was ended; `wait` does."""
         return self._native.get_future()
 
     def source_rank(self) -> int:
@@ -141,7 +134,7 @@ class DeviceWork(Work):
     _source_rank = source_rank
 
     def _has_ended(self) -> bool:
-        """It has completed or failed, or the group is over."""
+        """Returns whether the work has completed or failed, or the group has ended."""
         try:
             return self._group.ending.has_ended(self._native)
         except RuntimeError as error:
@@ -149,8 +142,8 @@ class DeviceWork(Work):
 
 
 class SparseWork(Work):
-    """An all-reduce of a sparse tensor: its indices and values are gathered from all ranks, and
-    added up by `wait`."""
+    """An all-reduce of a sparse tensor: indices and values are gathered from all ranks, and `wait`
+    adds them."""
 
     def __init__(
         self,
@@ -159,8 +152,8 @@ class SparseWork(Work):
         works: list[Work],
         counts: list[int],
     ) -> None:
-        """`gathered`: of each rank, its indices and values, padded to the longest; `counts`: how
-        many of each are its own."""
+        """gathered: indices and values of each rank, padded to the longest.
+        counts: number of valid entries of each rank."""
         super().__init__()
         self._tensor = tensor
         self._gathered = gathered
@@ -168,7 +161,7 @@ class SparseWork(Work):
         self._counts = counts
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns when the sum is in place; see `DeviceWork.wait`."""
+        """Blocks until the sum has been written. See `DeviceWork.wait`."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -203,8 +196,10 @@ class SparseWork(Work):
 
 
 class DeviceGroup(ForwardingGroup):
-    """Issues collectives on a `native` group. `ended(reason)` is called once, from any thread, when
-    it is over, and begins its `ending`."""
+    """Issues collectives on a `native` group.
+
+    ended: called with the reason once, from any thread, when the group ends; begins its `ending`.
+    """
 
     backend_name: ClassVar[str] = "shoal_nccl"
 
@@ -219,55 +214,55 @@ class DeviceGroup(ForwardingGroup):
         ended: Callable[[str], None],
         waits: Waits | None = None,
     ) -> None:
-        """`timeout`: the longest that a collective may take. `waits` notes the waits for its
-        works."""
+        """timeout: time limit of a collective.
+        waits: records the waits for the group's works."""
         super().__init__(native.rank(), native.size(), name)
         self.waits = waits or Waits()
         self.timeout = timeout
         self.reason: str | None = None
-        """Reason why the group is over; None: it is not."""
+        """Reason why the group has ended; None while it has not."""
         self._native: dist.ProcessGroup | None = native
         self._device = device
         self.ending: Final = ending
         self._ended = ended
         self.ordered: Final = OrderedWorks(timeout, self.overdue)
-        """Works for which streams wait, and for which the host has not waited yet."""
+        """Works for which streams wait and the host has not waited yet."""
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends what is pending and refuses what comes, with GroupEndedError(reason). The first
-        reason stays. Any thread."""
+        """Ends pending works and refuses later ones, with GroupEndedError(reason). The first reason
+        stays. Any thread."""
         if self.reason is None:
             self.reason = reason
             self._ended(reason)
             self.ordered.close()
 
     def overdue(self, name: str, allowed: timedelta) -> None:
-        """Ends the group for a collective that has taken longer than it may. Any thread."""
+        """Ends the group because a collective exceeded its time limit. Any thread."""
         self.abort(f"{name} on rank {self.rank()} of {self.size()} takes longer than {allowed}")
 
     def settle(self) -> None:
-        """Returns when all that was ordered has ended well. Raises GroupEndedError: not all has; no
+        """Blocks until all ordered works have completed. Raises GroupEndedError if one failed; no
         kernel of the group runs then."""
         for work in self.ordered.take():
             work.wait()
         self.raise_if_ended()
 
     def shutdown(self) -> None:
-        """Ends the group, waits until no kernel of it runs, and lets go of the native one.
+        """Ends the group, waits until no kernel of it runs, and releases the native group.
         Idempotent."""
         self.abort("the process group was shut down")
         self.ending.wait()
         self._native = None
 
     def raise_if_ended(self) -> None:
-        """Raises GroupEndedError when the group is over and no kernel of it runs any more."""
+        """Raises GroupEndedError if the group has ended, once no kernel of it runs."""
         if self.reason is not None:
             self.ending.wait()
             raise GroupEndedError(self.reason)
 
     def lost(self, name: str, error: RuntimeError) -> NoReturn:
-        """Ends the group for that failure of a collective, and raises GroupEndedError; ends the
-        process where the device has failed."""
+        """Ends the group because a collective failed, and raises GroupEndedError. Ends the process
+        if the device has failed."""
         if self._device.has_failed(error):
             self.ending.failed(cause_of(error))
         self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")

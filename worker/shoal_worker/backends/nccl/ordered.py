@@ -1,13 +1,12 @@
-"""Works that a device's streams wait for and the host does not: those that the host has yet to ask
-about, and how long they take.
+"""Works for which a device's streams wait and the host does not: the works that the host has yet to
+check, and their durations.
 
-The host may come late to ask, or be held up: whoever reads a loss waits in CUDA for all that is
-queued before it, a collective of a rank that stands still among it. So a thread looks at the oldest
-work that has not ended, and says when that takes longer than it may. It begins with the first work,
-and ends with the group.
+The host may check late or be blocked: reading a loss waits in CUDA for everything queued before it,
+including a collective of a stalled rank. So a thread watches the oldest unfinished work and reports
+when it exceeds its time limit. The thread starts with the first work and ends with the group.
 
-Threads: the one that issues collectives adds and takes; the looking thread reads; `close` is for
-any. The lock guards the works.
+Threads: the issuing thread adds and takes works; the watching thread reads; `close` is for any
+thread. The lock guards the works.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from datetime import timedelta
 from typing import Final, Protocol
 
 _LOOKS: Final = 4
-"""In the time that a collective may take."""
+"""Number of checks within a collective's time limit."""
 _LONGEST_LOOK_S: Final = 1.0
 
 
@@ -29,16 +28,16 @@ class OrderedWork(Protocol):
 
     @property
     def name(self) -> str:
-        """For errors."""
+        """Name of the collective, for errors."""
         ...
 
     @property
     def ended(self) -> bool:
-        """It has run, or failed; does not block."""
+        """True if the work has run or failed; does not block."""
         ...
 
     def wait(self) -> bool:
-        """Returns when its result is in place; raises where it has none."""
+        """Blocks until the result has arrived; raises if there is none."""
         ...
 
 
@@ -46,8 +45,8 @@ class OrderedWorks:
     """The works of one group, in the order in which its device runs them."""
 
     def __init__(self, allowed: timedelta, overdue: Callable[[str, timedelta], None]) -> None:
-        """`overdue(name, allowed)` is called, on a thread of its own, when a work has not ended for
-        so long after those before it."""
+        """overdue: called with the name and the limit, on its own thread, when a work has not ended
+        in time after those before it."""
         self._allowed = allowed
         self._overdue = overdue
         self._lock = threading.Lock()
@@ -57,12 +56,12 @@ class OrderedWorks:
 
     @property
     def any_left(self) -> bool:
-        """The host has yet to ask about some."""
+        """True if the host has yet to check some works."""
         return bool(self._works)
 
     def add(self, work: OrderedWork) -> None:
-        """A stream waits for `work`. Those before it that have run are asked about now, and let go
-        of; raises what they raise."""
+        """Adds a work for which a stream waits. Checks earlier works that have run, drops them, and
+        raises their errors."""
         while self._works and self._works[0].ended:
             with self._lock:
                 first = self._works.popleft()
@@ -74,14 +73,14 @@ class OrderedWorks:
             threading.Thread(target=self._look, name="shoal-nccl-time", daemon=True).start()
 
     def take(self) -> list[OrderedWork]:
-        """All of them, which are the caller's from here on."""
+        """Removes and returns all works."""
         with self._lock:
             works = list(self._works)
             self._works.clear()
         return works
 
     def close(self) -> None:
-        """The group is over: nobody looks any more."""
+        """Ends the watch after the group's end."""
         self._closed.set()
 
     def _look(self) -> None:

@@ -1,5 +1,4 @@
-"""Refuses what ranks must have alike or apart, before NCCL is asked: it would fail on some ranks,
-and leave others waiting."""
+"""Refuses devices or settings that would make NCCL fail on some ranks and leave others waiting."""
 
 from __future__ import annotations
 

@@ -178,10 +178,13 @@ class LoaderSession(Protocol):
         ...
 
     def register_source(self, source: StepSource) -> None:
-        """Registers a training loader. Called once by its constructor, and before its first
-        `begin_step` under another session than the original one. Passes it the cursor of a
-        checkpoint or a peer, if one is stored under its name. Holds the source weakly. Raises
-        ConfigurationError if another live loader has its name."""
+        """Registers a training loader.
+
+        Its constructor calls this once. The loader calls it again before its first `begin_step`
+        under another session. The loader receives the cursor that a checkpoint or a peer stored
+        under its name, if any. The session holds it weakly. Raises ConfigurationError if another
+        live loader has its name.
+        """
         ...
 
     def lease_batches(

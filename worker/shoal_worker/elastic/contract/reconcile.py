@@ -120,9 +120,9 @@ class Reconciliation:
     """Ranks that must receive the state now: they hold an older one, or none, and no current step
     leads them to the newest."""
     overtaken: tuple[int, ...]
-    """Ranks whose peers took steps without them: they hold an older state, or none, and have
-    received fewer outcomes. A state could be sent to them, but their scripts cannot catch up: their
-    processes end and are replaced. No other rank is `behind` by steps."""
+    """Ranks whose peers took steps without them. They have an older state, or none, and have
+    received fewer outcomes. They could receive a newer state, but their scripts cannot catch up, so
+    their processes end and are replaced. No other rank is `behind` by steps."""
     moving: tuple[int, ...]
     """Ranks whose scripts must advance before the generation can be established; empty if it can be
     now."""

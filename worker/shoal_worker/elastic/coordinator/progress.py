@@ -123,7 +123,8 @@ class ProgressMeter:
         """File in which the launcher reads this worker's commits; None if it requested none. Set by
         the session's owner."""
         self._before: tuple[int, int] | None = None
-        """Steps and samples of the run before this process's first commit."""
+        """Numbers of steps and samples of the run before this process's first commit; None before
+        that commit."""
         self._losses = (0, 0, 0.0)
         """Index of the newest loss in the tally, the number of finite ones in it, and their sum."""
         self._commits = 0

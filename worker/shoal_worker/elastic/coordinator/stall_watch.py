@@ -268,8 +268,8 @@ def _ranks_at(generation: Generation, address: str) -> list[int]:
 
 
 def looked_at(generation: Generation) -> dict[int, str]:
-    """Returns the donor addresses by rank to probe after a group has failed: of all others, or in a
-    large world of the neighbours. Raises GENERATION_OVER_OR_AWAY."""
+    """Returns the donor addresses to probe after a group has failed, by rank: all other ranks, or
+    the neighbours in a large world. Raises GENERATION_OVER_OR_AWAY."""
     large = generation.world_size > MOST_TOLD_WHOLE
     peers = (
         generation.peers_of(neighbours(generation.rank, generation.world_size))

@@ -124,8 +124,8 @@ class Formation:
 
     @property
     def working(self) -> Group | None:
-        """Ranks of the group that take steps and run operations together: all except spares, and
-        all while some still have to receive the state."""
+        """Ranks of the group that take steps and run operations together: all except spares. While
+        some ranks have yet to receive the state, all ranks count."""
         group, held = self.group, self._held
         return (
             held.engine.working(group)

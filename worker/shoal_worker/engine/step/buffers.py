@@ -127,8 +127,8 @@ class CommittedBuffers:
         self._base: tuple[torch.Tensor, torch.Tensor] | None = None
         """Statistics and counters as committed, flat, once they were asked for."""
         self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Statistics and counters, flat, at the time when their changes were taken; None: as
-        committed."""
+        """Flat statistics and counters at the moment when their changes were read. None: the
+        committed ones."""
         self._seen: list[tuple[torch.Tensor | None, int]] = []
         """Tensors at that time, with torch's count of in-place changes to each."""
         self._largest: list[tuple[torch.Tensor, torch.Event]] = []

@@ -105,8 +105,8 @@ class GradientCompression:
             return self._reduction.start(bucket, backend, index=index, step=step, shapes=shapes)
 
     def pay(self, bucket: torch.Tensor, kind: str, number: int) -> None:
-        """Adds the residuals of earlier steps, without sending or omitting anything, in a world of
-        one."""
+        """Adds the residuals of earlier steps to the gradients in a world of one, where nothing is
+        sent."""
         self._reduction.start(
             bucket, None, index=self._index(kind, number), step=self._session.steps
         ).wait()

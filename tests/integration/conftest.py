@@ -19,7 +19,7 @@ from shoal_common.clients.coordinator import CoordinatorClient
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 
-from tests.zygote.children import ForkedProcess, Zygote
+from tests.zygote.children import HELPER, ForkedProcess, Zygote
 
 _DEADLINE_S = 200.0
 
@@ -104,7 +104,7 @@ class Command:
             with contextlib.suppress(psutil.Error):
                 if process.environ().get("SHOAL_TEST_COMMAND") == self._mark:
                     self._known |= {process, *process.children()}
-        return [process for process in self._known if _runs(process)]
+        return [process for process in self._known if _runs(process) and not _is_helper(process)]
 
     def wait_until_gone(self) -> None:
         """Until nothing of it runs any more."""
@@ -132,6 +132,14 @@ def _runs(process: psutil.Process) -> bool:
         return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _is_helper(process: psutil.Process) -> bool:
+    """Returns whether it is a test's own process, which its command has not used for a child; it
+    is killed as the command ends, and may outlive it for a moment."""
+    with contextlib.suppress(psutil.Error):
+        return process.cmdline() == [HELPER]
+    return False
 
 
 class Shell:

@@ -37,6 +37,10 @@ def eventually(
     return value
 
 
+HELPER = "helper-of-shoal"
+"""Command line of a process that waits to become a child of a command."""
+
+
 class Child:
     """One process that the zygote has forked."""
 

@@ -23,12 +23,14 @@ from typing import IO, Any, NoReturn
 
 from shoal.cli import main
 from shoal.launcher.processes.process import Child
+from shoal.launcher.workers import warm
 from shoal.launcher.workers.environment import is_own_of_worker
 from shoal.launcher.workers.warm_commands import _FOLLOWED, _READ_BY_IMPORTS, folder_of
-from shoal.launcher.workers.worker import warm
 from shoal.warm.becoming import show_as
 from shoal.warm.forking import serve
 from shoal.warm.messages import receive, send
+
+from tests.zygote.children import HELPER
 
 _STARTING = ("run", "up", "coordinate")
 """Commands that start processes."""
@@ -123,7 +125,7 @@ class _Helper:
         self._pid = os.fork()
         if self._pid == 0:
             self.connection.close()
-            show_as(["helper-of-shoal"], os.environ)
+            show_as([HELPER], os.environ)
             ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
             program(theirs)
             os._exit(0)

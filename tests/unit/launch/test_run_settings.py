@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from shoal.launcher.clusters.jobs import new_job_id
+from shoal.launcher.workers import settings as launcher_settings
 from shoal.launcher.workers.settings import (
     LogSettings,
     NodeRange,
@@ -16,7 +17,6 @@ from shoal.launcher.workers.settings import (
     parse_workers,
     worker_command,
 )
-from shoal.launcher.workers.worker import settings as launcher_settings
 from shoal_common.errors import ConfigurationError
 
 

@@ -72,6 +72,9 @@ class Site(MovingSite):
             self.taken.set()
         return await super().place(again=again)
 
+    def saved_page(self) -> str | None:
+        return None
+
     async def moved(self) -> None:
         if self.asked_again.is_set():
             self.taken.set()

@@ -80,6 +80,9 @@ class MovingSite:
     async def place(self, *, again: bool) -> NodePlacement:
         return NodePlacement(node_rank=0, node_count=1, master_address="127.0.0.1", master_port=1)
 
+    def saved_page(self) -> str | None:
+        return None
+
     async def moved(self) -> None:
         if self.asked_again.is_set():
             await asyncio.Event().wait()

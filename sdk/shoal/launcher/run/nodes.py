@@ -195,6 +195,10 @@ class SharedSite:
                     f"{error}"
                 )
 
+    def saved_page(self) -> str | None:
+        """Returns None: a shared coordinator serves the page itself, and outlives the run."""
+        return None
+
     def close(self, ending: Ending) -> None:
         try:
             if self._session is not None:

@@ -70,6 +70,11 @@ class Site(Protocol):
         for at most some seconds; never raises."""
         ...
 
+    def saved_page(self) -> str | None:
+        """Returns the status page of the run with its data in it; None if the site has none or it
+        does not answer. Blocks for some seconds at most; called once the site is open."""
+        ...
+
     def close(self, ending: Ending) -> None:
         """Takes leave, and ends whatever the site started. Blocks. Raises ShoalError."""
         ...

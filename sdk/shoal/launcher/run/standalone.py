@@ -81,6 +81,9 @@ class StandaloneSite:
     def fail(self, reason: str) -> None:
         """Does nothing, since no other launcher must be informed."""
 
+    def saved_page(self) -> str | None:
+        return self._cluster.saved_page()
+
     def close(self, ending: Ending) -> None:
         self._release_port()
         self._cluster.close()

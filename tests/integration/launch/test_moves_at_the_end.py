@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,7 +72,7 @@ class Site(MovingSite):
             self.taken.set()
         return await super().place(again=again)
 
-    def saved_page(self) -> str | None:
+    def saved_page(self, known: Mapping[str, int]) -> str | None:
         return None
 
     async def moved(self) -> None:

@@ -93,7 +93,10 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
         elif settings.progress:
             show = PlainLines(note).show
         recorder = RunRecorder.begin(settings)
-        pump = OutputPump(writer if recorder is None else recorder.writer(writer))
+        if recorder is not None:
+            stack.callback(recorder.close)
+            writer = recorder.writer(writer)
+        pump = OutputPump(writer)
         stack.callback(pump.close, _LAST_OUTPUT_TIMEOUT)
         if bar is not None:
             bar.on(pump)
@@ -125,11 +128,11 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
                     figures=agent.figures,
                     course=agent.course,
                 )
+                for problem in recorder.problems:
+                    note(problem)
         if result.stopped is not None:
             note(stopped_line(agent.figures, result.stopped))
         summary = _tell_result(settings, result, pump, note)
-        for problem in () if recorder is None else recorder.problems:
-            note(problem)
     return RunExit(result, summary)
 
 

@@ -32,11 +32,11 @@ def runs_view(runs: Sequence[RecordedRun]) -> RenderableType:
     return FittingTable(
         Column("run", [run.name for run in runs], right=False),
         Column("began", [f"{_local(run.started_unix_s):%Y-%m-%d %H:%M}" for run in runs]),
-        Column("took", [_took(run) for run in runs], dispensable=1),
-        Column("strategy", [end.strategy if end else "" for end in ends], 3, right=False),
+        Column("took", [_took(run) for run in runs], dispensable=3),
+        Column("strategy", [end.strategy if end else "" for end in ends], 4, right=False),
         Column("ranks", [str(end.ranks or _NOTHING) if end else _NOTHING for end in ends], 2),
         Column("steps", [f"{end.last_step:,}" if end else _NOTHING for end in ends]),
-        Column("faults", [str(end.faults) if end else _NOTHING for end in ends], 4),
+        Column("faults", [str(end.faults) if end else _NOTHING for end in ends], 1),
         Column("outcome", [_outcome(run) for run in runs], right=False),
     )
 

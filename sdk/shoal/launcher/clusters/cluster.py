@@ -270,22 +270,23 @@ class LocalCluster:
         """Services started so far, the coordinator first."""
         return [service for service in (self.coordinator, *self.servers) if service.started]
 
-    def saved_page(self) -> str | None:
+    def saved_page(self, known: Mapping[str, int]) -> str | None:
         """Returns the status page of the job with its data in it, which a browser opens from disk;
-        None if the coordinator does not answer. Blocks for some seconds at most."""
+        None if the coordinator does not answer. `known`: replaces values of the job. Blocks for
+        some seconds at most."""
         from http.client import HTTPException
 
         try:
-            return self._saved_page()
+            return self._saved_page(known)
         except (OSError, HTTPException, ValueError):
             return None
 
-    def _saved_page(self) -> str:
+    def _saved_page(self, known: Mapping[str, int]) -> str:
         from http.client import HTTPConnection
 
         host, _, port = self.coordinator.addresses.http.rpartition(":")
-        job = quote(self.job.job_id)
-        paths = ("/", "/api/jobs", f"/api/job?job={job}", f"/api/events?job={job}")
+        name = quote(self.job.job_id)
+        paths = ("/", "/api/jobs", f"/api/job?job={name}", f"/api/events?job={name}")
         answers = []
         for path in paths:
             connection = HTTPConnection(host, int(port), timeout=_PAGE_TIMEOUT_S)
@@ -299,6 +300,8 @@ class LocalCluster:
             path.partition("?")[0]: json.loads(text)
             for path, text in zip(paths[1:], data, strict=True)
         }
+        for job in (saved["/api/job"], *saved["/api/jobs"]["jobs"]):
+            job |= known
         # within a script element only "<" could end it
         text = json.dumps(saved).replace("<", "\\u003c")
         return page.replace(

@@ -215,11 +215,23 @@ class Agent:
             events = await self._in_thread(lambda: reporter.events(""))
         except ShoalError:
             return
-        page = await self._in_thread(self._site.saved_page)
+        events = [event for event in events if run is None or event.run == run.number]
+        sizes = [
+            int(event.attributes["world_size"])
+            for event in events
+            if event.kind == "generation_formed"
+        ]
+        known = {
+            "newest_step": self.course.steps if self.course.has_begun else 0,
+            "steps_in_all": self.course.steps_in_all,
+            "world_size": sizes[-1] if sizes else 0,
+        }
+        page = await self._in_thread(lambda: self._site.saved_page(known))
         recorder.keep(
-            events=[event for event in events if run is None or event.run == run.number],
+            events=events,
             page=page,
             run=1 if run is None else run.number,
+            ranks=max(sizes, default=0),
         )
 
     async def _ask_for_events(self, after: str) -> Sequence[JobEvent]:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Final
 
@@ -195,7 +195,7 @@ class SharedSite:
                     f"{error}"
                 )
 
-    def saved_page(self) -> str | None:
+    def saved_page(self, known: Mapping[str, int]) -> str | None:
         """Returns None: a shared coordinator serves the page itself, and outlives the run."""
         return None
 

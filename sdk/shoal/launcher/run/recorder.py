@@ -64,6 +64,7 @@ class RunRecorder:
         self._number = 0
         self._ranks = 0
         self._closed = False
+        self._log: _Log | None = None
 
     @classmethod
     def begin(cls, settings: RunSettings) -> Self | None:
@@ -90,7 +91,7 @@ class RunRecorder:
         text."""
         if not self._keeps_output:
             return write
-        log = _Log(self._run.directory)
+        log = self._log = _Log(self._run.directory)
 
         def both(stream: Stream, data: bytes) -> None:
             log.write(data)
@@ -102,14 +103,12 @@ class RunRecorder:
         """Records the end of a worker's process."""
         self._workers = [*self._workers, (member_id, ended)][-_MOST_WORKERS:]
 
-    def keep(self, *, events: Sequence[pb.Event], page: str | None, run: int) -> None:
-        """Keeps what the coordinator knows at the end. `run`: its number of this run."""
+    def keep(self, *, events: Sequence[pb.Event], page: str | None, run: int, ranks: int) -> None:
+        """Keeps what the coordinator knows at the end. `run`: its number of this run; `ranks`: the
+        largest number of ranks."""
         from google.protobuf.json_format import MessageToDict
 
-        self._number = run
-        formed = [event for event in events if event.kind == "generation_formed"]
-        sizes = [int(event.attributes.get("world_size", "0")) for event in formed]
-        self._ranks = max(sizes, default=0)
+        self._number, self._ranks = run, ranks
         lines = [
             json.dumps(MessageToDict(event, preserving_proto_field_name=True)) for event in events
         ]
@@ -161,6 +160,11 @@ class RunRecorder:
         except OSError as failed:
             self._give_up(failed)
 
+    def close(self) -> None:
+        """Closes the kept output, once nothing more is written."""
+        if self._log is not None:
+            self._log.close()
+
     def _write(self, name: str, text: str) -> None:
         if self._closed:
             return
@@ -204,6 +208,10 @@ class _Log:
             self._size += len(plain)
         except OSError:
             self._failed = True  # the output is on the terminal, and the log is short
+
+    def close(self) -> None:
+        if self._file is not None:
+            self._file.close()
 
 
 def _record(settings: RunSettings, directory: Path) -> RecordedRun:

@@ -291,6 +291,11 @@ def test_nothing_is_recorded_if_none_are_to_be_kept(
     assert not state.exists()
 
 
+def test_an_id_that_no_job_can_have_makes_no_directory(state: Path) -> None:
+    assert RunRecorder.begin(replace(SETTINGS, job_id="../../away")) is None
+    assert not state.parent.exists()
+
+
 def test_a_directory_that_cannot_be_made_is_one_line_and_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

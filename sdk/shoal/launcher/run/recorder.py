@@ -19,6 +19,7 @@ from typing import IO, TYPE_CHECKING, Any, Final, Self
 
 from shoal_common.errors import ConfigurationError
 
+from shoal.launcher.clusters.jobs import is_job_id
 from shoal.launcher.processes.process import start_ticks
 from shoal.launcher.report.account import RunFigures
 from shoal.launcher.report.course import Course
@@ -69,10 +70,11 @@ class RunRecorder:
     @classmethod
     def begin(cls, settings: RunSettings) -> Self | None:
         """Creates the record of a run that begins in this process, and removes the oldest others.
-        Returns None if nothing is recorded: SHOAL_HISTORY_RUNS is 0. Raises ConfigurationError for
-        an invalid setting; a directory that cannot be written becomes a problem."""
+        Returns None if nothing is recorded: SHOAL_HISTORY_RUNS is 0, or no job may be called so.
+        Raises ConfigurationError for an invalid setting; a directory that cannot be written becomes
+        a problem."""
         limits = Limits.load(os.environ)
-        if not limits.runs:
+        if not limits.runs or not is_job_id(settings.job_id):
             return None
         try:
             history = History()

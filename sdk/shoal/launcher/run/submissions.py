@@ -31,7 +31,7 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 
-from shoal.launcher.clusters.jobs import check_job_id
+from shoal.launcher.clusters.jobs import check_job_id, is_job_id
 from shoal.launcher.processes.members import kill_workers
 from shoal.launcher.processes.process import Handle, start_ticks
 from shoal.launcher.report.history import LOG, History, Limits, history_directory
@@ -209,7 +209,7 @@ class Submissions:
 
     def newest(self, job_id: str) -> Submission:
         """Returns the last run of the job. Raises UnknownResourceError (SUBMISSION_UNKNOWN)."""
-        found = self._newest(self._directory / job_id) if _is_name(job_id) else None
+        found = self._newest(self._directory / job_id) if is_job_id(job_id) else None
         if found is None:
             raise UnknownResourceError(
                 f"job {job_id!r} was not submitted on this machine by this user: "
@@ -310,14 +310,6 @@ def _locked(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _is_name(job_id: str) -> bool:
-    try:
-        check_job_id(job_id)
-    except ConfigurationError:
-        return False
-    return True
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

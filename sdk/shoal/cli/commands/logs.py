@@ -37,9 +37,11 @@ def logs(
     """
     from shoal.client import Client
 
-    if not coordinator and (past := _kept(run, job)) is not None:
-        _print(past, rank, follow=follow)
-        return
+    if run is not None or not coordinator:
+        past = _kept(run, job)
+        if past is not None:
+            _print(past, rank, follow=follow)
+            return
     with (
         Client(coordinator) as client,
         client.logs(job or _newest(), rank=rank, follow=follow) as lines,

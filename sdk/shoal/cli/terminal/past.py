@@ -13,7 +13,7 @@ from rich.text import Text
 
 from shoal.cli.terminal.table import Column, FittingTable
 from shoal.launcher.report.comparison import Row, compare
-from shoal.launcher.report.history import PAGE, Outcome, RecordedRun, RunEnd
+from shoal.launcher.report.history import EVENTS, PAGE, Outcome, RecordedRun, RunEnd
 
 _NOTHING: Final = "-"
 _STYLES: Final = {
@@ -53,9 +53,12 @@ def run_view(run: RecordedRun, now: datetime, account: Sequence[str]) -> Rendera
             parts.append(Text(f"strategy {end.strategy}, {end.ranks} ranks at most", style="dim"))
         if end.workers:
             parts.append(_worker_table(end))
+    elif run.outcome is Outcome.KILLED:
+        lost = f"its launcher (pid {run.pid} on {run.host}) is gone and left no account"
+        parts.append(Text(f"{lost}: it was killed, or the machine was restarted", style="yellow"))
     parts.append(Text(f"command: {_command(run)}", style="dim"))
     parts.append(Text(f"output: shoal logs --run {run.name}", style="dim"))
-    if end is not None:
+    if (run.directory / EVENTS).exists():
         parts.append(Text(f"events: shoal events --run {run.name}", style="dim"))
     if (page := run.directory / PAGE).exists():
         parts.append(Text(f"in a browser: {page.as_uri()}", style="dim"))
@@ -134,7 +137,7 @@ def _worker_table(end: RunEnd) -> FittingTable:
         Column("rank", [str(worker.rank) for worker in workers]),
         Column("host", [worker.host for worker in workers], dispensable=1, right=False),
         Column("pid", [str(worker.pid) for worker in workers]),
-        Column("step", [f"{worker.steps:,}" for worker in workers]),
+        Column("step", [f"{worker.steps:,}" if worker.steps else _NOTHING for worker in workers]),
         Column("loss", [_significant(worker.loss) for worker in workers]),
         Column("ended with", [worker.ended for worker in workers], right=False),
     )

@@ -278,7 +278,7 @@ class LocalCluster:
 
         try:
             return self._saved_page(known)
-        except (OSError, HTTPException, ValueError):
+        except (OSError, HTTPException, ValueError, KeyError):
             return None
 
     def _saved_page(self, known: Mapping[str, int]) -> str:

@@ -17,7 +17,7 @@ class Row:
     name: str
     values: tuple[str, str]
     change: str = ""
-    """How much more or less the second run has; empty if that has no meaning."""
+    """Relative change from the first run to the second; empty if that has no meaning."""
 
     @property
     def differs(self) -> bool:

@@ -7,7 +7,7 @@ keeps what it knows. Submitted runs (`launcher.run.submissions`) use the same di
     page.html      the status page, with its data
     output.log     the output of launcher and workers; before it output.1.log, if it was long
 
-Nothing here needs a process of Shoal. Directories have mode 0700. An index does not exist: the
+Nothing here needs a process of Shoal. Directories have mode 0700. There is no index: the
 directories are read each time, so any number of launchers may write at once.
 """
 
@@ -63,7 +63,7 @@ class Outcome(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Limits:
-    """What is kept of ended runs; the oldest are removed when another run begins."""
+    """Bounds of the history; the oldest ended runs are removed when another run begins."""
 
     runs: int = _RUNS
     """0: nothing is recorded."""
@@ -208,7 +208,7 @@ class Unreadable:
 
 @dataclass(frozen=True, kw_only=True)
 class Stored:
-    """What a directory of a run takes, for `to_remove`."""
+    """Size and age of a run's directory, for `to_remove`."""
 
     directory: Path
     unix_s: float

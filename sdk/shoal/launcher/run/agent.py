@@ -217,7 +217,7 @@ class Agent:
             return
         events = [event for event in events if run is None or event.run == run.number]
         sizes = [
-            int(event.attributes["world_size"])
+            int(event.attributes.get("world_size") or 0)
             for event in events
             if event.kind == "generation_formed"
         ]

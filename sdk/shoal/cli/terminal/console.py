@@ -128,11 +128,11 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
                     figures=agent.figures,
                     course=agent.course,
                 )
-                for problem in recorder.problems:
-                    note(problem)
         if result.stopped is not None:
             note(stopped_line(agent.figures, result.stopped))
         summary = _tell_result(settings, result, pump, note)
+        for problem in () if recorder is None else recorder.problems:
+            note(problem)
     return RunExit(result, summary)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import stat
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -170,10 +171,16 @@ def test_an_unreadable_record_is_named_and_harms_no_other(tmp_path: Path, text: 
     assert "\n" not in unreadable.why
 
 
-def test_two_launchers_never_get_one_directory(tmp_path: Path) -> None:
-    history = History(tmp_path / "state")
-    made = [history.make_directory("a") for _ in range(3)]
-    assert [path.name for path in made] == ["1", "2", "3"]
+def test_launchers_that_begin_at_once_get_a_directory_each_and_keep_it(tmp_path: Path) -> None:
+    def begin(_: int) -> Path:
+        history = History(tmp_path / "state")
+        own = history.make_directory("a")
+        history.prune(Limits(runs=1))
+        return own
+
+    with ThreadPoolExecutor(8) as threads:
+        made = list(threads.map(begin, range(40)))
+    assert sorted(int(path.name) for path in made) == list(range(1, 41))
     assert all(stat.S_IMODE(path.stat().st_mode) == 0o700 for path in (*made, made[0].parent))
 
 

@@ -62,6 +62,9 @@ _OTHERS: Final = {
     "SHOAL_WARM": "0: `shoal run` and `shoal up` start a fresh interpreter for each worker, as "
     "with `--no-warm` "
     "([warm starts](../guides/warm-starts.md))",
+    "SHOAL_HISTORY_RUNS": "ended runs that are kept for `shoal history`, 100 by default; 0 records "
+    "nothing ([past runs](../observability.md#past-runs))",
+    "SHOAL_HISTORY_MIB": "MiB that they take in all, 1024 by default",
     "SHOAL_FAILPOINTS": "for Shoal's own tests: where a process is to fail",
 }
 

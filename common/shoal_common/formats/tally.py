@@ -44,7 +44,9 @@ MOST_METRICS: Final = 16
 """Maximum number of reported numbers in a tally, besides the loss."""
 _METRIC: Final = struct.Struct("<256sd")
 _METRICS_AT: Final = _KNOWN_AT + _MOST_KNOWN * _KNOWN.size
-_SIZE: Final = _METRICS_AT + MOST_METRICS * _METRIC.size
+_STRATEGY_AT: Final = _METRICS_AT + MOST_METRICS * _METRIC.size
+_STRATEGY_BYTES: Final = 32
+_SIZE: Final = _STRATEGY_AT + _STRATEGY_BYTES
 
 
 class Span(NamedTuple):
@@ -114,6 +116,8 @@ class Tally:
     are its `in_doubt`."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Last values of the numbers that the script reports besides the loss, by name; finite."""
+    strategy: str = ""
+    """Name of the worker's strategy."""
 
     @property
     def steps(self) -> int:
@@ -190,6 +194,11 @@ class TallyWriter:
             encoded = name.encode()[:256]
             _METRIC.pack_into(self._memory, _METRICS_AT + place * _METRIC.size, encoded, value)
 
+    def strategy(self, name: str) -> None:
+        """Records the name of the worker's strategy. Called once, before the first commit."""
+        encoded = name.encode()[:_STRATEGY_BYTES]
+        self._memory[_STRATEGY_AT : _STRATEGY_AT + len(encoded)] = encoded
+
     def recount(self, counts: Counts) -> None:
         """Updates the counts without a new commit."""
         span = self._span
@@ -238,7 +247,7 @@ def read_tally(path: Path) -> Tally | None:
     }
     metrics = {
         name.rstrip(b"\0").decode(errors="replace"): value
-        for name, value in _METRIC.iter_unpack(content[_METRICS_AT:_SIZE])
+        for name, value in _METRIC.iter_unpack(content[_METRICS_AT:_STRATEGY_AT])
         if name[0] and math.isfinite(value)
     }
     return Tally(
@@ -248,4 +257,5 @@ def read_tally(path: Path) -> Tally | None:
         in_doubt=pushing if pushing != told.batch else 0,
         known=known,
         metrics=metrics,
+        strategy=content[_STRATEGY_AT:_SIZE].rstrip(b"\0").decode(errors="replace"),
     )

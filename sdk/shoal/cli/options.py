@@ -145,6 +145,16 @@ Job = Annotated[
     str | None,
     typer.Option(help="The job's id. Default: the only one there.", envvar="SHOAL_JOB_ID"),
 ]
+PastRun = Annotated[
+    str | None,
+    typer.Option(
+        "--run",
+        metavar="RUN",
+        help="A past run of this machine, JOB/NUMBER or a job, as `shoal history` lists them. "
+        "Default: the newest, if no cluster runs.",
+        show_default=False,
+    ),
+]
 RankOrServer = Annotated[
     str,
     typer.Argument(

@@ -24,6 +24,7 @@ from shoal_common.rpc.reach import find_obstacle
 from shoal.client import Client
 from shoal.launcher.clusters.registry import ClusterRecord, newest_cluster, running_clusters
 from shoal.launcher.processes.credentials import channel_settings
+from shoal.launcher.report.history import History, Outcome, RecordedRun
 
 _MOST_NAMED = 5
 _NOT_A_COORDINATORS = (
@@ -42,6 +43,26 @@ class Target:
     job_id: str
     page: str = ""
     """URL of the job's status page; empty if unknown, as for an explicitly given coordinator."""
+
+
+def past_run(run: str | None, coordinator: str | None, job: str | None) -> RecordedRun | None:
+    """Returns the past run that a command is about: the named one, otherwise the newest of this
+    machine (of the job) if no cluster here runs and it has ended; None if the command is about a
+    coordinator. Raises UnknownResourceError."""
+    if run is not None:
+        if coordinator or job:
+            raise ConfigurationError(
+                f"--run {run} is about a past run: leave out --coordinator (SHOAL_COORDINATOR) and "
+                "--job (SHOAL_JOB_ID)"
+            )
+        return History().find(run)
+    if coordinator or any(job in (None, each.job_id) for each in running_clusters()):
+        return None
+    try:
+        newest = History().newest(job)
+    except ConfigurationError:
+        return None  # without a home directory nothing is kept
+    return None if newest is None or newest.outcome is Outcome.RUNNING else newest
 
 
 @contextmanager

@@ -8,7 +8,7 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,9 @@ class Site(MovingSite):
         if self.placed > 1:
             self.taken.set()
         return await super().place(again=again)
+
+    def saved_page(self, known: Mapping[str, int]) -> str | None:
+        return None
 
     async def moved(self) -> None:
         if self.asked_again.is_set():

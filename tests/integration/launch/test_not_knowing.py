@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +79,9 @@ class MovingSite:
 
     async def place(self, *, again: bool) -> NodePlacement:
         return NodePlacement(node_rank=0, node_count=1, master_address="127.0.0.1", master_port=1)
+
+    def saved_page(self, known: Mapping[str, int]) -> str | None:
+        return None
 
     async def moved(self) -> None:
         if self.asked_again.is_set():

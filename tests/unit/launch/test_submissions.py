@@ -6,11 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from shoal.launcher.run import submissions
 from shoal.launcher.run.submissions import (
     Outcome,
     Submissions,
-    submissions_directory,
     write_outcome,
     write_record,
 )
@@ -77,25 +75,3 @@ def test_records_of_other_releases_and_half_made_ones_are_passed_over(tmp_path: 
     (tmp_path / "a" / "3").mkdir()
     (tmp_path / "a" / "3" / "submission.json").write_text('{"format": 99}')
     assert Submissions(tmp_path).newest("a").run == 1
-
-
-def test_the_oldest_runs_that_have_ended_are_forgotten(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(submissions, "_KEPT", 2)
-    for run in range(1, 5):
-        record(tmp_path, "a", run)
-    record(tmp_path, "old", 0)
-    record(tmp_path, "runs", 0, pid=os.getpid())
-    Submissions(tmp_path)._forget_oldest()
-    assert sorted(str(path.relative_to(tmp_path)) for path in tmp_path.glob("*/*")) == [
-        "a/3",
-        "a/4",
-        "runs/0",
-    ]
-    assert not (tmp_path / "old").exists()
-
-
-def test_results_are_kept_where_they_outlive_the_session() -> None:
-    assert submissions_directory({"XDG_STATE_HOME": "/s"}) == Path("/s/shoal/jobs")
-    assert submissions_directory({}) == Path.home() / ".local" / "state" / "shoal" / "jobs"

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from shoal.cli.options import Coordinator, Job
+from shoal.cli.options import Coordinator, Job, PastRun
+
+if TYPE_CHECKING:
+    from shoal.client import Event
+    from shoal.launcher.report.history import RecordedRun
 
 
 def events(
     coordinator: Coordinator = None,
     job: Job = None,
+    run: PastRun = None,
     follow: Annotated[
         bool,
         typer.Option(
@@ -23,20 +28,44 @@ def events(
         bool, typer.Option("--json", help="As JSON, one a line, for programs.")
     ] = False,
 ) -> None:
-    """Show what has happened in a job, oldest first."""
+    """Show what has happened in a job, oldest first.
+
+    By default in the newest cluster on this machine; if none runs, in the run that ended last.
+    """
     from rich.console import Console
 
-    from shoal.cli.target import target
+    from shoal.cli.target import past_run, target
+    from shoal.cli.terminal.past import finished_line
     from shoal.cli.terminal.view import event_json, event_line
 
     console = Console()
+
+    def show(event: Event) -> None:
+        if as_json:
+            # a command speaks to its person
+            print(json.dumps(event_json(event)), flush=True)  # noqa: T201
+        else:
+            console.print(event_line(event), soft_wrap=True)
+
+    if (past := past_run(run, coordinator, job)) is not None:
+        typer.echo(f"shoal: {finished_line(past)}", err=True)
+        for event in _events_of(past):
+            show(event)
+        return
     with (
         target(coordinator, job) as found,
         found.client.events(found.job_id, follow=follow) as stream,
     ):
         for event in stream:
-            if as_json:
-                # a command speaks to its person
-                print(json.dumps(event_json(event)), flush=True)  # noqa: T201
-            else:
-                console.print(event_line(event), soft_wrap=True)
+            show(event)
+
+
+def _events_of(past: RecordedRun) -> list[Event]:
+    from google.protobuf.json_format import ParseDict
+    from shoal_protos.v1 import coordinator_pb2 as pb
+
+    from shoal.client.messages import event_of
+
+    return [
+        event_of(ParseDict(told, pb.Event(), ignore_unknown_fields=True)) for told in past.events()
+    ]

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from shoal_common.errors import UnknownResourceError
+from shoal_common.errors import ConfigurationError, UnknownResourceError
 
-from shoal.cli.options import Coordinator, Job
+from shoal.cli.options import Coordinator, Job, PastRun
+
+if TYPE_CHECKING:
+    from shoal.launcher.report.history import RecordedRun
 
 
 def logs(
     coordinator: Coordinator = None,
     job: Job = None,
+    run: PastRun = None,
     rank: Annotated[
         int | None,
         typer.Option(
@@ -26,18 +30,56 @@ def logs(
         ),
     ] = False,
 ) -> None:
-    """Show what a job has printed that was started with `shoal submit`, or by shoal.Client.
+    """Show what a run on this machine has printed.
 
-    By default the one that was submitted last on this machine.
+    By default the one that was started last. --follow is for those of `shoal submit` and
+    shoal.Client.
     """
     from shoal.client import Client
 
+    if run is not None or not coordinator:
+        past = _kept(run, job)
+        if past is not None:
+            _print(past, rank, follow=follow)
+            return
     with (
         Client(coordinator) as client,
         client.logs(job or _newest(), rank=rank, follow=follow) as lines,
     ):
         for line in lines:
             print(line, flush=follow)  # noqa: T201 - a command speaks to its person
+
+
+def _kept(run: str | None, job: str | None) -> RecordedRun | None:
+    """Returns the run of the history whose output is asked for; None if it is that of the last
+    submission (of the job), whose output can be followed."""
+    from shoal.launcher.report.history import History
+    from shoal.launcher.run.submissions import Submissions
+
+    if run is not None:
+        return History().find(run)
+    newest = History().newest(job)
+    submitted = [each for each in Submissions().all() if job in (None, each.job_id)]
+    if newest is None or (submitted and submitted[0].started_unix_s >= newest.started_unix_s):
+        return None
+    is_submitted = submitted and submitted[0].directory == newest.directory
+    return None if is_submitted else newest
+
+
+def _print(past: RecordedRun, rank: int | None, *, follow: bool) -> None:
+    from shoal.cli.terminal.past import finished_line
+    from shoal.launcher.report.history import Outcome
+
+    if follow and past.outcome is Outcome.RUNNING:
+        raise ConfigurationError(
+            f"--follow: run {past.name} prints on the terminal that started it; without --follow "
+            "what it has printed so far is shown"
+        )
+    typer.echo(f"shoal: {finished_line(past)}", err=True)
+    prefix = "" if rank is None else f"[{rank}]: "
+    for line in past.log_lines():
+        if line.startswith(prefix):
+            print(line)  # noqa: T201 - a command speaks to its person
 
 
 def _newest() -> str:

@@ -7,24 +7,33 @@ from typing import Annotated
 
 import typer
 
-from shoal.cli.options import Coordinator, Job
+from shoal.cli.options import Coordinator, Job, PastRun
 
 
 def status(
     coordinator: Coordinator = None,
     job: Job = None,
+    run: PastRun = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
     """Show who is in a job, and how far they are.
 
-    By default the job of the newest cluster on this machine.
+    By default the job of the newest cluster on this machine; if none runs, the run that ended last.
     """
     from rich.console import Console
     from rich.text import Text
 
-    from shoal.cli.target import target
+    from shoal.cli.commands.history import print_run
+    from shoal.cli.target import past_run, target
+    from shoal.cli.terminal.past import finished_json
     from shoal.cli.terminal.view import job_json, job_view
 
+    if (past := past_run(run, coordinator, job)) is not None:
+        if as_json:
+            typer.echo(json.dumps(finished_json(past), indent=2))
+        else:
+            print_run(past)
+        return
     with target(coordinator, job) as found:
         answer = found.client.job(found.job_id)
     if as_json:

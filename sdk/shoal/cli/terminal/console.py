@@ -11,12 +11,16 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, NoReturn
 
+from shoal_common.errors import ShoalError
+
 from shoal.cli.terminal.plot import check_plot, draw
 from shoal.cli.terminal.progress import BarWriter, PlainLines
 from shoal.launcher.report.account import RunFigures, figures_lines, stopped_line
 from shoal.launcher.report.follower import Show
+from shoal.launcher.report.history import Outcome
 from shoal.launcher.report.summary import failure_summary, survived_summary
 from shoal.launcher.run.agent import Agent, RunResult
+from shoal.launcher.run.recorder import RunRecorder
 from shoal.launcher.run.site import Site
 from shoal.launcher.run.standalone import StandaloneSite
 from shoal.launcher.workers.output import (
@@ -88,20 +92,47 @@ def _run(settings: RunSettings, *, live: bool) -> RunExit:
             writer, show = bar.write, bar.show
         elif settings.progress:
             show = PlainLines(note).show
+        recorder = RunRecorder.begin(settings)
+        if recorder is not None:
+            stack.callback(recorder.close)
+            writer = recorder.writer(writer)
         pump = OutputPump(writer)
         stack.callback(pump.close, _LAST_OUTPUT_TIMEOUT)
         if bar is not None:
             bar.on(pump)
-        agent = Agent(settings, site, pump=pump, note=note, colour=_coloured(), show=show)
+        agent = Agent(
+            settings,
+            site,
+            pump=pump,
+            note=note,
+            colour=_coloured(),
+            show=show,
+            recorder=recorder,
+        )
+        outcome, reason, status = Outcome.FAILED, "", 1
         try:
             result = agent.run()
+            outcome, reason, status = result.outcome, result.reason, result.exit_code
+        except (ShoalError, OSError) as error:
+            reason = str(error)
+            raise
         finally:
             if bar is not None:
                 bar.end()
             _tell_figures(settings, agent.figures, note)
+            if recorder is not None:
+                recorder.end(
+                    outcome,
+                    reason,
+                    exit_status=status,
+                    figures=agent.figures,
+                    course=agent.course,
+                )
         if result.stopped is not None:
             note(stopped_line(agent.figures, result.stopped))
         summary = _tell_result(settings, result, pump, note)
+        for problem in () if recorder is None else recorder.problems:
+            note(problem)
     return RunExit(result, summary)
 
 

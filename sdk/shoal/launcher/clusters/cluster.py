@@ -10,6 +10,7 @@ A cluster belongs to the thread that opens it; its processes are killed when tha
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import sys
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 START_TIMEOUT: Final = timedelta(seconds=60)
 POLL_INTERVAL: Final = timedelta(milliseconds=5)
 _STOP_GRACE: Final = timedelta(seconds=10)
+_PAGE_TIMEOUT_S: Final = 2.0
 
 
 StartService = Callable[[Sequence[str], Mapping[str, str], IO[bytes]], Child]
@@ -267,6 +269,44 @@ class LocalCluster:
     def services(self) -> list[Service]:
         """Services started so far, the coordinator first."""
         return [service for service in (self.coordinator, *self.servers) if service.started]
+
+    def saved_page(self, known: Mapping[str, int]) -> str | None:
+        """Returns the status page of the job with its data in it, which a browser opens from disk;
+        None if the coordinator does not answer. `known`: replaces values of the job. Blocks for
+        some seconds at most."""
+        from http.client import HTTPException
+
+        try:
+            return self._saved_page(known)
+        except (OSError, HTTPException, ValueError, KeyError):
+            return None
+
+    def _saved_page(self, known: Mapping[str, int]) -> str:
+        from http.client import HTTPConnection
+
+        host, _, port = self.coordinator.addresses.http.rpartition(":")
+        name = quote(self.job.job_id)
+        paths = ("/", "/api/jobs", f"/api/job?job={name}", f"/api/events?job={name}")
+        answers = []
+        for path in paths:
+            connection = HTTPConnection(host, int(port), timeout=_PAGE_TIMEOUT_S)
+            try:
+                connection.request("GET", path)
+                answers.append(connection.getresponse().read().decode())
+            finally:
+                connection.close()
+        page, *data = answers
+        saved = {
+            path.partition("?")[0]: json.loads(text)
+            for path, text in zip(paths[1:], data, strict=True)
+        }
+        for job in (saved["/api/job"], *saved["/api/jobs"]["jobs"]):
+            job |= known
+        # within a script element only "<" could end it
+        text = json.dumps(saved).replace("<", "\\u003c")
+        return page.replace(
+            "<script>", f'<script type="application/json" id="saved">{text}</script>\n<script>', 1
+        )
 
     def worker_environment(self, member_id: str, *, index: int) -> dict[str, str]:
         """Returns the variables (SHOAL_...) for a manually started worker process to join this

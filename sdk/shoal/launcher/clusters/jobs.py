@@ -70,9 +70,14 @@ def new_job_id(program: str) -> str:
     return f"{stem[: _JOB_ID_LENGTH - 7]}-{secrets.token_hex(3)}"
 
 
+def is_job_id(text: str) -> bool:
+    """Returns whether a job may be called so."""
+    return re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", text) is not None
+
+
 def check_job_id(job_id: str) -> None:
     """Raises ConfigurationError unless a job may be called so."""
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", job_id):
+    if not is_job_id(job_id):
         raise ConfigurationError(
             f"job id {job_id!r}: expected 1 to 64 characters of A-Z a-z 0-9 . _ -, starting with a "
             "letter or digit"

@@ -148,7 +148,7 @@ def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> 
         raise UnknownResourceError(
             "no cluster of yours runs on this machine; start one (shoal run --standalone "
             "--nproc-per-node 3 train.py), or name a coordinator with --coordinator HOST:PORT "
-            "--job ID",
+            "--job ID; `shoal history` lists runs that have ended",
             reason="CLUSTER_UNKNOWN",
         )
     return clusters[0]

@@ -101,6 +101,15 @@ class Course:
         return any(tally.counts.asynchronous for tally in self._tallies.values())
 
     @property
+    def strategy(self) -> str:
+        """Name of the workers' strategy; empty if unknown."""
+        return next((tally.strategy for tally in self._tallies.values() if tally.strategy), "")
+
+    def last_of(self, name: str) -> Tally | None:
+        """Returns the last tally of a worker; None if it has committed nothing."""
+        return self._tallies.get(name)
+
+    @property
     def steps_before(self) -> int:
         """Steps of the run before this launcher's part: from a checkpoint or from other
         machines."""

@@ -29,7 +29,9 @@ from shoal_common.system.scratch import ScratchDirectory
 from shoal.launcher.processes.process import ExitStatus, stop_all
 from shoal.launcher.report.account import RunFigures
 from shoal.launcher.report.changes import JobEvent
+from shoal.launcher.report.course import Course
 from shoal.launcher.report.follower import RunFollower, Show
+from shoal.launcher.report.history import Outcome
 from shoal.launcher.report.summary import failure_line
 from shoal.launcher.run.site import Ending, RunCompletedError, Site
 from shoal.launcher.workers.environment import NodePlacement
@@ -39,6 +41,7 @@ from shoal.launcher.workers.settings import RunSettings
 from shoal.launcher.workers.worker import Worker, WorkerStarter, all_ended, named
 
 if TYPE_CHECKING:
+    from shoal.launcher.run.recorder import RunRecorder
     from shoal.launcher.run.reporter import ExitReport, ExitReporter, JobNews
 
 T = TypeVar("T")
@@ -75,6 +78,9 @@ class RunResult:
     """Failures made up for by a replacement or by other workers."""
     stopped: str | None = None
     """Reason for which the job was asked to stop; None if it was not."""
+    outcome: Outcome
+    reason: str
+    """Reason of the outcome, for people; may be empty."""
 
 
 class Agent:
@@ -89,13 +95,15 @@ class Agent:
         note: Callable[[str], None],
         colour: bool,
         show: Show | None = None,
+        recorder: RunRecorder | None = None,
     ) -> None:
         """`note`: informs people of events; `colour`: color the workers' prefixes; `show`: receives
-        the run's progress."""
+        the run's progress; `recorder`: keeps the run for the history."""
         self._settings = settings
         self._site = site
         self._pump = pump
         self._note = note
+        self._recorder = recorder
         self._files = ScratchDirectory("run")
         self._starter = WorkerStarter(
             settings,
@@ -138,6 +146,11 @@ class Agent:
         """Figures of the run so far."""
         return self._follower.account.figures
 
+    @property
+    def course(self) -> Course:
+        """Progress of the run so far."""
+        return self._follower.account.course
+
     def run(self) -> RunResult:
         """Runs to the end. Raises ShoalError if the run could not be started or continued, OSError
         if a process could not be started. In any case nothing is left running."""
@@ -155,7 +168,22 @@ class Agent:
             failures=tuple(self._policy.failures),
             survived=tuple(self._policy.survived),
             stopped=self._why if self._policy.was_stopped else None,
+            outcome=self._outcome(code),
+            reason=self._reason(),
         )
+
+    def _outcome(self, code: int) -> Outcome:
+        if self._policy.was_stopped:
+            return Outcome.STOPPED
+        if code == 0:
+            return Outcome.COMPLETED
+        interrupted = self._signal is not None or code == PUT_OUT
+        return Outcome.INTERRUPTED if interrupted else Outcome.FAILED
+
+    def _reason(self) -> str:
+        if self._policy.failures and self._signal is None:
+            return failure_line(self._policy.failures[0])
+        return self._why or ("" if self._signal is None else self._signal.name)
 
     async def _run(self) -> int:
         self._finished: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -176,6 +204,35 @@ class Agent:
                 await self._follower.finish(
                     self._ask_for_events if self._reporter is not None else None
                 )
+                await self._keep()
+
+    async def _keep(self) -> None:
+        """Keeps for the history what the coordinator knows of the run, if it can still be asked."""
+        recorder, reporter, run = self._recorder, self._reporter, self._site.run
+        if recorder is None or reporter is None:
+            return
+        try:
+            events = await self._in_thread(lambda: reporter.events(""))
+        except ShoalError:
+            return
+        events = [event for event in events if run is None or event.run == run.number]
+        sizes = [
+            int(event.attributes.get("world_size") or 0)
+            for event in events
+            if event.kind == "generation_formed"
+        ]
+        known = {
+            "newest_step": self.course.steps if self.course.has_begun else 0,
+            "steps_in_all": self.course.steps_in_all,
+            "world_size": sizes[-1] if sizes else 0,
+        }
+        page = await self._in_thread(lambda: self._site.saved_page(known))
+        recorder.keep(
+            events=events,
+            page=page,
+            run=1 if run is None else run.number,
+            ranks=max(sizes, default=0),
+        )
 
     async def _ask_for_events(self, after: str) -> Sequence[JobEvent]:
         reporter = self._reporter
@@ -373,11 +430,10 @@ class Agent:
         self._drain(worker)
         self._workers.discard(worker)
         worker.ended.set()
-        self._after_exit(
-            worker,
-            worker.exit_record(status, rank=report.rank if report is not None else -1),
-            report,
-        )
+        ended = worker.exit_record(status, rank=report.rank if report is not None else -1)
+        if self._recorder is not None:
+            self._recorder.worker_ended(ended, member_id=worker.member_id)
+        self._after_exit(worker, ended, report)
 
     def _drain(self, worker: Worker) -> None:
         """Schedules the worker's last output before any later note. Does not wait, since the

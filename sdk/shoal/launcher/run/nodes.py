@@ -16,7 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from datetime import timedelta
 from typing import Final
 
@@ -194,6 +194,10 @@ class SharedSite:
                     "the launchers of other machines could not be told that this one has failed: "
                     f"{error}"
                 )
+
+    def saved_page(self, known: Mapping[str, int]) -> str | None:
+        """Returns None: a shared coordinator serves the page itself, and outlives the run."""
+        return None
 
     def close(self, ending: Ending) -> None:
         try:

@@ -3,6 +3,7 @@ coordinator shared with others (`nodes`)."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from enum import Enum, auto
 from typing import TYPE_CHECKING, Protocol
 
@@ -68,6 +69,12 @@ class Site(Protocol):
     def fail(self, reason: str) -> None:
         """Informs the other launchers that the job has failed here, and so on all machines. Blocks
         for at most some seconds; never raises."""
+        ...
+
+    def saved_page(self, known: Mapping[str, int]) -> str | None:
+        """Returns the status page of the run with its data in it; None if the site has none or it
+        does not answer. `known`: values of the job that its coordinator no longer has when its
+        members have left. Blocks for some seconds at most; called once the site is open."""
         ...
 
     def close(self, ending: Ending) -> None:

@@ -7,7 +7,7 @@ which takes longer.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,9 @@ class StandaloneSite:
 
     def fail(self, reason: str) -> None:
         """Does nothing, since no other launcher must be informed."""
+
+    def saved_page(self, known: Mapping[str, int]) -> str | None:
+        return self._cluster.saved_page(known)
 
     def close(self, ending: Ending) -> None:
         self._release_port()

@@ -13,7 +13,6 @@ import contextlib
 import fcntl
 import json
 import os
-import shutil
 import signal
 import socket
 import subprocess
@@ -32,18 +31,14 @@ from shoal_common.errors import (
     UnknownResourceError,
 )
 
-from shoal.launcher.clusters.jobs import check_job_id
-from shoal.launcher.clusters.registry import home_directory
+from shoal.launcher.clusters.jobs import check_job_id, is_job_id
 from shoal.launcher.processes.members import kill_workers
 from shoal.launcher.processes.process import Handle, start_ticks
+from shoal.launcher.report.history import LOG, History, Limits, history_directory
 
 _FORMAT: Final = 1
 _RECORD: Final = "submission.json"
 _RESULT: Final = "result.json"
-_LOG: Final = "output.log"
-_KEPT: Final = 100
-"""Maximum number of ended runs kept with their logs; older ones are removed on the next
-submission."""
 _KILL_TIMEOUT: Final = timedelta(seconds=30)
 _KILL_INTERVAL: Final = timedelta(seconds=0.25)
 _START_TIMEOUT: Final = timedelta(seconds=30)
@@ -71,7 +66,7 @@ class Submission:
     @property
     def log(self) -> Path:
         """Output of launcher and workers."""
-        return self.directory / _LOG
+        return self.directory / LOG
 
     @property
     def is_running(self) -> bool:
@@ -149,24 +144,13 @@ class Outcome:
     ended_unix_s: float | None
 
 
-def submissions_directory(environment: Mapping[str, str] | None = None) -> Path:
-    """Returns $XDG_STATE_HOME/shoal/jobs, otherwise ~/.local/state/shoal/jobs: results outlive the
-    user's session.
-
-    Raises ConfigurationError if there is no home directory.
-    """
-    environment = os.environ if environment is None else environment
-    if state := environment.get("XDG_STATE_HOME"):
-        return Path(state) / "shoal" / "jobs"
-    return home_directory("XDG_STATE_HOME") / ".local" / "state" / "shoal" / "jobs"
-
-
 class Submissions:
     """Submissions of this user on this host. Keeps nothing in memory: all processes see the
     same."""
 
     def __init__(self, directory: Path | None = None) -> None:
-        self._directory = directory or submissions_directory()
+        self._directory = directory or history_directory()
+        self._history = History(self._directory)
 
     def submit(
         self,
@@ -205,11 +189,8 @@ class Submissions:
                     f"{last.pid}): wait for it, stop it, or take another id",
                     reason="JOB_RUNNING",
                 )
-            run = 1 + max(
-                (int(path.name) for path in folder.iterdir() if path.name.isdecimal()), default=0
-            )
-            own = folder / str(run)
-            own.mkdir(mode=0o700)
+            own = self._history.make_directory(job_id)
+            run = int(own.name)
             _start(
                 own,
                 arguments,
@@ -218,7 +199,7 @@ class Submissions:
                 {"job_id": job_id, "run": run, "coordinator": coordinator},
             )
             started = self._newest(folder)
-        self._forget_oldest()
+        self._history.prune(Limits.load(os.environ))
         if started is None or started.run != run:
             raise UnavailableError(
                 f"job {job_id!r} was started, but {own / _RECORD} is not there",
@@ -228,7 +209,7 @@ class Submissions:
 
     def newest(self, job_id: str) -> Submission:
         """Returns the last run of the job. Raises UnknownResourceError (SUBMISSION_UNKNOWN)."""
-        found = self._newest(self._directory / job_id) if _is_name(job_id) else None
+        found = self._newest(self._directory / job_id) if is_job_id(job_id) else None
         if found is None:
             raise UnknownResourceError(
                 f"job {job_id!r} was not submitted on this machine by this user: "
@@ -260,15 +241,6 @@ class Submissions:
                     **{**content, "arguments": tuple(content["arguments"])}, directory=path
                 )
 
-    def _forget_oldest(self) -> None:
-        folders = [folder for folder in self._directory.iterdir() if folder.is_dir()]
-        ended = [each for folder in folders for each in self._runs(folder) if each.has_ended]
-        for each in sorted(ended, key=lambda each: each.started_unix_s, reverse=True)[_KEPT:]:
-            shutil.rmtree(each.directory, ignore_errors=True)
-            with contextlib.suppress(OSError):  # a job that has other runs keeps its folder
-                (each.directory.parent / ".lock").unlink(missing_ok=True)
-                each.directory.parent.rmdir()
-
 
 def write_record(directory: Path, *, pid: int, started_unix_s: float, **known: Any) -> None:
     """Writes the record. Called by the process that starts the launcher, once that exists."""
@@ -289,7 +261,7 @@ def write_outcome(directory: Path, outcome: Outcome) -> None:
 
 def log_of(directory: Path) -> Path:
     """Returns the file for a submission's output."""
-    return directory / _LOG
+    return directory / LOG
 
 
 def _start(
@@ -338,14 +310,6 @@ def _locked(folder: Path) -> Iterator[None]:
     with (folder / ".lock").open("a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def _is_name(job_id: str) -> bool:
-    try:
-        check_job_id(job_id)
-    except ConfigurationError:
-        return False
-    return True
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:

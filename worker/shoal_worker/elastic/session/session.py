@@ -313,6 +313,8 @@ class Session:
         """
         held, membership, formation = self._held, self._membership, self._formation
         held.set_engine(engine)
+        if self.progress.tally_writer is not None:
+            self.progress.tally_writer.strategy(engine.strategy)
         if membership is None or formation is None:
             held.begin(0, secrets.token_hex(8))
             return

@@ -1,0 +1,125 @@
+"""`shoal history`: past runs, one of them, or two side by side."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from shoal_common.errors import ConfigurationError, UnknownResourceError
+
+from shoal.cli.options import Plot
+
+if TYPE_CHECKING:
+    from shoal.launcher.report.history import History, RecordedRun
+
+
+def history(
+    run: Annotated[
+        str | None,
+        typer.Argument(
+            metavar="[RUN]",
+            help="JOB/NUMBER, as the list shows it, or a job for its newest run.",
+            show_default=False,
+        ),
+    ] = None,
+    other: Annotated[
+        str | None,
+        typer.Argument(metavar="[OTHER]", help="Another run, to compare with.", show_default=False),
+    ] = None,
+    job: Annotated[
+        str | None, typer.Option(help="List the runs of this job only.", show_default=False)
+    ] = None,
+    plot: Plot = None,
+    as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
+) -> None:
+    """List past runs of this machine; show one, or compare two.
+
+    They are kept on disk, with their output and their events, also of clusters that are gone:
+    `shoal status`, `shoal events` and `shoal logs` show them with --run. --plot draws RUN.
+    """
+    from shoal.launcher.report.history import History
+
+    kept = History()
+    if run is None:
+        if plot is not None:
+            raise ConfigurationError(f"--plot {plot} without RUN: name the run to draw")
+        _list(kept, job, as_json=as_json)
+    elif other is not None:
+        _compare(kept, run, other, as_json=as_json)
+    elif plot is not None:
+        _draw(kept, run, plot)
+    else:
+        _show(kept, run, as_json=as_json)
+
+
+def _list(kept: History, job: str | None, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from shoal.cli.terminal.past import run_json, runs_view
+    from shoal.launcher.report.history import RecordedRun
+
+    found = kept.all(job)
+    runs = [each for each in found if isinstance(each, RecordedRun)]
+    if as_json:
+        typer.echo(json.dumps([run_json(each) for each in runs], indent=2))
+    elif runs:
+        Console().print(runs_view(runs))
+    else:
+        typer.echo(
+            f"no runs{'' if job is None else f' of job {job}'} are kept on this machine; "
+            "`shoal run` keeps its runs"
+        )
+    for each in found:
+        if not isinstance(each, RecordedRun):
+            typer.echo(f"shoal: {each.directory} cannot be read: {each.why}", err=True)
+
+
+def _show(kept: History, name: str, *, as_json: bool) -> None:
+    from shoal.cli.terminal.past import run_json
+
+    run = kept.find(name)
+    if as_json:
+        typer.echo(json.dumps(run_json(run), indent=2))
+    else:
+        print_run(run)
+
+
+def _compare(kept: History, one: str, other: str, *, as_json: bool) -> None:
+    from rich.console import Console
+
+    from shoal.cli.terminal.past import comparison_json, comparison_view
+
+    runs = kept.find(one), kept.find(other)
+    if as_json:
+        typer.echo(json.dumps(comparison_json(*runs), indent=2))
+    else:
+        Console().print(comparison_view(*runs))
+
+
+def _draw(kept: History, name: str, file: Path) -> None:
+    from shoal.cli.terminal.plot import check_plot, draw
+
+    check_plot(file)
+    run = kept.find(name)
+    draw(run.figures(), file, title=f"{Path(run.program).name}: run {run.name}")
+    typer.echo(f"{file}: run {run.name}")
+
+
+def print_run(run: RecordedRun) -> None:
+    """Prints one run."""
+    from rich.console import Console
+
+    from shoal.cli.terminal.past import run_view
+    from shoal.launcher.report.account import figures_lines
+
+    account: list[str] = []
+    try:
+        figures = run.figures()
+    except UnknownResourceError:
+        pass  # nothing was trained
+    else:
+        account = [*figures_lines(figures), *(pause.text for pause in figures.pauses)]
+    Console().print(run_view(run, datetime.now(UTC), account), soft_wrap=True)

@@ -1,0 +1,421 @@
+"""Past runs on disk: one directory per run, below that of its job, in which the run's launcher
+keeps what it knows. Submitted runs (`launcher.run.submissions`) use the same directories.
+
+    run.json       what was started, by which process, and how it ended
+    events.jsonl   the coordinator's events of the run
+    course.json    the run's figures, points and pauses, from which a plot is drawn
+    page.html      the status page, with its data
+    output.log     the output of launcher and workers; before it output.1.log, if it was long
+
+Nothing here needs a process of Shoal. Directories have mode 0700. There is no index: the
+directories are read each time, so any number of launchers may write at once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any, Final, Self
+
+from shoal_common.errors import ConfigurationError, UnknownResourceError
+
+from shoal.launcher.clusters.registry import home_directory
+from shoal.launcher.processes.process import start_ticks
+from shoal.launcher.report.account import Pause, RunFigures
+from shoal.launcher.report.changes import Change
+from shoal.launcher.report.course import Point, Standstill
+
+RECORD: Final = "run.json"
+EVENTS: Final = "events.jsonl"
+COURSE: Final = "course.json"
+PAGE: Final = "page.html"
+LOG: Final = "output.log"
+OLDER_LOG: Final = "output.1.log"
+_SUBMISSION: Final = "submission.json"
+_RESULT: Final = "result.json"
+_FORMAT: Final = 1
+_RUNS: Final = 100
+_MIB: Final = 1024
+_HALF_MADE_S: Final = 3600.0
+"""A directory without a record is younger than this while its run begins."""
+
+
+class Outcome(StrEnum):
+    """Outcome of a run, in the words of the other screens."""
+
+    COMPLETED = "completed"
+    STOPPED = "stopped"
+    """Asked to stop before its script finished."""
+    FAILED = "failed"
+    INTERRUPTED = "interrupted"
+    """Its launcher was asked to exit, or its workers were drained or evicted."""
+    KILLED = "killed"
+    """Its launcher is gone and left no account."""
+    RUNNING = "running"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Bounds of the history; the oldest ended runs are removed when another run begins."""
+
+    runs: int = _RUNS
+    """0: nothing is recorded."""
+    nbytes: int = _MIB << 20
+    """Bytes in all; the newest ended run is kept even if it is larger."""
+
+    @classmethod
+    def load(cls, environment: Mapping[str, str]) -> Self:
+        """Reads SHOAL_HISTORY_RUNS and SHOAL_HISTORY_MIB. Raises ConfigurationError."""
+        runs = _number(environment, "SHOAL_HISTORY_RUNS", _RUNS)
+        return cls(runs=runs, nbytes=_number(environment, "SHOAL_HISTORY_MIB", _MIB) << 20)
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerEnd:
+    """End of one worker process of this launcher."""
+
+    rank: int
+    host: str
+    pid: int
+    ended: str
+    """`exit code 0`, `SIGKILL`, ..."""
+    steps: int
+    """Committed steps of the run when it ended; 0 if it committed none."""
+    loss: float | None
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunEnd:
+    """Account of an ended run. Counts are those of `RunFigures`; unknown numbers are None."""
+
+    ended_unix_s: float
+    exit_status: int
+    outcome: Outcome
+    reason: str
+    """For people; may be empty."""
+    run: int
+    """The job's run, as counted by its coordinator; 0 if unknown."""
+    strategy: str
+    """Empty if the script never called `as_distributed`."""
+    ranks: int
+    """Largest number of ranks; the number of started workers for a script without Shoal."""
+    steps: int
+    last_step: int
+    steps_in_all: int
+    samples: int
+    seconds: float
+    samples_per_s: float
+    faults: int
+    joins: int
+    leaves: int
+    pauses: int
+    paused_s: float
+    lost_s: float
+    loss: float | None
+    metrics: Mapping[str, float]
+    workers: tuple[WorkerEnd, ...]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RecordedRun:
+    """One run of the history."""
+
+    job_id: str
+    number: int
+    """Counts the runs of this job id in the history: 1, 2, ..."""
+    program: str
+    arguments: tuple[str, ...]
+    """The script's own."""
+    settings: Mapping[str, str]
+    """Settings of the run that a comparison may want to name."""
+    host: str
+    pid: int
+    pid_start_ticks: int
+    started_unix_s: float
+    end: RunEnd | None
+    """None while it runs, or if its launcher was killed."""
+    directory: Path
+
+    @property
+    def name(self) -> str:
+        """`JOB/NUMBER`, by which commands name it."""
+        return f"{self.job_id}/{self.number}"
+
+    @property
+    def outcome(self) -> Outcome:
+        if self.end is not None:
+            return self.end.outcome
+        return (
+            Outcome.RUNNING
+            if _lives(self.host, self.pid, self.pid_start_ticks)
+            else (Outcome.KILLED)
+        )
+
+    @property
+    def took_s(self) -> float | None:
+        """Seconds from the launcher's start to its end; None if it has not ended or was killed."""
+        return None if self.end is None else self.end.ended_unix_s - self.started_unix_s
+
+    def figures(self) -> RunFigures:
+        """Reads the run's figures with all points. Raises UnknownResourceError."""
+        return course_of(json.loads(self._content(COURSE, "figures")))
+
+    def events(self) -> list[dict[str, Any]]:
+        """Reads the events, oldest first, each a `shoal.v1.Event` in protobuf's JSON form. Raises
+        UnknownResourceError."""
+        return [json.loads(line) for line in self._content(EVENTS, "events").splitlines()]
+
+    def log_lines(self) -> Iterator[str]:
+        """Reads the output, without line breaks. Raises UnknownResourceError."""
+        files = [file for name in (OLDER_LOG, LOG) if (file := self.directory / name).exists()]
+        if not files:
+            raise self._missing("output")
+        for file in files:
+            with file.open(encoding="utf-8", errors="replace", newline="\n") as lines:
+                for line in lines:
+                    yield line.rstrip("\r\n")
+
+    def _content(self, name: str, what: str) -> str:
+        try:
+            return (self.directory / name).read_text(encoding="utf-8")
+        except OSError:
+            raise self._missing(what) from None
+
+    def _missing(self, what: str) -> UnknownResourceError:
+        why = {
+            Outcome.RUNNING: "it has not ended",
+            Outcome.KILLED: "its launcher was killed before it could write them",
+        }.get(self.outcome, "the coordinator did not answer when it ended, or nothing was trained")
+        return UnknownResourceError(
+            f"the history has no {what} of run {self.name}: {why}", reason="HISTORY_UNKNOWN"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class Unreadable:
+    """A run whose record cannot be read."""
+
+    directory: Path
+    why: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """Size and age of a run's directory, for `to_remove`."""
+
+    directory: Path
+    unix_s: float
+    """Time of its start."""
+    nbytes: int
+    ended: bool
+
+
+def to_remove(stored: Iterable[Stored], limits: Limits) -> list[Stored]:
+    """Returns the runs to be removed: the oldest ended ones beyond the limits. Runs in progress are
+    never among them, nor count. Pure."""
+    ended = sorted((each for each in stored if each.ended), key=lambda each: -each.unix_s)
+    kept = total = 0
+    for each in ended[: limits.runs]:
+        total += each.nbytes
+        if kept and total > limits.nbytes:
+            break
+        kept += 1
+    return ended[kept:]
+
+
+def history_directory(environment: Mapping[str, str] | None = None) -> Path:
+    """Returns $XDG_STATE_HOME/shoal/jobs, otherwise ~/.local/state/shoal/jobs: what is kept
+    outlives the user's session.
+
+    Raises ConfigurationError if there is no home directory.
+    """
+    environment = os.environ if environment is None else environment
+    if state := environment.get("XDG_STATE_HOME"):
+        return Path(state) / "shoal" / "jobs"
+    return home_directory("XDG_STATE_HOME") / ".local" / "state" / "shoal" / "jobs"
+
+
+class History:
+    """The runs of this user. Keeps nothing in memory: all processes see the same."""
+
+    def __init__(self, directory: Path | None = None) -> None:
+        self._directory = directory or history_directory()
+
+    def all(self, job_id: str | None = None) -> list[RecordedRun | Unreadable]:
+        """Returns the runs (of one job), newest first, and after them those that cannot be read."""
+        found, unreadable = [], []
+        for directory in self._directories(job_id):
+            try:
+                found.append(_read(directory))
+            except FileNotFoundError:
+                continue  # it is removed just now, or was submitted and never became a run
+            except (OSError, ValueError, TypeError, KeyError, AttributeError) as error:
+                unreadable.append(Unreadable(directory=directory, why=_described(error)))
+        return [*sorted(found, key=lambda run: -run.started_unix_s), *unreadable]
+
+    def newest(self, job_id: str | None = None) -> RecordedRun | None:
+        """Returns the run that was started last (of one job); None if there is none."""
+        runs = self.all(job_id)
+        return runs[0] if runs and isinstance(runs[0], RecordedRun) else None
+
+    def find(self, name: str) -> RecordedRun:
+        """Returns the run `JOB/NUMBER`, or the newest one of a job. Raises
+        UnknownResourceError."""
+        job_id, _, number = name.partition("/")
+        runs = [run for run in self.all(job_id) if isinstance(run, RecordedRun)]
+        for run in runs:
+            if not number or number == str(run.number):
+                return run
+        there = (
+            f"this job has {', '.join(run.name for run in runs[:5])}"
+            if runs
+            else ("`shoal history` lists those that there are")
+        )
+        raise UnknownResourceError(
+            f"the history has no run {name!r}: {there}", reason="HISTORY_UNKNOWN"
+        )
+
+    def make_directory(self, job_id: str) -> Path:
+        """Creates the directory of another run of the job. Raises OSError."""
+        folder = self._directory / job_id
+        while True:
+            folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+            numbers = [int(path.name) for path in folder.iterdir() if path.name.isdecimal()]
+            own = folder / str(1 + max(numbers, default=0))
+            try:
+                own.mkdir(mode=0o700)
+            except (FileExistsError, FileNotFoundError):
+                continue  # another launcher took the number, or removed the job's empty folder
+            return own
+
+    def own_submission(self, job_id: str) -> Path | None:
+        """Returns the directory of the submission that this process runs; None if it runs none."""
+        own = (socket.gethostname(), os.getpid(), start_ticks(os.getpid()))
+        for directory in self._directories(job_id):
+            told = _loaded(directory / _SUBMISSION)
+            if told and (told.get("host"), told.get("pid"), told.get("pid_start_ticks")) == own:
+                return directory
+        return None
+
+    def prune(self, limits: Limits) -> None:
+        """Removes the oldest ended runs beyond the limits. Raises nothing: what cannot be removed
+        stays."""
+        stored = [each for directory in self._directories() if (each := _stored(directory))]
+        for each in to_remove(stored, limits):
+            shutil.rmtree(each.directory, ignore_errors=True)
+            folder = each.directory.parent
+            try:  # a job that has other runs keeps its folder
+                if [path.name for path in folder.iterdir()] in ([], [".lock"]):
+                    (folder / ".lock").unlink(missing_ok=True)
+                    folder.rmdir()
+            except OSError:
+                continue
+
+    def _directories(self, job_id: str | None = None) -> list[Path]:
+        try:
+            folders = [self._directory / job_id] if job_id else [*self._directory.iterdir()]
+            return [
+                path
+                for folder in folders
+                if folder.is_dir()
+                for path in folder.iterdir()
+                if path.name.isdecimal()
+            ]
+        except OSError:
+            return []
+
+
+def write_run(run: RecordedRun) -> None:
+    """Writes the record of a run, atomically. Raises OSError."""
+    content = {**asdict(run), "format": _FORMAT}
+    del content["directory"], content["number"]
+    temporary = run.directory / f"{RECORD}.new"
+    temporary.write_text(json.dumps(content), encoding="utf-8")
+    temporary.rename(run.directory / RECORD)
+
+
+def course_of(content: Mapping[str, Any]) -> RunFigures:
+    """Restores figures from `dataclasses.asdict`, as read from JSON."""
+    pauses = tuple(
+        Pause(
+            standstill=Standstill(**pause["standstill"]),
+            changes=tuple(_change(change) for change in pause["changes"]),
+        )
+        for pause in content["pauses"]
+    )
+    points = tuple(Point(**point) for point in content["points"])
+    return RunFigures(**{**content, "pauses": pauses, "points": points})
+
+
+def _change(content: Mapping[str, Any]) -> Change:
+    lists: dict[str, Any] = {
+        name: tuple(value) for name, value in content.items() if isinstance(value, list)
+    }
+    return Change(**{**content, **lists})
+
+
+def _read(directory: Path) -> RecordedRun:
+    content = json.loads((directory / RECORD).read_text(encoding="utf-8"))
+    if (version := content.pop("format", None)) != _FORMAT:
+        raise ValueError(f"format {version}, expected {_FORMAT}: another release wrote it")
+    end = content.pop("end")
+    if end is not None:
+        workers = tuple(WorkerEnd(**each) for each in end.pop("workers"))
+        end = RunEnd(**{**end, "outcome": Outcome(end["outcome"]), "workers": workers})
+    content["arguments"] = tuple(content["arguments"])
+    return RecordedRun(**content, end=end, number=int(directory.name), directory=directory)
+
+
+def _stored(directory: Path) -> Stored | None:
+    """Returns None for a directory that is being removed."""
+    try:
+        status, sizes = directory.stat(), [path.lstat().st_size for path in directory.iterdir()]
+    except OSError:
+        return None
+    told = _loaded(directory / RECORD) or _loaded(directory / _SUBMISSION)
+    began: object = None
+    if told is None:
+        ended = time.time() - status.st_mtime > _HALF_MADE_S
+    else:
+        lives = _lives(told.get("host"), told.get("pid"), told.get("pid_start_ticks"))
+        is_over = bool(told.get("end")) or (directory / _RESULT).exists()
+        # the process of another machine cannot be looked at from here
+        elsewhere = told.get("host") != socket.gethostname()
+        ended = is_over if elsewhere else not lives
+        began = told.get("started_unix_s")
+    unix_s = began if isinstance(began, int | float) else status.st_mtime
+    return Stored(directory=directory, unix_s=unix_s, nbytes=sum(sizes), ended=ended)
+
+
+def _loaded(path: Path) -> dict[str, Any] | None:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return content if isinstance(content, dict) else None
+
+
+def _lives(host: object, pid: object, ticks: object) -> bool:
+    """Returns whether a process lives; True for one of another machine, which nobody can tell."""
+    if host != socket.gethostname():
+        return True
+    return isinstance(pid, int) and ticks is not None and start_ticks(pid) == ticks
+
+
+def _described(error: Exception) -> str:
+    text = str(error).partition("\n")[0]
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _number(environment: Mapping[str, str], name: str, default: int) -> int:
+    text = environment.get(name, "")
+    if (text and not text.isascii()) or not (text or "0").isdecimal():
+        raise ConfigurationError(f"{name}={text!r}: expected a whole number, 0 or more")
+    return int(text) if text else default

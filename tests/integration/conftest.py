@@ -128,8 +128,14 @@ class Command:
 
 
 def _runs(process: psutil.Process) -> bool:
+    """Returns whether it does not end already: a process that was killed first loses its memory,
+    and with it its command line."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return (
+            process.is_running()
+            and process.status() != psutil.STATUS_ZOMBIE
+            and process.cmdline() != []
+        )
     except psutil.NoSuchProcess:
         return False
 

@@ -48,7 +48,7 @@ _STATE_LOST = (
 )
 _GIVEN_UP = "was given up: a worker went away before it had written its part"
 _NO_WAY_BACK = "The newest checkpoint cannot take its place in the running script"
-_ALL_GONE = "every process that held the state of the run is gone"
+_ALL_GONE = "no worker with the run's state is left"
 
 
 class Verdict:

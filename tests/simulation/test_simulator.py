@@ -216,7 +216,7 @@ def test_progress_that_is_given_up_beside_a_checkpoint_is_found(
         faults=(Joins(who="a", point=100), Dies(who="a", point=101), Dies(who="b", point=101)),
     )
     error = PreconditionError(
-        "every process that held the state of the run is gone, and no checkpoint was taken up",
+        "no worker with the run's state is left, and no checkpoint was loaded",
         reason="PROGRESS_LOST",
     )
     assert "failed" in _raises(monkeypatch, scenario, lambda process: process.late, error)

@@ -165,8 +165,7 @@ def test_training_that_would_begin_anew_at_step_0_fails_the_run(shell: Shell) ->
     command = shell.start("run", "--standalone", training(shell, DEATH))
     assert command.wait() == 1, command.stderr
     assert re.search(
-        r"First failure(.*\n)+.*every process that held the state of the run is "
-        r"gone(.*\n)+.*SIGKILL",
+        r"First failure(.*\n)+.*no worker with the run's state is left(.*\n)+.*SIGKILL",
         command.stderr,
     )
 

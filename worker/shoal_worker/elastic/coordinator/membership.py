@@ -173,7 +173,7 @@ _DEPARTURES = ("member_lost", "member_left")
 _DEPARTURES_TOLD = 3
 _MOST_BEHIND: Final = 64
 """Limit of shoal.v1.GetJobRequest.below_step."""
-_NOBODY_COMES = "the run is over, and nobody comes to this generation any more"
+_NO_MORE_MEMBERS = "the run is over, and no more members join this generation"
 
 
 def _holders(generation: Generation, apart_from: Collection[int]) -> set[str]:
@@ -485,13 +485,13 @@ class Membership:
         if self.link.newest > forming.generation.number:
             forming.abort("a newer generation was announced")
         if self.link.stopped_now:
-            forming.abort(_NOBODY_COMES)
+            forming.abort(_NO_MORE_MEMBERS)
 
     def _give_up_forming(self) -> None:
         with self._lock:
             forming = self._forming
         if forming is not None:
-            forming.abort(_NOBODY_COMES)
+            forming.abort(_NO_MORE_MEMBERS)
 
     def _interrupt(self, generation: Generation) -> None:
         with self._lock:

@@ -105,9 +105,9 @@ class JoinerState:
             )
         if _Offer.UNREADABLE in offers:
             raise self._unreadable or PreconditionError(
-                "every process that held the state of the run is gone, and the newest checkpoint "
-                "could not be read: the log of the first rank says why; repair or remove it, and "
-                "start the run again",
+                "no worker with the run's state is left, and the newest checkpoint could not be "
+                "read: see the log of the first rank, repair or remove the checkpoint, and start "
+                "the run again",
                 reason="PROGRESS_LOST",
             )
         if anew:
@@ -170,8 +170,8 @@ class JoinerState:
         """Raises PreconditionError (PROGRESS_LOST) on all ranks, unless starting over is
         allowed."""
         what = (
-            "every process that held the state of the run is gone, and no checkpoint was taken "
-            "up: training begins anew, at step 0"
+            "no worker with the run's state is left, and no checkpoint was loaded: training "
+            "restarts at step 0"
         )
         if not self._allow_restart:
             raise PreconditionError(

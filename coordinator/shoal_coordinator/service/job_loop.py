@@ -40,6 +40,7 @@ from shoal_coordinator.membership.model.events import (
 )
 from shoal_coordinator.membership.model.observation import ObservedJob
 from shoal_coordinator.membership.model.pulse import (
+    Progress,
     Pulse,
     Pulses,
     ServerPulse,
@@ -132,6 +133,7 @@ class JobLoop:
             for s in self.state.servers.values()
             if s.alive
         }
+        self._newest, self._newest_run = Progress(), 0
         self._folded_ms = now_ms
         self._next_scan_ms = now_ms
         self._loss_noticed_s: float | None = None
@@ -142,11 +144,19 @@ class JobLoop:
     @property
     def pulses(self) -> Pulses:
         """A live view of the heartbeat state."""
-        return Pulses(members=self._members, servers=self._servers)
+        return Pulses(members=self._members, servers=self._servers, newest=self._newest_progress)
+
+    @property
+    def _newest_progress(self) -> Progress:
+        return self._newest if self._newest_run == self.state.run.number else Progress()
 
     def observed(self) -> ObservedJob:
         """Returns the job's current state. May be called on any thread."""
-        pulses = Pulses(members=self._members.copy(), servers=self._servers.copy())
+        pulses = Pulses(
+            members=self._members.copy(),
+            servers=self._servers.copy(),
+            newest=self._newest_progress,
+        )
         return ObservedJob(state=self.state, pulses=pulses, now=self._clock.last_read)
 
     def submit(self, event: Event, done: Callable[[Outcome], None] | None = None) -> Submitted:
@@ -218,6 +228,8 @@ class JobLoop:
     def set_pulse(self, member_id: str, pulse: Pulse) -> None:
         """Replaces the heartbeat state of a live member."""
         self._members[member_id] = pulse
+        if pulse.progress.step or pulse.progress.steps_in_all:
+            self._newest, self._newest_run = pulse.progress, self.state.run.number
 
     def set_server_pulse(self, server_id: str, pulse: ServerPulse) -> None:
         """Replaces the heartbeat state of a registered server."""

@@ -12,6 +12,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.model.effects import SendMove, SendPlace
 from shoal_coordinator.membership.model.events import Ending
+from shoal_coordinator.membership.model.observation import ObservedJob
 from shoal_coordinator.membership.model.pulse import Progress, Pulse, Pulses
 from shoal_coordinator.membership.model.shards import Bucket, ShardLayout, Share, TensorSpec
 from shoal_coordinator.membership.model.spec import JobSpec
@@ -23,6 +24,7 @@ from shoal_coordinator.membership.model.state import (
     JobState,
     Member,
     MemberPhase,
+    Now,
     PastRun,
     RunId,
     Server,
@@ -215,6 +217,9 @@ def job_message(
         generation.ClearField("nonce")
         for rank in generation.ranks:
             rank.ClearField("donor_key")
+    seen = None
+    if not (member_id or below_step):  # those are asked for by members, often
+        seen = ObservedJob(state=state, pulses=pulses, now=Now(ms=now_ms, unix_ms=now_unix_ms))
     return pb.GetJobResponse(
         spec=spec_message(state.spec),
         phase=JOB_PHASES[state.phase],
@@ -232,6 +237,8 @@ def job_message(
         servers_awaited=state.servers_awaited,
         member_put_out=(gone := state.departed.get(member_id)) is not None
         and gone.ending in _PUT_OUT,
+        newest_step=0 if seen is None else seen.newest_step,
+        steps_in_all=0 if seen is None else seen.steps_in_all,
     )
 
 

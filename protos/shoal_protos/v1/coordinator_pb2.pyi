@@ -138,7 +138,7 @@ class GetJobRequest(_message.Message):
     def __init__(self, job_id: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., member_id: _Optional[str] = ..., below_step: _Optional[int] = ...) -> None: ...
 
 class GetJobResponse(_message.Message):
-    __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms", "ending", "ending_reason", "waits_for", "run", "past_runs", "servers_awaited", "member_put_out")
+    __slots__ = ("spec", "phase", "generation", "members", "servers", "now_unix_ms", "ending", "ending_reason", "waits_for", "run", "past_runs", "servers_awaited", "member_put_out", "newest_step", "steps_in_all")
     SPEC_FIELD_NUMBER: _ClassVar[int]
     PHASE_FIELD_NUMBER: _ClassVar[int]
     GENERATION_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +152,8 @@ class GetJobResponse(_message.Message):
     PAST_RUNS_FIELD_NUMBER: _ClassVar[int]
     SERVERS_AWAITED_FIELD_NUMBER: _ClassVar[int]
     MEMBER_PUT_OUT_FIELD_NUMBER: _ClassVar[int]
+    NEWEST_STEP_FIELD_NUMBER: _ClassVar[int]
+    STEPS_IN_ALL_FIELD_NUMBER: _ClassVar[int]
     spec: JobSpec
     phase: JobPhase
     generation: Generation
@@ -165,7 +167,9 @@ class GetJobResponse(_message.Message):
     past_runs: _containers.RepeatedCompositeFieldContainer[RunStatus]
     servers_awaited: int
     member_put_out: bool
-    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., now_unix_ms: _Optional[int] = ..., ending: _Optional[_Union[JobEnding, str]] = ..., ending_reason: _Optional[str] = ..., waits_for: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., past_runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ..., servers_awaited: _Optional[int] = ..., member_put_out: _Optional[bool] = ...) -> None: ...
+    newest_step: int
+    steps_in_all: int
+    def __init__(self, spec: _Optional[_Union[JobSpec, _Mapping]] = ..., phase: _Optional[_Union[JobPhase, str]] = ..., generation: _Optional[_Union[Generation, _Mapping]] = ..., members: _Optional[_Iterable[_Union[MemberStatus, _Mapping]]] = ..., servers: _Optional[_Iterable[_Union[ServerStatus, _Mapping]]] = ..., now_unix_ms: _Optional[int] = ..., ending: _Optional[_Union[JobEnding, str]] = ..., ending_reason: _Optional[str] = ..., waits_for: _Optional[str] = ..., run: _Optional[_Union[RunId, _Mapping]] = ..., past_runs: _Optional[_Iterable[_Union[RunStatus, _Mapping]]] = ..., servers_awaited: _Optional[int] = ..., member_put_out: _Optional[bool] = ..., newest_step: _Optional[int] = ..., steps_in_all: _Optional[int] = ...) -> None: ...
 
 class ListJobsRequest(_message.Message):
     __slots__ = ()

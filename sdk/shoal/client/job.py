@@ -175,3 +175,7 @@ class Job:
     """The latest past runs, oldest first."""
     now: datetime
     """Time by the clock of the coordinator's Redis, like all times here."""
+    steps: int = 0
+    """Committed steps of the newest run, also after its end."""
+    steps_in_all: int | None = None
+    """Number of steps that it will have committed at its end; None if unknown."""

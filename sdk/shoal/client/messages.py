@@ -42,6 +42,8 @@ def job_of(message: pb.GetJobResponse) -> Job:
         waits_for=message.waits_for or None,
         past_runs=tuple(map(past_run_of, message.past_runs)),
         now=_moment(message.now_unix_ms),
+        steps=message.newest_step,
+        steps_in_all=message.steps_in_all or None,
     )
 
 

@@ -249,7 +249,7 @@ def test_a_list_of_jobs_says_how_those_ended_of_which_that_is_known() -> None:
     written = io.StringIO()
     Console(file=written, width=80).print(jobs_view(jobs))
     assert [line.split()[4:] for line in written.getvalue().splitlines()[1:]] == [
-        ["well"],
+        ["succeeded"],
         ["with", "status", "3"],
         ["killed"],
         ["-"],
@@ -269,3 +269,18 @@ def test_the_end_of_a_run_is_shown_with_the_time_that_is_left_until_then() -> No
     for each in job.members:
         each.progress.steps_in_all = 0
     assert " of 0" not in shown(job)
+
+
+def test_a_stopped_run_is_shown_with_the_step_at_which_it_stopped() -> None:
+    job = pb.GetJobResponse(
+        spec=pb.JobSpec(job_id="j", max_workers=2),
+        phase=pb.JOB_PHASE_FINISHED,
+        ending=pb.JOB_ENDING_STOPPED,
+        ending_reason="seen enough",
+        newest_step=1134,
+        steps_in_all=5700,
+    )
+    first, second = shown(job).splitlines()[:2]
+    assert first.endswith("finished, generation 0, stopped at step 1,134 of 5,700")
+    assert second == "seen enough"
+    assert job_json(job_of(job))["steps"] == 1134

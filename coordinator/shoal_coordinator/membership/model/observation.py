@@ -45,8 +45,13 @@ class ObservedJob:
 
     @cached_property
     def newest_step(self) -> int:
-        """Highest step that a member has reported as committed; 0 if none has."""
-        return max((pulse.progress.step for pulse in self.pulses.members.values()), default=0)
+        """Highest step that a member has reported as committed; 0 if none has. After the run's end
+        that of the members as they left."""
+        steps = [pulse.progress.step for pulse in self.pulses.members.values()]
+        if self.state.phase is JobPhase.FINISHED:
+            steps += [departure.steps for departure in self.state.departed.values()]
+            steps.append(self.pulses.newest.step)
+        return max(steps, default=0)
 
     @cached_property
     def steps_in_all(self) -> int:
@@ -55,9 +60,9 @@ class ObservedJob:
         newest = max(
             (pulse.progress for pulse in self.pulses.members.values()),
             key=lambda progress: progress.step,
-            default=None,
+            default=self.pulses.newest,
         )
-        return 0 if newest is None else newest.steps_in_all
+        return newest.steps_in_all
 
     @property
     def without_progress_s(self) -> float:

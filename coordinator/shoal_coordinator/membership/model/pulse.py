@@ -96,6 +96,8 @@ class Pulses:
 
     members: Mapping[str, Pulse] = field(default_factory=dict)
     servers: Mapping[str, ServerPulse] = field(default_factory=dict)
+    newest: Progress = field(default_factory=Progress)
+    """Newest progress of any member, which stays when the members have left."""
 
 
 def beaten(pulse: Pulse, now_ms: int, generation: int, progress: Progress) -> Pulse:

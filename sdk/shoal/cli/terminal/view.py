@@ -124,8 +124,16 @@ def _headline(job: Job) -> Text:
     if job.phase is not JobPhase.FINISHED:
         text.append(f", {ranked} of {job.max_workers} workers have a rank")
     elif job.ending is not None:
-        text.append(f", {job.ending}")
+        text.append(f", {job.ending}{_stopped_at(job)}")
     return text
+
+
+def _stopped_at(job: Job) -> str:
+    """Returns the step at which a run ended before its end; empty if unknown, or it completed."""
+    if job.ending is JobEnding.COMPLETED or not job.steps:
+        return ""
+    total = f" of {job.steps_in_all:,}" if job.steps_in_all is not None else ""
+    return f" at step {job.steps:,}{total}"
 
 
 def _progress(job: Job) -> str | None:
@@ -273,6 +281,8 @@ def job_json(job: Job) -> dict[str, Any]:
         "phase": job.phase,
         "ending": job.ending,
         "ending_reason": job.ending_reason,
+        "steps": job.steps,
+        "steps_in_all": job.steps_in_all,
         "generation": job.generation,
         "world_size": job.world_size,
         "min_workers": job.min_workers,

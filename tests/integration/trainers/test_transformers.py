@@ -88,7 +88,7 @@ def test_the_best_model_outlives_a_worker_killed_while_it_is_saved(
 
 @pytest.fixture(scope="module")
 def generated_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What one process generates."""
+    """Returns the outputs that one process generates."""
     return run_alone(SEQ2SEQ, tmp_path_factory.mktemp("seq2seq"), "zero2", OFFLINE)
 
 

@@ -1,9 +1,11 @@
-"""transformers' Trainer, elastic: a small GPT-2 with dropout, a schedule, evaluations with metrics.
-Each rank prints what it ends with.
+"""transformers' Trainer, elastic: a small GPT-2 with dropout, a schedule, evaluations with metrics,
+the best model loaded at the end, which is that of step 20 of 40. Each rank prints what it ends
+with.
 
-Arguments: a directory, a strategy, and perhaps "kill", "late" or "slow". "kill": the second worker
-kills itself in its 6th step, before the update, "late": in its evaluation behind step 5; the others
-wait behind step 10 until its replacement has come. "slow": steps take 0.3 s.
+Arguments: a directory, a strategy, and perhaps "kill", "late", "saving" or "slow". "kill": the
+second worker kills itself in its 6th step, before the update, "late": in its evaluation behind step
+5; the others wait behind step 10 until its replacement has come. "saving": it is killed while it
+writes its part of the best checkpoint. "slow": steps take 0.3 s.
 """
 
 from __future__ import annotations
@@ -52,6 +54,10 @@ class Fault(TrainerCallback):
         self.second = os.environ.get("LOCAL_RANK") == "1"
         if self.second and self.killed.exists():
             self.came.touch()
+        elif self.second and mode == "saving":
+            self.killed.touch()
+            # the fourth checkpoint is that of step 20
+            os.environ["SHOAL_FAILPOINTS"] = "checkpoint.shard_written@4=kill"
 
     def kill(self) -> None:
         if self.second and not self.killed.exists():
@@ -69,12 +75,19 @@ class Fault(TrainerCallback):
     def on_step_end(self, args, state, control, **kwargs):
         if self.mode == "slow":
             time.sleep(0.3)
+        if self.mode in ("slow", "saving"):
             return
         give_up_at = time.monotonic() + 120
         while state.global_step >= 10 and not self.came.exists() and time.monotonic() < give_up_at:
             time.sleep(0.05)
         if state.global_step >= 10 and shoal.world_size() < int(os.environ["WORLD_SIZE"]):
             time.sleep(0.2)
+
+
+def digest(state: dict[str, torch.Tensor]) -> str:
+    return xxh3_64_hexdigest(
+        b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(state.items()))
+    )
 
 
 def accuracy(predictions) -> dict[str, float]:
@@ -91,6 +104,7 @@ def main() -> None:
         sys.argv[3] if len(sys.argv) > 3 else "",
     )
     directory.mkdir(exist_ok=True)
+    fault = Fault(directory, mode)
     set_seed(0)
     torch.set_num_threads(1)
     model = GPT2LMHeadModel(
@@ -112,8 +126,9 @@ def main() -> None:
         learning_rate=1e-2,
         lr_scheduler_type="cosine",
         eval_strategy="epoch",
-        metric_for_best_model="loss",
-        greater_is_better=False,
+        load_best_model_at_end=True,
+        metric_for_best_model="middle",
+        greater_is_better=True,
         logging_steps=5,
         save_strategy="epoch",
         save_total_limit=2,
@@ -126,16 +141,16 @@ def main() -> None:
         arguments,
         train_dataset=Tokens(39),
         eval_dataset=Tokens(11),
-        compute_metrics=accuracy,
+        compute_metrics=lambda predictions: {
+            **accuracy(predictions),
+            "middle": -abs(trainer.state.global_step - 20),
+        },
         strategy=strategy,
         strategy_options={"deterministic": True},
-        callbacks=[patience, *([Fault(directory, mode)] if mode else [])],
+        callbacks=[patience, *([fault] if mode else [])],
     )
     loss = trainer.train(resume_from_checkpoint=True).training_loss
     state = trainer.model_wrapped.full_state_dict()
-    digest = xxh3_64_hexdigest(
-        b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(state.items()))
-    )
     speeds = ("_runtime", "_per_second")
     history = [
         {name: round(value, 6) for name, value in entry.items() if not name.endswith(speeds)}
@@ -143,7 +158,8 @@ def main() -> None:
     ]
     trainer.save_model(str(directory / "model"))
     told = {
-        "digest": digest,
+        "best": digest(state),
+        "best_step": trainer.state.best_global_step,
         "loss": round(loss, 9),
         "steps": trainer.state.global_step,
         "world": shoal.world_size(),

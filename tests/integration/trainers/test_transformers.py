@@ -1,5 +1,5 @@
 """transformers' Trainer under `shoal run`: workers are killed, others join, all are asked to leave;
-it ends as one process alone would."""
+it ends as one process alone would. Evaluations may generate."""
 
 from __future__ import annotations
 
@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
-from tests.integration.trainers.runs import IN_TWO, Alone, finish, runs_alone
+from tests.integration.trainers.runs import IN_TWO, Alone, finish, run_alone, runs_alone
 
 Shell = Any  # of tests/integration/conftest.py
 
-PROGRAM = Path(__file__).parents[1] / "programs" / "elastic_transformers.py"
+PROGRAMS = Path(__file__).parents[1] / "programs"
+PROGRAM = PROGRAMS / "elastic_transformers.py"
+SEQ2SEQ = PROGRAMS / "elastic_seq2seq.py"
 OFFLINE = {"HF_HUB_OFFLINE": "1"}
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
@@ -39,10 +41,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 def test_a_killed_worker_and_its_replacement_change_nothing(
     shell: Shell, alone: Any, strategy: str, mode: str, like: str
 ) -> None:
-    """Weights, losses and metrics, what callbacks have counted, and what was logged, on all ranks,
-    bit for bit."""
+    """Weights of the best model, losses and metrics, what callbacks have counted, and what was
+    logged, on all ranks, bit for bit."""
     expected, model = alone(like)
-    assert expected["steps"] == 40
+    assert (expected["steps"], expected["best_step"]) == (40, 20)
     shell.environment.update(OFFLINE)
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", strategy, mode)
     results = finish(command)
@@ -67,4 +69,47 @@ def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alo
     assert 10 <= stopped[-1] < 40
     results = finish(shell.start(*IN_TWO, PROGRAM, directory, "zero2"))
     assert results == [expected | {"world": 2}] * 2
-    assert len([*directory.glob("step-*")]) == 2, "save_total_limit"
+    kept = sorted(path.name for path in directory.glob("step-*"))
+    assert kept == ["step-20", "step-35", "step-40"], "the best, beside save_total_limit"
+
+
+def test_the_best_model_outlives_a_worker_killed_while_it_is_saved(
+    shell: Shell, alone: Any
+) -> None:
+    """The checkpoint that lacks the dead worker's part is written again by the others."""
+    expected, _ = alone("zero2")
+    shell.environment.update(OFFLINE)
+    command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "zero2", "saving")
+    results = finish(command)
+    assert "ended with SIGKILL; continuing" in command.stderr
+    assert results
+    for result in results:
+        assert result | {"world": 1} == expected
+
+
+@pytest.fixture(scope="module")
+def generated_alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """Returns the outputs that one process generates."""
+    return run_alone(SEQ2SEQ, tmp_path_factory.mktemp("seq2seq"), "zero2", OFFLINE)
+
+
+@pytest.mark.parametrize(
+    "strategy",
+    [
+        "zero3",
+        *(
+            pytest.param(name, marks=pytest.mark.matrix)
+            for name in ("ddp", "zero1", "zero2", "fsdp")
+        ),
+    ],
+)
+def test_evaluations_generate_the_same_whatever_the_strategy_and_whoever_dies(
+    shell: Shell, generated_alone: dict[str, Any], strategy: str
+) -> None:
+    shell.environment.update(OFFLINE)
+    command = shell.start(*IN_TWO, SEQ2SEQ, shell.directory / "run", strategy, "kill")
+    results = finish(command)
+    assert "ended with SIGKILL; continuing" in command.stderr
+    assert results
+    for result in results:
+        assert result == generated_alone

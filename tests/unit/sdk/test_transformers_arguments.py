@@ -62,6 +62,8 @@ def make(
             r"include_for_metrics=\['loss'\]: Shoal's Trainer does not do that",
         ),
         ({"torch_compile": True}, "give the Trainer a compiled model"),
+        ({"fp16": True, "use_cpu": True}, "fp16=True on a CPU: expected a GPU"),
+        ({"fp16_full_eval": True}, "fp16_full_eval=True: Shoal's Trainer does not do that"),
         (
             {"options": {"deterministic": True}},
             "deterministic=True with gradient_accumulation_steps=1",
@@ -123,3 +125,32 @@ def test_a_data_loader_that_nobody_can_deal_is_refused(tmp_path: Path) -> None:
         match=r"get_train_dataloader\(\) gave a DataLoader: expected a shoal\.ElasticDataLoader",
     ):
         trainer.train()
+
+
+def test_under_fp16_a_step_whose_gradients_overflow_counts_and_updates_nothing(
+    tmp_path: Path,
+) -> None:
+    """On a CPU, in float32, with the scaler that Accelerate makes on a GPU."""
+    from transformers import TrainerCallback
+
+    trainer = make(tmp_path, max_steps=8, learning_rate=1e-3, optim="sgd")
+    scaler = trainer.accelerator.scaler = torch.amp.GradScaler("cpu", init_scale=2.0**127)
+    seen: list[tuple[float, bool, float]] = []
+    weights = trainer.model.layer.weight
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            self.before = weights.detach().clone()
+
+        def on_step_end(self, *_: Any, lr_scheduler: Any, **__: Any) -> None:
+            updated = not torch.equal(self.before, weights)
+            seen.append((scaler.get_scale(), updated, lr_scheduler.get_last_lr()[0]))
+
+    trainer.add_callback(Watch())
+    assert trainer.train().global_step == 8
+    scales, updates, rates = zip((2.0**127, True, 1e-3), *seen, strict=True)
+    assert {True, False} == set(updates[1:])
+    for before, after, updated in zip(scales, scales[1:], updates[1:], strict=False):
+        assert after == (before if updated else before / 2)
+    expected = [1e-3 * (1 - sum(updates[1 : step + 1]) / 8) for step in range(9)]
+    assert rates == pytest.approx(expected), "the schedule waits for the first update"

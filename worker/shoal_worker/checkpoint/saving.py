@@ -193,6 +193,19 @@ class CheckpointSaver:
 
             self._submit(session, write, what=what)
 
+    def is_written(self, session: Session, path: Path) -> bool:
+        """Waits until no rank is saving, and returns whether the first rank sees the checkpoint at
+        `path`; True where nothing is saved, as in a joiner. Called by every rank, after `save`."""
+        path = path.absolute()
+
+        def body(channel: Channel) -> bool:
+            self.settle_together(channel)
+            return bool(json.loads(channel.exchange(json.dumps(path.is_dir()).encode())[0]))
+
+        return session.operation("save_checkpoint", body) or (
+            session.is_joining or session.is_redoing or session.has_left
+        )
+
     def settle_together(self, channel: Channel) -> None:
         """Waits until no rank is saving, so that checkpoints can be read. Part of an operation."""
         in_company(channel, self._writer.done_within)

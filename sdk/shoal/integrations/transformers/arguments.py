@@ -31,20 +31,17 @@ _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
         False,
         "batches are evaluated on all workers; compute_metrics gets all predictions at the end",
     ),
+    "bf16_full_eval": (False, "evaluation uses the model's own precision; bf16=True autocasts"),
     "deepspeed": (None, "strategy= says how the model is cut"),
     "enable_jit_checkpoint": (
         False,
         "workers that are asked to leave stop at one step boundary, and train() saves there by "
         "itself",
     ),
-    "fp16": (False, "use bf16=True, which needs no scaler"),
+    "fp16_full_eval": (False, "evaluation uses the model's own precision; fp16=True autocasts"),
     "fsdp": (None, "strategy='fsdp' is Shoal's"),
     "include_for_metrics": ([], "predictions and labels alone are gathered"),
     "include_num_input_tokens_seen": ("no", "each worker sees tokens of its own"),
-    "load_best_model_at_end": (
-        False,
-        "load it with shoal.load_full_state, or save it in a callback",
-    ),
     "parallelism_config": (None, "strategy= says how the model is cut"),
     "push_to_hub": (False, "call trainer.save_model(directory), and upload that"),
     "torch_compile": (False, "give the Trainer a compiled model: torch.compile(model)"),
@@ -130,6 +127,11 @@ def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> Non
             raise ConfigurationError(
                 f"{name}={value!r}: Shoal's Trainer does not do that: {instead}"
             )
+    if args.fp16 and args.device.type == "cpu":
+        raise ConfigurationError(
+            "fp16=True on a CPU: expected a GPU, since transformers would train in float32 here "
+            "without a word; use bf16=True, which also works on a CPU"
+        )
     if options.get("deterministic") and args.gradient_accumulation_steps < 2:
         raise ConfigurationError(
             "strategy_options deterministic=True with gradient_accumulation_steps=1: a step is "

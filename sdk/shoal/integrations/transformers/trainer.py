@@ -23,6 +23,7 @@ import torch
 import transformers
 from shoal_common.errors import ConfigurationError, PreconditionError
 from shoal_worker import api
+from shoal_worker.checkpoint.saving import CheckpointSaver
 from shoal_worker.data.loader import ElasticDataLoader
 from shoal_worker.elastic.session.worker_process import current_session
 from shoal_worker.strategies.model import ShardedModel
@@ -103,7 +104,7 @@ class Trainer(transformers.Trainer):
         self.accelerator.unwrap_model = unwrap_model
 
     def autocast_smart_context_manager(self, cache_enabled: bool | None = True) -> Any:
-        """Returns the context for computing the loss: autocast in bfloat16 with bf16=True,
+        """Returns the context for computing the loss: autocast with bf16=True or fp16=True,
         otherwise nothing."""
         return self.accelerator.autocast()
 
@@ -323,20 +324,34 @@ class Trainer(transformers.Trainer):
                     weights + session.step.micro_batch,
                 )
                 session.step.loss = total / weights
+        scaler = self.accelerator.scaler  # with fp16=True, otherwise None
+        if scaler is not None:
+            scaler.unscale_(self.optimizer)
         told["grad_norm"] = (
             model.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
         )
         self.control = handler.on_pre_optimizer_step(args, self.state, self.control)
         step = session.step
-        committed = bool(self.optimizer.step())
+        committed, updated = self._step_optimizer(scaler)
         if committed:
             self.control = handler.on_optimizer_step(args, self.state, self.control)
             told["learning_rate"] = self._get_learning_rate()
-            if not self._scheduled_by_metric:
+            if updated and not self._scheduled_by_metric:
                 self.lr_scheduler.step()
             self._add_loss(step.mean_loss if step is not None else None)
         self.optimizer.zero_grad()
         return committed
+
+    def _step_optimizer(self, scaler: torch.amp.GradScaler | None) -> tuple[bool, bool]:
+        """Returns whether the step counts, and whether it updated the parameters: a step whose
+        gradients overflowed under fp16 counts without an update, as in transformers."""
+        if scaler is None:
+            committed = bool(self.optimizer.step())
+            return committed, committed
+        before = scaler.get_scale()
+        committed = bool(scaler.step(self.optimizer))
+        scaler.update()  # without effect if the step does not count
+        return committed, committed and scaler.get_scale() >= before
 
     @property
     def _scheduled_by_metric(self) -> bool:
@@ -432,11 +447,47 @@ class Trainer(transformers.Trainer):
     # --------------------------------------------------------------------------------------- saving
 
     def _save_checkpoint(self, model: nn.Module, trial: Any) -> None:
-        """Saves Shoal's checkpoint in `output_dir/step-<n>`, with the Trainer's state."""
-        if not current_session().is_redoing:
+        """Saves Shoal's checkpoint in `output_dir/step-<n>`, with the Trainer's state.
+
+        With load_best_model_at_end it returns when the best one so far is on the disk: another
+        attempt follows if a rank dies before it has written its part.
+        """
+        args, state, session = self.args, self.state, current_session()
+        if session.is_redoing:
+            return
+        is_best = state.best_global_step == state.global_step and math.isfinite(state.best_metric)
+        path = Path(args.output_dir) / f"step-{state.global_step}"
+        if is_best:
+            state.best_model_checkpoint = str(path)
+        saver = CheckpointSaver.of(session)
+        while True:
             api.save_checkpoint(
-                self.args.output_dir, keep=self.args.save_total_limit or sys.maxsize
+                args.output_dir,
+                keep=args.save_total_limit or sys.maxsize,
+                best=state.best_metric if is_best else None,
+                mode=("max" if args.greater_is_better else "min") if is_best else None,
             )
+            if not (is_best and args.load_best_model_at_end) or saver.is_written(session, path):
+                return
+
+    def _load_best_model(self) -> None:
+        """Loads the best model's values on all ranks. Called by transformers, at the end of
+        `train`.
+
+        Raises:
+            ConfigurationError: its checkpoint is not in the directory that this process sees.
+        """
+        model, session = self._distribute(), current_session()
+        path = Path(self.state.best_model_checkpoint)
+        while True:
+            read = api.load_full_state(path) if session.is_first else None
+            best = api.broadcast(read)
+            if best is not None:
+                model.load_full(best)
+                return
+            if session.is_joining or session.is_redoing or session.has_left:
+                return  # its values do not count
+            # the rank that was to send them has died
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Writes the unsharded model like transformers' own, on the one rank that writes. Called by

@@ -94,7 +94,7 @@ in torch's own data parallelism.
   each pass's samples are summed too. In passes of one sample the two cases look the same, and count
   as steps. Store a maximum or minimum in floating point instead, with infinity as its initial
   value. In the first 100 steps, a warning names a buffer whose summed changes are not the number of
-  samples.
+  samples, and one whose equal changes are a multiple of it, as a count of tokens is.
 - **All other buffers** (`bool`, other integers, complex numbers, floating-point buffers with some
   infinite elements) must change in the same way on all ranks and in all micro-batches. Otherwise
   `BUFFERS_DIFFER` names the buffer in the first step that differs.

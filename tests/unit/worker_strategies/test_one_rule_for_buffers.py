@@ -273,3 +273,25 @@ def test_integers_that_need_not_be_counts_are_summed_with_a_warning_and_outside_
     shoal.launch(lambda: rank(positives=True), world_size=2)
     # each rank says so once
     assert caplog.text.count("int64 buffers ['top', 'count'] changed by different amounts") == 2
+
+
+class Tokens(nn.Module):
+    """Counts the tokens of its batches, of which all ranks have equally many."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 2)
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            self.tokens += x.numel()
+        return self.linear(x)
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "zero3"])
+def test_a_counter_that_may_count_something_of_the_samples_is_warned_of(
+    strategy: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    shoal.launch(lambda: train(strategy, Tokens()), world_size=2)
+    assert caplog.text.count("int64 buffers ['tokens'] changed by one amount on all ranks") == 2

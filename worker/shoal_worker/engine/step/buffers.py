@@ -46,7 +46,7 @@ _TOLERANCE: Final = 1e-5
 _LARGEST_CHANGE: Final = 2.0**40
 """The mean over 4000 ranks of integers up to this, in float64, is off by less than a half."""
 _WATCHED_SUMS: Final = 100
-"""Steps in which sums of counters are looked at, the first ones."""
+"""Steps in which counters are looked at, the first ones."""
 
 
 class CommittedBuffers:
@@ -62,7 +62,12 @@ class CommittedBuffers:
         persistent = {id(tensor) for tensor in ModuleState(module).tensors.values()}
         floats: list[tuple[nn.Module, str]] = []
         counters: list[tuple[nn.Module, str]] = []
-        self._sums_to_watch = _WATCHED_SUMS
+        self._steps_to_watch = _WATCHED_SUMS
+        self._multiples: torch.Tensor | None = None
+        """Elements of counters whose last changes were multiples of this rank's samples."""
+        self._sums_to_watch = self._steps_to_watch = _WATCHED_SUMS
+        self._multiples: torch.Tensor | None = None
+        """Elements of counters whose last changes were multiples of this rank's samples."""
         others: list[tuple[nn.Module, str]] = []
         statistics: list[tuple[str, nn.Module, str]] = []
         self._counted: list[tuple[str, nn.Module, str]] = []
@@ -260,6 +265,8 @@ class CommittedBuffers:
         self._check_exact(counted)
         rest = counted.remainder(_MODULUS)
         of_samples = self._count_samples(counted, samples).to(like.dtype)
+        if self._steps_to_watch and samples > 1:
+            self._multiples = (counted.abs() > samples) & (counted.remainder(samples) == 0)
         mean = (
             torch.cat(
                 [
@@ -349,6 +356,8 @@ class CommittedBuffers:
         steps = torch.cat([part.all().expand(part.shape) for part in each]) if each else alike
         if count and self._sums_to_watch:
             self._watch_sums(~steps & (of_samples < 1 - _TOLERANCE) & (summed != 0))
+        if count and self._steps_to_watch:
+            self._watch_steps(steps)
         counted = (
             committed[1]
             + torch.where(steps, once, summed).round().to(torch.int64)
@@ -359,6 +368,24 @@ class CommittedBuffers:
                 *_split(moved, self._committed[self._floats]),
                 *_split(counted, self._committed[self._counters]),
             ]
+        )
+
+    def _watch_steps(self, steps: torch.Tensor) -> None:
+        """Warns once of counters that may be sums. `steps`: elements whose changes count once."""
+        self._steps_to_watch -= 1
+        multiples, self._multiples = self._multiples, None
+        if multiples is None or not (doubtful := steps & multiples.to(steps.device)).any():
+            return
+        self._steps_to_watch = 0
+        parts = doubtful.split(self._sizes[self._counters])
+        _log.warning(
+            "int64 buffers %s changed by one amount on all ranks, a multiple of the samples of "
+            "this rank's batch: it is added once, as for a count of steps. If they count something "
+            "of the samples (tokens, say), the total of all ranks is larger: count that outside of "
+            "the module, for example with shoal.all_reduce",
+            [name for (name, _, _), part in zip(self._counted, parts, strict=False) if part.any()][
+                :3
+            ],
         )
 
     def _watch_sums(self, doubtful: torch.Tensor) -> None:

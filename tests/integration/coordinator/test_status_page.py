@@ -138,6 +138,8 @@ def test_names_are_those_of_shoal_status(
         "min_workers",
         "max_workers",
         "waits_for",
+        "newest_step",
+        "steps_in_all",
     )
     assert {name: as_status[name] for name in same} == {name: seen[name] for name in same}
 

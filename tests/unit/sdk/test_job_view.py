@@ -283,4 +283,4 @@ def test_a_stopped_run_is_shown_with_the_step_at_which_it_stopped() -> None:
     first, second = shown(job).splitlines()[:2]
     assert first.endswith("finished, generation 0, stopped at step 1,134 of 5,700")
     assert second == "seen enough"
-    assert job_json(job_of(job))["steps"] == 1134
+    assert job_json(job_of(job))["newest_step"] == 1134

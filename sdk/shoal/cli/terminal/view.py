@@ -281,7 +281,7 @@ def job_json(job: Job) -> dict[str, Any]:
         "phase": job.phase,
         "ending": job.ending,
         "ending_reason": job.ending_reason,
-        "steps": job.steps,
+        "newest_step": job.steps,
         "steps_in_all": job.steps_in_all,
         "generation": job.generation,
         "world_size": job.world_size,

@@ -14,6 +14,9 @@ from collections.abc import Iterator
 from tests.simulation.oracle import reference
 from tests.simulation.scenario import ALL_LOOPS, ALL_STRATEGIES, LOOPS, Parted, Scenario, Torn
 
+_TRIED = tuple(strategy for strategy in ALL_STRATEGIES if strategy != "fsdp")
+"""All strategies except fsdp, which is zero3 by another name."""
+
 _IN_REPLICAS = ("hsdp", "hybrid", "pipeline")
 """Strategies in which two ranks share a replica: hsdp cuts it into shards, hybrid into
 tensor-parallel parts, pipeline into stages."""
@@ -33,7 +36,7 @@ _REFUSED = (("pipeline", "scaler"),)
 
 def cells() -> list[tuple[str, str]]:
     """Returns the pairs of strategy and loop on which tears are tried."""
-    return [cell for cell in itertools.product(ALL_STRATEGIES, LOOPS) if cell not in _REFUSED]
+    return [cell for cell in itertools.product(_TRIED, LOOPS) if cell not in _REFUSED]
 
 
 def tears(strategy: str, loop: str, *, collectives: range | None = None) -> Iterator[Scenario]:
@@ -58,7 +61,7 @@ def tears(strategy: str, loop: str, *, collectives: range | None = None) -> Iter
 def parted_cells() -> list[tuple[str, str]]:
     """Returns the pairs of strategy and loop on which partitions are tried: those of `cells`, and
     the loop `operations`."""
-    return [cell for cell in itertools.product(ALL_STRATEGIES, ALL_LOOPS) if cell not in _REFUSED]
+    return [cell for cell in itertools.product(_TRIED, ALL_LOOPS) if cell not in _REFUSED]
 
 
 def partitions(strategy: str, loop: str, *, every: int | None = None) -> Iterator[Scenario]:

@@ -62,9 +62,6 @@ class CommittedBuffers:
         persistent = {id(tensor) for tensor in ModuleState(module).tensors.values()}
         floats: list[tuple[nn.Module, str]] = []
         counters: list[tuple[nn.Module, str]] = []
-        self._steps_to_watch = _WATCHED_SUMS
-        self._multiples: torch.Tensor | None = None
-        """Elements of counters whose last changes were multiples of this rank's samples."""
         self._sums_to_watch = self._steps_to_watch = _WATCHED_SUMS
         self._multiples: torch.Tensor | None = None
         """Elements of counters whose last changes were multiples of this rank's samples."""

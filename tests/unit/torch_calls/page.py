@@ -118,6 +118,9 @@ in torch's own data parallelism.
 - An aborted step restores everything that its passes changed: buffers, written parameters, extra
   state, and tensors and numbers in attributes of modules (under `tensor`, `pipeline` and `hybrid`
   only tensors).
+- A joiner does not receive attributes of modules: it starts with the values that the constructor
+  gave them, and `shoal.resume` does too, as in plain torch. If a pass changes an attribute and
+  later passes use it, make it a buffer or return it from `get_extra_state()`.
 - `get_extra_state()` must return a value that a checkpoint can store; otherwise `as_distributed`
   raises. Joiners, checkpoints, `full_state_dict()` and files receive it. If ranks differ, the first
   rank's value counts.
@@ -172,6 +175,9 @@ strategy. It compiles the user's modules; Shoal's own code and hooks run uncompi
 `model.compile()` does the same in place. You may also compile the module, or blocks of it, before
 `as_distributed`. Under `tensor`, `pipeline` and a `hybrid` of these, split layers are not compiled
 (`tests/unit/worker_strategies/test_compiled_models.py`).
+
+A module may have a forward pass of its own (`layer.forward = ...`), except under `tensor`,
+`pipeline` and `hybrid`, which split layers by what their classes compute: `as_distributed` raises.
 
 ## A moving average
 

@@ -31,7 +31,7 @@ def test_a_rank_that_is_drained_pushes_its_rows_and_holds_nobody_up(cluster: Mak
         each.member_id for each in running.job().members if each.member_id.startswith("member-1")
     )
     running.client.drain_member(running.job_id, member_id=leaving, reason="test")
-    assert workers[1].process.wait() == 0
+    assert workers[1].process.wait() == 0, workers[1].process.said()
     assert workers[0].result()["steps"] == STEPS
     assert "not pushed" not in workers[1].process.said()
     assert "has not pushed within" not in workers[0].process.said()

@@ -247,7 +247,7 @@ def _is_no_grad(node: ast.AST) -> bool:
 # -------------------------------------------------------------------------------------------- state
 
 _SCHEDULES: Final = re.compile(r"torch\.optim\.lr_scheduler\.\w+|transformers\.get_\w*schedule\w*")
-_OPTIMIZERS: Final = re.compile(r"torch\.optim\.[A-Z]\w+")
+OPTIMIZERS: Final = re.compile(r"torch\.optim\.[A-Z]\w+")
 _STEP_NAMES: Final = frozenset({"step", "steps", "iteration", "iterations", "iter", "batches"})
 
 
@@ -381,7 +381,7 @@ def _made_in_loops(script: Script) -> Iterator[Finding]:
             "scheduler"
             if _SCHEDULES.fullmatch(name)
             else "optimizer"
-            if _OPTIMIZERS.fullmatch(name)
+            if OPTIMIZERS.fullmatch(name)
             else ""
         )
         if kind and script.is_in_training_loop(call):

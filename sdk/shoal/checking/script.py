@@ -76,6 +76,10 @@ class Script:
             yield parent
             node = parent
 
+    def statement(self, node: ast.AST) -> ast.stmt:
+        """Innermost statement that is or contains the node."""
+        return next(each for each in (node, *self.above(node)) if isinstance(each, ast.stmt))
+
     def scope(self, node: ast.AST) -> Function | None:
         """Innermost function whose body contains the node; None for the module."""
         below = node

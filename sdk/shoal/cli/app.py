@@ -23,6 +23,7 @@ from shoal.cli.commands.coordinate import coordinate
 from shoal.cli.commands.demo import demo
 from shoal.cli.commands.events import events
 from shoal.cli.commands.history import history
+from shoal.cli.commands.init import init
 from shoal.cli.commands.jobs import jobs
 from shoal.cli.commands.logs import logs
 from shoal.cli.commands.plan import plan
@@ -54,6 +55,7 @@ app.command(
     }
 )(with_credentials(submit))
 app.command()(plan)
+app.command()(init)
 app.command()(check)
 app.command()(with_credentials(jobs))
 app.command(context_settings={"allow_interspersed_args": False})(with_credentials(coordinate))

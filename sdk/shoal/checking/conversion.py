@@ -1,0 +1,524 @@
+"""Converts a plain training script for `shoal init --from`. Pure.
+
+Only changes that are certain are made. What `shoal check` finds in the result is marked with a
+comment. The loop is converted if it has this shape, in one block of the script:
+
+    loader = DataLoader(...)
+    optimizer = torch.optim.X(model.parameters(), ...)
+    for epoch in range(n):
+        for batch in loader:
+            ...
+            loss.backward()
+            optimizer.step()
+"""
+
+from __future__ import annotations
+
+import ast
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from shoal.checking.loaders import DATA_LOADERS
+from shoal.checking.rules import OPTIMIZERS, Finding, check
+from shoal.checking.script import Loop, Script
+
+MARK: Final = "# TODO(shoal): "
+_OTHER_LIBRARIES: Final = {
+    "torch.distributed": "ddp.md",
+    "torch.nn.parallel": "ddp.md",
+    "torch.nn.DataParallel": "ddp.md",
+    "accelerate": "accelerate.md",
+    "deepspeed": "deepspeed.md",
+    "lightning": "trainers.md",
+    "pytorch_lightning": "trainers.md",
+    "transformers.Trainer": "trainers.md",
+}
+"""Libraries that distribute a script already, and their pages in docs/migration."""
+_NOT_DEALT: Final = frozenset({"sampler", "batch_sampler", "worker_init_fn"})
+"""Arguments of a DataLoader that a person has to look at."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Conversion:
+    """A converted script."""
+
+    source: str
+    changes: int
+    """Places that were changed."""
+    marks: int
+    """Comments that name what remains."""
+    refusal: str
+    """Reason why the training loop stayed as it was; empty if it was converted."""
+
+
+class _Unclear(Exception):
+    """The loop has another shape."""
+
+    def __init__(self, what: str, node: ast.AST | None = None) -> None:
+        line = getattr(node, "lineno", None)
+        super().__init__(f"line {line}: {what}" if line else what)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """A loop that can be converted, and the statements around it."""
+
+    first_import: ast.stmt
+    block: list[ast.stmt]
+    model: str
+    optimizer: str
+    made: ast.stmt
+    """Statement that makes the optimizer."""
+    loader: str
+    loader_call: ast.Call
+    epochs: ast.For
+    backward: ast.stmt
+    loss: str
+    """Name of the loss; empty if it has none."""
+    step: ast.stmt
+    scheduler: ast.stmt | None
+    """Step of a scheduler, directly below `step`."""
+
+
+def convert(source: str, name: str = "<script>") -> Conversion | None:
+    """Returns the converted script; None if it has no training loop.
+
+    Raises SyntaxError.
+    """
+    found = check(source, name)
+    if found is None:
+        return None
+    script = Script(source, name)
+    edits = _Edits(source)
+    refusal = ""
+    try:
+        shape = _find_shape(script)
+    except _Unclear as reason:
+        refusal = str(reason)
+    else:
+        _convert_loop(script, shape, found, edits)
+    converted = edits.apply()
+    marked, marks = _marked(converted, name)
+    return Conversion(source=marked, changes=edits.count, marks=marks, refusal=refusal)
+
+
+# -------------------------------------------------------------------------------------------- shape
+
+
+def _find_shape(script: Script) -> _Shape:
+    used = {script.full_name(node) for node in script.of_type(ast.Name, ast.Attribute)}
+    for imported in script.of_type(ast.Import, ast.ImportFrom):
+        module = [imported.module or ""] if isinstance(imported, ast.ImportFrom) else []
+        used.update(module or [alias.name for alias in imported.names])
+    for library, page in _OTHER_LIBRARIES.items():
+        if script.imports(library) or any(f"{each}.".startswith(f"{library}.") for each in used):
+            raise _Unclear(f"the script uses {library}: docs/migration/{page}")
+    if script.imports("shoal"):
+        raise _Unclear("the script uses Shoal already")
+    loops = script.training_loops()
+    if len(loops) != 1:
+        raise _Unclear(f"the script has {len(loops)} training loops", loops[1] if loops else None)
+    epochs = loops[0]
+    if not isinstance(epochs, ast.For) or not _is_range(epochs.iter):
+        raise _Unclear("the training loop is not `for ... in range(n)`", epochs)
+    scope = script.scope(epochs)
+    block = script.tree.body if scope is None else scope.body
+    if epochs not in block:
+        raise _Unclear("the loop over epochs is within another statement", epochs)
+    if scope is not None and scope not in script.unguarded_scopes:
+        raise _Unclear(f"{scope.name}() may not run on all ranks", scope)
+    inner = _only([part for part in epochs.body if _trains(script, part)], "batches", epochs)
+    if not isinstance(inner, ast.For):
+        raise _Unclear("the loop over batches is not a `for`", inner)
+    for node in ast.walk(epochs):
+        if isinstance(node, ast.Break | ast.Continue | ast.Return):
+            raise _Unclear("the training loop has a break, continue or return", node)
+    backward, loss = _backward(script, inner)
+    optimizer, step = _step(script, inner)
+    scheduler = _scheduler(script, inner, step)
+    if inner.body.index(step) < inner.body.index(backward):
+        raise _Unclear("the optimizer's step is before backward()", step)
+    made, model = _optimizer(script, block, optimizer)
+    loader, loader_call = _loader(script, block, inner)
+    for statement in (made, script.statement(loader_call)):
+        if block.index(statement) > block.index(epochs):
+            raise _Unclear("made after the training loop", statement)
+    _check_names(script, block, made, inner, (model, optimizer, loader))
+    for whole in (made, backward, step, scheduler):
+        if whole is not None and not _has_lines_of_its_own(script, whole):
+            raise _Unclear("more than one statement in a line", whole)
+    imports = (
+        part
+        for part in script.tree.body
+        if isinstance(part, ast.Import)
+        or (isinstance(part, ast.ImportFrom) and part.module != "__future__")
+    )
+    first_import = next(imports, None)
+    if first_import is None:
+        raise _Unclear("no import at the script's beginning")
+    return _Shape(
+        first_import=first_import,
+        block=block,
+        model=model,
+        optimizer=optimizer,
+        made=made,
+        loader=loader,
+        loader_call=loader_call,
+        epochs=epochs,
+        backward=backward,
+        loss=loss,
+        step=step,
+        scheduler=scheduler,
+    )
+
+
+def _has_lines_of_its_own(script: Script, node: ast.stmt) -> bool:
+    end_line, end_column = node.end_lineno or node.lineno, node.end_col_offset or 0
+    before = script.lines[node.lineno - 1].encode()[: node.col_offset]
+    after = script.lines[end_line - 1].encode()[end_column:].strip()
+    return not before.strip() and (not after or after.startswith(b"#"))
+
+
+def _is_range(node: ast.AST) -> bool:
+    return (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "range"
+        and len(node.args) == 1
+        and not isinstance(node.args[0], ast.Starred)
+    )
+
+
+def _trains(script: Script, part: ast.stmt) -> bool:
+    return isinstance(part, Loop) and script.trains(part)
+
+
+def _only(found: list[ast.stmt], what: str, loop: ast.AST) -> ast.stmt:
+    if len(found) != 1:
+        raise _Unclear(f"expected one loop over {what} directly in it, found {len(found)}", loop)
+    return found[0]
+
+
+def _method_calls(script: Script, method: str) -> list[ast.Call]:
+    return [
+        call
+        for call in script.calls()
+        if isinstance(call.func, ast.Attribute) and call.func.attr == method
+    ]
+
+
+def _backward(script: Script, inner: ast.For) -> tuple[ast.stmt, str]:
+    calls = _method_calls(script, "backward")
+    statement = script.statement(calls[0]) if calls else inner
+    if (
+        len(calls) != 1
+        or statement not in inner.body
+        or not isinstance(statement, ast.Expr)
+        or statement.value is not calls[0]
+    ):
+        raise _Unclear(
+            "expected one backward() directly in the loop over batches, under no condition",
+            statement,
+        )
+    of = calls[0].func
+    assert isinstance(of, ast.Attribute)
+    return statement, of.value.id if isinstance(of.value, ast.Name) else ""
+
+
+def _step(script: Script, inner: ast.For) -> tuple[str, ast.stmt]:
+    """Returns the optimizer's name, and the statement of its step."""
+    names = {ast.unparse(each.targets[0]) for each in _optimizers(script)}
+    calls = [
+        call
+        for call in _method_calls(script, "step")
+        if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) in names
+    ]
+    statement = script.statement(calls[0]) if calls else inner
+    if (
+        len(calls) != 1
+        or calls[0].args
+        or calls[0].keywords
+        or statement not in inner.body
+        or not isinstance(statement, ast.Expr)
+        or statement.value is not calls[0]
+    ):
+        raise _Unclear(
+            "expected one optimizer.step() directly in the loop over batches, under no condition "
+            "and without arguments",
+            statement,
+        )
+    function = calls[0].func
+    assert isinstance(function, ast.Attribute)
+    return ast.unparse(function.value), statement
+
+
+def _scheduler(script: Script, inner: ast.For, step: ast.stmt) -> ast.stmt | None:
+    """Returns the one other step of a batch: a scheduler's, whose place is directly below the
+    optimizer's."""
+    others = [
+        script.statement(call)
+        for call in _method_calls(script, "step")
+        if inner in script.above(call) and script.statement(call) is not step
+    ]
+    if not others:
+        return None
+    below = inner.body[inner.body.index(step) + 1 :][:1]
+    if others != below or others[0].lineno != others[0].end_lineno:
+        raise _Unclear("expected a scheduler's step directly below the optimizer's", others[0])
+    return others[0]
+
+
+def _optimizers(script: Script) -> list[ast.Assign]:
+    """Assignments of torch's optimizers."""
+    return [
+        node
+        for node in script.of_type(ast.Assign)
+        if isinstance(node.value, ast.Call)
+        and OPTIMIZERS.fullmatch(script.full_name(node.value.func))
+    ]
+
+
+def _optimizer(script: Script, block: list[ast.stmt], name: str) -> tuple[ast.stmt, str]:
+    """Returns the statement that makes the optimizer, and the name of its model."""
+    made = _optimizers(script)
+    if (
+        len(made) != 1
+        or made[0] not in block
+        or [ast.unparse(each) for each in made[0].targets] != [name]
+        or not name.isidentifier()
+    ):
+        raise _Unclear(
+            "expected one optimizer of torch.optim, made beside the loop",
+            made[-1] if made else None,
+        )
+    assert isinstance(made[0].value, ast.Call)
+    parameters = made[0].value.args[0] if made[0].value.args else None
+    if (
+        not isinstance(parameters, ast.Call)
+        or not isinstance(parameters.func, ast.Attribute)
+        or parameters.func.attr != "parameters"
+        or parameters.args
+        or not isinstance(parameters.func.value, ast.Name)
+    ):
+        raise _Unclear(f"{name} is not made of model.parameters()", made[0])
+    return made[0], parameters.func.value.id
+
+
+def _loader(script: Script, block: list[ast.stmt], inner: ast.For) -> tuple[str, ast.Call]:
+    """Returns the name of the loader, and the call that makes it."""
+    looped = inner.iter
+    if isinstance(looped, ast.Call) and ast.unparse(looped.func) == "enumerate" and looped.args:
+        looped = looped.args[0]
+    if not isinstance(looped, ast.Name):
+        raise _Unclear("the loop over batches is not `for ... in loader`", inner)
+    name = looped.id
+    made = [
+        part
+        for part in block
+        if isinstance(part, ast.Assign)
+        and [ast.unparse(target) for target in part.targets] == [name]
+        and isinstance(part.value, ast.Call)
+        and script.full_name(part.value.func) in DATA_LOADERS
+    ]
+    if len(made) != 1:
+        raise _Unclear(f"{name} is no DataLoader made beside the loop", inner)
+    call = made[0].value
+    assert isinstance(call, ast.Call)
+    names = {each.arg for each in call.keywords}
+    if len(call.args) > 3 or None in names or names & _NOT_DEALT:
+        raise _Unclear(f"{name} has a sampler or worker_init_fn, or may have", call)
+    for use in script.of_type(ast.Name):
+        if use.id == name and isinstance(use.ctx, ast.Load) and not _is_read(script, use):
+            raise _Unclear(f"{name} is used other than in a `for`, enumerate() or len()", use)
+    return name, call
+
+
+def _is_read(script: Script, use: ast.Name) -> bool:
+    parent = next(script.above(use))
+    if isinstance(parent, ast.For):
+        return parent.iter is use and script.trains(parent)
+    return (
+        isinstance(parent, ast.Call)
+        and use in parent.args
+        and ast.unparse(parent.func) in ("len", "enumerate")
+    )
+
+
+def _check_names(
+    script: Script,
+    block: list[ast.stmt],
+    made: ast.stmt,
+    inner: ast.For,
+    names: tuple[str, str, str],
+) -> None:
+    """Checks that the names of model, optimizer and loader mean one object each, and that nothing
+    else refers to the model before it is replaced."""
+    model, optimizer, loader = names
+    scope = script.scope(inner)
+    made_once = [
+        node
+        for node in script.of_type(ast.Name)
+        if node.id in (optimizer, loader)
+        and not isinstance(node.ctx, ast.Load)
+        and script.scope(node) is scope
+    ]
+    if len(made_once) != 2:
+        raise _Unclear(f"{optimizer} or {loader} is bound more than once", made_once[-1])
+    later = {node for part in block[block.index(made) + 1 :] for node in ast.walk(part)}
+    for rebound in script.of_type(ast.Name):
+        bound = rebound.id == model and not isinstance(rebound.ctx, ast.Load)
+        if bound and rebound in later and script.scope(rebound) is scope:
+            raise _Unclear(f"{model} is bound again after {optimizer} was made", rebound)
+    for shared in script.of_type(ast.Global, ast.Nonlocal):
+        if set(shared.names) & set(names):
+            raise _Unclear("a function binds the model, the optimizer or the loader", shared)
+    for part in block[: block.index(made)]:
+        for node in ast.walk(part):
+            if _takes_hold(script, node, model) and not _names_again(part, model):
+                raise _Unclear(f"{model} may be kept elsewhere before it is replaced", node)
+    if not any(
+        isinstance(call, ast.Call) and ast.unparse(call.func) == model for call in ast.walk(inner)
+    ):
+        raise _Unclear(f"{model}(...) is not called in the loop over batches", inner)
+
+
+def _takes_hold(script: Script, node: ast.AST, model: str) -> bool:
+    """Returns whether an expression passes the model itself on: an argument, a value, an item."""
+    if not isinstance(node, ast.Name) or node.id != model or not isinstance(node.ctx, ast.Load):
+        return False
+    parent = next(script.above(node))
+    printed = isinstance(parent, ast.Call) and ast.unparse(parent.func) == "print"
+    return not isinstance(parent, ast.Attribute) and not printed
+
+
+def _names_again(part: ast.stmt, model: str) -> bool:
+    """Returns whether a statement only binds the model's own name: `model = f(model)`."""
+    return isinstance(part, ast.Assign) and [ast.unparse(each) for each in part.targets] == [model]
+
+
+# -------------------------------------------------------------------------------------------- edits
+
+
+class _Edits:
+    """Insertions and replacements by place, applied together."""
+
+    def __init__(self, source: str) -> None:
+        self._lines = source.encode().split(b"\n")  # columns of ast are bytes
+        self._edits: list[tuple[int, int, int, int, bytes]] = []
+        self.count = 0
+
+    def indent(self, line: int) -> str:
+        """Returns the white space at the beginning of a line."""
+        text = self._lines[line - 1]
+        return text[: len(text) - len(text.lstrip())].decode()
+
+    def before(self, line: int, text: str) -> None:
+        self._edits.append((line - 1, 0, len(self._edits), 0, text.encode()))
+        self.count += 1
+
+    def below(self, statement: ast.stmt, text: str) -> None:
+        """Adds a line with the indentation of the statement."""
+        end = statement.end_lineno or statement.lineno
+        self.before(end + 1, f"{self.indent(statement.lineno)}{text}\n")
+
+    def shift(self, statement: ast.stmt) -> None:
+        """Indents a statement of one line by one more level."""
+        level = b"\t" if self.indent(statement.lineno).endswith("\t") else b"    "
+        self._edits.append((statement.lineno - 1, 0, len(self._edits), 0, level))
+
+    def replace(self, node: ast.expr, text: str) -> None:
+        assert node.end_lineno == node.lineno
+        assert node.end_col_offset is not None
+        length = node.end_col_offset - node.col_offset
+        self._edits.append(
+            (node.lineno - 1, node.col_offset, len(self._edits), length, text.encode())
+        )
+        self.count += 1
+
+    def enclose(self, node: ast.expr, before: str, after: str) -> None:
+        assert node.end_lineno is not None
+        assert node.end_col_offset is not None
+        number = len(self._edits)
+        self._edits += [
+            (node.lineno - 1, node.col_offset, number, 0, before.encode()),
+            (node.end_lineno - 1, node.end_col_offset, number + 1, 0, after.encode()),
+        ]
+        self.count += 1
+
+    def apply(self) -> str:
+        lines = [*self._lines]
+        for line, column, _, length, text in sorted(self._edits, reverse=True):
+            lines[line] = lines[line][:column] + text + lines[line][column + length :]
+        return b"\n".join(lines).decode()
+
+
+def _convert_loop(script: Script, shape: _Shape, found: list[Finding], edits: _Edits) -> None:
+    edits.before(shape.first_import.lineno, "import shoal\n")
+    both = f"{shape.model}, {shape.optimizer}"
+    edits.below(shape.made, f"{both} = shoal.as_distributed({both})")
+    edits.enclose(shape.loader_call, "shoal.ElasticDataLoader.from_dataloader(", ")")
+    assert isinstance(shape.epochs.iter, ast.Call)
+    edits.replace(shape.epochs.iter.func, f"{shape.loader}.epochs")
+    if shape.loss:
+        edits.below(shape.backward, f"shoal.report(loss={shape.loss})")
+    if shape.scheduler is not None:
+        assert isinstance(shape.step, ast.Expr)
+        edits.enclose(shape.step.value, "if ", ":")
+        edits.shift(shape.scheduler)
+    for call in _prints(script, shape, found):
+        edits.replace(call.func, "shoal.print_once")
+
+
+def _prints(script: Script, shape: _Shape, found: list[Finding]) -> Iterator[ast.Call]:
+    """Calls of print after the model is distributed, which every rank makes."""
+    later = shape.block[shape.block.index(shape.made) + 1 :]
+    inside = {node for part in later for node in ast.walk(part)}
+    reported = {finding.line for finding in found if finding.what.startswith("print()")}
+    for call in script.calls("print"):
+        if (
+            call in inside
+            and call.lineno in reported
+            and script.scope(call) is script.scope(shape.epochs)
+        ):
+            yield call
+
+
+# -------------------------------------------------------------------------------------------- marks
+
+
+def _marked(source: str, name: str) -> tuple[str, int]:
+    """Returns the script with a comment above each statement that has findings, and their
+    number."""
+    script = Script(source, name)
+    edits = _Edits(source)
+    for finding in check(source, name) or ():
+        line = min(
+            (
+                (end - node.lineno, node.lineno)
+                for node in script.of_type(ast.stmt)
+                if node.lineno <= finding.line <= (end := node.end_lineno or node.lineno)
+            ),
+            default=(0, finding.line),  # a decorator
+        )[1]
+        indent = edits.indent(line)
+        text = f"{finding.what}. Instead: {finding.remedy}"
+        edits.before(
+            line,
+            "".join(
+                f"{each}\n"
+                for each in textwrap.wrap(
+                    text,
+                    99,
+                    initial_indent=f"{indent}{MARK}",
+                    subsequent_indent=f"{indent}#     ",
+                    break_long_words=False,
+                    break_on_hyphens=False,
+                )
+            ),
+        )
+    marked = edits.apply()
+    if ast.dump(ast.parse(marked)) != ast.dump(script.tree):
+        raise AssertionError(f"comments changed {name}")
+    return marked, edits.count

@@ -1,0 +1,106 @@
+"""`shoal init`: writes a training script to begin with, or an elastic copy of a plain one."""
+
+from __future__ import annotations
+
+import difflib
+import shlex
+import sys
+import tokenize
+from importlib.resources import files
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from shoal_common.errors import ConfigurationError
+
+
+def init(
+    script: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="[SCRIPT.py]",
+            help="File to write. Default: train.py, or with --from NAME.py NAME_elastic.py beside "
+            "it. Asked for on a terminal.",
+            show_default=False,
+        ),
+    ] = None,
+    plain: Annotated[
+        Path | None,
+        typer.Option(
+            "--from",
+            metavar="PLAIN.py",
+            help="Write an elastic copy of this plain PyTorch script.",
+            show_default=False,
+        ),
+    ] = None,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite the file if it exists.")
+    ] = False,
+) -> None:
+    """Write a training script to begin with, and show the command that runs it.
+
+    With --from, the script is read, not run. Its training loop is converted if that is certain to
+    be right; comments with TODO(shoal) name what remains. The changes are shown as a diff.
+    """
+    default = plain.with_name(f"{plain.stem}_elastic.py") if plain else Path("train.py")
+    if script is None:
+        script = Path(typer.prompt("Script to write", default)) if _is_on_terminal() else default
+    if plain is None:
+        _write(script, files("shoal.cli").joinpath("starter.py").read_text("utf-8"), force=force)
+        typer.echo(f"wrote {script}")
+    else:
+        _convert(plain, script, force=force)
+    path = shlex.quote(str(script))
+    typer.echo(f"next: shoal run --standalone --nproc-per-node 2 {path}")
+
+
+def _is_on_terminal() -> bool:
+    return sys.stdin.isatty() and sys.stdout.isatty()
+
+
+def _convert(plain: Path, script: Path, *, force: bool) -> None:
+    from shoal.checking.conversion import convert
+
+    source, encoding = _read(plain)
+    try:
+        conversion = convert(source, str(plain))
+    except SyntaxError as error:
+        raise ConfigurationError(
+            f"{plain}:{error.lineno}: not a Python script: {error.msg}"
+        ) from error
+    if conversion is None:
+        raise ConfigurationError(
+            f"{plain}: no training loop was found, so there is nothing to convert; `shoal init` "
+            "without --from writes a script to begin with"
+        )
+    if conversion.source == source:
+        typer.echo(f"{plain}: nothing to change, so nothing was written")
+        raise typer.Exit
+    _write(script, conversion.source, encoding, force=force)
+    for line in difflib.unified_diff(
+        source.splitlines(), conversion.source.splitlines(), str(plain), str(script), lineterm=""
+    ):
+        typer.echo(line)
+    typer.echo(f"\nwrote {script}")
+    if conversion.refusal:
+        typer.echo(f"the training loop was not converted: {conversion.refusal}")
+    if marks := conversion.marks:
+        typer.echo(f"change the {marks} place{'' if marks == 1 else 's'} marked TODO(shoal) first")
+
+
+def _read(path: Path) -> tuple[str, str]:
+    try:
+        with tokenize.open(path) as file:
+            return file.read(), file.encoding
+    except (OSError, SyntaxError, UnicodeDecodeError) as error:
+        raise ConfigurationError(f"{path}: cannot be read: {error}") from error
+
+
+def _write(path: Path, source: str, encoding: str = "utf-8", *, force: bool) -> None:
+    try:
+        with path.open("w" if force else "x", encoding=encoding) as file:
+            file.write(source)
+    except FileExistsError as error:
+        raise ConfigurationError(
+            f"{path} exists: name another file, or pass --force to overwrite it"
+        ) from error

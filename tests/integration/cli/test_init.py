@@ -1,0 +1,47 @@
+"""Scripts that `shoal init` writes, run as it says."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+from pathlib import Path
+from typing import Any
+
+Shell = Any  # of tests/integration/conftest.py
+
+_PLAIN = Path(__file__).parents[3] / "examples" / "train_plain.py"
+
+
+def test_the_starter_survives_a_kill_keeps_the_best_checkpoint_and_resumes(shell: Shell) -> None:
+    assert shell.run("init")[0] == 0
+    run = ("run", "--standalone", "--nproc-per-node", "2")
+    command = shell.start(*run, "train.py", "--epochs", "30")
+    command.wait_for_output("epoch 1: accuracy")
+    victim = shell.pids()[1]
+    os.kill(victim, signal.SIGKILL)
+    assert command.wait() == 0, command.stderr
+    assert f"1 worker failure was recovered: rank 1 (pid {victim}, SIGKILL)" in command.stderr
+    epochs = re.findall(r"epoch (\d+): accuracy (\S+), best (\S+)", command.stdout)
+    assert [int(epoch) for epoch, _, _ in epochs] == list(range(30))
+    best = max(float(accuracy) for _, accuracy, _ in epochs)
+    assert best > 0.9
+    assert float(epochs[-1][2]) == best
+    assert (shell.directory / "model.pt").stat().st_size > 0
+
+    status, out, err = shell.run(*run, "train.py", "--epochs", "31")
+    assert status == 0, err
+    (again,) = re.findall(r"epoch (\d+): accuracy \S+, best (\S+)", out)
+    assert again[0] == "30"
+    assert float(again[1]) >= best
+
+
+def test_a_converted_script_trains_on_two_workers(shell: Shell) -> None:
+    shell.script(_PLAIN.read_text().replace("range(300)", "range(4)"), "plain.py")
+    assert shell.run("init", "--from", "plain.py")[0] == 0
+    status, out, err = shell.run("run", "--standalone", "--nproc-per-node", "2", "plain_elastic.py")
+    assert status == 0, err
+    losses = [float(loss) for loss in re.findall(r"epoch \d: loss (\S+)", out)]
+    assert len(losses) == 4
+    assert losses[-1] < losses[0]
+    assert "76 steps" in err

@@ -1,0 +1,221 @@
+"""`shoal init`: the starter, and copies of plain scripts."""
+
+from __future__ import annotations
+
+import ast
+import os
+import pty
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from shoal.checking.conversion import MARK, convert
+from shoal.checking.rules import check
+from shoal.cli.app import app
+from shoal_common.errors import ConfigurationError
+from typer.testing import CliRunner
+
+_EXAMPLES = Path(__file__).parents[3] / "examples"
+_PLAIN = (_EXAMPLES / "train_plain.py").read_text()
+
+
+def test_the_starter_is_written_with_the_next_command_and_has_nothing_to_change(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    result = CliRunner().invoke(app, ["init"])
+    assert (result.exit_code, result.stdout.splitlines()) == (
+        0,
+        ["wrote train.py", "next: shoal run --standalone --nproc-per-node 2 train.py"],
+    )
+    source = (tmp_path / "train.py").read_text()
+    assert check(source) == []
+    for call in (
+        "ElasticDataLoader",
+        "register_state",
+        "is_main_process",
+        "save_checkpoint",
+        "best=",
+        "resume",
+        "evaluate",
+        ".epochs(",
+    ):
+        assert call in source
+
+
+def test_a_file_is_overwritten_only_with_force(tmp_path: Path) -> None:
+    script, plain = tmp_path / "my train.py", tmp_path / "plain.py"
+    script.write_text("mine\n")
+    plain.write_text(_PLAIN)
+    for words in (["init", str(script)], ["init", str(script), "--from", str(plain)]):
+        result = CliRunner().invoke(app, words)
+        assert isinstance(result.exception, ConfigurationError)
+        assert "--force" in str(result.exception)
+        assert script.read_text() == "mine\n"
+    result = CliRunner().invoke(app, ["init", str(script), "--force"])
+    assert f"--nproc-per-node 2 '{script}'" in result.stdout
+    assert "as_distributed" in script.read_text()
+
+
+def test_on_a_terminal_the_file_is_asked_for(tmp_path: Path) -> None:
+    keys, terminal = pty.openpty()
+    try:
+        with subprocess.Popen(
+            [sys.executable, "-m", "shoal", "init"],
+            stdin=terminal,
+            stdout=terminal,
+            stderr=terminal,
+            cwd=tmp_path,
+        ) as command:
+            os.write(keys, b"mine.py\n")
+            assert command.wait(120) == 0
+        shown = os.read(keys, 10_000).decode()
+    finally:
+        os.close(keys)
+        os.close(terminal)
+    assert "Script to write [train.py]:" in shown
+    assert (tmp_path / "mine.py").exists()
+
+
+def test_the_plain_example_is_converted_and_shown_as_a_diff(tmp_path: Path) -> None:
+    plain = tmp_path / "plain.py"
+    plain.write_text(_PLAIN)
+    result = CliRunner().invoke(app, ["init", "--from", str(plain)])
+    assert result.exit_code == 0
+    changed = [line for line in result.stdout.splitlines() if line.startswith(("+", "-"))]
+    assert changed[2:] == [
+        "+import shoal",
+        "-loader = DataLoader(dataset, batch_size=96, shuffle=True)",
+        "+model, optimizer = shoal.as_distributed(model, optimizer)",
+        "+loader = shoal.ElasticDataLoader.from_dataloader(DataLoader(dataset, batch_size=96, "
+        "shuffle=True))",
+        "-for epoch in range(300):",
+        "+for epoch in loader.epochs(300):",
+        "+        shoal.report(loss=loss)",
+        '-    print(f"epoch {epoch}: loss {loss.item():.4f}", flush=True)',
+        '+    shoal.print_once(f"epoch {epoch}: loss {loss.item():.4f}", flush=True)',
+    ]
+    assert result.stdout.endswith(
+        f"next: shoal run --standalone --nproc-per-node 2 {tmp_path}/plain_elastic.py\n"
+    )
+    assert plain.read_text() == _PLAIN
+    assert check((tmp_path / "plain_elastic.py").read_text()) == []
+
+
+def test_a_loop_in_a_function_with_a_scheduler_is_converted_and_the_rest_is_marked() -> None:
+    source = """\
+import torch
+from torch import nn
+from torch.utils.data import DataLoader
+
+
+def main():
+\tmodel = nn.Linear(2, 1)
+\toptimizer = torch.optim.SGD(
+\t\tmodel.parameters(), 0.1)
+\tscheduler = torch.optim.lr_scheduler.StepLR(optimizer, 10)
+\tloader = DataLoader(
+\t\tdataset(),
+\t\tbatch_size=8)
+\tbest = 9.0
+\tfor epoch in range(3):
+\t\ttotal = 0.0
+\t\tfor i, (x, y) in enumerate(loader):
+\t\t\tloss = nn.functional.mse_loss(model(x), y)
+\t\t\tloss.backward()  # ö
+\t\t\toptimizer.step()
+\t\t\tscheduler.step()
+\t\t\toptimizer.zero_grad()
+\t\t\ttotal += loss.item()
+\t\tif total < best:
+\t\t\tbest = total
+\t\tprint("ö", total / len(loader))
+
+
+main()
+"""
+    conversion = convert(source)
+    assert conversion is not None
+    assert (conversion.refusal, conversion.marks) == ("", 1)
+    lines = conversion.source.splitlines()
+    at = lines.index("\tmodel, optimizer = shoal.as_distributed(model, optimizer)")
+    assert lines[at - 1] == "\t\tmodel.parameters(), 0.1)"
+    at = lines.index("\t\t\tif optimizer.step():")
+    assert lines[at - 1 : at + 2] == [
+        "\t\t\tshoal.report(loss=loss)",
+        "\t\t\tif optimizer.step():",
+        "\t\t\t\tscheduler.step()",
+    ]
+    at = lines.index("\tbest = 9.0")
+    assert lines[at - 2].startswith(f"\t{MARK}best decides in the training loop")
+    assert '\t\tshoal.print_once("ö", total / len(loader))' in lines
+
+
+_RANGE = "for epoch in range(300):"
+_STEP = "        optimizer.step()"
+_MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "reason"),
+    [
+        ("import torch\n", "import torch\nimport torch.distributed\n", "docs/migration/ddp.md"),
+        (_RANGE, f"torch.distributed.barrier()\n{_RANGE}", "docs/migration/ddp.md"),
+        (_MADE, f"{_MADE}\nother = nn.DataParallel(model)", "docs/migration/ddp.md"),
+        ("import torch\n", "import torch\nimport accelerate\n", "docs/migration/accelerate.md"),
+        (_RANGE, "for epoch in range(1, 301):", "not `for ... in range(n)`"),
+        (_RANGE, "while True:", "not `for ... in range(n)`"),
+        (_STEP, "        if loss < 9:\n            optimizer.step()", "optimizer.step()"),
+        (_STEP, "        optimizer.step(None)", "optimizer.step()"),
+        (_STEP, f"{_STEP}\n{_STEP}", "optimizer.step()"),
+        (_STEP, f"{_STEP}; x = 1", "more than one statement in a line"),
+        (_STEP, f"        if loss > 9:\n            break\n{_STEP}", "break, continue or return"),
+        (_STEP, f"{_STEP}\n        x = 1\n        schedule.step()", "directly below"),
+        ("        loss.backward()", "        if loss:\n            loss.backward()", "backward()"),
+        (_MADE, _MADE.replace("model.parameters()", "[{'params': []}]"), "model.parameters()"),
+        (_MADE, f"{_MADE}\nmodel = model.to('cpu')", "bound again"),
+        (_MADE, f"other = model\n{_MADE}", "kept elsewhere"),
+        (_MADE, f"{_MADE}\nsecond = torch.optim.SGD(model.parameters(), 1)", "one optimizer"),
+        ("shuffle=True)", "sampler=sampler)", "sampler"),
+        (_RANGE, f"first = next(iter(loader))\n{_RANGE}", "used other than"),
+        ("in loader:", "in DataLoader(dataset):", "not `for ... in loader`"),
+    ],
+)
+def test_a_loop_of_another_shape_stays_with_the_reason_and_marks(
+    old: str, new: str, reason: str
+) -> None:
+    assert old in _PLAIN
+    source = _PLAIN.replace(old, new)
+    conversion = convert(source)
+    assert conversion is not None
+    assert reason in conversion.refusal
+    assert conversion.changes == 0
+    assert conversion.marks > 0
+    assert ast.dump(ast.parse(conversion.source)) == ast.dump(ast.parse(source))
+
+
+def test_marks_stand_above_decorators_and_statements_of_several_lines() -> None:
+    source = _PLAIN + '    print(\n        """a\nb""",\n        epoch)\n'
+    conversion = convert(source.replace(_RANGE, "for epoch in range(0, 9):"))
+    assert conversion is not None
+    assert conversion.source.count(f"    {MARK}print()") == 2
+
+
+@pytest.mark.parametrize("content", [None, "def (:\n", "print(1)\n"])
+def test_what_cannot_be_converted_is_refused_and_nothing_is_written(
+    tmp_path: Path, content: str | None
+) -> None:
+    plain = tmp_path / "plain.py"
+    if content is not None:
+        plain.write_text(content)
+    result = CliRunner().invoke(app, ["init", "--from", str(plain)])
+    assert isinstance(result.exception, ConfigurationError)
+    assert "plain.py" in str(result.exception)
+    assert not (tmp_path / "plain_elastic.py").exists()
+
+
+def test_an_elastic_script_needs_no_copy(tmp_path: Path) -> None:
+    result = CliRunner().invoke(app, ["init", "--from", str(_EXAMPLES / "train.py")])
+    assert (result.exit_code, "nothing to change" in result.stdout) == (0, True)
+    assert not (_EXAMPLES / "train_elastic.py").exists()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -106,4 +107,5 @@ def test_the_guide_shows_the_lines_of_the_example() -> None:
     blocks = GUIDE.read_text().split("## With transformers")[0].split("```python\n")[1:]
     assert blocks
     for block in blocks:
-        assert block.partition("```")[0].rstrip() in EXAMPLE.read_text()
+        shown = textwrap.indent(block.partition("```")[0].rstrip(), "    ")
+        assert shown in EXAMPLE.read_text()

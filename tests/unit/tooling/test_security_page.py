@@ -18,7 +18,7 @@ from typer.main import get_group
 
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/security.md").read_text()
-LOCAL = {"up", "demo", "certs", "plan", "check", "history"}
+LOCAL = {"up", "demo", "certs", "plan", "check", "history", "init"}
 """Commands that speak to no cluster, or to their own alone."""
 
 

@@ -18,7 +18,7 @@ def init(
     script: Annotated[
         Path | None,
         typer.Argument(
-            metavar="[SCRIPT.py]",
+            metavar="SCRIPT.py",
             help="File to write. Default: train.py, or with --from NAME.py NAME_elastic.py beside "
             "it. Asked for on a terminal.",
             show_default=False,

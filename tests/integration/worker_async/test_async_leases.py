@@ -62,9 +62,9 @@ def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_tw
     running.servers[0].process.wait()
     running.servers[0].start()
     other.go(1)
-    assert other.result()["steps"] > 2 * SAMPLES - 19, (
-        "batches that were pushed and not acknowledged come again"
-    )
+    # Batches that were pushed and not acknowledged are dealt again. How many were acknowledged
+    # depends on when the victim last asked for more.
+    assert other.result()["steps"] >= 2 * SAMPLES - 20
     assert versions(running) == {1 + 2 * SAMPLES}
     assert audit(running.records).exactly_once
 

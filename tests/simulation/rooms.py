@@ -54,8 +54,7 @@ class Meeting:
         self.results: list[Collective] | None = None
         self.torn = False
         self.held_back: dict[int, bool] = {}
-        """For each rank that reaches all others: whether the partition delays its result as
-        well."""
+        """Ranks that reach all others -> True if the partition delays their results as well."""
 
 
 class Room:

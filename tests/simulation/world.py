@@ -53,7 +53,7 @@ class World:
         self.network = Network(self)
         self.processes: list[Process] = []
         self._in_place_of: dict[Process, Process] = {}
-        """For each replacement: the first process in its chain of replacements."""
+        """Replacement -> first process in its chain of replacements."""
         self._due = 0
         """Number of replacements that are about to start."""
         self.donors: dict[str, SimulatedDonor] = {}

@@ -134,7 +134,7 @@ class Model(TrainingEngine):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        raise NotImplementedError
+        raise AssertionError("no step of this engine is prepared")
 
     def discard_step(self) -> None: ...
     def commit_step(self) -> None: ...

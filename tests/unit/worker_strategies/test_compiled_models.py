@@ -112,8 +112,8 @@ def with_compiled_blocks() -> nn.Module:
 
 
 def with_a_forward_of_its_own() -> nn.Module:
-    """Its first block computes something other than its class, as libraries that patch layers make
-    them do."""
+    """Returns a network whose first layer was patched, so that it computes something other than its
+    class, as some libraries do."""
     net = Net()
     first = net.blocks[0].up
     plain = first.forward

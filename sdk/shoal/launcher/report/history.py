@@ -55,9 +55,9 @@ class Outcome(StrEnum):
     """Asked to stop before its script finished."""
     FAILED = "failed"
     INTERRUPTED = "interrupted"
-    """Its launcher was asked to exit, or its workers were drained or evicted."""
+    """Ended early: its launcher was asked to exit, or its workers were drained or evicted."""
     KILLED = "killed"
-    """Its launcher is gone and left no account."""
+    """Ended without an account, since its launcher was killed."""
     RUNNING = "running"
 
 
@@ -99,7 +99,7 @@ class RunEnd:
     exit_status: int
     outcome: Outcome
     reason: str
-    """For people; may be empty."""
+    """Text for people; may be empty."""
     run: int
     """The job's run, as counted by its coordinator; 0 if unknown."""
     strategy: str

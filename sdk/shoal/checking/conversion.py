@@ -24,7 +24,7 @@ from shoal.checking.loaders import DATA_LOADERS
 from shoal.checking.rules import OPTIMIZERS, Finding, check
 from shoal.checking.script import Loop, Script
 
-MARK: Final = "# TODO(shoal): "
+MARK: Final = "# shoal: "
 _OTHER_LIBRARIES: Final = {
     "torch.distributed": "ddp.md",
     "torch.nn.parallel": "ddp.md",

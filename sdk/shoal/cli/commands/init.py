@@ -40,7 +40,7 @@ def init(
     """Write a training script to begin with, and show the command that runs it.
 
     With --from, the script is read, not run. Its training loop is converted if that is certain to
-    be right; comments with TODO(shoal) name what remains. The changes are shown as a diff.
+    be right; comments that start with "shoal:" name what remains. The changes are shown as a diff.
     """
     default = plain.with_name(f"{plain.stem}_elastic.py") if plain else Path("train.py")
     if script is None:
@@ -59,7 +59,7 @@ def _is_on_terminal() -> bool:
 
 
 def _convert(plain: Path, script: Path, *, force: bool) -> None:
-    from shoal.checking.conversion import convert
+    from shoal.checking.conversion import MARK, convert
 
     source, encoding = _read(plain)
     try:
@@ -85,7 +85,8 @@ def _convert(plain: Path, script: Path, *, force: bool) -> None:
     if conversion.refusal:
         typer.echo(f"the training loop was not converted: {conversion.refusal}")
     if marks := conversion.marks:
-        typer.echo(f"change the {marks} place{'' if marks == 1 else 's'} marked TODO(shoal) first")
+        places = "place" if marks == 1 else f"{marks} places"
+        typer.echo(f"first change the {places} marked '{MARK.strip()}'")
 
 
 def _read(path: Path) -> tuple[str, str]:

@@ -95,7 +95,11 @@ def main() -> None:
         global_batch_size=config.get("global_batch", 16),
         micro_batch_size=4 if micro else None,
     )
-    validation = shoal.ElasticDataLoader(samples(), global_batch_size=32, train=False)
+    validation = shoal.ElasticDataLoader(
+        torch.utils.data.Subset(samples(), range(config.get("validated", SAMPLES))),
+        global_batch_size=32,
+        train=False,
+    )
     if "resume" in config:
         shoal.resume(config["resume"])
     lost = 0

@@ -10,6 +10,8 @@ import pytest
 from tests.integration.worker_async.async_cluster import AsyncCluster
 from tests.integration.worker_async.test_ddp_tables import STEPS, start
 from tests.integration.worker_async.test_ddp_tables_faults import snapshot_versions
+from tests.integration.worker_async.test_table_checkpoints import is_stopped
+from tests.zygote.children import eventually
 
 Make = Callable[..., AsyncCluster]
 
@@ -35,6 +37,32 @@ def test_a_rank_that_is_drained_pushes_its_rows_and_holds_nobody_up(cluster: Mak
     assert workers[0].result()["steps"] == STEPS
     assert "not pushed" not in workers[1].process.said()
     assert "has not pushed within" not in workers[0].process.said()
+
+
+@pytest.mark.parametrize("step", [pytest.param(9, id="steps"), pytest.param(6, id="evaluate")])
+def test_peers_push_the_share_of_a_rank_that_servers_shut_out_later(
+    cluster: Make, step: int
+) -> None:
+    """The leaving rank 0 is stopped before its push until servers refuse it. Rank 1 has pushed only
+    its own share then. It waits in the next step, or in `evaluate`, where only rank 0 has a batch
+    and so needs rows."""
+    running = cluster(together=2)
+    config = {"patience_s": 60.0, "validated": 4}
+    leaver = start(running, failpoints=f"tables.met@{step}=stop", **config)
+    eventually(lambda: running.job().members, "the member that becomes rank 0")
+    other = start(running, **config)
+    eventually(lambda: is_stopped(leaver), "the leaving rank to stop")
+    leaving = running.job().generation.ranks[0].member_id
+    assert leaving.startswith("member-0")
+    running.client.drain_member(running.job_id, member_id=leaving, reason="test")
+    eventually(
+        lambda: all(each.member_id != leaving for each in running.job().generation.ranks),
+        "a generation without the leaving rank",
+    )
+    leaver.process.kill(signal.SIGCONT)
+    assert leaver.process.wait() == 0, leaver.process.said()
+    assert other.result()["steps"] == STEPS
+    assert "servers take no rows from this rank any more" in leaver.process.said()
 
 
 def test_the_only_rank_that_is_drained_pushes_its_last_step(cluster: Make) -> None:

@@ -107,8 +107,9 @@ class _Step:
     """Generation in which the step was summed."""
     known_to_all: bool = False
     """True if every rank knows that the step was closed."""
-    delivered: bool = False
-    """True if this rank has pushed its share."""
+    delivered_as: tuple[int, int] | None = None
+    """Number of ranks that push and this rank's index among them when it last pushed its share;
+    None if it has not."""
     unseen: set[int] = field(default_factory=set)
     """Partitions that are not known to this rank to have received the step."""
 
@@ -274,20 +275,23 @@ class ServerStepTables:
     def deliver(self) -> None:
         """Implements `StepTables.deliver`."""
         pending = self._pending
-        if pending is None or pending.delivered or not self._may_push(pending):
+        if pending is None or not self._may_push(pending):
             return
         # If the meeting failed, a rank may be gone, and its share with it.
         ranks, place = self._pushing() if pending.known_to_all else (1, 0)
+        if pending.delivered_as == (ranks, place):
+            return
         self._push(
             pending,
             [each for number, each in enumerate(sorted(pending.pushes)) if number % ranks == place],
         )
-        pending.delivered = True
+        pending.delivered_as = ranks, place
 
     def _pushing(self) -> tuple[int, int]:
         """Returns the number of ranks that push and this rank's index among them. Servers reject
         pushes of a leaving rank as soon as the coordinator has a generation without it. Ranks learn
-        of that at different times, so pushes that nobody considers its share arrive late."""
+        of that at different times: whoever learns of it after it has pushed its share pushes again,
+        by the new division."""
         membership, group = self._own.membership, self._session.group
         newest = membership.link.newest_generation if membership is not None else None
         ranks, rank = self._session.world_size, self._session.rank
@@ -386,6 +390,8 @@ class ServerStepTables:
                     "pushing rows that another rank has not pushed within %.0f s", _PATIENCE_S
                 )
                 self._push(pending, sorted(pending.unseen))
+            else:
+                self.deliver()
             time.sleep(waits)
             waits = min(2 * waits, _LONGEST_WAIT_S)
 

@@ -458,6 +458,10 @@ class Session:
                 return result
             try:
                 try:
+                    if self.row_store is not None:
+                        # A rank that leaves may wait for rows that only this one pushes, and comes
+                        # to this operation with them.
+                        self.row_store.settle()
                     channel = formation.channel(kind)
                     failpoint("session.in_operation")
                     with self.operations.in_progress(kind):

@@ -48,7 +48,7 @@ BARE_JOINED_S: Final = 2.9
 """Seconds that bare grpcio took on the machine for which the target was set."""
 DEATH_TARGET_S: Final = 0.1
 BYTES_TARGET: Final = 200
-_MOST_TOLD: Final = 50_000
+_MOST_ANNOUNCEMENTS: Final = 50_000
 """The most messages about deaths that one server is to send: fewer deaths among ten thousand
 members."""
 _TIMEOUT_S: Final = 300.0
@@ -67,7 +67,7 @@ class Measured:
     joined_s: float = 0.0
     joined_cpu_s: float = 0.0
     """Processor time of the server."""
-    told_s: list[float] = field(default_factory=list)
+    delays_s: list[float] = field(default_factory=list)
     """Seconds until each member was notified, for each death."""
     last_s: list[float] = field(default_factory=list)
     """Seconds until the last member was notified, for each death."""
@@ -83,7 +83,7 @@ def measure(options: Options) -> Table:
     measured = []
     with _beside_the_server():
         for size in QUICK_SIZES if options.quick else SIZES:
-            deaths = 3 if options.quick else min(DEATHS, _MOST_TOLD // size)
+            deaths = 3 if options.quick else min(DEATHS, _MOST_ANNOUNCEMENTS // size)
             measured += [_attempt(size, deaths, bare=True), _attempt(size, deaths, bare=False)]
     rows = tuple(_row(each) for each in measured)
     of = {
@@ -211,8 +211,8 @@ async def _join(crowd: Crowd, server: psutil.Process, measured: Measured) -> Non
     used_s, began = _cpu_s(server), time.perf_counter()
     for member in members:
         await crowd.join(member)
-    await crowd.until(lambda: crowd.told(1) == len(members), timeout_s=_TIMEOUT_S)
-    measured.joined_s = max(member.told[1] for member in members) - began
+    await crowd.until(lambda: crowd.informed(1) == len(members), timeout_s=_TIMEOUT_S)
+    measured.joined_s = max(member.informed[1] for member in members) - began
     measured.joined_cpu_s = _cpu_s(server) - used_s
 
 
@@ -231,10 +231,10 @@ async def _death(
                 job_id="crowd", member_id=victim.member_id, exit_code=137, signal=9
             )
         )
-    await crowd.until(lambda: crowd.told(number) >= len(crowd.members), timeout_s=_TIMEOUT_S)
-    told_s = [member.told[number] - began for member in crowd.members]
-    measured.told_s += told_s
-    measured.last_s.append(max(told_s))
+    await crowd.until(lambda: crowd.informed(number) >= len(crowd.members), timeout_s=_TIMEOUT_S)
+    delays_s = [member.informed[number] - began for member in crowd.members]
+    measured.delays_s += delays_s
+    measured.last_s.append(max(delays_s))
     measured.message_bytes = (
         sum(member.announced_bytes for member in crowd.members) - before
     ) / len(crowd.members)
@@ -301,8 +301,8 @@ def _row(measured: Measured) -> Row:
     cells = {
         "joined, s": f"{measured.joined_s:.2f}",
         "server's processor, s": f"{measured.joined_cpu_s:.2f}",
-        "death p50, ms": f"{1000 * statistics.median(measured.told_s):.0f}",
-        "p99, ms": f"{1000 * quantile(measured.told_s, 0.99):.0f}",
+        "death p50, ms": f"{1000 * statistics.median(measured.delays_s):.0f}",
+        "p99, ms": f"{1000 * quantile(measured.delays_s, 0.99):.0f}",
         "last, ms": f"{1000 * statistics.median(measured.last_s):.0f} (at most "
         f"{1000 * max(measured.last_s):.0f})",
         "bytes": f"{measured.message_bytes:.0f}",
@@ -325,15 +325,15 @@ def _verdict(measured: Sequence[Measured]) -> str:
     found = {
         (each.name.partition(",")[0], each.members): each for each in measured if not each.failure
     }
-    told = []
+    parts = []
     if (largest := found.get(("coordinator", 10_000))) is not None:
         bare = found.get(("bare grpcio", 10_000))
-        told.append(
+        parts.append(
             f"10 000 joins {largest.joined_s:.1f} s ({_reached(largest.joined_s <= JOIN_TARGET_S)})"
         )
         if bare is not None:
             ratio = largest.joined_s / bare.joined_s
-            told.append(
+            parts.append(
                 f"{ratio:.2f} x bare grpcio's {bare.joined_s:.1f} s "
                 f"({_reached(ratio <= JOIN_TARGET_S / BARE_JOINED_S)})"
             )
@@ -345,7 +345,7 @@ def _verdict(measured: Sequence[Measured]) -> str:
             if bare is not None
             else ""
         )
-        told.append(
+        parts.append(
             f"the last of 2000 told after {1000 * last_s:.0f} ms{beside} "
             f"({_reached(last_s <= DEATH_TARGET_S)})"
         )
@@ -358,8 +358,8 @@ def _verdict(measured: Sequence[Measured]) -> str:
         default=0.0,
     )
     if most:
-        told.append(f"{most:.0f} bytes a member and change ({_reached(most <= BYTES_TARGET)})")
-    return ("; ".join(told) or "Not measured at the target's sizes") + "."
+        parts.append(f"{most:.0f} bytes a member and change ({_reached(most <= BYTES_TARGET)})")
+    return ("; ".join(parts) or "Not measured at the target's sizes") + "."
 
 
 def _reached(reached: bool) -> str:

@@ -163,8 +163,8 @@ def verdict(all_of_them: list[System]) -> str:
     """Says in one sentence what each moved."""
     plain, *others = all_of_them
     shares = ((system.name, share_of(system, plain)) for system in others)
-    told = (
+    measured_text = (
         f"{name} {'not measured' if share is None else f'{100 * share:.1f} %'}"
         for name, share in shares
     )
-    return f"Measured, of async_sgd's bytes: {'; '.join(told)}."
+    return f"Measured, of async_sgd's bytes: {'; '.join(measured_text)}."

@@ -351,8 +351,11 @@ def verdict(backed: System) -> str:
     p99, pushes = quantile(backed.longest_s, 0.99), backed.pushes
     pause = "reached" if p99 <= TARGET_S else "not reached"
     kept = "reached" if pushes.lost == pushes.twice == 0 else "not reached"
-    told = (
+    comparison = (
         f"of {pushes.acknowledged} acknowledged pushes {pushes.lost} lost, {pushes.twice} twice "
         f"({kept})"
     )
-    return f"Measured: p99 {p99:.3f} s ({pause}), {p99 / PAPER_S:.2f} x the paper's pause; {told}."
+    return (
+        f"Measured: p99 {p99:.3f} s ({pause}), {p99 / PAPER_S:.2f} x the paper's pause; "
+        f"{comparison}."
+    )

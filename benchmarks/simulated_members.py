@@ -33,7 +33,7 @@ class Member:
     number: int
     member_id: str
     call: Any = None
-    told: dict[int, float] = field(default_factory=dict)
+    informed: dict[int, float] = field(default_factory=dict)
     """Number of each generation that it was told of -> when, of time.perf_counter."""
     announced_bytes: int = 0
     """Total size of the messages with generations."""
@@ -71,7 +71,7 @@ class Crowd:
         self._channels = [grpc.aio.insecure_channel(address, options) for _ in range(_CONNECTIONS)]
         self._sessions = [channel.stream_stream(JOIN_SESSION) for channel in self._channels]
         self.members: list[Member] = []
-        self._told: Counter[int] = Counter()
+        self._informed: Counter[int] = Counter()
         self._changed = asyncio.Event()
 
     async def join(self, member: Member) -> None:
@@ -87,9 +87,9 @@ class Crowd:
         for member in self.members:
             await member.call.write(beat)
 
-    def told(self, number: int) -> int:
+    def informed(self, number: int) -> int:
         """Returns how many have been told of generation `number`."""
-        return self._told[number]
+        return self._informed[number]
 
     async def until(self, condition: Callable[[], bool], *, timeout_s: float) -> None:
         """Waits until `condition` holds; it is looked at whenever a member was told something.
@@ -119,9 +119,9 @@ class Crowd:
                 if kind == "welcome":
                     await call.write(_READY)
                 elif kind == "generation":
-                    member.told[directive.generation.number] = time.perf_counter()
+                    member.informed[directive.generation.number] = time.perf_counter()
                     member.newest = directive.generation
-                    self._told[directive.generation.number] += 1
+                    self._informed[directive.generation.number] += 1
                     member.announced_bytes += len(message)
                     self._changed.set()
             member.ended = "the coordinator ended the session"

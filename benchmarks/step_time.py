@@ -156,11 +156,11 @@ def _verdict(rows: Sequence[Row]) -> str:
     }
     if not ratios:
         return "Not measured."
-    told = ", ".join(
+    ratios_text = ", ".join(
         f"{name} {r:.3f} x ({'reached' if r <= TARGET else 'not reached'})"
         for name, r in ratios.items()
     )
-    return " ".join([f"Measured: {told}.", *_cost_of_checks(measured)])
+    return " ".join([f"Measured: {ratios_text}.", *_cost_of_checks(measured)])
 
 
 def _cost_of_checks(measured: Mapping[str, Row]) -> list[str]:

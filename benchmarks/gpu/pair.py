@@ -108,12 +108,12 @@ def _pair(context: Context, mode: str, fault: str) -> list[Row]:
         )
     rows = []
     for line in written.splitlines():
-        told = json.loads(line)
+        report = json.loads(line)
         row = Row(
-            name=f"{mode}: {told['name']}",
+            name=f"{mode}: {report['name']}",
             command=f"{COMMAND} pair",
-            cells=told["cells"],
-            failure=told["failure"],
+            cells=report["cells"],
+            failure=report["failure"],
         )
         rows.append(context.measured("pair", row.name, lambda row=row: row))
     if stuck or not rows:

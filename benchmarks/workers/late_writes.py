@@ -220,13 +220,13 @@ def _round(scheme: str, *, in_flight: int, numel: int, timeout: timedelta) -> di
         store.wait([f"reused/{rank}" for rank in _SURVIVORS])
         store.set("continued", "")
         os.kill(children[_STOPPED], signal.SIGCONT)
-        told = [json.loads(store.get(f"result/{rank}")) for rank in _SURVIVORS]
+        results = [json.loads(store.get(f"result/{rank}")) for rank in _SURVIVORS]
         return {
             "in_flight": in_flight,
-            "changed": max(one["changed"] for one in told),
-            "next_s": max(one["next_s"] for one in told),
-            "failures": [one["failure"] for one in told if one["failure"]],
-            "silent": any(one["changed"] and one["returned"] for one in told),
+            "changed": max(one["changed"] for one in results),
+            "next_s": max(one["next_s"] for one in results),
+            "failures": [one["failure"] for one in results if one["failure"]],
+            "silent": any(one["changed"] and one["returned"] for one in results),
         }
     finally:
         for child in children:
@@ -311,8 +311,8 @@ def _survive(
             work.wait(timeout)
         except RuntimeError:
             returned = False
-    told = {"changed": changed, "next_s": next_s, "failure": failure, "returned": returned}
-    store.set(f"result/{rank}", json.dumps(told))
+    result = {"changed": changed, "next_s": next_s, "failure": failure, "returned": returned}
+    store.set(f"result/{rank}", json.dumps(result))
 
 
 if __name__ == "__main__":

@@ -175,7 +175,7 @@ _JOB_GAUGES: Final[Mapping[str, tuple[str, Callable[[ObservedJob], float]]]] = {
     ),
     "stragglers": (
         "Ranks that hold the others back.",
-        lambda job: sum(one.told for one in job.state.stragglers.values()),
+        lambda job: sum(one.is_named for one in job.state.stragglers.values()),
     ),
     "servers_alive": (
         "Registered parameter servers that are alive.",

@@ -336,11 +336,13 @@ class CoordinatorSession:
                     )
                 match directive.WhichOneof("directive"):
                     case "members":
-                        told = directive.members
+                        members = directive.members
                         # an older coordinator sends no digests
-                        keyed = zip(told.member_ids, told.key_digests, strict=False)
+                        keyed = zip(members.member_ids, members.key_digests, strict=False)
                         digests = {member: digest.hex() for member, digest in keyed if digest}
-                        self._listener.members(told.generation, tuple(told.member_ids), digests)
+                        self._listener.members(
+                            members.generation, tuple(members.member_ids), digests
+                        )
                     case "place":
                         self._listener.placed(_place(directive.place))
                     case "settled":

@@ -131,7 +131,9 @@ class PsServerSettings(ServiceSettings, CallerSettings):
             return listened.host
         towards = (self.coordinator.host, self.coordinator.port)
         if self.local_addr:
-            return own_address.OwnAddress.find(self.local_addr, listened.host, towards=towards).told
+            return own_address.OwnAddress.find(
+                self.local_addr, listened.host, towards=towards
+            ).announced
         return (
             own_address.name_for_others()
             or own_address.route_towards(*towards)

@@ -73,7 +73,7 @@ class ShoalRendezvous(RendezvousHandler):
         everywhere = "0.0.0.0" if parameters.local_addr else None  # noqa: S104
         self._own_address = OwnAddress.find(
             parameters.local_addr, everywhere, towards=(endpoint.host, endpoint.port)
-        ).told
+        ).announced
         self._client = CoordinatorClient(member_channel(parameters.endpoint))
         self._job = JobSettings(
             job_id=f"{parameters.run_id}.torchrun",

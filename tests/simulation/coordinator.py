@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from shoal_common.errors import InvalidRequestError, PreconditionError, ShoalError, UnavailableError
-from shoal_common.formats.rank_table import MOST_TOLD_WHOLE
+from shoal_common.formats.rank_table import MOST_SENT_WHOLE
 from shoal_coordinator.membership.members.joining import Joined
 from shoal_coordinator.membership.model.effects import (
     AnnounceGeneration,
@@ -413,7 +413,7 @@ class Coordinator:
 def _announced(generation: Generation, member_id: str) -> pb.MemberDirective:
     """Builds a generation's announcement for a member. Every second generation is announced as in a
     large world: the member receives the changes to its table, or requests the table."""
-    announce = announcement(generation, most_whole=0 if generation.number % 2 else MOST_TOLD_WHOLE)
+    announce = announcement(generation, most_whole=0 if generation.number % 2 else MOST_SENT_WHOLE)
     return pb.MemberDirective.FromString(announce(generation.rank_of[member_id]))
 
 

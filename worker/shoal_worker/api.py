@@ -770,13 +770,13 @@ def rank() -> int:
     -1 in a joiner that replays its script (`is_joining`): it has no rank yet, and must do nothing
     that rank 0 does for all. After `shutdown()` it is the rank that the process had.
     """
-    return current_session().place_told[0]
+    return current_session().script_place[0]
 
 
 def world_size() -> int:
     """Number of ranks in that generation; -1 in a joiner that replays its script. After
     `shutdown()` as many as there were."""
-    return current_session().place_told[1]
+    return current_session().script_place[1]
 
 
 def generation() -> int:

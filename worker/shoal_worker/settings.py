@@ -115,7 +115,7 @@ class WorkerSettings(CallerSettings):
         ConfigurationError."""
         return super().channel(address, member_key=self.member_key.get_secret_value(), **more)
 
-    def store_at(self, told: str) -> str:
+    def store_at(self, given: str) -> str:
         """Returns the Redis URL of the rendezvous stores: this worker's own, or the one received
         from the coordinator. Raises ConfigurationError if a file that contains it cannot be
         read."""
@@ -124,7 +124,7 @@ class WorkerSettings(CallerSettings):
             if self.store_url_file is None
             else read_secret(self.store_url_file, "SHOAL_STORE_URL_FILE")
         )
-        return with_authority(own or told, self.redis_ca)
+        return with_authority(own or given, self.redis_ca)
 
     @property
     def rendezvous_timeout(self) -> timedelta:
@@ -150,15 +150,15 @@ class WorkerSettings(CallerSettings):
 def mpi_world_size() -> int:
     """Returns the number of ranks started by MPI's launcher, from the variables of MPICH (and
     derivatives) or Open MPI; 1 without one."""
-    told = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or ""
-    return int(told) if told.isdecimal() else 1
+    value = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or ""
+    return int(value) if value.isdecimal() else 1
 
 
 def error_file() -> Path | None:
     """Returns the file in which a launcher like torchrun looks for the exception that ended this
     process; None if it has named no file."""
-    told = os.environ.get("TORCHELASTIC_ERROR_FILE")
-    return Path(told) if told else None
+    value = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    return Path(value) if value else None
 
 
 def check_not_torchrun(settings: WorkerSettings) -> None:

@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 def register() -> None:
     """Makes torch know the names, now or when it is imported. Idempotent."""
     later: dict[str, Callable[[ModuleType], None]] = {}
-    for name, tell in _TOLD.items():
+    for name, tell in _EXTENSIONS.items():
         module = sys.modules.get(name)
         if module is not None:
             tell(module)
@@ -69,11 +69,11 @@ def _tell_backends(module: ModuleType) -> None:
             )
 
 
-_TOLD: Final = {
+_EXTENSIONS: Final = {
     "torch.distributed.rendezvous": _tell_init_methods,
     "torch.distributed.distributed_c10d": _tell_backends,
 }
-"""Modules of torch, and what each is told."""
+"""Modules of torch, and the function that registers Shoal's names with each."""
 
 
 class _Deferred:

@@ -16,7 +16,7 @@ from shoal_common.errors import CorruptDataError
 
 T = TypeVar("T")
 
-MOST_TOLD_WHOLE: Final = 64
+MOST_SENT_WHOLE: Final = 64
 """Worlds of up to this many ranks are always sent in full: that takes a few kilobytes and avoids
 requests for the table."""
 DIGEST_BYTES: Final = 16

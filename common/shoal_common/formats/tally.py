@@ -238,7 +238,7 @@ def read_tally(path: Path) -> Tally | None:
         Span(*_SPAN.unpack_from(content, _RING_AT + number % MOST_SPANS * _SPAN.size))
         for number in kept
     ]
-    told = Counts(*_COUNTS.unpack(counts))
+    written = Counts(*_COUNTS.unpack(counts))
     (pushing,) = struct.unpack_from("<Q", content, _PUSHING_AT)
     known = {
         key: (steps, samples)
@@ -251,10 +251,10 @@ def read_tally(path: Path) -> Tally | None:
         if name[0] and math.isfinite(value)
     }
     return Tally(
-        counts=told,
+        counts=written,
         spans=(*ring, Span(*_SPAN.unpack(span))),
         spans_before=kept.start,
-        in_doubt=pushing if pushing != told.batch else 0,
+        in_doubt=pushing if pushing != written.batch else 0,
         known=known,
         metrics=metrics,
         strategy=content[_STRATEGY_AT:_SIZE].rstrip(b"\0").decode(errors="replace"),

@@ -43,7 +43,7 @@ class OwnAddress:
     """Address under which other machines reach this one, and the address its processes listen on.
     Both are numeric."""
 
-    told: str
+    announced: str
     bound: str
     """0.0.0.0 or :: means all addresses."""
 
@@ -65,11 +65,15 @@ class OwnAddress:
             else _own(listen, LISTEN_ADDR, preferred)
         )
         if local:
-            told = _own(local, LOCAL_ADDR, preferred) if bound is None else _told(local, preferred)
+            announced = (
+                _own(local, LOCAL_ADDR, preferred)
+                if bound is None
+                else _announced(local, preferred)
+            )
         elif bound is not None and not is_unspecified(bound):
-            told = bound
+            announced = bound
         elif preferred is not None:
-            told = preferred
+            announced = preferred
         else:
             raise ConfigurationError(
                 f"there is no way from here to the coordinator's host {towards[0]!r}, or it is not "
@@ -77,7 +81,7 @@ class OwnAddress:
                 "machines reach this one",
                 reason="NO_ROUTE",
             )
-        return cls(told=told, bound=bound or told)
+        return cls(announced=announced, bound=bound or announced)
 
 
 def route_towards(host: str, port: int) -> str | None:
@@ -189,7 +193,7 @@ def _own(given: str, flag: str, preferred: str | None) -> str:
     return _chosen(own, preferred)
 
 
-def _told(given: str, preferred: str | None) -> str:
+def _announced(given: str, preferred: str | None) -> str:
     """Returns the address that `given` resolves to. Another machine may own it, if traffic sent
     there arrives here."""
     return _chosen(_candidates(given, LOCAL_ADDR), preferred)
@@ -208,7 +212,7 @@ def _candidates(given: str, flag: str) -> list[str]:
                 else "is valid on one link alone"
             )
             raise ConfigurationError(
-                f"{flag} {given!r} {why}: give one that others can be told; {_have()}",
+                f"{flag} {given!r} {why}: give one that other machines can use; {_have()}",
                 reason=_REASON,
             )
         return [str(parsed)]

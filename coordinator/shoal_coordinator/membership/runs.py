@@ -97,14 +97,14 @@ def check_run(draft: Draft, event: OfRun) -> None:
     has trained in a later one. A server of such a run meanwhile waits for those members or, if no
     run continues, for whatever is started next.
     """
-    run, told = event.run, event.event
+    run, reported = event.run, event.event
     if is_current(draft, run):
         return
     if _may_come_back(draft, run):
-        if isinstance(told, MemberJoined) and _has_worked_in_it(draft, told):
+        if isinstance(reported, MemberJoined) and _has_worked_in_it(draft, reported):
             _bring_back(draft, run)
             return
-        if isinstance(told, ServerRegistered):
+        if isinstance(reported, ServerRegistered):
             reason = Refusal.RUN_UNKNOWN if _goes_on(draft) else Refusal.RUN_ENDED
             raise UnavailableError(str(not_current(draft, run, draft.now)), reason=reason)
     raise not_current(draft, run, draft.now)

@@ -104,16 +104,18 @@ class Histories:
 
 def _point(job: ObservedJob) -> Point:
     ranks = () if job.state.generation is None or not job.trains else job.state.generation.ranks
-    told = [
+    reports = [
         pulse.progress
         for rank in ranks
         if (pulse := job.pulses.members.get(rank.member_id)) is not None
     ]
-    losses = [progress.loss for progress in told if progress.step and math.isfinite(progress.loss)]
+    losses = [
+        progress.loss for progress in reports if progress.step and math.isfinite(progress.loss)
+    ]
     return Point(
         unix_ms=job.now.unix_ms,
         step=job.newest_step,
         loss=sum(losses) / len(losses) if losses else math.nan,
-        samples_per_s=sum(progress.samples_per_s for progress in told),
+        samples_per_s=sum(progress.samples_per_s for progress in reports),
         ranks=len(ranks),
     )

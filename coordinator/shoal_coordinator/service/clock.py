@@ -25,7 +25,7 @@ _TICK_MS: Final = 100
 _LONGEST_STEP_MS: Final = 2 * _TICK_MS
 """Less than half of the shortest lease, so that a member heard from just before a pause is not
 given up right after it."""
-_TOLD_FROM_MS: Final = 1_000
+_LOGGED_FROM_MS: Final = 1_000
 
 
 class Clock:
@@ -51,7 +51,7 @@ class Clock:
         pause_ms = read_ms - self._read_ms - _LONGEST_STEP_MS
         if pause_ms > 0:
             self._paused_ms += pause_ms
-            if pause_ms >= _TOLD_FROM_MS:
+            if pause_ms >= _LOGGED_FROM_MS:
                 logger.warning(
                     "this process was stopped for %.1f s; no lease or deadline ran meanwhile",
                     pause_ms / 1000,

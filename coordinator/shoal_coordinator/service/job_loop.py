@@ -166,7 +166,7 @@ class JobLoop:
         if self._failure is None:
             self._queue[submitted] = None
             self._woken.set()
-            if not isinstance(_told(event), MemberJoined | MemberReady):
+            if not isinstance(_unwrapped(event), MemberJoined | MemberReady):
                 self._urgent.set()
         elif done is not None:
             done(self._failure)
@@ -469,11 +469,11 @@ async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
 def _may_lose(event: Event) -> bool:
     """Returns whether a member may be lost through this event."""
     return isinstance(
-        _told(event), MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft
+        _unwrapped(event), MemberLost | LeaseEnded | StreamBroken | ExitReported | MemberLeft
     )
 
 
-def _told(event: Event) -> Event:
+def _unwrapped(event: Event) -> Event:
     """Returns the event itself, whatever run its originator belongs to."""
     return event.event if isinstance(event, OfRun) else event
 

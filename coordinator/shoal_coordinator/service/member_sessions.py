@@ -107,7 +107,7 @@ class MemberSessions:
         time, after which the member may retry with the same id."""
         answer: asyncio.Future[Granted] = asyncio.get_running_loop().create_future()
         key = (job.state.spec.job_id, member_id)
-        told_to_ask_again = False
+        asked_to_retry = False
 
         def done(outcome: Outcome) -> None:
             self._joining[key] -= 1
@@ -125,14 +125,14 @@ class MemberSessions:
                 # The caller disconnected while its join was being written. If it was told to retry,
                 # it will be back: its lease decides.
                 job.sessions.detach_member(member_id, mailbox)
-                self._detached(job, member_id, decide=not told_to_ask_again)
+                self._detached(job, member_id, decide=not asked_to_retry)
 
         self._joining[key] += 1
         submitted = job.request(event, done)
         try:
             await within(answer, self._request_timeout_s)
         except UnavailableError:
-            told_to_ask_again = True
+            asked_to_retry = True
             raise
         except ShoalError as refusal:
             await self._jobs.confirm(refusal, timeout_s=self._request_timeout_s)

@@ -158,10 +158,10 @@ def parse_join(message: pb.Join) -> tuple[str, MemberJoined]:
     return checks.job_id(message.job_id), event
 
 
-def _metrics(told: pb.Progress) -> Mapping[str, float]:
+def _metrics(message: pb.Progress) -> Mapping[str, float]:
     return {
         name[:_LONGEST_NAME]: value
-        for name, value in itertools.islice(told.metrics.items(), _MOST_METRICS)
+        for name, value in itertools.islice(message.metrics.items(), _MOST_METRICS)
     }
 
 
@@ -171,33 +171,39 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
 
     Called for every heartbeat, so a single test covers the fields that are normally valid.
     """
-    told = message.progress
-    counts = (message.generation, told.step, told.epoch, told.sequence, told.samples)
+    received = message.progress
+    counts = (
+        message.generation,
+        received.step,
+        received.epoch,
+        received.sequence,
+        received.samples,
+    )
     if min(counts) < 0:
         for name, count in zip(
             ("generation", "step", "epoch", "sequence", "samples"), counts, strict=True
         ):
             number(f"heartbeat.{name}", count)
     progress = Progress(
-        step=told.step,
-        steps_in_all=max(0, told.steps_in_all),
-        epoch=told.epoch,
-        sequence=told.sequence,
-        samples_per_s=told.samples_per_s,
-        loss=told.loss,
-        step_time_s=told.step_time_s,
-        samples=told.samples,
-        staleness=told.staleness,
-        waiting_s=_seconds(told.waiting_s),
-        waiting_in=told.waiting_in[:_LONGEST_NAME] or "a collective",
-        busy_time_s=_seconds(told.busy_time_s),
-        cpu_s=_seconds(told.cpu_s),
-        server_wait_s=_seconds(told.server_wait_s),
-        awaited_server=told.awaited_server[:_LONGEST_NAME] or "a parameter server",
-        busy_link=(told.busy_link.rank, told.busy_link.bytes_per_s)
-        if told.HasField("busy_link")
+        step=received.step,
+        steps_in_all=max(0, received.steps_in_all),
+        epoch=received.epoch,
+        sequence=received.sequence,
+        samples_per_s=received.samples_per_s,
+        loss=received.loss,
+        step_time_s=received.step_time_s,
+        samples=received.samples,
+        staleness=received.staleness,
+        waiting_s=_seconds(received.waiting_s),
+        waiting_in=received.waiting_in[:_LONGEST_NAME] or "a collective",
+        busy_time_s=_seconds(received.busy_time_s),
+        cpu_s=_seconds(received.cpu_s),
+        server_wait_s=_seconds(received.server_wait_s),
+        awaited_server=received.awaited_server[:_LONGEST_NAME] or "a parameter server",
+        busy_link=(received.busy_link.rank, received.busy_link.bytes_per_s)
+        if received.HasField("busy_link")
         else None,
-        metrics=_metrics(told) if told.metrics else _NO_METRICS,
+        metrics=_metrics(received) if received.metrics else _NO_METRICS,
         in_reach=message.in_reach,
         spare=message.spare,
         out_of_reach=tuple(message.out_of_reach[:_MOST_OUT_OF_REACH]),

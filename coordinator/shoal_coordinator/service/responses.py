@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Callable, Iterable
 from typing import Final
 
-from shoal_common.formats.rank_table import MOST_TOLD_WHOLE, runs
+from shoal_common.formats.rank_table import MOST_SENT_WHOLE, runs
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 from shoal_coordinator.membership.model.effects import SendMove, SendPlace
@@ -121,7 +121,7 @@ _PUT_OUT: Final = (Ending.STREAM_BROKEN, Ending.LEASE_EXPIRED, Ending.STALLED)
 
 
 def announcement(
-    generation: Generation, *, most_whole: int = MOST_TOLD_WHOLE
+    generation: Generation, *, most_whole: int = MOST_SENT_WHOLE
 ) -> Callable[[int], bytes]:
     """Returns a function from a rank to the serialized directive that announces this generation to
     it. The common part is serialized once.
@@ -363,7 +363,7 @@ def note_of(state: JobState, member: Member, pulse: Pulse | None, now_ms: int) -
     if pulse is not None and pulse.silent_ms(now_ms) > max(state.spec.unheard_ms, _SILENT_MS):
         return f"no heartbeat for {pulse.silent_ms(now_ms) // 1000} s"
     straggler = state.stragglers.get(member.member_id)
-    return straggler.text if straggler is not None and straggler.told else ""
+    return straggler.text if straggler is not None and straggler.is_named else ""
 
 
 def _member_message(

@@ -44,7 +44,7 @@ class Sessions:
     def __init__(self) -> None:
         self.members: dict[str, Mailbox] = {}
         self.servers: dict[str, Mailbox] = {}
-        self._told: tuple[Generation, Callable[[int], bytes]] | None = None
+        self._announced: tuple[Generation, Callable[[int], bytes]] | None = None
         """The last announced generation and the function that serializes its announcement for a
         rank."""
         self._table: tuple[Generation, bytes] | None = None
@@ -79,9 +79,9 @@ class Sessions:
         for effect in effects:
             match effect:
                 case AnnounceGeneration(generation=generation):
-                    told = self._announcement(generation)
+                    announced = self._announcement(generation)
                     for position, rank in enumerate(generation.ranks):
-                        self._tell(rank.member_id, Slot.PLACEMENT, told(position))
+                        self._tell(rank.member_id, Slot.PLACEMENT, announced(position))
                 case SendGeneration(generation=generation):
                     message = self._announcement(generation)(generation.rank_of[effect.member_id])
                     self._tell(effect.member_id, Slot.PLACEMENT, message)
@@ -153,9 +153,9 @@ class Sessions:
         return self._table[1]
 
     def _announcement(self, generation: Generation) -> Callable[[int], bytes]:
-        if self._told is None or self._told[0] is not generation:
-            self._told = (generation, announcement(generation))
-        return self._told[1]
+        if self._announced is None or self._announced[0] is not generation:
+            self._announced = (generation, announcement(generation))
+        return self._announced[1]
 
     def _tell(self, member_id: str, slot: Slot, message: bytes) -> None:
         mailbox = self.members.get(member_id)
@@ -168,19 +168,19 @@ class Sessions:
             mailbox.post(slot, directive.SerializeToString())
 
     def _tell_servers(self, effect: SendMembers) -> None:
-        told = [
+        to_tell = [
             name
             for name in (self.servers if effect.server_id is None else [effect.server_id])
             if name in self.servers
         ]
-        if not told:
+        if not to_tell:
             return
         digests = [bytes.fromhex(digest) for digest in effect.key_digests]
         members = pb.Members(
             generation=effect.generation, member_ids=effect.member_ids, key_digests=digests
         )
         message = pb.ServerDirective(members=members).SerializeToString()
-        for server_id in told:
+        for server_id in to_tell:
             self.servers[server_id].post(Slot.MEMBERS, message)
 
 

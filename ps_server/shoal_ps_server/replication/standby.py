@@ -186,30 +186,32 @@ class Standby:
         while self._place is None or self._place.follows:
             place = self._place
             if place is None or not place.primary_address:
-                await self._told()
+                await self._wait_for_change()
                 continue
             if (left_s := self._not_before - asyncio.get_running_loop().time()) > 0:
-                await self._told(timeout_s=left_s)
+                await self._wait_for_change(timeout_s=left_s)
                 continue
             following = asyncio.create_task(self._follow_primary(place, backoff))
             try:
                 while not following.done() and self._is_still(place):
-                    await self._told(following)
+                    await self._wait_for_change(following)
             finally:
                 await end_tasks([following])
             if self._is_still(place):
                 again_in_s = self._again_in_s(following.exception(), backoff)
-                await self._told(timeout_s=again_in_s)
+                await self._wait_for_change(timeout_s=again_in_s)
 
-    async def _told(self, *others: asyncio.Task[None], timeout_s: float | None = None) -> None:
+    async def _wait_for_change(
+        self, *others: asyncio.Task[None], timeout_s: float | None = None
+    ) -> None:
         """Waits until the coordinator sends a message about the place, or one of `others` ends."""
-        told = asyncio.create_task(self._moved.wait())
+        changed = asyncio.create_task(self._moved.wait())
         try:
             await asyncio.wait(
-                [told, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
+                [changed, *others], timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED
             )
         finally:
-            await end_tasks([told])
+            await end_tasks([changed])
 
     def _is_still(self, place: Place) -> bool:
         """Returns whether the place is unchanged. Repeated messages after a broken session, or

@@ -266,11 +266,11 @@ class BulkServer:
         try:
             area, descriptor = SharedArea.make()
         except OSError as error:
-            told = UnavailableError(
+            failure = UnavailableError(
                 f"there is no memory to share: {error}", reason="MEMORY_EXHAUSTED"
             )
-            await connection.send(Kind.ERROR, error_message(told))
-            raise told from error
+            await connection.send(Kind.ERROR, error_message(failure))
+            raise failure from error
         try:
             connection.share(area, descriptor)
         finally:
@@ -325,14 +325,14 @@ class BulkServer:
         except Disconnected:
             raise
         except Exception as error:
-            told = as_shoal_error(error, kind.value)
-            if told.reason == _MALFORMED:
-                raise told from error
-            if told.reason == "STREAM_IDLE":
-                await connection.send_last(Kind.ERROR, error_message(told))
-                raise told from error
+            failure = as_shoal_error(error, kind.value)
+            if failure.reason == _MALFORMED:
+                raise failure from error
+            if failure.reason == "STREAM_IDLE":
+                await connection.send_last(Kind.ERROR, error_message(failure))
+                raise failure from error
             async with connection.in_time():
-                await connection.send(Kind.ERROR, error_message(told))
+                await connection.send(Kind.ERROR, error_message(failure))
             await incoming.pass_over()
             return
         async with connection.in_time():
@@ -355,16 +355,16 @@ class BulkServer:
                         await connection.send(Kind.PARTITION, header.SerializeToString(), more=True)
                     if reading is not None:
                         await connection.send_values(reading)
-            last, told = Kind.END, b""
+            last, payload = Kind.END, b""
         except Disconnected:
             raise
         except Exception as error:
             refusal = as_shoal_error(error, "Pull")
             if refusal.reason == _MALFORMED:
                 raise refusal from error
-            last, told = Kind.ERROR, error_message(refusal)
+            last, payload = Kind.ERROR, error_message(refusal)
         async with connection.in_time():
-            await connection.send(last, told)
+            await connection.send(last, payload)
             await connection.settle()
 
 

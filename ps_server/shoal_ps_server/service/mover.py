@@ -51,27 +51,27 @@ class Mover:
         self._order: MoveOrder | None = None
         self._giving: tuple[int, asyncio.Task[None]] | None = None
         """The move in progress."""
-        self._told = asyncio.Event()
+        self._notified = asyncio.Event()
 
     def settled(self, move: int, epoch: int) -> None:
         """Records the coordinator's decision on all moves up to this one."""
         self._decided = max(self._decided or (0, 0), (move, epoch))
         if self._giving is not None and self._giving[0] <= move:
             self._giving[1].cancel()  # it decided without this server's word
-        self._told.set()
+        self._notified.set()
 
     def ordered(self, order: MoveOrder) -> None:
         """Records an order to give partitions away. A repeated order for the move in progress
         changes nothing: its report will follow."""
         if self._giving is None or self._giving[0] != order.move:
             self._order = order
-            self._told.set()
+            self._notified.set()
 
     async def run(self) -> None:
         """Runs until cancelled."""
         while True:
-            await self._told.wait()
-            self._told.clear()
+            await self._notified.wait()
+            self._notified.clear()
             if self._decided is not None:
                 await self._settle()
             if self._decided is None and self._order is not None:

@@ -429,15 +429,17 @@ def _of_rank(job: Job, rank: int) -> Member:
 
 def _result_of(submission: Submission) -> Result | None:
     """Returns the result; None while it runs."""
-    told = submission.outcome()
-    if told is None:
+    outcome = submission.outcome()
+    if outcome is None:
         return None
-    ended = None if told.ended_unix_s is None else datetime.fromtimestamp(told.ended_unix_s, UTC)
+    ended = (
+        None if outcome.ended_unix_s is None else datetime.fromtimestamp(outcome.ended_unix_s, UTC)
+    )
     return Result(
         job_id=submission.job_id,
-        ok=told.exit_status == 0,
-        exit_status=told.exit_status,
-        summary=told.summary,
+        ok=outcome.exit_status == 0,
+        exit_status=outcome.exit_status,
+        summary=outcome.summary,
         ended=ended,
     )
 
@@ -461,13 +463,13 @@ def _credentials(shared: ChannelSettings | None) -> dict[str, str]:
     if shared is None:
         return {}
     tls = shared.tls
-    told = {
+    given = {
         "SHOAL_TOKEN": None if _in_a_file(shared.token) else shared.token,
         "SHOAL_TLS_CA": tls and tls.authority,
         "SHOAL_TLS_CERT": tls and tls.certificate,
         "SHOAL_TLS_KEY": tls and tls.key,
     }
-    return {name: str(value) for name, value in told.items() if value is not None}
+    return {name: str(value) for name, value in given.items() if value is not None}
 
 
 def _in_a_file(token: str | None) -> bool:

@@ -140,8 +140,8 @@ def _pickled_failure(failure: Failure) -> bytes:
         # some exceptions cannot be unpickled
         pickle.loads(content)  # noqa: S301
     except Exception:
-        told = RuntimeError(f"{type(failure.error).__name__}: {failure.error}")
-        content = cloudpickle.dumps(Failure(failure.at, failure.rank, told, failure.trace))
+        error = RuntimeError(f"{type(failure.error).__name__}: {failure.error}")
+        content = cloudpickle.dumps(Failure(failure.at, failure.rank, error, failure.trace))
     return content
 
 

@@ -141,11 +141,11 @@ class Supervision:
             *(seat for seat in self._left(self._launchers) if seat.is_there),
             *self._left(self._servers),
         ]
-        told = {self._ask(seat.actor.stop): seat for seat in left}
+        asked = {self._ask(seat.actor.stop): seat for seat in left}
         heard, _ = (
-            ray.wait(list(told), num_returns=len(told), timeout=_LEAVE_S) if told else ([], [])
+            ray.wait(list(asked), num_returns=len(asked), timeout=_LEAVE_S) if asked else ([], [])
         )
-        results = [told[each].result for each in heard]
+        results = [asked[each].result for each in heard]
         if results:
             ray.wait(results, num_returns=len(results), timeout=grace.total_seconds())
 

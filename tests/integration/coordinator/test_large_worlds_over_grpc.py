@@ -13,7 +13,7 @@ from shoal.launcher.run.node_session import NodeSession
 from shoal_common.clients import CoordinatorClient
 from shoal_common.errors import MembershipChanged, StaleGenerationError, UnavailableError
 from shoal_common.formats import rank_table
-from shoal_common.formats.rank_table import MOST_TOLD_WHOLE
+from shoal_common.formats.rank_table import MOST_SENT_WHOLE
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2 as pb
 from shoal_worker.elastic.contract.generation import MemberIdentity
@@ -22,7 +22,7 @@ from shoal_worker.elastic.coordinator.link import CoordinatorLink
 from tests.integration.coordinator.harness import Coordinator, Job, Member, create_job
 from tests.zygote.children import eventually
 
-WORLD = MOST_TOLD_WHOLE + 4
+WORLD = MOST_SENT_WHOLE + 4
 NAMES = [f"m{number:02}" for number in range(WORLD - 1)]
 MakeJob = Callable[..., Job]
 

@@ -25,17 +25,17 @@ FOREIGN = "192.0.2.77"  # RFC 5737: no machine has it
 
 def test_by_default_it_is_the_address_of_the_route_to_the_coordinator() -> None:
     assert OwnAddress.find(None, None, towards=HERE) == OwnAddress(
-        told="127.0.0.1", bound="127.0.0.1"
+        announced="127.0.0.1", bound="127.0.0.1"
     )
     assert OwnAddress.find(None, "0.0.0.0", towards=HERE) == OwnAddress(
-        told="127.0.0.1", bound="0.0.0.0"
+        announced="127.0.0.1", bound="0.0.0.0"
     )
 
 
 @pytest.mark.parametrize("said", ["lo", "127.0.0.1", "localhost"])
 def test_an_interface_an_address_and_a_host_name_come_to_the_same(said: str) -> None:
     assert OwnAddress.find(said, None, towards=HERE) == OwnAddress(
-        told="127.0.0.1", bound="127.0.0.1"
+        announced="127.0.0.1", bound="127.0.0.1"
     )
 
 
@@ -43,20 +43,20 @@ def test_of_an_interface_with_both_families_that_of_the_coordinator_is_taken() -
     assert interfaces()["lo"] == ["127.0.0.1", "::1"], (
         "this test needs a loopback interface with IPv4 and IPv6"
     )
-    assert OwnAddress.find("lo", None, towards=HERE).told == "127.0.0.1"
-    assert OwnAddress.find("lo", None, towards=("::1", 7000)).told == "::1"
+    assert OwnAddress.find("lo", None, towards=HERE).announced == "127.0.0.1"
+    assert OwnAddress.find("lo", None, towards=("::1", 7000)).announced == "::1"
 
 
 def test_an_address_in_brackets_is_one() -> None:
-    assert OwnAddress.find(f"[{FOREIGN}]", "lo", towards=HERE).told == FOREIGN
+    assert OwnAddress.find(f"[{FOREIGN}]", "lo", towards=HERE).announced == FOREIGN
 
 
 def test_under_nat_another_address_is_told_than_is_listened_on() -> None:
     assert OwnAddress.find(FOREIGN, "0.0.0.0", towards=HERE) == OwnAddress(
-        told=FOREIGN, bound="0.0.0.0"
+        announced=FOREIGN, bound="0.0.0.0"
     )
     assert OwnAddress.find(FOREIGN, "lo", towards=HERE) == OwnAddress(
-        told=FOREIGN, bound="127.0.0.1"
+        announced=FOREIGN, bound="127.0.0.1"
     )
 
 

@@ -220,7 +220,7 @@ def test_the_course_of_a_step_that_was_left_goes_on_in_the_next_one_at_its_place
     for place, expected in (((1, 4), 1), ((1, 4), 2), ((1, 5), 1), ((2, 5), 1)):
         trace.begin(*place)
         trace.add(GRADIENTS)
-        assert trace.told(passes=True)["issued"] == [0] * expected
+        assert trace.encode(passes=True)["issued"] == [0] * expected
 
 
 def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(

@@ -7,8 +7,8 @@ import pytest
 from shoal_common.system.own_address import OwnAddress
 from shoal_worker.elastic.session.worker_process import metrics_address
 
-OWN = OwnAddress(told="10.0.0.1", bound="10.0.0.1")
-ALONE = OwnAddress(told="127.0.0.1", bound="127.0.0.1")
+OWN = OwnAddress(announced="10.0.0.1", bound="10.0.0.1")
+ALONE = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
 
 
 @pytest.mark.parametrize(

@@ -170,7 +170,7 @@ def taken_from(*states: Any) -> Any:
 
 
 def test_peers_are_told_another_address_than_is_listened_on_where_they_reach_it_there() -> None:
-    donor = StateDonor("0.0.0.0", told="203.0.113.7")
+    donor = StateDonor("0.0.0.0", announced="203.0.113.7")
     host, _, port = donor.address.rpartition(":")
     assert host == "203.0.113.7"
     with donor.offering(state(), NONCE):

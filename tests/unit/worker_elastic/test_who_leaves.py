@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from shoal_worker.elastic.recovery.step_boundaries import Told, WhoLeaves, who_leaves
+from shoal_worker.elastic.recovery.step_boundaries import BoundaryMessage, WhoLeaves, who_leaves
 
 
 def told(
@@ -12,8 +12,8 @@ def told(
     excluded: bool = False,
     stopping: bool = False,
     joiners: bool = False,
-) -> Told:
-    return Told(
+) -> BoundaryMessage:
+    return BoundaryMessage(
         asked=asked, excluded=excluded, holds=tuple(holds), stopping=stopping, joiners=joiners
     )
 

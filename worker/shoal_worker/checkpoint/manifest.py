@@ -59,10 +59,10 @@ def write_tensors(
         {name: stored(tensor) for name, tensor in tensors.items()}, file, metadata
     )
     file.chmod(stat.S_IMODE(mode))
-    return told_of(file)
+    return describe_file(file)
 
 
-def told_of(file: Path) -> dict[str, Any]:
+def describe_file(file: Path) -> dict[str, Any]:
     """Waits until a file is on the disk; returns its entry for the manifest: {"bytes", "xxh3_64"}.
     Raises OSError."""
     sync_file(file)
@@ -70,7 +70,7 @@ def told_of(file: Path) -> dict[str, Any]:
 
 
 def verify_file(path: Path, name: str, about: Mapping[str, Any]) -> Path:
-    """Returns `path/name.safetensors` if it matches the result of `told_of`.
+    """Returns `path/name.safetensors` if it matches the result of `describe_file`.
 
     Raises:
         CorruptDataError: it does not.
@@ -129,11 +129,13 @@ def disk_errors(target: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, SafetensorError) as error:  # the library reports a full disk as its own error
-        told = UnavailableError(
+        failure = UnavailableError(
             f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN"
         )
-        told.failed_at = time.time()  # the rank that it strikes raises it later, at its next save
-        raise told from error
+        failure.failed_at = (
+            time.time()
+        )  # the rank that it strikes raises it later, at its next save
+        raise failure from error
 
 
 def _file_digest(file: Path) -> str:

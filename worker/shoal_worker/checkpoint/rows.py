@@ -36,9 +36,9 @@ from shoal_common.tables.values import buckets_of
 from shoal_worker.checkpoint.manifest import (
     SUFFIX,
     damaged,
+    describe_file,
     disk_errors,
     file_of,
-    told_of,
     verify_file,
 )
 from shoal_worker.elastic.contract.row_store import RowStore, StoredBucket
@@ -85,7 +85,7 @@ def write_rows(
         with disk_errors(path), path.open("wb") as file:
             version = store.fetch(table, number, file, given_up)
         with disk_errors(path):
-            written.setdefault(table, {})[str(number)] = told_of(path) | {"version": version}
+            written.setdefault(table, {})[str(number)] = describe_file(path) | {"version": version}
         failpoint("rows.written")
     return written
 

@@ -337,15 +337,15 @@ class _Copy:
             whole = self.session.assemble(channel)
             if channel.rank == 0:
                 self.whole = whole.pop("replica") | whole
-        told = {
+        decision = {
             "refused": self._refused() if channel.rank == 0 else "",
             "member": self.session.member_id,
         }
         # a rank that returns from this knows that everything is copied
-        told = json.loads(channel.exchange(json.dumps(told).encode())[0])
-        if told["refused"]:
-            raise ConfigurationError(told["refused"])
-        self.completed_by = told["member"]
+        decision = json.loads(channel.exchange(json.dumps(decision).encode())[0])
+        if decision["refused"]:
+            raise ConfigurationError(decision["refused"])
+        self.completed_by = decision["member"]
 
     def drop(self) -> None:
         """Discards the copy."""
@@ -396,8 +396,8 @@ class _Copy:
                 state=part.state.pop("replica") | part.state, count=part.count, shards=part.shards
             )
         )
-        told = {"member": self.session.member_id, "shards": sorted(shards.mine)}
-        everyones = [json.loads(each) for each in channel.exchange(json.dumps(told).encode())]
+        report = {"member": self.session.member_id, "shards": sorted(shards.mine)}
+        everyones = [json.loads(each) for each in channel.exchange(json.dumps(report).encode())]
         self._writers = {number: each["member"] for each in everyones for number in each["shards"]}
         self.shards = shards
 
@@ -413,17 +413,17 @@ class _Copy:
     def _make_room(self, channel: Channel) -> bool:
         """Creates the directory for all ranks on the first rank. Returns False if not all ranks see
         it."""
-        told: dict[str, str] = {}
+        place: dict[str, str] = {}
         if channel.rank == 0:
             try:
                 self.temporary, self.first = begin(self.directory, self.session.steps), True
-                told = {"name": self.temporary.name}
+                place = {"name": self.temporary.name}
             except ConfigurationError as error:
-                told = {"error": str(error)}
-        told = json.loads(channel.exchange(json.dumps(told).encode())[0])
-        if "error" in told:
-            raise ConfigurationError(told["error"])
-        self.temporary = self.directory / told["name"]
+                place = {"error": str(error)}
+        place = json.loads(channel.exchange(json.dumps(place).encode())[0])
+        if "error" in place:
+            raise ConfigurationError(place["error"])
+        self.temporary = self.directory / place["name"]
         blind = [
             rank
             for rank, sees in enumerate(channel.exchange(str(self.temporary.is_dir()).encode()))
@@ -492,13 +492,13 @@ def load_newest(session: Session, directory: Path) -> bool:
     def body(channel: Channel) -> bool:
         _check_alike(channel, "resume", named)
         saver.settle_together(channel)  # else the newest may not be there yet
-        captured, told = on_first(channel, lambda: _read(session, directory)) or (None, {})
-        told = json.loads(channel.exchange(json.dumps(told).encode())[0])
-        if told["error"] is not None:
-            raise _refusal(told)
-        if told["found"]:
-            _take_up(session, channel, captured, Path(told["path"]))
-        return bool(told["found"])
+        captured, found = on_first(channel, lambda: _read(session, directory)) or (None, {})
+        found = json.loads(channel.exchange(json.dumps(found).encode())[0])
+        if found["error"] is not None:
+            raise _refusal(found)
+        if found["found"]:
+            _take_up(session, channel, captured, Path(found["path"]))
+        return bool(found["found"])
 
     return bool(session.operation("resume", body))
 
@@ -510,18 +510,18 @@ def _go_back(session: Session, directory: Path) -> str | None:
     def body(channel: Channel) -> str | None:
         saver.give_up_incomplete(channel)
         saver.settle_together(channel)
-        captured, told = on_first(channel, lambda: _read(session, directory, run=session.run)) or (
+        captured, found = on_first(channel, lambda: _read(session, directory, run=session.run)) or (
             None,
             {},
         )
         if captured is not None:
-            told["error"] = session.cannot_return(captured)
-        told = json.loads(channel.exchange(json.dumps(told).encode())[0])
-        if told["error"] is not None:
-            return str(told["error"])
-        if not told["found"]:
+            found["error"] = session.cannot_return(captured)
+        found = json.loads(channel.exchange(json.dumps(found).encode())[0])
+        if found["error"] is not None:
+            return str(found["error"])
+        if not found["found"]:
             return f"there is none of this run in {directory}"
-        _take_up(session, channel, captured, Path(told["path"]))
+        _take_up(session, channel, captured, Path(found["path"]))
         return None
 
     answer = session.operation("go back to a checkpoint", body, answers=False)
@@ -530,11 +530,11 @@ def _go_back(session: Session, directory: Path) -> str | None:
 
 def _load_alone(session: Session, directory: Path) -> bool:
     """Loads the newest checkpoint in a world of one; returns whether there was one."""
-    captured, told = _read(session, directory)
-    if told["error"] is not None:
-        raise _refusal(told)
+    captured, found = _read(session, directory)
+    if found["error"] is not None:
+        raise _refusal(found)
     if captured is not None:
-        _take_up(session, LocalChannel(), captured, Path(told["path"]))
+        _take_up(session, LocalChannel(), captured, Path(found["path"]))
     return captured is not None
 
 
@@ -621,11 +621,11 @@ def _read(
     return {"replica": state, **captured}, {"found": True, "error": None, "path": str(found)}
 
 
-def _refusal(told: dict[str, Any]) -> ShoalError:
+def _refusal(found: dict[str, Any]) -> ShoalError:
     """Returns the error that a rank raises after the reading rank has reported one."""
     kind = (
         ConfigurationError
-        if told["reason"] == ConfigurationError.default_reason
+        if found["reason"] == ConfigurationError.default_reason
         else CorruptDataError
     )
-    return kind(told["error"], reason=told["reason"])
+    return kind(found["error"], reason=found["reason"])

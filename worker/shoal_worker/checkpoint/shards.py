@@ -159,9 +159,9 @@ class Shards:
                     unsaid,
                 )
             if isinstance(error, (OSError, SafetensorError)):
-                told = _not_written(temporary, f"this rank's part of it: {error}")
-                told.failed_at = failed_at  # before the first rank could read of it
-                raise told from error
+                failure = _not_written(temporary, f"this rank's part of it: {error}")
+                failure.failed_at = failed_at  # before the first rank could read of it
+                raise failure from error
             raise
 
     def collect(self, temporary: Path, *, gone: Callable[[int], bool]) -> dict[str, Any] | None:

@@ -144,16 +144,16 @@ def in_company(
     """
     give_up_at, lines = time.monotonic() + patience.total_seconds(), WaitingLines()
     while True:
-        told = channel.exchange(
+        replies = channel.exchange(
             b"done" if done_within(_LOOK) or time.monotonic() > give_up_at else b""
         )
-        busy = [rank for rank, done in enumerate(told) if not done]
+        busy = [rank for rank, done in enumerate(replies) if not done]
         if not busy:
             return
         if channel.rank == 0:
             lines.say(
                 "a checkpoint's files",
-                partial("the disks of ranks {} of {} have not answered".format, busy, len(told)),
+                partial("the disks of ranks {} of {} have not answered".format, busy, len(replies)),
             )
 
 
@@ -210,7 +210,7 @@ def on_each(
     error = working.exception()
     if isinstance(error, MembershipChanged | StaleGenerationError):
         raise MembershipChanged(str(error)) from error
-    told = (
+    outcome = (
         {
             "error": str(error),
             "reason": getattr(error, "reason", ""),
@@ -219,18 +219,20 @@ def on_each(
         if error is not None
         else {}
     )
-    told = told or {"result": working.result()}
-    everyones = [json.loads(each) for each in channel.exchange(json.dumps(told).encode())]
+    outcome = outcome or {"result": working.result()}
+    everyones = [json.loads(each) for each in channel.exchange(json.dumps(outcome).encode())]
     if error is not None:
         raise error
     for rank, each in enumerate(everyones):
         if "error" in each:
-            kind = next((kind for kind in _TOLD if kind.code == each["code"]), UnavailableError)
+            kind = next(
+                (kind for kind in _RAISED_UNCHANGED if kind.code == each["code"]), UnavailableError
+            )
             raise kind(f"rank {rank}: {each['error']}", reason=each["reason"] or None)
     return [each["result"] for each in everyones]
 
 
-_TOLD: Final[tuple[type[ShoalError], ...]] = (
+_RAISED_UNCHANGED: Final[tuple[type[ShoalError], ...]] = (
     CorruptDataError,
     DeadlineError,
     InvalidRequestError,

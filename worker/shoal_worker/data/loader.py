@@ -340,9 +340,9 @@ class ElasticDataLoader:
     @property
     def dealing(self) -> str:
         """Implements `StepSource.dealing`."""
-        told = self._supply.dealing(self.epoch)
-        if self._dealing is None or self._dealing[0] is not told:
-            self._dealing = told, json.dumps({**self._arguments, **told})
+        dealt = self._supply.dealing(self.epoch)
+        if self._dealing is None or self._dealing[0] is not dealt:
+            self._dealing = dealt, json.dumps({**self._arguments, **dealt})
         return self._dealing[1]
 
     @property

@@ -422,7 +422,7 @@ class IndexedSupply(Supply):
     def __init__(self, dealer: Dealer, progress: LoaderProgress) -> None:
         super().__init__(progress)
         self._dealer = dealer
-        self._told: tuple[int, dict[str, Any]] | None = None
+        self._described: tuple[int, dict[str, Any]] | None = None
 
     @override
     def request(self, dealt: DealtStep, block: Block) -> Request:
@@ -438,9 +438,9 @@ class IndexedSupply(Supply):
 
     @override
     def dealing(self, epoch: int) -> dict[str, Any]:
-        if self._told is None or self._told[0] != epoch:
-            self._told = epoch, {DRAWN: self._dealer.drawn(epoch)}
-        return self._told[1]
+        if self._described is None or self._described[0] != epoch:
+            self._described = epoch, {DRAWN: self._dealer.drawn(epoch)}
+        return self._described[1]
 
 
 class DealtSupply(IndexedSupply):

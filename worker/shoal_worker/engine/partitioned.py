@@ -173,7 +173,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """Handles an optimizer step."""
 
     @abc.abstractmethod
-    def _parse_commit(self, told: Mapping[str, Any]) -> Closed:
+    def _parse_commit(self, received: Mapping[str, Any]) -> Closed:
         """Restores the result of `commit_payload` on a peer."""
 
     # ---------------------------------------------------------------------------------------- start
@@ -267,15 +267,15 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         the replica.
         """
         session = self._session
-        told = self._take_pass(inputs, targets, loss_fn)
+        mean_loss = self._take_pass(inputs, targets, loss_fn)
         step = session.ensure_step()
-        step.loss = None if told is None else read_later(told)
+        step.loss = None if mean_loss is None else read_later(mean_loss)
         session.reduce_if_whole()
         mean = step.mean_loss if step.control is not None else None
         loss = (
             torch.zeros((), dtype=torch.float64, device=session.device)
-            if told is None
-            else told.detach()
+            if mean_loss is None
+            else mean_loss.detach()
         )
         return loss if mean is None else loss.new_full((), mean)
 

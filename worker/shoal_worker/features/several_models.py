@@ -109,12 +109,12 @@ class SeveralEngines(TrainingEngine):
 
     @override
     def issued(self) -> bytes:
-        told = [engine.issued().decode() for engine in self._engines]
-        return json.dumps(told).encode() if any(told) else b""
+        texts = [engine.issued().decode() for engine in self._engines]
+        return json.dumps(texts).encode() if any(texts) else b""
 
     @override
-    def compare_issued(self, told: Sequence[bytes]) -> None:
-        ranks = [json.loads(each) for each in told if each]
+    def compare_issued(self, issued: Sequence[bytes]) -> None:
+        ranks = [json.loads(each) for each in issued if each]
         for number, engine in enumerate(self._engines):
             engine.compare_issued([each[number].encode() for each in ranks])
 
@@ -156,10 +156,10 @@ class SeveralEngines(TrainingEngine):
 
     @override
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        told = enumerate(engine.in_common() for engine in self._engines)
+        described = enumerate(engine.in_common() for engine in self._engines)
         return {
             f"{label}, of model {number}": tensors
-            for number, each in told
+            for number, each in described
             for label, tensors in each.items()
         }
 

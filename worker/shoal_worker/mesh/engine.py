@@ -522,20 +522,20 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             [each.layouts for each in several if isinstance(each, MeshEngine)]
         )
 
-    def _parse_commit(self, told: Mapping[str, Any]) -> CommitPayload:
-        return CommitPayload(**told)
+    def _parse_commit(self, received: Mapping[str, Any]) -> CommitPayload:
+        return CommitPayload(**received)
 
     @torch.no_grad()
     @override
     def reshard(self, group: Group) -> None:
         execution = self._mesh.execution if self._mesh is not None else None
         issued = execution.issued.encode().decode() if execution is not None else ""
-        told = [
+        received = [
             json.loads(each)
             for each in group.exchange(json.dumps([self.is_sharded, issued]).encode())
         ]
-        IssuedCollectives.compare([each.encode() for _, each in told], self.strategy)
-        if not any(is_sharded for is_sharded, _ in told):
+        IssuedCollectives.compare([each.encode() for _, each in received], self.strategy)
+        if not any(is_sharded for is_sharded, _ in received):
             return
         if self.layouts.too_few(group.world_size):
             state = self._held.gather_whole(group)

@@ -367,8 +367,8 @@ class ModelParts(PartitionedState):
         """Makes the state whole on all ranks if only some of the ranks have split it and others may
         be gone. No step was taken on the split state, so it is unchanged. Returns True if it was
         split here. Part of an operation. Raises as `gather`."""
-        told = channel.exchange(b"whole" if self.is_whole else b"")
-        if all(told) or not any(told):
+        received = channel.exchange(b"whole" if self.is_whole else b"")
+        if all(received) or not any(received):
             return False
         state = self._as_one_process(channel)
         if self.is_whole:
@@ -605,8 +605,8 @@ class ModelParts(PartitionedState):
         here = {key: value for key, value in other_entries(self.module).items() if self._runs(key)}
         structure, tensors = flatten(here)
         merged: dict[str, Any] = {}
-        for told in channel.exchange(dump_tensors(tensors, {"structure": structure})):
-            theirs, metadata = load_tensors(told)
+        for received in channel.exchange(dump_tensors(tensors, {"structure": structure})):
+            theirs, metadata = load_tensors(received)
             merged = unflatten(metadata["structure"], theirs) | merged
         return merged
 

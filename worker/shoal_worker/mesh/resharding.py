@@ -138,10 +138,10 @@ def gather(
         ShardsLostError: no division is complete any more.
         MembershipChanged: the group is over.
     """
-    told, cut = _newest(channel, held)
+    newest, cut = _newest(channel, held)
     blueprint = blueprint_for(cut.axes)
-    senders = _Senders(blueprint, told.sources())
-    mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
+    senders = _Senders(blueprint, newest.sources())
+    mine = sorted((one for one in held if one.cut.number == newest.cut), key=lambda one: one.copied)
     tensors = blueprint.template.tensors()
     for names in in_buckets(tensors, lambda name: tensors[name].nbytes, _CHUNK_BYTES):
         sends = {
@@ -181,13 +181,13 @@ def copy_singles(
         MembershipChanged: the group is over.
     """
     try:
-        told, cut = _newest(channel, held)
+        newest, cut = _newest(channel, held)
     except ShardsLostError:
         return None  # cutting it anew says so
-    copies = plan_copies(told, range(channel.world_size), leaving) if cut.axes.data > 1 else []
+    copies = plan_copies(newest, range(channel.world_size), leaving) if cut.axes.data > 1 else []
     if not copies:
         return None
-    mine = sorted((one for one in held if one.cut.number == told.cut), key=lambda one: one.copied)
+    mine = sorted((one for one in held if one.cut.number == newest.cut), key=lambda one: one.copied)
     arrived: dict[MeshPlace, dict[str, PieceState]] = {
         copy.place: {} for copy in copies if copy.mirror_holder == channel.rank
     }
@@ -236,8 +236,8 @@ def _take_copies(answer: bytes, arrived: Mapping[MeshPlace, dict[str, PieceState
     loaded, metadata = load_tensors(answer)
     values: dict[tuple[MeshPlace, str], torch.Tensor] = {}
     states: dict[tuple[MeshPlace, str], dict[str, Any]] = {}
-    for told, tensor in loaded.items():
-        place, name, key = json.loads(told)
+    for label, tensor in loaded.items():
+        place, name, key = json.loads(label)
         if key == _VALUE:
             values[tuple(place), name] = tensor
         else:
@@ -255,8 +255,8 @@ def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[M
     rows = [[int(one.copied), *one.cut.row()] for one in held]
     claims: list[Claim[MeshPlace]] = []
     cuts: dict[int, MeshCut] = {}
-    for rank, told in enumerate(channel.exchange(json.dumps(rows).encode())):
-        for copied, *row in json.loads(told):
+    for rank, reply in enumerate(channel.exchange(json.dumps(rows).encode())):
+        for copied, *row in json.loads(reply):
             cut = MeshCut.of_row(row)
             cuts.setdefault(cut.number, cut)
             places = [(cut.at.pipeline, cut.at.tensor, position) for position in cut.positions]

@@ -369,7 +369,7 @@ class CoordinatorLeases:
         meanwhile."""
         block = request.block
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
-        told = False
+        logged = False
         while True:
             try:
                 return self._job.lease_batches(
@@ -386,13 +386,13 @@ class CoordinatorLeases:
                 if error.reason == "CLIENT_CLOSED":
                     return error
                 self._trouble = str(error)
-                if not told:
+                if not logged:
                     _log.warning(
                         "the coordinator leases no batches now, %d are left: %s",
                         len(block.leased),
                         error,
                     )
-                    told = True
+                    logged = True
                 wait_s = backoff.next_s(error)
             except Exception as error:  # whatever it is, the training thread is to raise it
                 return error

@@ -456,9 +456,9 @@ class ServerLink:
         payloads: Iterable[Payload],
         iteration: Iteration,
     ) -> list[pb.PartitionResult]:
-        told = tuple(self._finished_batches)
+        finished = tuple(self._finished_batches)
         outgoing = self._outgoing(
-            payloads, clock=iteration.clock, batch=iteration.batch, finished=told
+            payloads, clock=iteration.clock, batch=iteration.batch, finished=finished
         )
         rows_bytes = sum(each.data.nbytes for each in partitions if isinstance(each, PushedRows))
         results = self._server.client.push(
@@ -471,7 +471,7 @@ class ServerLink:
                 f"server {self.index} acknowledged other partitions than were pushed"
             )
         failpoint("exchange.server_answered")
-        del self._finished_batches[: len(told)]
+        del self._finished_batches[: len(finished)]
         self._ledger.acknowledged(results)
         return results
 

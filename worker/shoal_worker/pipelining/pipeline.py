@@ -182,8 +182,8 @@ class Pipeline:
     ) -> torch.Tensor:
         """Runs forward and backward passes of micro-batches like `take_through`. Returns the loss
         of this replica's batch, on every rank of the pipeline."""
-        told = self.take_through(micro_batches, loss)
-        total = self._zero() if told is None else told
+        mean_loss = self.take_through(micro_batches, loss)
+        total = self._zero() if mean_loss is None else mean_loss
         with self.links.ending_on_failure("a pipeline step"):
             self.links.broadcast(total, self.rank_of[-1], "telling all ranks the loss")
         return total

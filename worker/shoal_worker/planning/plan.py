@@ -82,10 +82,10 @@ class Plan:
         """Returns the plan as JSON types; memory in bytes, times in seconds."""
         best = self.recommended
         content = dataclasses.asdict(self)
-        for told, each in zip(content["strategies"], self.strategies, strict=True):
-            told |= {"exact": each.exact, "sent": each.sent, "recommended": each is best}
+        for entry, each in zip(content["strategies"], self.strategies, strict=True):
+            entry |= {"exact": each.exact, "sent": each.sent, "recommended": each is best}
             if each.memory is not None:
-                told["memory"] |= {"held": each.memory.held, "total": each.memory.total}
+                entry["memory"] |= {"held": each.memory.held, "total": each.memory.total}
         return content
 
 
@@ -159,21 +159,22 @@ def _left_out(number: int, what: str) -> list[str]:
 
 
 def _head(plan: Plan) -> list[str]:
-    told = plan.assumptions
+    assumed = plan.assumptions
     memory = (
         f", {readable_bytes(plan.device_memory)} each" if plan.device_memory is not None else ""
     )
     lines = [
         f"{plan.model}: {_count(plan.parameters)} parameters, "
         f"{readable_bytes(plan.parameter_bytes)}, {plan.optimizer}",
-        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {told.ranks_per_host} a "
+        f"{plan.world_size} rank{'s' if plan.world_size > 1 else ''}, {assumed.ranks_per_host} a "
         f"host{memory}",
     ]
     if plan.global_batch_size is not None:
         lines.append(
             f"steps of {plan.global_batch_size} samples, estimated with "
-            f"{_rate(told.device_flops)}FLOP/s x {told.efficiency:g}, {_rate(told.bandwidth)}B/s "
-            f"to other hosts, {_rate(told.local_bandwidth)}B/s within"
+            f"{_rate(assumed.device_flops)}FLOP/s x {assumed.efficiency:g}, "
+            f"{_rate(assumed.bandwidth)}B/s to other hosts, "
+            f"{_rate(assumed.local_bandwidth)}B/s within"
         )
     else:
         lines += textwrap.wrap(

@@ -166,11 +166,11 @@ class ReplicatedEngine(Engine):
         session = self._session
         step = session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
-        told = read_later(loss)
+        reported = read_later(loss)
         step.loss = (
-            told
+            reported
             if step.micro_batch is None or not self._in_micro_batches
-            else self._accumulation().add_loss(told, step.micro_batch)
+            else self._accumulation().add_loss(reported, step.micro_batch)
         )
         loss.backward()
         if not self.config.auto_sync_gradients and not self._in_micro_batches:

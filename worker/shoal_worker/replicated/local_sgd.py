@@ -110,9 +110,11 @@ class LocalSGDEngine(ReplicatedEngine):
         ranks do not communicate in each step."""
         step = self._session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
-        told = read_later(loss)
+        reported = read_later(loss)
         summed = self._in_micro_batches and step.micro_batch is not None
-        step.loss = self._accumulation().add_loss(told, step.micro_batch or 0.0) if summed else told
+        step.loss = (
+            self._accumulation().add_loss(reported, step.micro_batch or 0.0) if summed else reported
+        )
         loss.backward()
         return loss.detach()
 

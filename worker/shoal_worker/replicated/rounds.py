@@ -49,8 +49,8 @@ def adding(channel: Channel) -> Add:
         if isinstance(channel, LocalChannel):
             return
         for chunk in tensor.split(_CHUNK_ELEMENTS):
-            told = channel.exchange(bytes(bytes_of(chunk)))
-            parts = [torch.frombuffer(bytearray(part), dtype=tensor.dtype) for part in told]
+            received = channel.exchange(bytes(bytes_of(chunk)))
+            parts = [torch.frombuffer(bytearray(part), dtype=tensor.dtype) for part in received]
             chunk.copy_(torch.stack(parts).sum(0))
 
     return add
@@ -106,19 +106,19 @@ def agreed_counts(
     """
     moved = [(now[name] - value).reshape(-1).cpu() for name, value in before.items()]
     own = torch.cat([torch.tensor([steps, round(samples)]), *moved])
-    told = torch.stack(
+    rows = torch.stack(
         [
             torch.frombuffer(bytearray(each), dtype=torch.int64)
             for each in tell(bytes(bytes_of(own)))
         ]
     )
-    told = told[told[:, 0] > 0]
-    if not len(told):
+    rows = rows[rows[:, 0] > 0]
+    if not len(rows):
         return dict(before)
-    taken, sampled = told[:, :1], told[:, 1:2]
+    taken, sampled = rows[:, :1], rows[:, 1:2]
     counts: dict[str, torch.Tensor] = {}
     for (name, value), part in zip(
-        before.items(), told[:, 2:].split([each.numel() for each in moved], dim=1), strict=True
+        before.items(), rows[:, 2:].split([each.numel() for each in moved], dim=1), strict=True
     ):
         alike = bool((part * taken[0] == part[0] * taken).all())
         of_samples = (part == sampled) | (
@@ -139,7 +139,7 @@ def mean_optimizer_state(
     Each entry is a mean over the ranks with that parameter's state. Non-tensors are those of the
     first of them.
     """
-    described = [json.loads(told) for told in tell(json.dumps(_describe(state)).encode())]
+    described = [json.loads(reply) for reply in tell(json.dumps(_describe(state)).encode())]
     merged: dict[str, dict[str, Any]] = {}
     for entries in described:
         for number, entry in entries.items():

@@ -83,15 +83,15 @@ class IssuedCollectives:
             raise _different(strategy)
 
     @staticmethod
-    def compare(told: Sequence[bytes], strategy: str) -> None:
-        """Compares traces after a failure. `told`: the ranks' traces. Ranks in one step must have
+    def compare(issued: Sequence[bytes], strategy: str) -> None:
+        """Compares traces after a failure. `issued`: the ranks' traces. Ranks in one step must have
         issued the same up to the end of each.
 
         Raises:
             PreconditionError: they did not.
         """
         steps: dict[int, list[list[int]]] = {}
-        for each in filter(None, told):
+        for each in filter(None, issued):
             step, *codes = json.loads(each)
             steps.setdefault(step, []).append(codes)
         for logs in steps.values():

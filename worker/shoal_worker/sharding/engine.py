@@ -419,16 +419,16 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         for unit in self._held.trained:
             unit.hidden.gradients_handed_out([next(present) for _ in unit.parameters])
 
-    def _parse_commit(self, told: Mapping[str, Any]) -> ShardedCommitPayload:
-        return ShardedCommitPayload(**told)
+    def _parse_commit(self, received: Mapping[str, Any]) -> ShardedCommitPayload:
+        return ShardedCommitPayload(**received)
 
     @override
     def issued(self) -> bytes:
         return self._execution.issued.encode() if self._parts is not None else b""
 
     @override
-    def compare_issued(self, told: Sequence[bytes]) -> None:
-        IssuedCollectives.compare(told, self.strategy)
+    def compare_issued(self, issued: Sequence[bytes]) -> None:
+        IssuedCollectives.compare(issued, self.strategy)
 
     @torch.no_grad()
     @override

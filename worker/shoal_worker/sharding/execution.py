@@ -312,8 +312,8 @@ class ShardedExecution:
         if self._all_know or self._asked or group.world_size == 1:
             return
         self._asked = True
-        told = [json.loads(each) for each in group.exchange(json.dumps(self.passed).encode())]
-        known = next((each for each in told if each), None)
+        received = [json.loads(each) for each in group.exchange(json.dumps(self.passed).encode())]
+        known = next((each for each in received if each), None)
         if known is None:
             self.keep_whole()
         else:

@@ -41,7 +41,7 @@ ELEMENTS: Final = "elements of"
 #
 # Where tensors are whole, all of this is so for the owners of a parameter alone, and what is not an
 # element state may be anything (sums of rows and columns, preconditioners): it is told to all ranks
-# when the state is cut anew or put together (`told_by_owners`).
+# when the state is cut anew or put together (`gather_from_owners`).
 
 
 class ShardedOptimizerState:
@@ -269,7 +269,7 @@ def rows_of(held: Sequence[RankShards]) -> list[int]:
 def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
     """Returns the holders of the newest complete sharding, from each rank's `rows_of`. Raises
     ShardsLostError if none is complete."""
-    told = [
+    reported = [
         (rank, entry)
         for rank, row in enumerate(rows)
         for entry in zip(*[iter(row)] * len(_NO_ROW), strict=True)
@@ -282,7 +282,7 @@ def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
             places={position, mirrored} - {-1},
             copied=bool(copied),
         )
-        for rank, (number, world_size, position, mirrored, copied) in told
+        for rank, (number, world_size, position, mirrored, copied) in reported
         if number >= 0
     )
 
@@ -309,7 +309,7 @@ def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
 
 def merge_copies(
     kept: Sequence[RankShards],
-    told: ShardHolders[int],
+    newest: ShardHolders[int],
     arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]],
     scalars: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[RankShards]:
@@ -317,7 +317,7 @@ def merge_copies(
     those received (by unit and position). `scalars`: of all parameters, if tensors are whole."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
-        if each.cut.number == told.cut:
+        if each.cut.number == newest.cut:
             for unit, own in enumerate(each.vectors):
                 vectors[unit] |= own
     positions = sorted({position for own in vectors for position in own})
@@ -325,8 +325,8 @@ def merge_copies(
     return [
         RankShards(
             cut=Cut(
-                number=told.cut,
-                world_size=told.shards,
+                number=newest.cut,
+                world_size=newest.shards,
                 position=pair[0],
                 mirrored=pair[1] if len(pair) > 1 else None,
             ),
@@ -374,7 +374,7 @@ def vector_of(
     return torch.zeros_like(shards[VALUES], dtype=dtype)
 
 
-def told_by_owners(
+def gather_from_owners(
     units: Sequence[Unit], sends: Mapping[int, int], mine: RankShards | None, peers: Messages
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
     """Returns, for whole tensors, `scalars` and `element_keys` of all units from the sender of each
@@ -397,8 +397,8 @@ def told_by_owners(
                     own[f"{number}/{index}"] = state
     structure, tensors = flatten(own)
     scalars: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
-    for told in peers.exchange(dump_tensors(tensors, {"structure": structure})):
-        received, about = load_tensors(told)
+    for payload in peers.exchange(dump_tensors(tensors, {"structure": structure})):
+        received, about = load_tensors(payload)
         for name, state in unflatten(about["structure"], received).items():
             number, _, index = name.partition("/")
             scalars[int(number)][int(index)] = state
@@ -437,11 +437,11 @@ def reshard(
         MembershipChanged: the group has ended.
     """
     rank, world_size = peers.rank, peers.world_size
-    told = newest_of(peers.all_gather_integers(rows_of(held)))
-    old_world, sends = told.shards, told.senders()
-    mine = held_of(held, told.cut)
+    newest = newest_of(peers.all_gather_integers(rows_of(held)))
+    old_world, sends = newest.shards, newest.senders()
+    mine = held_of(held, newest.cut)
     if any(unit.layout.whole_tensors for unit in units):
-        scalars, keys = told_by_owners(units, sends, mine, peers)
+        scalars, keys = gather_from_owners(units, sends, mine, peers)
     gets = [division.held(r) for r in range(world_size)]
     fresh: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):

@@ -38,10 +38,10 @@ from shoal_worker.sharding.resharding import (
     RankShards,
     ShardedOptimizerState,
     division_cut,
+    gather_from_owners,
     hold,
     merge_copies,
     reshard,
-    told_by_owners,
 )
 from shoal_worker.sharding.unit import Stage, Unit
 from shoal_worker.sharding.whole_vectors import (
@@ -161,11 +161,11 @@ class ShardedState(PartitionedState):
         number = group.generation.number
         if self.cut is not None and self.cut.number == number:
             return
-        told = [
+        received = [
             row[0]
             for row in group.all_gather_integers([int(self.cut is not None and not self.whole)])
         ]
-        if not any(told):
+        if not any(received):
             return  # no step has begun anywhere
         if self.cut is not None:
             self._scalars = [self._state.scalars(unit) for unit in self.units]
@@ -278,7 +278,7 @@ class ShardedState(PartitionedState):
         held = self._held()
         if self.whole_tensors:
             sends, mine, _ = agree(held, channel)
-            return held, *told_by_owners(self.units, sends, mine, channel)
+            return held, *gather_from_owners(self.units, sends, mine, channel)
         return (
             held,
             [self._state.scalars(unit) for unit in self.units],
@@ -409,8 +409,8 @@ class ShardedState(PartitionedState):
         """Makes the state unsharded on all ranks if only some have sharded it yet and others may be
         gone. It is unchanged, since no step was taken on a sharding that not all have. Part of an
         operation. Raises like `reshard`."""
-        told = channel.exchange(b"whole" if self.whole else b"")
-        if all(told) or not any(told):
+        received = channel.exchange(b"whole" if self.whole else b"")
+        if all(received) or not any(received):
             return
         state = self.assemble(channel)
         if not self.whole:

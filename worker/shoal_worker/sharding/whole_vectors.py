@@ -202,20 +202,20 @@ def copy_singles(
         MembershipChanged: the group is over.
     """
     try:
-        told = newest_of(_told(held, channel))
+        newest = newest_of(_rows_of_ranks(held, channel))
     except ShardsLostError:
         return None  # cutting it anew says so
     copies = (
-        plan_copies(told, range(channel.world_size), leaving, most=MOST_COPIES)
-        if told.shards > 1
+        plan_copies(newest, range(channel.world_size), leaving, most=MOST_COPIES)
+        if newest.shards > 1
         else []
     )
     if not copies:
         return None
-    mine = held_of(held, told.cut)
+    mine = held_of(held, newest.cut)
     kept: list[dict[int, dict[str, torch.Tensor]]] = []
     for index, unit in enumerate(units):
-        size = unit.layout.over(told.shards).shard_numel
+        size = unit.layout.over(newest.shards).shard_numel
         vectors = {VALUES: unit.dtype, **keys[index]}
         sent = [copy.place for copy in copies if copy.sender == channel.rank]
         own = [mine.vectors[index][p] for p in sent] if mine is not None else []
@@ -238,7 +238,7 @@ def copy_singles(
                     data = bytearray(answers[copy.sender][begin : offsets[copy.sender]])
                     arrived.setdefault(copy.place, {})[name] = torch.frombuffer(data, dtype=dtype)
         kept.append(arrived)
-    return told, kept
+    return newest, kept
 
 
 def agree(
@@ -246,15 +246,16 @@ def agree(
 ) -> tuple[dict[int, int], RankShards | None, bool]:
     """Returns, for the newest cut that is complete: the rank that sends each position, what this
     rank has of it, and whether every rank has every position."""
-    told = newest_of(_told(held, channel))
+    newest = newest_of(_rows_of_ranks(held, channel))
     everywhere = all(
-        len(told.holders.get(position, ())) == channel.world_size for position in range(told.shards)
+        len(newest.holders.get(position, ())) == channel.world_size
+        for position in range(newest.shards)
     )
-    return told.senders(), held_of(held, told.cut), everywhere
+    return newest.senders(), held_of(held, newest.cut), everywhere
 
 
-def _told(held: Sequence[RankShards], channel: Channel) -> list[list[int]]:
-    return [json.loads(told) for told in channel.exchange(json.dumps(rows_of(held)).encode())]
+def _rows_of_ranks(held: Sequence[RankShards], channel: Channel) -> list[list[int]]:
+    return [json.loads(reply) for reply in channel.exchange(json.dumps(rows_of(held)).encode())]
 
 
 def _bytes(shard: torch.Tensor) -> bytes:

@@ -79,11 +79,11 @@ class BucketVersions:
         )
         self._lost(expected - version)
 
-    def agree(self, told: Sequence[Mapping[int, int]]) -> None:
+    def agree(self, received: Sequence[Mapping[int, int]]) -> None:
         """Adopts the versions known to other ranks. Raises MembershipChanged if ranks know
         different versions, in which case each rank reads the servers again."""
         known: dict[int, set[int]] = {}
-        for versions in told:
+        for versions in received:
             for partition_id, version in versions.items():
                 known.setdefault(partition_id, set()).add(version)
         differing = sorted(each for each, versions in known.items() if len(versions) > 1)
@@ -100,11 +100,11 @@ class BucketVersions:
         self._found.clear()  # not before: a step that is done again needs a new key as well
         self._expected.update({each: self._expected[each] + 1 for each in pushed})
 
-    def told(self) -> dict[str, int]:
+    def encode(self) -> dict[str, int]:
         """Returns the versions by bucket number, as JSON, for other ranks and checkpoints."""
         return {str(each): version for each, version in self._expected.items()}
 
-    def restore(self, told: Mapping[str, int]) -> None:
-        """Inverse of `told`. The versions count as newly read."""
-        self._expected = {int(each): version for each, version in told.items()}
+    def restore(self, versions: Mapping[str, int]) -> None:
+        """Inverse of `encode`. The versions count as newly read."""
+        self._expected = {int(each): version for each, version in versions.items()}
         self._found = dict(self._expected)

@@ -49,8 +49,8 @@ class RowSums:
         self.versions.clear()
         self._weight = 0.0
 
-    def dump(self, told: Mapping[str, Any]) -> bytes:
-        """Returns this rank's part for the others. `told`: additional JSON-able values."""
+    def dump(self, metadata: Mapping[str, Any]) -> bytes:
+        """Returns this rank's part for the others. `metadata`: additional JSON-able values."""
         tensors: dict[str, torch.Tensor] = {}
         for name, parts in self._parts.items():
             ids, sums = summed(parts)
@@ -58,7 +58,7 @@ class RowSums:
                 f"{name}/ids": torch.from_numpy(ids),
                 f"{name}/sums": torch.from_numpy(sums),
             }
-        return dump_tensors(tensors, {"weight": self._weight, **told})
+        return dump_tensors(tensors, {"weight": self._weight, **metadata})
 
 
 def summed(parts: Sequence[tuple[Ids, _Sums]]) -> tuple[Ids, _Sums]:

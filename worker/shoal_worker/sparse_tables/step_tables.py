@@ -220,8 +220,8 @@ class ServerStepTables:
             mean = share.weight / share.total_weight if share.total_weight else 0.0
             self._here.take(float(mean > 0) if self._sums_losses else mean)
         self._see_all()
-        told = {
-            "versions": self._versions.told(),
+        metadata = {
+            "versions": self._versions.encode(),
             "key": self._next_key,
             "new_key": 1 + secrets.randbelow(_LARGEST_NEW_KEY) if self._versions.found_anew else 0,
             "stale": self._stale,
@@ -229,7 +229,7 @@ class ServerStepTables:
         with LosingStep(self._session) as exchanging:
             if group is None and self._session.elastic:
                 raise MembershipChanged("there is no group")
-            payload = self._here.dump(told)
+            payload = self._here.dump(metadata)
             payloads = group.exchange(payload) if group is not None else [payload]
             failpoint("tables.summed")
             try:
@@ -325,7 +325,7 @@ class ServerStepTables:
                 for name, each in self._pending.gradients.items()
             }
             pending = {"key": self._pending.key, "rows": rows}
-        return {"next_key": self._next_key, "versions": self._versions.told(), "pending": pending}
+        return {"next_key": self._next_key, "versions": self._versions.encode(), "pending": pending}
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
         """Implements `StepTables.restore`."""
@@ -430,7 +430,7 @@ class ServerStepTables:
 
     def _combined(
         self,
-        told: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]],
+        received: Sequence[tuple[dict[str, torch.Tensor], dict[str, Any]]],
         *,
         in_micro_batches: bool,
     ) -> _Step:
@@ -442,7 +442,7 @@ class ServerStepTables:
                 redone.
             InvalidRequestError, LimitError: as `StepTables.reduce`.
         """
-        metadata = [each for _, each in told]
+        metadata = [each for _, each in received]
         if any(each["stale"] for each in metadata):
             raise MembershipChanged(
                 "a rank has looked up rows before all of the last step were pushed"
@@ -462,7 +462,7 @@ class ServerStepTables:
         for name in self._by_name:
             parts = [
                 (each[f"{name}/ids"].numpy(), each[f"{name}/sums"].numpy())
-                for each, _ in told
+                for each, _ in received
                 if f"{name}/ids" in each
             ]
             if parts:

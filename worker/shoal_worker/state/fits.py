@@ -80,9 +80,9 @@ def check_fits(
         or not all(isinstance(g, dict) and "params" in g for g in groups)
     ):
         raise _differs("it has no param_groups and state")
-    told, here = [len(group["params"]) for group in groups], [len(group) for group in shapes]
-    if told != here:
-        raise _differs(f"it has {told} parameters in its groups, this one {here}")
+    theirs, here = [len(group["params"]) for group in groups], [len(group) for group in shapes]
+    if theirs != here:
+        raise _differs(f"it has {theirs} parameters in its groups, this one {here}")
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         # New releases of torch add flags, and schedulers add their own settings: either may be
         # missing.

@@ -90,8 +90,8 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
             "wrote it",
             reason="FILE_NEWER",
         )
-    told = document.pop("xxh3_64", None)
-    if told != _digest(document, tensors):
+    written = document.pop("xxh3_64", None)
+    if written != _digest(document, tensors):
         raise CorruptDataError(
             "the file is damaged: its content does not match its digest; use a copy",
             reason="FILE_CORRUPT",

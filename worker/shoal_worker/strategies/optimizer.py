@@ -240,7 +240,7 @@ class ShardedOptimizer(ForwardingOptimizer):
     def membership(self) -> Placement:
         """Current placement of this process: `generation`, `rank` and `world_size`, the latter two
         as `shoal.rank()` and `shoal.world_size()`."""
-        rank, world_size = self._session.place_told
+        rank, world_size = self._session.script_place
         return Placement(generation=self._session.generation, rank=rank, world_size=world_size)
 
     def on_membership_change(self, callback: MembershipCallback) -> None:

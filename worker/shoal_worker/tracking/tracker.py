@@ -94,7 +94,7 @@ class Tracker:
         before the next one begins belong to it."""
         self._due: dict[str, tuple[int, int]] = {}
         """Ordinal and step of each reported number that has to be written, by name."""
-        self._told = {name: told.told for name, told in session.progress.reported.items()}
+        self._counts = {name: each.count for name, each in session.progress.reported.items()}
         self._before = Standing.of(session)
         session.progress.follow(begun=self._begun, committed=self._step_committed)
         session.on_close(lambda: self._close(ended=True))
@@ -136,10 +136,10 @@ class Tracker:
     def _take_reported(self, step: int | None) -> None:
         due = step is not None and step // self._every != (step - 1) // self._every
         for name, reported in self._session.progress.reported.items():
-            told, before = reported.told, self._told.get(name, 0)
-            self._told[name] = told
-            if told != before and due and step is not None:
-                self._due[name] = (told, step)
+            count, before = reported.count, self._counts.get(name, 0)
+            self._counts[name] = count
+            if count != before and due and step is not None:
+                self._due[name] = (count, step)
 
     def _write_reported(self) -> None:
         """Writes the numbers that are due and known: one on a device may take a while to arrive."""
@@ -187,13 +187,13 @@ class Tracker:
 
 
 def _changes(before: Standing, now: Standing) -> list[str]:
-    told = []
+    texts = []
     if now.lost_steps > before.lost_steps:
-        told.append(
+        texts.append(
             f"a fault aborted {now.lost_steps - before.lost_steps} step(s); they were done again"
         )
     if now.generation != before.generation:
-        told.append(
+        texts.append(
             f"generation {now.generation}: {now.world_size} ranks, {before.world_size} before"
         )
-    return told
+    return texts

@@ -104,10 +104,12 @@ def _joined(draft: Draft, generation: Generation) -> str:
     new = [(number, rank.member_id) for number, rank in enumerate(generation.ranks) if rank.joining]
     if len(new) == len(generation.ranks):
         return ""
-    told = [
+    newcomers = [
         named(draft.members[member_id].identity, number) for number, member_id in new[:_MOST_NAMED]
     ]
-    return ", ".join(told) + (f" and {len(new) - len(told)} more" if len(new) > len(told) else "")
+    return ", ".join(newcomers) + (
+        f" and {len(new) - len(newcomers)} more" if len(new) > len(newcomers) else ""
+    )
 
 
 def draining_in_group(draft: Draft) -> list[Member]:

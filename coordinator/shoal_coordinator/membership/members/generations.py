@@ -161,9 +161,9 @@ def _tell_unplaced(draft: Draft) -> None:
     looked = draft.looked_ms == draft.now.ms
     # While many members arrive, each arrival changes the reason.
     pause_ms = _PAUSE_MS * max(0, draft.in_phase(MemberPhase.READY) - FEW_READY)
-    due = draft.standby_told_ms is None or draft.now.ms >= draft.standby_told_ms + pause_ms
+    due = draft.standby_sent_ms is None or draft.now.ms >= draft.standby_sent_ms + pause_ms
     if looked and due and why != draft.standby_text:
-        draft.standby_text, draft.standby_told_ms = why, draft.now.ms
+        draft.standby_text, draft.standby_sent_ms = why, draft.now.ms
         draft.unplaced.update(
             dict.fromkeys(
                 m.member_id for m in draft.members.values() if m.phase is MemberPhase.READY and why

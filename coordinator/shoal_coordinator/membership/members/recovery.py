@@ -20,26 +20,26 @@ from shoal_coordinator.membership.model.state import Member, MemberPhase, Recove
 def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
     """Returns whether the member has agreed to a generation that Redis has lost. Raises the number
     above which generations are written."""
-    told, recovery = event.last_generation, draft.recovery
-    if told <= draft.number:
-        return recovery is not None and told > recovery.known
+    reported, recovery = event.last_generation, draft.recovery
+    if reported <= draft.number:
+        return recovery is not None and reported > recovery.known
     known = draft.number if recovery is None else recovery.known
     draft.recovery = Recovery(
         known=known,
-        newest=told,
+        newest=reported,
         world_size=event.last_world_size,
         until_ms=draft.now.ms + draft.spec.lease_ms,
     )
-    draft.number = told
+    draft.number = reported
     reason = (
-        f"Redis has lost generations {known + 1} to {told}: the next one is above those that "
+        f"Redis has lost generations {known + 1} to {reported}: the next one is above those that "
         "members know"
     )
     draft.reasons.append(reason)
     draft.records.append(
         Record(
             kind="generations_lost",
-            generation=told,
+            generation=reported,
             member_id=event.identity.member_id,
             attributes={"reason": reason},
         )

@@ -16,7 +16,11 @@ from typing import Final
 from shoal_coordinator.membership.members.failures import stuck_members
 from shoal_coordinator.membership.members.leaving import member_lost
 from shoal_coordinator.membership.members.recovery import is_recovering
-from shoal_coordinator.membership.members.stragglers import Told, behind_connection, find_stragglers
+from shoal_coordinator.membership.members.stragglers import (
+    Report,
+    behind_connection,
+    find_stragglers,
+)
 from shoal_coordinator.membership.model.draft import Draft
 from shoal_coordinator.membership.model.effects import Record, SendNotice
 from shoal_coordinator.membership.model.events import Ending, MemberLost
@@ -152,7 +156,7 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
     if not working and not silent:
         _, slow = behind_connection(
             [
-                Told(rank=p.rank, member_id=p.member_id, host=p.host, progress=p.pulse.progress)
+                Report(rank=p.rank, member_id=p.member_id, host=p.host, progress=p.pulse.progress)
                 for p in places
             ]
         )
@@ -195,8 +199,8 @@ def _out_of_reach(places: Sequence[Place]) -> str:
         for rank in place.pulse.progress.out_of_reach
         if rank in by_rank
     ]
-    told = [f"{one.name} does not reach {other.name}" for one, other in pairs[:_MOST_NAMED]]
-    return f"; {', '.join(told)}" if told else ""
+    named = [f"{one.name} does not reach {other.name}" for one, other in pairs[:_MOST_NAMED]]
+    return f"; {', '.join(named)}" if named else ""
 
 
 def _explain_incident(draft: Draft, places: Sequence[Place]) -> str:
@@ -206,14 +210,14 @@ def _explain_incident(draft: Draft, places: Sequence[Place]) -> str:
     reporters = [place for place in places if place.member_id in incident.reports]
     waited_for = dict(stuck_members(draft, incident))
     stuck = [place for place in places if place.member_id in waited_for][:_MOST_NAMED]
-    told = [
+    named = [
         f"{place.name}, evicted in {max(0, waited_for[place.member_id] - draft.now.ms) // 1000} s "
         "unless it moves"
         for place in stuck
     ]
     return (
         f"a collective failed, and {_names(reporters)} waited for "
-        f"{' and for '.join(told) or 'those that do not come back'}"
+        f"{' and for '.join(named) or 'those that do not come back'}"
     )
 
 
@@ -236,10 +240,10 @@ def _tell(draft: Draft, generation: Generation | None, text: str, reach: str = "
         text
         and before is not None
         and not news
-        and draft.now.ms < before.told_ms + draft.policy.explain_again_ms
+        and draft.now.ms < before.reported_ms + draft.policy.explain_again_ms
     ):
         return
-    draft.stall = Stall(text=text, reach=reach, told_ms=draft.now.ms) if text else None
+    draft.stall = Stall(text=text, reach=reach, reported_ms=draft.now.ms) if text else None
     draft.effects.append(SendNotice(generation=generation, text=text))
     if text:
         draft.reasons.append(text)

@@ -32,7 +32,7 @@ speed shows that it is slow."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class Report:
     """Step times reported by one rank."""
 
     rank: int
@@ -47,28 +47,30 @@ class Told:
 
 def find_stragglers(draft: Draft, generation: Generation) -> None:
     """Records stragglers and announces changes."""
-    told = [
-        Told(rank=position, member_id=rank.member_id, host=rank.host, progress=pulse.progress)
+    reports = [
+        Report(rank=position, member_id=rank.member_id, host=rank.host, progress=pulse.progress)
         for position, rank in enumerate(generation.ranks)
         if (pulse := draft.pulse(rank.member_id)) is not None
         and pulse.silent_ms(draft.now.ms) <= draft.spec.unheard_ms
     ]
-    found = stragglers(told) if len(told) == len(generation.ranks) else {}
+    found = stragglers(reports) if len(reports) == len(generation.ranks) else {}
     now_ms, policy, before = draft.now.ms, draft.policy, draft.stragglers
     kept = {
         member_id: one
         for member_id, one in before.items()
-        if one.told
+        if one.is_named
         and member_id in generation.rank_of
         and now_ms < one.seen_ms + policy.straggler_until_ms
     }
     for member_id, text in found.items():
         one = before.get(member_id) or Straggler(
-            text=text, found_ms=now_ms, seen_ms=now_ms, told=False
+            text=text, found_ms=now_ms, seen_ms=now_ms, is_named=False
         )
-        told_now = not one.told and now_ms >= one.found_ms + policy.straggler_after_ms
-        kept[member_id] = replace(one, text=text, seen_ms=now_ms, told=one.told or told_now)
-        if told_now:
+        named_now = not one.is_named and now_ms >= one.found_ms + policy.straggler_after_ms
+        kept[member_id] = replace(
+            one, text=text, seen_ms=now_ms, is_named=one.is_named or named_now
+        )
+        if named_now:
             draft.reasons.append(text)
             draft.effects.append(SendNotice(generation=generation, text=text))
             draft.records.append(
@@ -79,23 +81,25 @@ def find_stragglers(draft: Draft, generation: Generation) -> None:
                     attributes={"reason": text},
                 )
             )
-    if any(one.told for one in before.values()) and not any(one.told for one in kept.values()):
+    if any(one.is_named for one in before.values()) and not any(
+        one.is_named for one in kept.values()
+    ):
         draft.effects.append(SendNotice(generation=generation, text=""))
     draft.stragglers = kept
 
 
-def stragglers(told: list[Told]) -> dict[str, str]:
-    """Returns member id -> how it slows the others down, for people. `told`: the reports of all
+def stragglers(reports: list[Report]) -> dict[str, str]:
+    """Returns member id -> how it slows the others down, for people. `reports`: the reports of all
     ranks of a generation."""
-    if len(told) < 2 or any(one.progress.step_time_s <= 0 for one in told):
+    if len(reports) < 2 or any(one.progress.step_time_s <= 0 for one in reports):
         return {}
-    return _by_computing(told) or _by_connection(told)
+    return _by_computing(reports) or _by_connection(reports)
 
 
-def _by_computing(told: list[Told]) -> dict[str, str]:
+def _by_computing(reports: list[Report]) -> dict[str, str]:
     found = {}
-    for one in told:
-        others_s = median(other.progress.busy_time_s for other in told if other is not one)
+    for one in reports:
+        others_s = median(other.progress.busy_time_s for other in reports if other is not one)
         lost_s = one.progress.busy_time_s - others_s
         if lost_s > max(_LEAST_S, _SHARE_OF_STEP * one.progress.step_time_s):
             found[one.member_id] = (
@@ -105,20 +109,20 @@ def _by_computing(told: list[Told]) -> dict[str, str]:
     return found
 
 
-def _by_connection(told: list[Told]) -> dict[str, str]:
-    step_s = median(one.progress.step_time_s for one in told)
-    waiting = median(1 - one.progress.busy_time_s / one.progress.step_time_s for one in told)
+def _by_connection(reports: list[Report]) -> dict[str, str]:
+    step_s = median(one.progress.step_time_s for one in reports)
+    waiting = median(1 - one.progress.busy_time_s / one.progress.step_time_s for one in reports)
     if step_s < _SLOW_STEP_S or waiting < _MOSTLY_WAITING:
         return {}
-    behind, how = behind_connection(told)
+    behind, how = behind_connection(reports)
     return {one.member_id: f"{how} in steps of {_seconds(step_s)}" for one in behind}
 
 
-def behind_connection(told: list[Told]) -> tuple[list[Told], str]:
+def behind_connection(reports: list[Report]) -> tuple[list[Report], str]:
     """Returns the members behind a permanently busy connection, with a description for people, when
     all ranks wait. Returns no member if unknown."""
     links = [
-        (one.rank, *one.progress.busy_link) for one in told if one.progress.busy_link is not None
+        (one.rank, *one.progress.busy_link) for one in reports if one.progress.busy_link is not None
     ]
     if len(links) < 2:
         return [], ""
@@ -126,19 +130,19 @@ def behind_connection(told: list[Told]) -> tuple[list[Told], str]:
     (first, count), *rest = ends.most_common()
     rate = median(rate for _, _, rate in links)
     where = f"{rate / 1e6:.2g} MB/s and is always busy"
-    if len(told) > 2 and all(others < count for _, others in rest):
-        behind = [one for one in told if one.rank == first]
+    if len(reports) > 2 and all(others < count for _, others in rest):
+        behind = [one for one in reports if one.rank == first]
         return (
             behind,
             f"the others wait for {behind[0].name}: the connection to it takes {where}"
             if behind
             else "",
         )
-    if len(told) == 2 and rate < _SLOW_BYTES_PER_S:
+    if len(reports) == 2 and rate < _SLOW_BYTES_PER_S:
         return (
-            told,
-            f"{told[0].name} and {told[1].name} wait for the connection between them: it takes "
-            f"{where}",
+            reports,
+            f"{reports[0].name} and {reports[1].name} wait for the connection between them: it "
+            f"takes {where}",
         )
     return [], ""
 

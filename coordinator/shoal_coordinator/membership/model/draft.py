@@ -39,7 +39,7 @@ IN_MEMORY = frozenset(
         "stragglers",
         "kept_out_until_ms",
         "standby_text",
-        "standby_told_ms",
+        "standby_sent_ms",
         "servers_awaited",
         "looked_ms",
         "look_at_moves_ms",
@@ -113,7 +113,7 @@ class Draft:
         self.stragglers = state.stragglers
         self.kept_out_until_ms = state.kept_out_until_ms
         self.standby_text = state.standby_text
-        self.standby_told_ms = state.standby_told_ms
+        self.standby_sent_ms = state.standby_sent_ms
         self.looked_ms = state.looked_ms
         self.look_at_moves_ms = state.look_at_moves_ms
         self.failed_receivers = state.failed_receivers
@@ -390,7 +390,7 @@ class Draft:
             stragglers=self.stragglers,
             kept_out_until_ms=self.kept_out_until_ms,
             standby_text=self.standby_text,
-            standby_told_ms=self.standby_told_ms,
+            standby_sent_ms=self.standby_sent_ms,
             looked_ms=self.looked_ms,
             look_at_moves_ms=self.look_at_moves_ms,
             failed_receivers=self.failed_receivers,

@@ -375,7 +375,7 @@ class Stall:
     text: str
     reach: str
     """Part of the text that names the members that cannot reach each other."""
-    told_ms: int
+    reported_ms: int
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -385,7 +385,7 @@ class Straggler:
     text: str
     found_ms: int
     seen_ms: int
-    told: bool
+    is_named: bool
     """True if it has slowed them down for long enough to be named."""
 
 
@@ -460,7 +460,7 @@ class JobState:
     """In memory only. Earliest time at which each QUARANTINED member may return."""
     standby_text: str | None = None
     """In memory only. Reason for the wait last sent to the ready members."""
-    standby_told_ms: int | None = None
+    standby_sent_ms: int | None = None
     """In memory only. Time at which all of them last received it."""
     looked_ms: int | None = None
     """In memory only. Time of the last check for stalled steps."""

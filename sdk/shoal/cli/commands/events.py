@@ -67,5 +67,6 @@ def _events_of(past: RecordedRun) -> list[Event]:
     from shoal.client.messages import event_of
 
     return [
-        event_of(ParseDict(told, pb.Event(), ignore_unknown_fields=True)) for told in past.events()
+        event_of(ParseDict(stored, pb.Event(), ignore_unknown_fields=True))
+        for stored in past.events()
     ]

@@ -131,8 +131,8 @@ def _made(subject: str) -> tuple[nn.Module, Any, Any]:
         )
         made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3, 5):
-        told = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
-        raise ConfigurationError(f"{subject} returned {told}: expected {_EXPECTED}")
+        described = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
+        raise ConfigurationError(f"{subject} returned {described}: expected {_EXPECTED}")
     return made
 
 

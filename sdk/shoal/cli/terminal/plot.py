@@ -69,8 +69,8 @@ def draw(figures: RunFigures, file: Path, *, title: str) -> None:
         if is_wide(values):
             logarithmic(panels[0], "y", values)
         for panel, name in zip(panels[1:-1], metrics, strict=True):
-            told = [(at, point.metrics[name]) for at, point in points if name in point.metrics]
-            _line(panel, told, name)
+            series = [(at, point.metrics[name]) for at, point in points if name in point.metrics]
+            _line(panel, series, name)
         counted = "samples/s" if figures.samples else "steps/s"
         _line(panels[-1], rates(figures), counted)
         panels[-1].set(xlabel="seconds since the first step", ylim=(0, None))
@@ -130,8 +130,8 @@ def _metric_names(figures: RunFigures) -> list[str]:
     return list(dict.fromkeys(name for point in figures.points for name in point.metrics))
 
 
-def _line(panel: Any, told: Sequence[tuple[float, float]], name: str) -> None:
-    panel.plot([at for at, _ in told], [value for _, value in told], color="C0", linewidth=1.2)
+def _line(panel: Any, series: Sequence[tuple[float, float]], name: str) -> None:
+    panel.plot([at for at, _ in series], [value for _, value in series], color="C0", linewidth=1.2)
     panel.set_ylabel(name)
     panel.grid(alpha=0.25, linewidth=0.6)
 

@@ -53,14 +53,14 @@ class StatusLine:
 
 def status_text(status: Status) -> str:
     """Returns the status as one line without a line break."""
-    told = f"step {status.steps:,}"
+    text = f"step {status.steps:,}"
     if status.steps_in_all:
-        told += f" of {status.steps_in_all:,} ({min(1.0, status.steps / status.steps_in_all):.0%})"
+        text += f" of {status.steps_in_all:,} ({min(1.0, status.steps / status.steps_in_all):.0%})"
     if status.left is not None and status.steps < status.steps_in_all:
-        told += f", {timedelta(seconds=round(status.left.total_seconds()))} left"
+        text += f", {timedelta(seconds=round(status.left.total_seconds()))} left"
     if status.samples_per_s:
-        told += f", {status.samples_per_s:,.0f} samples/s"
-    return told + ("" if math.isnan(status.loss) else f", loss {status.loss:.4g}")
+        text += f", {status.samples_per_s:,.0f} samples/s"
+    return text + ("" if math.isnan(status.loss) else f", loss {status.loss:.4g}")
 
 
 class PlainLines:

@@ -93,14 +93,14 @@ class ElasticEvaluation(_EvaluationLoop):
             if number > 0:
                 self._store_dataloader_outputs()
             measure = functools.partial(self._measure, number)
-            _, told = evaluate_on_all(
+            _, answers = evaluate_on_all(
                 session, model, loader.evaluation_batches(), measure, gathers=True
             )
             trainer._logger_connector.epoch_end_reached()
             results.dataloader_idx = number if len(self._loaders) > 1 else None
             self._has_run = True
-            results.metrics_of_module.add([one["counted"] for one in told])
-            for one in told:
+            results.metrics_of_module.add([one["counted"] for one in answers])
+            for one in answers:
                 trainer._logger_connector._first_loop_iter = self.batch_progress.current.ready == 0
                 self.batch_progress.increment_ready()
                 results.log_batch(one)
@@ -139,7 +139,7 @@ class ElasticEvaluation(_EvaluationLoop):
             trainer, f"on_{kind}_batch_end", output, batch, number, *several
         )
         results.hold(None)
-        return {}, held.told(results.metrics_of_module.take())
+        return {}, held.encode(results.metrics_of_module.take())
 
 
 class ElasticPrediction(_PredictionLoop):
@@ -181,12 +181,12 @@ class ElasticPrediction(_PredictionLoop):
         self._predictions, self.epoch_batch_indices = [], []
         for number, loader in enumerate(self._loaders):
             measure = functools.partial(self._measure, number)
-            _, told = evaluate_on_all(
+            _, answers = evaluate_on_all(
                 session, model, loader.evaluation_batches(), measure, gathers=gathers
             )
-            self._predictions.append(told)
+            self._predictions.append(answers)
             self.epoch_batch_indices.append(
-                [self._samples_of(number, batch) for batch in range(len(told))]
+                [self._samples_of(number, batch) for batch in range(len(answers))]
             )
         return self.on_run_end()
 
@@ -211,21 +211,21 @@ class ElasticPrediction(_PredictionLoop):
             arguments = self._build_step_args_from_hook_kwargs(
                 self._build_kwargs(batch, number, loader if several else None), "predict_step"
             )
-            told = call._call_strategy_hook(trainer, "predict_step", *arguments)
+            predicted = call._call_strategy_hook(trainer, "predict_step", *arguments)
             call._call_callback_hooks(
-                trainer, "on_predict_batch_end", told, batch, number, *several
+                trainer, "on_predict_batch_end", predicted, batch, number, *several
             )
             call._call_lightning_module_hook(
-                trainer, "on_predict_batch_end", told, batch, number, *several
+                trainer, "on_predict_batch_end", predicted, batch, number, *several
             )
-        return {}, move_data_to_device(told, torch.device("cpu"))
+        return {}, move_data_to_device(predicted, torch.device("cpu"))
 
     def _on_predict_epoch_end(self) -> Any:
         """Calls the end hooks with all predictions. Called by Lightning. Prediction writers are
         called in one process, and in another if that one dies meanwhile."""
         trainer, session = self.trainer, current_session()
         with _without_writers(trainer, True):
-            told = super()._on_predict_epoch_end()
+            result = super()._on_predict_epoch_end()
         writers = [one for one in trainer.callbacks if isinstance(one, BasePredictionWriter)]
         written = not any(one.interval.on_epoch for one in writers)
         while not written:
@@ -233,7 +233,7 @@ class ElasticPrediction(_PredictionLoop):
             for one in writers if writes else ():
                 one.on_predict_epoch_end(trainer, trainer.lightning_module)
             written = any(collectives.gather(session, writes)) or session.is_joining
-        return told
+        return result
 
 
 @contextlib.contextmanager

@@ -202,10 +202,10 @@ class ElasticFit(_FitLoop):
                 in_all=loader.global_step + 1,
                 committed=loader.global_step,
             )
-            committed, told = self._train_step(step, step.number)
+            committed, results = self._train_step(step, step.number)
             if committed:
                 over = step.number + 1 >= self.max_batches
-                self._step_is_over(step.number, told)
+                self._step_is_over(step.number, results)
                 if self._is_enough():
                     break
                 if self._checkpoints is not None and not over:
@@ -231,7 +231,7 @@ class ElasticFit(_FitLoop):
         optimizer, outputs, batch = strategy.optimizer, {}, None
         losses: list[tuple[float, float]] = []
         around = Held(-1, lambda: 1.0)  # of hooks around the parts
-        told: list[dict[str, Any]] = []
+        encoded: list[dict[str, Any]] = []
         results.hold(around)
         for fetched in batches:
             batch = self._to_device(fetched)
@@ -257,7 +257,7 @@ class ElasticFit(_FitLoop):
                 )
             call._call_strategy_hook(trainer, "backward", closed.closure_loss, optimizer)
             counted = results.metrics_of_module.take()
-            told.append(held.told(counted if weight > 0 else {}))
+            encoded.append(held.encode(counted if weight > 0 else {}))
             results.hold(around)
             outputs = closed.extra
             losses.append((float(closed.closure_loss.detach()), weight))
@@ -274,7 +274,7 @@ class ElasticFit(_FitLoop):
         own = {
             "new": self._is_new,
             "elsewhere": results.take_elsewhere(),
-            "parts": [around.told({}), *told],
+            "parts": [around.encode({}), *encoded],
             "losses": losses,
         }
         everyones = self._in_step.gather(own, kind="self.log")
@@ -301,29 +301,29 @@ class ElasticFit(_FitLoop):
         """Logs the values of a committed step's parts on all `ranks` that made it, and compares
         values logged outside of steps since the last one. `everyones`: values gathered within the
         step; None if a rank died meanwhile, in which case other ranks may have them."""
-        told, missing = everyones, None
+        reports, missing = everyones, None
         if any(collectives.gather(current_session(), everyones is None, kind="self.log")):
             answers = collectives.gather(
                 current_session(), {"own": own, "everyones": everyones}, kind="self.log"
             )
-            told = next(
+            reports = next(
                 (answer["everyones"] for answer in answers if answer["everyones"] is not None), None
             )
-            if told is None:
-                told = [answer["own"] for answer in answers]
+            if reports is None:
+                reports = [answer["own"] for answer in answers]
                 missing = (
                     None
-                    if step is None or len(told) == ranks
+                    if step is None or len(reports) == ranks
                     else Missing(step.mean_loss, step.weight_of_all)
                 )
-        assert told is not None
+        assert reports is not None
         self._is_new = False
         # A new worker has not logged the others' values from after the previous step.
-        if known := [one["elsewhere"] for one in told if not one["new"]]:
+        if known := [one["elsewhere"] for one in reports if not one["new"]]:
             check_alike(known)
-        losses = [pair for one in told for pair in one["losses"]]
+        losses = [pair for one in reports for pair in one["losses"]]
         results.log_step(
-            [part for one in told for part in one["parts"]], missing=missing, losses=losses
+            [part for one in reports for part in one["parts"]], missing=missing, losses=losses
         )
 
     def _to_device(self, batch: Any) -> Any:
@@ -346,9 +346,9 @@ class ElasticFit(_FitLoop):
 
     # ----------------------------------------------------------------------- when something is over
 
-    def _step_is_over(self, number: int, told: tuple[Any, Any]) -> None:
+    def _step_is_over(self, number: int, results: tuple[Any, Any]) -> None:
         """Performs Lightning's actions after a committed step, in its order."""
-        trainer, counters, (outputs, batch) = self.trainer, self.epoch_loop, told
+        trainer, counters, (outputs, batch) = self.trainer, self.epoch_loop, results
         in_all = self.loader.global_step
         counters.stand(in_epoch=number + 1, of=self.max_batches, in_all=in_all, committed=in_all)
         counters.update_lr_schedulers("step", update_plateau_schedulers=False)

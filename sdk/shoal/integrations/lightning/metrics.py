@@ -80,9 +80,9 @@ class Metrics:
     def add(self, batches: Sequence[Mapping[str, Counted]]) -> None:
         """Adds the contributions of batches in order."""
         for name, one in self._named.items():
-            if told := [each[name] for each in batches if name in each]:
+            if received := [each[name] for each in batches if name in each]:
                 own = [_counted(one)] if one._update_count > 0 else []
-                _put(one, _added(name, one, own, told))
+                _put(one, _added(name, one, own, received))
 
     def note_batch_value(self, name: str, batches: Sequence[Mapping[str, Counted]]) -> None:
         """Sets the metric's value for its last batch to that of these batches."""
@@ -137,9 +137,9 @@ def _put(one: Metric, counted: Counted) -> None:
     one._update_count, one._computed = counted["updates"], None
 
 
-def _added(name: str, one: Metric, own: list[Counted], told: list[Counted]) -> Counted:
+def _added(name: str, one: Metric, own: list[Counted], received: list[Counted]) -> Counted:
     """Returns the metric's states after its own and the received contributions."""
-    everything = [*own, *told]
+    everything = [*own, *received]
     states: dict[str, Any] = {}
     for state, reduction in one._reductions.items():
         values = [each["states"][state] for each in everything]

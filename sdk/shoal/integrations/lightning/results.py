@@ -102,7 +102,7 @@ class Held:
             weight = float(batch_size)
         self._entries.append([known.text(), value, weight])
 
-    def told(self, counted: Mapping[str, Counted]) -> dict[str, Any]:
+    def encode(self, counted: Mapping[str, Counted]) -> dict[str, Any]:
         """Returns the part's logged values and metric contributions, for other ranks."""
         return {"part": self.part, "entries": self._entries, "counted": dict(counted)}
 
@@ -175,7 +175,7 @@ class Results(_ResultCollection):
 
     def log_step(
         self,
-        told: Iterable[Mapping[str, Any]],
+        received: Iterable[Mapping[str, Any]],
         *,
         missing: Missing | None,
         losses: Sequence[Sequence[float]],
@@ -184,11 +184,11 @@ class Results(_ResultCollection):
         parts.
 
         Args:
-            told: the parts of all ranks.
+            received: the parts of all ranks.
             missing: a worker died with its parts, which is warned about once; None: all are there.
             losses: losses of the parts with their weights.
         """
-        parts = sorted(told, key=lambda one: int(one["part"]))
+        parts = sorted(received, key=lambda one: int(one["part"]))
         values: dict[str, list[tuple[float | None, float]]] = {}
         for one in parts:
             for known, value, weight in one["entries"]:
@@ -225,11 +225,13 @@ class Results(_ResultCollection):
                     known, _REDUCTIONS[known.reduction]([value for value, _ in numbers]), weight
                 )
 
-    def log_batch(self, told: Mapping[str, Any]) -> None:
+    def log_batch(self, received: Mapping[str, Any]) -> None:
         """Logs the values of one evaluation batch as if it were computed here and now. Does not add
         metric contributions, which are added for all batches at once."""
-        self._note_batch_values([told["counted"]], {known for known, _, _ in told["entries"]})
-        for text, value, weight in told["entries"]:
+        self._note_batch_values(
+            [received["counted"]], {known for known, _, _ in received["entries"]}
+        )
+        for text, value, weight in received["entries"]:
             self._log(_Known.of(text), value, weight)
 
     def _note_batch_values(
@@ -252,8 +254,8 @@ class Results(_ResultCollection):
     def take_elsewhere(self) -> list[list[Any]]:
         """Returns the values logged outside of batches since the last call: lists of hook, name and
         value."""
-        told, self._elsewhere = self._elsewhere, []
-        return told
+        taken, self._elsewhere = self._elsewhere, []
+        return taken
 
     def reset(self, metrics: bool | None = None, fx: str | None = None) -> None:
         """Resets results. Called by Lightning at the end of an epoch, and for a hook's first values
@@ -297,8 +299,8 @@ def check_alike(everyones: Sequence[list[list[Any]]]) -> None:
     """Raises PreconditionError, on all ranks, unless all of them logged the same outside of
     batches."""
     first = everyones[0]
-    for rank, told in enumerate(everyones):
-        for one, other in zip(first, told, strict=False):
+    for rank, theirs in enumerate(everyones):
+        for one, other in zip(first, theirs, strict=False):
             if one != other and not (
                 one[:2] == other[:2] and one[2] != one[2] and other[2] != other[2]
             ):
@@ -310,11 +312,11 @@ def check_alike(everyones: Sequence[list[list[Any]]]) -> None:
                     "with rank_zero_only=True, which logs one rank's value",
                     reason="RANKS_DIVERGED",
                 )
-        if len(first) != len(told):
-            names = sorted({f"{fx}: {name}" for fx, name, _ in [*first, *told]})
+        if len(first) != len(theirs):
+            names = sorted({f"{fx}: {name}" for fx, name, _ in [*first, *theirs]})
             raise PreconditionError(
                 f"self.log outside of batches: rank 0 logged {len(first)} values, rank {rank} "
-                f"{len(told)} ({', '.join(names)}): log the same on every rank, without asking "
+                f"{len(theirs)} ({', '.join(names)}): log the same on every rank, without asking "
                 "which it is; or with rank_zero_only=True",
                 reason="RANKS_DIVERGED",
             )

@@ -269,24 +269,24 @@ class Trainer(transformers.Trainer):
         start_time: float,
         ignore_keys: Any,
     ) -> None:
-        session, told = current_session(), {"grad_norm": None, "learning_rate": None}
+        session, logged = current_session(), {"grad_norm": None, "learning_rate": None}
 
         def log_save_evaluate() -> None:
             self._note_who_writes()
             self._maybe_log_save_evaluate(
                 self._tr_loss,
-                told["grad_norm"],
+                logged["grad_norm"],
                 model,
                 None,
                 epoch,
                 ignore_keys,
                 start_time,
-                learning_rate=told["learning_rate"],
+                learning_rate=logged["learning_rate"],
             )
 
         for step in loader.steps():
             self._note_who_writes()
-            if self._train_step(model, step, told):
+            if self._train_step(model, step, logged):
                 self.state.global_step = loader.global_step
                 self.state.epoch = epoch + (step.number + 1) / steps_in_epoch
                 self.control = self.callback_handler.on_step_end(
@@ -302,7 +302,7 @@ class Trainer(transformers.Trainer):
         log_save_evaluate()
 
     def _train_step(
-        self, model: ShardedModel, batches: Iterable[Any], told: dict[str, Any]
+        self, model: ShardedModel, batches: Iterable[Any], logged: dict[str, Any]
     ) -> bool:
         """Makes one step over all ranks. Returns whether it counts, the same on all ranks;
         otherwise the loader repeats it."""
@@ -327,7 +327,7 @@ class Trainer(transformers.Trainer):
         scaler = self.accelerator.scaler  # with fp16=True, otherwise None
         if scaler is not None:
             scaler.unscale_(self.optimizer)
-        told["grad_norm"] = (
+        logged["grad_norm"] = (
             model.clip_grad_norm_(args.max_grad_norm) if args.max_grad_norm > 0 else None
         )
         self.control = handler.on_pre_optimizer_step(args, self.state, self.control)
@@ -335,7 +335,7 @@ class Trainer(transformers.Trainer):
         committed, updated = self._step_optimizer(scaler)
         if committed:
             self.control = handler.on_optimizer_step(args, self.state, self.control)
-            told["learning_rate"] = self._get_learning_rate()
+            logged["learning_rate"] = self._get_learning_rate()
             if updated and not self._scheduled_by_metric:
                 self.lr_scheduler.step()
             self._add_loss(step.mean_loss if step is not None else None)

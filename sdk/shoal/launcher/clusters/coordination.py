@@ -80,11 +80,11 @@ class Coordination:
         start, OSError if the command does not."""
         try:
             self._coordinator.start()
-            told = self._variables
+            variables = self._variables
             self._note(
-                f"coordinator at {self._coordinator.address} for job {told['PET_RDZV_ID']}"
+                f"coordinator at {self._coordinator.address} for job {variables['PET_RDZV_ID']}"
                 + (
-                    f", {told['PET_NNODES']} machines (SLURM)"
+                    f", {variables['PET_NNODES']} machines (SLURM)"
                     if slurm.allocated(self._environment)
                     else ""
                 )
@@ -93,7 +93,7 @@ class Coordination:
                 # Its end is a signal's that it may act on; this process's own is SIGKILL's at most.
                 command = tied_to_parent(self._command, death_signal=signal.SIGTERM)
                 self._child = subprocess.Popen(
-                    command, env={**_for_command(self._environment), **told}
+                    command, env={**_for_command(self._environment), **variables}
                 )
                 return ExitStatus.from_returncode(self._wait(self._child)).code
         finally:

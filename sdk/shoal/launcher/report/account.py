@@ -161,7 +161,7 @@ class RunAccount:
         self.course = Course()
         self.changes = Changes()
         self.pauses: list[Pause] = []
-        self._untold: list[Change] = []
+        self._unreported: list[Change] = []
         """Changes of the ranks whose pause is not known yet."""
         self._standing: list[Standstill] = []
         """Pauses without a known cause so far."""
@@ -196,7 +196,7 @@ class RunAccount:
         self._asked_ns = now_ns
         for change in self.changes.take(events, endings):
             if change.generation:
-                self._untold.append(change)
+                self._unreported.append(change)
             else:
                 self._servers.append((now_ns, change))
         return self._lines(now_ns)
@@ -206,10 +206,10 @@ class RunAccount:
         for standstill in self._standing:
             changes = [
                 change
-                for change in self._untold
+                for change in self._unreported
                 if standstill.before < change.generation <= standstill.generation
             ]
-            self._untold = [change for change in self._untold if change not in changes]
+            self._unreported = [change for change in self._unreported if change not in changes]
             lost = [entry for entry in self._servers if _meet(entry[0], standstill)]
             self._servers = [entry for entry in self._servers if entry not in lost]
             changes += [change for _, change in lost]
@@ -228,8 +228,8 @@ class RunAccount:
             entry for entry in self._servers if now_ns < entry[0] + _SERVER_PATIENCE_NS
         ]
         if self.course.asynchronous:  # the others do not wait
-            lines += [f"{change.text}: the others went on meanwhile" for change in self._untold]
-            self._untold = []
+            lines += [f"{change.text}: the others went on meanwhile" for change in self._unreported]
+            self._unreported = []
         return lines
 
     @property

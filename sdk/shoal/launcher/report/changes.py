@@ -48,12 +48,12 @@ class Change:
         """One line without a line break."""
         if self.stood:
             return self.stood
-        told = [
+        parts = [
             *self.faults,
             *(f"{who} joined" for who in self.joins),
             *(f"{who} left" for who in self.leaves),
         ]
-        return "; ".join(told) or f"the ranks changed (generation {self.generation})"
+        return "; ".join(parts) or f"the ranks changed (generation {self.generation})"
 
 
 @dataclass(kw_only=True)
@@ -90,30 +90,30 @@ class Changes:
         return self.found[before:]
 
     def _take(self, event: JobEvent, endings: Mapping[str, str]) -> None:
-        told = event.attributes
+        attributes = event.attributes
         match event.kind:
-            case "member_lost" if told.get("rank"):
-                how = endings.get(event.member_id) or _how(told.get("detail", ""))
-                self._lost.append(f"{told.get('who') or f'member {event.member_id}'} {how}")
+            case "member_lost" if attributes.get("rank"):
+                how = endings.get(event.member_id) or _how(attributes.get("detail", ""))
+                self._lost.append(f"{attributes.get('who') or f'member {event.member_id}'} {how}")
                 self.faults += 1
-            case "member_quarantined" if told.get("rank"):
+            case "member_quarantined" if attributes.get("rank"):
                 self._lost.append(
-                    f"{told.get('who') or f'member {event.member_id}'} was kept out: "
-                    f"{told.get('reason', '')}"
+                    f"{attributes.get('who') or f'member {event.member_id}'} was kept out: "
+                    f"{attributes.get('reason', '')}"
                 )
                 self.faults += 1
             case "step_stands" if not self._is_over:
-                self.found.append(Change(generation=0, stood=told.get("reason", "")))
+                self.found.append(Change(generation=0, stood=attributes.get("reason", "")))
             case "member_left" if (
-                told.get("rank") and told.get("ending") in _LEAVES and not self._is_over
+                attributes.get("rank") and attributes.get("ending") in _LEAVES and not self._is_over
             ):
-                self._left.append(told.get("who") or f"member {event.member_id}")
+                self._left.append(attributes.get("who") or f"member {event.member_id}")
             case "server_lost" if not self._is_over:
                 self.faults += 1
                 self.found.append(
                     Change(
                         generation=0,
-                        faults=(f"parameter server {told.get('server_id', '')} was lost",),
+                        faults=(f"parameter server {attributes.get('server_id', '')} was lost",),
                     )
                 )
             case "generation_formed":

@@ -58,7 +58,7 @@ class Point:
     samples_per_s: float
     loss: float
     """Mean of the losses reported in the interval; NaN if none is finite."""
-    told: int = 0
+    loss_count: int = 0
     """Number of those losses."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers that the workers reported, by name: means of their last values."""
@@ -167,11 +167,11 @@ class Course:
     @property
     def metrics(self) -> dict[str, float]:
         """Means of the other numbers last reported by the workers that committed last, by name."""
-        told: dict[str, list[float]] = {}
+        reported: dict[str, list[float]] = {}
         for tally in self._current:
             for name, value in tally.metrics.items():
-                told.setdefault(name, []).append(value)
-        return {name: sum(values) / len(values) for name, values in told.items()}
+                reported.setdefault(name, []).append(value)
+        return {name: sum(values) / len(values) for name, values in reported.items()}
 
     @property
     def _current(self) -> list[Tally]:
@@ -322,7 +322,7 @@ class Course:
         then_ns, then_samples, then_sum, then_losses = self._took
         if self._skipped < self._per_point or now_ns <= then_ns:
             return
-        samples, told = self.samples, losses - then_losses
+        samples, reported = self.samples, losses - then_losses
         self._skipped, self._took = 0, (now_ns, samples, loss_sum, losses)
         self.points.append(
             Point(
@@ -330,8 +330,8 @@ class Course:
                 steps=self.steps,
                 samples=samples,
                 samples_per_s=max(0, samples - then_samples) / ((now_ns - then_ns) / 1e9),
-                loss=(loss_sum - then_sum) / told if told > 0 else math.nan,
-                told=told,
+                loss=(loss_sum - then_sum) / reported if reported > 0 else math.nan,
+                loss_count=reported,
                 metrics=self.metrics,
             )
         )
@@ -347,14 +347,16 @@ class Course:
 
 
 def _joined(first: Point, second: Point) -> Point:
-    told = first.told + second.told
-    whole = [point for point in (first, second) if point.told]
+    reported = first.loss_count + second.loss_count
+    whole = [point for point in (first, second) if point.loss_count]
     return Point(
         at_ns=second.at_ns,
         steps=second.steps,
         samples=second.samples,
         samples_per_s=(first.samples_per_s + second.samples_per_s) / 2,
-        loss=sum(point.loss * point.told for point in whole) / told if told else math.nan,
-        told=told,
+        loss=sum(point.loss * point.loss_count for point in whole) / reported
+        if reported
+        else math.nan,
+        loss_count=reported,
         metrics=second.metrics,
     )

@@ -299,8 +299,11 @@ class History:
         """Returns the directory of the submission that this process runs; None if it runs none."""
         own = (socket.gethostname(), os.getpid(), start_ticks(os.getpid()))
         for directory in self._directories(job_id):
-            told = _loaded(directory / _SUBMISSION)
-            if told and (told.get("host"), told.get("pid"), told.get("pid_start_ticks")) == own:
+            record = _loaded(directory / _SUBMISSION)
+            if (
+                record
+                and (record.get("host"), record.get("pid"), record.get("pid_start_ticks")) == own
+            ):
                 return directory
         return None
 
@@ -379,17 +382,17 @@ def _stored(directory: Path) -> Stored | None:
         status, sizes = directory.stat(), [path.lstat().st_size for path in directory.iterdir()]
     except OSError:
         return None
-    told = _loaded(directory / RECORD) or _loaded(directory / _SUBMISSION)
+    record = _loaded(directory / RECORD) or _loaded(directory / _SUBMISSION)
     began: object = None
-    if told is None:
+    if record is None:
         ended = time.time() - status.st_mtime > _HALF_MADE_S
     else:
-        lives = _lives(told.get("host"), told.get("pid"), told.get("pid_start_ticks"))
-        is_over = bool(told.get("end")) or (directory / _RESULT).exists()
+        lives = _lives(record.get("host"), record.get("pid"), record.get("pid_start_ticks"))
+        is_over = bool(record.get("end")) or (directory / _RESULT).exists()
         # the process of another machine cannot be looked at from here
-        elsewhere = told.get("host") != socket.gethostname()
+        elsewhere = record.get("host") != socket.gethostname()
         ended = is_over if elsewhere else not lives
-        began = told.get("started_unix_s")
+        began = record.get("started_unix_s")
     unix_s = began if isinstance(began, int | float) else status.st_mtime
     return Stored(directory=directory, unix_s=unix_s, nbytes=sum(sizes), ended=ended)
 

@@ -78,7 +78,7 @@ def _moment(failure: WorkerExit) -> str:
 
 
 def _details(failure: WorkerExit) -> list[str]:
-    told = failure.started_as
+    started_as = failure.started_as
     ending = (
         f"{failure.status.code} ({failure.status})"
         if failure.status.signal
@@ -88,7 +88,7 @@ def _details(failure: WorkerExit) -> list[str]:
         f"  time      : {_moment(failure)}",
         f"  host      : {failure.host}",
         f"  rank      : {failure.rank} (local_rank: {failure.index})"
-        + (f", output [{told}]" if told != failure.rank else ""),
+        + (f", output [{started_as}]" if started_as != failure.rank else ""),
         f"  exit code : {ending}, pid {failure.pid}",
     ]
     if text := failure.traceback or failure.message:

@@ -91,7 +91,7 @@ class SharedSite:
         self._port: ReservedPort | None = None
         self._placed: tuple[str, ...] = ()
         """`Standing.starts` of the place in which the workers were last started."""
-        self._told: Standing | None = None
+        self._received: Standing | None = None
         """Latest standing passed to the agent by `moved` and `place`; None before the first
         place."""
         self._left_alone = False
@@ -124,7 +124,7 @@ class SharedSite:
             if (
                 error is not None
                 and not self._session.is_closed
-                and self._told is not None
+                and self._received is not None
                 and not self._left_alone
             ):
                 self._left_alone = True
@@ -160,13 +160,13 @@ class SharedSite:
     async def moved(self) -> None:
         alone_since: float | None = None
         while True:
-            session, told = self._session, self._told
+            session, received = self._session, self._received
             standing = session.standing if session is not None else None
             if (
                 session is None
                 or standing is None
-                or told is None
-                or (standing.placement is None and told.placement is None)
+                or received is None
+                or (standing.placement is None and received.placement is None)
             ):
                 await self._wait_for_change()
                 continue
@@ -178,8 +178,8 @@ class SharedSite:
                     continue
             alone_since = None
             session.works_in = standing.generation
-            if standing.starts != told.starts:
-                self._told = standing
+            if standing.starts != received.starts:
+                self._received = standing
                 return
             await self._wait_for_change()
 
@@ -267,7 +267,7 @@ class SharedSite:
             raise
         self._client.run = made.run
         self.run = Run(number=made.run.number, began_unix_ms=made.run.began_unix_ms)
-        self._before = _told_run(made)
+        self._before = _previous_run_text(made)
         if made.begun and made.HasField("previous"):
             again = f"; with --run {made.previous.run.number} nothing would have begun"
             is_again = made.previous.ending == pb.JOB_ENDING_COMPLETED and not settings.run
@@ -383,7 +383,7 @@ class SharedSite:
             self._client,
             job_id=self._nodes_job.job_id,
             launcher_id=self._launcher_id,
-            address=str(Address(own.told, port)),
+            address=str(Address(own.announced, port)),
             on_change=self._wake,
             on_job_lost=self._create_lost,
         )
@@ -449,7 +449,7 @@ class SharedSite:
             session = self._session
             assert session is not None, "joined before the site counted as open"
             self._raise_if_stopped(session)
-            if session.is_closed and self._told is not None:
+            if session.is_closed and self._received is not None:
                 raise PreconditionError(
                     f"{self._run_name} ended on another machine", reason="RUN_ENDED"
                 )
@@ -467,7 +467,7 @@ class SharedSite:
                 # they must be new ones.
                 await self._join_anew("its workers are started anew")
             else:
-                self._told, self._placed = standing, standing.starts
+                self._received, self._placed = standing, standing.starts
                 session.works_in = standing.generation
                 return standing.placement
 
@@ -525,7 +525,7 @@ def _secured(obstacle: Obstacle | None) -> bool:
     return obstacle is not None and obstacle.permanent
 
 
-def _told_run(made: pb.CreateJobResponse) -> str:
+def _previous_run_text(made: pb.CreateJobResponse) -> str:
     """Describes the outcome of the previous run, for people."""
     if not made.HasField("previous"):
         return ""

@@ -237,7 +237,7 @@ class WorkerStarter:
         own = OwnAddress.find(
             settings.local_address, settings.listen_address, towards=(endpoint.host, endpoint.port)
         )
-        return interface_variables(os.environ, interface_of(own.told))
+        return interface_variables(os.environ, interface_of(own.announced))
 
     @property
     def _record_directory(self) -> Path | None:

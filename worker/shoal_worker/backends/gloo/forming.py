@@ -91,20 +91,20 @@ def connect_gloo(
         except RuntimeError:
             _check_families(names, world_size)
             raise
-        told = [
+        published = [
             name.decode().partition("|")
             for name in names.multi_get([str(peer) for peer in range(world_size)])
         ]
-        endpoints = [endpoint.rsplit(" ", 1) for endpoint, _, _ in told]
+        endpoints = [endpoint.rsplit(" ", 1) for endpoint, _, _ in published]
         sockets = GroupSockets(
             listener,
             {(host, int(port)) for peer, (host, port) in enumerate(endpoints) if peer != rank},
         )
         undo.callback(sockets.close)
-        if sums is not None and all(door for _, _, door in told):
+        if sums is not None and all(door for _, _, door in published):
             _connect_sums(
                 sums,
-                {peer: Door.parse(door) for peer, (_, _, door) in enumerate(told)},
+                {peer: Door.parse(door) for peer, (_, _, door) in enumerate(published)},
                 deadline,
                 timeout,
             )
@@ -122,7 +122,8 @@ def _check_families(names: Store, world_size: int) -> None:
     if not names.check(everybody):
         return
     hosts = [
-        told.decode().partition("|")[0].rpartition(" ")[0] for told in names.multi_get(everybody)
+        stored.decode().partition("|")[0].rpartition(" ")[0]
+        for stored in names.multi_get(everybody)
     ]
     sixes = [rank for rank, host in enumerate(hosts) if ":" in host]
     fours = [rank for rank, host in enumerate(hosts) if ":" not in host]
@@ -306,7 +307,7 @@ class FormingGroup:
         """Returns the ranks' listening addresses for messages."""
         named = [str(rank) for rank in range(min(self._world_size, _MOST_NAMED))]
         addresses = [
-            told.decode().partition("|")[0].rpartition(" ") for told in names.multi_get(named)
+            stored.decode().partition("|")[0].rpartition(" ") for stored in names.multi_get(named)
         ]
         more = "" if self._world_size <= _MOST_NAMED else ", ..."
         return (

@@ -247,12 +247,12 @@ def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
 
 def _sent(copy: socket.socket) -> Traffic:
     """Returns the traffic of a connection. Raises OSError."""
-    told = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
-    if len(told) < _TCP_INFO_BYTES:  # a kernel before 4.10
+    info = copy.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _TCP_INFO_BYTES)
+    if len(info) < _TCP_INFO_BYTES:  # a kernel before 4.10
         return Traffic(acknowledged_bytes=0, busy_s=0.0)
     (acknowledged,), (busy_us,) = (
-        _U64.unpack_from(told, _BYTES_ACKED_AT),
-        _U64.unpack_from(told, _BUSY_TIME_AT),
+        _U64.unpack_from(info, _BYTES_ACKED_AT),
+        _U64.unpack_from(info, _BUSY_TIME_AT),
     )
     return Traffic(acknowledged_bytes=acknowledged, busy_s=busy_us / 1e6)
 

@@ -216,7 +216,7 @@ class MPIGroup(PythonGroup):
         self._comm = communicator
         self._timeout = timeout
         self._lock = threading.Lock()
-        self._told: list[Any] = []
+        self._abort_messages: list[Any] = []
         self._pending: set[MPIWork] = set()
 
     def abort(self, reason: str = "the process group was aborted") -> None:
@@ -229,7 +229,7 @@ class MPIGroup(PythonGroup):
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
         # Nobody may ever receive these: they are short enough to go unasked, and are kept for as
         # long as the group.
-        self._told = [
+        self._abort_messages = [
             (message, self._comm.Isend([message, MPI.BYTE], peer, _ABORT_TAG)) for peer in peers
         ]
 
@@ -256,10 +256,10 @@ class MPIGroup(PythonGroup):
         if self.reason is None:
             status = MPI.Status()
             # taken at once: another thread may look, too
-            told = self._comm.Improbe(MPI.ANY_SOURCE, _ABORT_TAG, status)
-            if told is not None:
+            message_waiting = self._comm.Improbe(MPI.ANY_SOURCE, _ABORT_TAG, status)
+            if message_waiting is not None:
                 message = bytearray(status.Get_count(MPI.BYTE))
-                told.Recv([message, MPI.BYTE])
+                message_waiting.Recv([message, MPI.BYTE])
                 with self._lock:
                     self.reason = self.reason or message.decode()
         if self.reason is not None:

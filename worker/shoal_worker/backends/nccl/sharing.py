@@ -19,14 +19,14 @@ def check_own_device(device: Device, store: Store, rank: int, size: int) -> None
         ConfigurationError: two ranks use one device (DEVICE_SHARED), or ranks differ in
             `Device.splits` (NCCL_SPLIT_DIFFERS).
     """
-    told = PrefixStore("device", store)
-    told.set(
+    devices = PrefixStore("device", store)
+    devices.set(
         str(rank),
         json.dumps([device.identity(), device.where, socket.gethostname(), device.splits]),
     )
     first: dict[str, int] = {}
     splitting: dict[bool, list[int]] = {True: [], False: []}
-    for other, said in enumerate(told.multi_get([str(each) for each in range(size)])):
+    for other, said in enumerate(devices.multi_get([str(each) for each in range(size)])):
         identity, where, host, splits = json.loads(said)
         splitting[splits].append(other)
         if identity in first:

@@ -69,13 +69,13 @@ class StreamedEvaluation:
     def ended(self) -> str:
         """Implements `elastic.evaluation.Batches.ended`."""
         ends = sorted(self._ends.items())
-        told = {
+        counts = {
             str(source): [items, f"{self._names[source]}: {items} items, {read:012x}"]
             for source, (items, read) in ends
         }
         if self._first is not None:
-            told[str(_FIRST)] = [1, f"{self._names[0]} begins with {self._first:012x}"]
-        return json.dumps(told)
+            counts[str(_FIRST)] = [1, f"{self._names[0]} begins with {self._first:012x}"]
+        return json.dumps(counts)
 
     def anew(self) -> StreamedEvaluation:
         """Returns the same batches with nothing read yet."""

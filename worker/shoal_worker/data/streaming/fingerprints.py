@@ -118,14 +118,14 @@ class Probe:
             values = np.concatenate(
                 [values, np.nan_to_num(each[: _HEAD - len(values)], posinf=0.0, neginf=0.0)]
             )
-        told = [*(_SIGNS[:, : len(values)] @ values).tolist(), float(np.linalg.norm(values))]
-        return [1.0, *told, *(each * each for each in told)]
+        sketch = [*(_SIGNS[:, : len(values)] @ values).tolist(), float(np.linalg.norm(values))]
+        return [1.0, *sketch, *(each * each for each in sketch)]
 
     @staticmethod
     def alike(summed: Sequence[float]) -> bool:
         """Returns whether all ranks that contributed have nearly the same numbers."""
-        ranks, *told = summed
-        means = [each / ranks for each in told]
+        ranks, *sums = summed
+        means = [each / ranks for each in sums]
         half = len(means) // 2
         size = means[half - 1]
         spreads = (

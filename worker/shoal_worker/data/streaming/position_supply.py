@@ -40,10 +40,10 @@ class PositionSupply(StreamSupply):
         """Epoch of the mark and the reader."""
         self._mark = Mark()
         """Mark of the cursor."""
-        self._told_epoch = -1
+        self._started_epoch = -1
         """Epoch last passed to the stream."""
         self._reader: Reader | None = None
-        self._told: tuple[DealtStep | None, Mark, dict[str, Any]] | None = None
+        self._described: tuple[DealtStep | None, Mark, dict[str, Any]] | None = None
 
     @override
     def items_at(self, positions: Sequence[int]) -> list[Any]:
@@ -104,9 +104,9 @@ class PositionSupply(StreamSupply):
         """Implements `Supply.dealing`: the stream's items up to the end of the current step, and
         whether it ends there."""
         if (
-            self._told is None
-            or self._told[0] is not self.current
-            or self._told[1] is not self._mark
+            self._described is None
+            or self._described[0] is not self.current
+            or self._described[1] is not self._mark
         ):
             mark, end = self._committed_mark(), None
             if self.current is not None and self._reader is not None:
@@ -114,8 +114,8 @@ class PositionSupply(StreamSupply):
             said = f"{mark.position} items, {mark.fingerprint:012x}" + (
                 f", an end after {end}" if end is not None else ""
             )
-            self._told = self.current, self._mark, {STREAMED: said}
-        return self._told[2]
+            self._described = self.current, self._mark, {STREAMED: said}
+        return self._described[2]
 
     @property
     @override
@@ -193,9 +193,9 @@ class PositionSupply(StreamSupply):
             reader.drop(mark.position)
             return reader
         self._close()
-        if self._told_epoch != epoch:
+        if self._started_epoch != epoch:
             self._sources.close()  # a data worker has the stream as it was when it was started
-            self._told_epoch = epoch
+            self._started_epoch = epoch
         set_epoch_of(self._stream, epoch)
         self._reader = self._sources.open(
             0, key=(self._seed, epoch), name=f"loader {loader!r}: {self._names[0]}", at=mark

@@ -232,15 +232,15 @@ class SourceReader(Reader):
 
     def _seek(self, at: Mark, state: str) -> tuple[Any, Iterator[Any]] | None:
         """Seeks to `at` by the source's own state; None if that led elsewhere."""
-        told = _decode(state)
+        decoded = _decode(state)
         source = self._make()
-        if told["of"] == "source":
+        if decoded["of"] == "source":
             # changes that load_state_dict makes to an object may affect later iterations of it
             source = _copy(source)
-            source.load_state_dict(told["state"])
+            source.load_state_dict(decoded["state"])
         iterator: Any = iter(source)
-        if told["of"] != "source":
-            iterator.load_state_dict(told["state"])
+        if decoded["of"] != "source":
+            iterator.load_state_dict(decoded["state"])
         if at.following is None:
             return source, iterator
         seed((*self._key, at.position))

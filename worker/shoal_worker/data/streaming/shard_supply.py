@@ -71,7 +71,7 @@ class ShardSupply(StreamSupply):
         self._items: dict[int, tuple[int, int]] = {}
         """Shard (by position in the order) and index within the shard of this rank's items of the
         step, by position."""
-        self._told_epoch = -1
+        self._started_epoch = -1
         """Epoch last passed to the stream."""
         self._first: tuple[int, int | None] = -1, None
         """An epoch, and the fingerprint of the first item of its first shard, which all ranks read
@@ -253,9 +253,9 @@ class ShardSupply(StreamSupply):
         if epoch != self._epoch:
             self._forget()
             self._epoch, self._order = epoch, self._order_of(epoch)
-        if self._told_epoch != epoch:
+        if self._started_epoch != epoch:
             self._sources.close()  # data workers have the stream as it was when they were started
-            self._told_epoch = epoch
+            self._started_epoch = epoch
             set_epoch_of(self._stream, epoch)
         self._read_so_far = read
 
@@ -368,7 +368,7 @@ class ShardSupply(StreamSupply):
         summed = session.sum_numbers([float(number) for report in reports for number in report])
         if summed is None:
             return None
-        told: list[Report | None] = []
+        received: list[Report | None] = []
         for lane, mine in enumerate(own):
             count, more, *others = map(int, summed[_NUMBERS * lane : _NUMBERS * (lane + 1)])
             report = (
@@ -383,8 +383,8 @@ class ShardSupply(StreamSupply):
                     "machine",
                     reason="STREAM_NOT_REPEATED",
                 )
-            told.append(report)
-        return told
+            received.append(report)
+        return received
 
     def _state_of(self, place: int, offset: int) -> bytes:
         """Returns the state of the reader of one of this rank's shards for the exchange; empty if

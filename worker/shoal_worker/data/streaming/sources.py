@@ -220,10 +220,10 @@ class _Worker:
                 self._hear()
         except (EOFError, OSError):
             raise self._died(name) from None
-        told, error = self._answers.pop(question)
+        answer_bytes, error = self._answers.pop(question)
         if error is not None:
             _raise(error, name)
-        return told
+        return answer_bytes
 
     def forget(self, question: int) -> None:
         """Discards the answer to a request."""
@@ -239,12 +239,12 @@ class _Worker:
             )
         if not self._connection.poll():
             raise EOFError
-        question, told, error = _loaded(self._connection.recv_bytes())
+        question, answer_bytes, error = _loaded(self._connection.recv_bytes())
         self._unanswered.discard(question)
         if question in self._forgotten:
             self._forgotten.discard(question)
         else:
-            self._answers[question] = told, error
+            self._answers[question] = answer_bytes, error
 
     def tell_to_end(self) -> None:
         """Asks it to end."""
@@ -393,7 +393,7 @@ def _answer(
         try:
             one.reader = SourceReader(makes[number], key=key, name=name, at=at)
         except Exception as error:  # whatever a source raises
-            one.failed = _told(error)
+            one.failed = _described(error)
         return None, None
     one = opened[reader]
     if what == "close":
@@ -423,10 +423,10 @@ def _read(one: _Opened, upto: int) -> None:
         try:
             one.reader.fill(upto, states_at=one.states_at)
         except Exception as error:  # whatever a source raises
-            one.failed = _told(error)
+            one.failed = _described(error)
 
 
-def _told(error: Exception) -> tuple[bytes | None, str]:
+def _described(error: Exception) -> tuple[bytes | None, str]:
     """Returns an error in a form that another process can raise, and where it was raised."""
     trace = "".join(traceback.format_exception(error))
     try:
@@ -446,4 +446,4 @@ def _packed(question: int, answer: Any, error: tuple[bytes | None, str] | None) 
             f"{failure}): give items that pickle takes, such as tensors, arrays, texts and "
             "numbers, or leave num_workers out"
         )
-        return _dumped((question, None, _told(refusal)))
+        return _dumped((question, None, _described(refusal)))

@@ -43,7 +43,7 @@ class CollectiveTrace:
         `of`: the model, if there are several."""
         self._issued.append(f"{what}, of {of}" if of else what)
 
-    def told(self, *, passes: bool) -> dict[str, Any]:
+    def encode(self, *, passes: bool) -> dict[str, Any]:
         """Returns the trace as JSON for `apart` on another rank; each text is contained once.
         `passes`: include the forward passes, which the ranks of one replica have in common."""
         issued = [each for each in list(self._issued) if passes or not each.startswith(FORWARD)]
@@ -54,7 +54,7 @@ class CollectiveTrace:
 
 def apart(one: Mapping[str, Any], other: Mapping[str, Any]) -> tuple[str, str] | None:
     """Returns the actions of two ranks at the first position at which they issued different
-    collectives; None if they did not diverge. Arguments: results of `CollectiveTrace.told`."""
+    collectives; None if they did not diverge. Arguments: results of `CollectiveTrace.encode`."""
     lists = ([each["texts"][number] for number in each["issued"]] for each in (one, other))
     return next(
         ((mine, theirs) for mine, theirs in zip(*lists, strict=False) if mine != theirs), None

@@ -213,7 +213,7 @@ class Generation:
     interrupts_below: int
     """Members that work in a generation below this number leave it at once; others at their next
     step boundary."""
-    told_topology: Topology | None = None
+    sent_topology: Topology | None = None
     """None: derived from the peers."""
     begins_run: bool = False
     """True if it is the first of its run. Its number does not show that, since numbers continue
@@ -244,7 +244,7 @@ class Generation:
     @property
     def topology(self) -> Topology:
         """Distribution of the ranks over hosts."""
-        return self.told_topology or topology_of([peer.host for peer in self.peers])
+        return self.sent_topology or topology_of([peer.host for peer in self.peers])
 
     @property
     def joining(self) -> frozenset[int]:
@@ -268,7 +268,7 @@ class Generation:
         some = (
             tuple(peers[rank] for rank in ranks) if isinstance(peers, tuple) else peers.part(ranks)
         )
-        return replace(self, peers=some, rank=list(ranks).index(self.rank), told_topology=None)
+        return replace(self, peers=some, rank=list(ranks).index(self.rank), sent_topology=None)
 
 
 @dataclass(frozen=True, kw_only=True)

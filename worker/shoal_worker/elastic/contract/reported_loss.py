@@ -22,7 +22,7 @@ class ReportedLoss:
     def __init__(self, name: str = "loss") -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._told = 0
+        self._count = 0
         self._newest = (0, math.nan)
         self._on_their_way: deque[tuple[int, torch.Tensor, torch.Event]] = deque()
         """Copies of later losses on the host; each is complete when its event has occurred."""
@@ -33,14 +33,14 @@ class ReportedLoss:
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             copy, arrival = _sent_to_host(value)
             with self._lock:
-                self._told += 1
-                self._on_their_way.append((self._told, copy, arrival))
+                self._count += 1
+                self._on_their_way.append((self._count, copy, arrival))
                 self._take()
             return
         with self._lock:
-            self._told += 1
+            self._count += 1
             self._on_their_way.clear()
-            self._newest = (self._told, float(value))
+            self._newest = (self._count, float(value))
 
     @property
     def value(self) -> float:
@@ -48,10 +48,10 @@ class ReportedLoss:
         return self.newest[1]
 
     @property
-    def told(self) -> int:
+    def count(self) -> int:
         """Number of reported losses, including pending ones."""
         with self._lock:
-            return self._told
+            return self._count
 
     @property
     def newest(self) -> tuple[int, float]:

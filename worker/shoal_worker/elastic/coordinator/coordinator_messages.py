@@ -26,16 +26,16 @@ _REASONS = {
 }
 
 
-def run_message(told: str) -> pb.RunId | None:
+def run_message(text: str) -> pb.RunId | None:
     """Returns the run that a launcher assigned to its worker; None if none was, so that it is the
     newest.
 
     Raises:
         ConfigurationError: not in the format written by launchers.
     """
-    if not told:
+    if not text:
         return None
-    run = Run.parse(told, what="SHOAL_RUN")
+    run = Run.parse(text, what="SHOAL_RUN")
     return pb.RunId(number=run.number, began_unix_ms=run.began_unix_ms)
 
 
@@ -105,7 +105,7 @@ def _parse_large(
         peers=peers,
         rank=rank,
         interrupts_below=message.interrupts_below,
-        told_topology=topology,
+        sent_topology=topology,
         begins_run=_begins_run(message),
     )
 

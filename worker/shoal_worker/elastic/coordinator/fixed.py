@@ -139,10 +139,10 @@ class FixedMembership:
         if seat.world_size > 1:
             backend = self._backend_class()
             configuration.initialize(backend, generation, PrefixStore("shoal-session", seat.store))
-        told = Group(generation, backend, None).exchange(
+        replies = Group(generation, backend, None).exchange(
             json.dumps([uuid.uuid4().hex, self._host, self._donor_address]).encode()
         )
-        nonces, *places = zip(*(json.loads(one) for one in told), strict=True)
+        nonces, *places = zip(*(json.loads(one) for one in replies), strict=True)
         self.link.newest_generation = self._generation(nonces[0], list(zip(*places, strict=True)))
         self._group = Group(self.link.newest_generation, backend, None, configuration)
         return self._group

@@ -170,7 +170,7 @@ _log = logging.getLogger(__name__)
 _REACH_TIMEOUT = timedelta(seconds=1)
 _EVENTS_TIMEOUT = timedelta(seconds=2)
 _DEPARTURES = ("member_lost", "member_left")
-_DEPARTURES_TOLD = 3
+_DEPARTURES_REPORTED = 3
 _MOST_BEHIND: Final = 64
 """Limit of shoal.v1.GetJobRequest.below_step."""
 _NO_MORE_MEMBERS = "the run is over, and no more members join this generation"
@@ -201,7 +201,7 @@ class Membership:
         self._drained = False
         """True if it has left alone while the others continued."""
         self._events_read = ""
-        self._departures: deque[str] = deque(maxlen=_DEPARTURES_TOLD)
+        self._departures: deque[str] = deque(maxlen=_DEPARTURES_REPORTED)
         self.waits = Waits()
         self.link = CoordinatorLink(
             client,

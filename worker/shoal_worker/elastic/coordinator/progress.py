@@ -247,10 +247,10 @@ class ProgressMeter:
         if self._before is None:
             self._before = steps - 1, samples - step_samples
         self._commits += 1
-        (told, loss), (last, losses, loss_sum) = self.loss.newest, self._losses
-        if told != last and math.isfinite(loss):
+        (count, loss), (last, losses, loss_sum) = self.loss.newest, self._losses
+        if count != last and math.isfinite(loss):
             losses, loss_sum = losses + 1, loss_sum + loss
-        self._losses = told, losses, loss_sum
+        self._losses = count, losses, loss_sum
         self._counts = Counts(
             commits=self._commits,
             samples=samples,
@@ -268,7 +268,7 @@ class ProgressMeter:
             unpushed_samples=self._unpushed[1],
         )
         if self._reported:
-            writer.metrics((name, told.value) for name, told in self._reported.items())
+            writer.metrics((name, count.value) for name, count in self._reported.items())
         writer.committed(self._counts, generation=generation, steps=steps)
 
     def report(self, numbers: Mapping[str, float | torch.Tensor]) -> None:
@@ -282,8 +282,8 @@ class ProgressMeter:
             if name == "loss":
                 self.loss.tell(value)
                 continue
-            told = self._reported.get(name)
-            if told is None:
+            reported = self._reported.get(name)
+            if reported is None:
                 if len(name) > _LONGEST_NAME:
                     raise ConfigurationError(
                         f"shoal.report({name}=...): expected a name of at most {_LONGEST_NAME} "
@@ -294,9 +294,9 @@ class ProgressMeter:
                         f"shoal.report({name}=...): expected at most {MOST_METRICS} names besides "
                         f"the loss; there are {', '.join(self._reported)}"
                     )
-                told = ReportedLoss(name)
-            told.tell(value)
-            self._reported = {**self._reported, name: told}
+                reported = ReportedLoss(name)
+            reported.tell(value)
+            self._reported = {**self._reported, name: reported}
 
     @property
     def reported(self) -> Mapping[str, ReportedLoss]:
@@ -337,7 +337,7 @@ class ProgressMeter:
                 cpu_s=self._cpu.seconds(),
                 server_wait_s=server_wait_s,
                 awaited_server=awaited_server,
-                metrics={name: told.value for name, told in self._reported.items()},
+                metrics={name: reported.value for name, reported in self._reported.items()},
             )
 
 

@@ -30,7 +30,7 @@ from datetime import timedelta
 from typing import Final
 
 from shoal_common.errors import MembershipChanged, UnavailableError
-from shoal_common.formats.rank_table import MOST_TOLD_WHOLE
+from shoal_common.formats.rank_table import MOST_SENT_WHOLE
 from shoal_common.settings import parse_address
 
 from shoal_worker.backends.base import Traffic
@@ -270,7 +270,7 @@ def _ranks_at(generation: Generation, address: str) -> list[int]:
 def looked_at(generation: Generation) -> dict[int, str]:
     """Returns the donor addresses to probe after a group has failed, by rank: all other ranks, or
     the neighbours in a large world. Raises GENERATION_OVER_OR_AWAY."""
-    large = generation.world_size > MOST_TOLD_WHOLE
+    large = generation.world_size > MOST_SENT_WHOLE
     peers = (
         generation.peers_of(neighbours(generation.rank, generation.world_size))
         if large

@@ -47,19 +47,19 @@ def steps_apart(
 ) -> PreconditionError:
     """Returns the error for ranks whose step votes did not agree. Called by all ranks of `group`,
     each with its own place and source, and with `Step.of`."""
-    told = {
+    report = {
         "place": place[:-1],
         "dealing": json.loads(source.dealing) if source is not None else {},
         "of": of,
     }
     try:
         everyones = (
-            [json.loads(each) for each in group.exchange(json.dumps(told).encode())]
+            [json.loads(each) for each in group.exchange(json.dumps(report).encode())]
             if group is not None
-            else [told]
+            else [report]
         )
     except MembershipChanged:  # a peer has told its error and gone
-        everyones = [told]
+        everyones = [report]
     return PreconditionError(f"ranks diverged: {_difference(everyones)}", reason=REASON)
 
 

@@ -471,11 +471,11 @@ class Group:
         return [bytes(t[:n].numpy()) for t, n in zip(gathered, lengths, strict=True)]
 
     def _tell(self, payload: bytes, rank: int, length: int) -> bytes:
-        told = torch.frombuffer(
+        received = torch.frombuffer(
             bytearray(payload if rank == self.rank else length), dtype=torch.uint8
         )
-        self._broadcast(lambda: self._live_backend.host_group, told, rank)
-        return payload if rank == self.rank else bytes(told.numpy())
+        self._broadcast(lambda: self._live_backend.host_group, received, rank)
+        return payload if rank == self.rank else bytes(received.numpy())
 
     def abort(self, reason: str) -> None:
         """Ends the group: current and later collectives fail with `reason`. Thread-safe; returns at

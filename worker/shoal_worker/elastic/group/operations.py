@@ -125,10 +125,10 @@ class GroupChannel:
         split = [answers[r].split(b"\0", 1) for r in self.members]
         kinds = {kind.decode() for kind, _ in split}
         if kinds != {self._kind}:
-            told = ", ".join(
+            operations_text = ", ".join(
                 f"rank {r}: {answers[r].split(bytes(1), 1)[0].decode()}" for r in self.members
             )
-            raise operations_apart(told)
+            raise operations_apart(operations_text)
         return [body for _, body in split]
 
 

@@ -93,8 +93,8 @@ class _Offer:
 class StateDonor:
     """Listens for peers that need this member's state."""
 
-    def __init__(self, host: str, *, told: str = "", secure: bool = False) -> None:
-        """Binds to `host` on a port chosen by the system. `told`: address announced to peers, if
+    def __init__(self, host: str, *, announced: str = "", secure: bool = False) -> None:
+        """Binds to `host` on a port chosen by the system. `announced`: address for peers, if
         different. `secure`: clients must use TLS."""
         self.key = secrets.token_hex(16)
         """Name for offers independent of the generation. Known only to members, which identify this
@@ -102,7 +102,7 @@ class StateDonor:
         self._tls = PairContexts.listener(self.key) if secure else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
-        self._host = told or host
+        self._host = announced or host
         self._offer: _Offer | None = None
         self._expected: bytes | None = None
         self._serving: set[socket.socket] = set()
@@ -472,10 +472,10 @@ def _encode_header(structure: Any, tensors: dict[str, torch.Tensor]) -> bytes:
         {"name": n, "dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
         for n, t in tensors.items()
     ]
-    told = f"{digest(structure, tensors, digest_in_place):016x}"
+    digest_text = f"{digest(structure, tensors, digest_in_place):016x}"
     places = " ".join(t.device.type for t in tensors.values())
     return json.dumps(
-        {"structure": structure, "tensors": described, "digest": told, "places": places}
+        {"structure": structure, "tensors": described, "digest": digest_text, "places": places}
     ).encode()
 
 

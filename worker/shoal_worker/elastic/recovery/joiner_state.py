@@ -140,8 +140,8 @@ class JoinerState:
         """Waits until all members are at the step boundary. Returns this rank's announcement."""
         if group.rank not in learners:
             places = [
-                json.loads(told)
-                for told in GroupChannel(group, _BOUNDARY, tuple(learners)).exchange(
+                json.loads(reply)
+                for reply in GroupChannel(group, _BOUNDARY, tuple(learners)).exchange(
                     json.dumps(place).encode()
                 )
             ]

@@ -56,7 +56,7 @@ from shoal_worker.elastic.state.committed_state import CommittedState
 
 
 @dataclass(frozen=True, kw_only=True)
-class Told:
+class BoundaryMessage:
     """One rank's message about itself at a step boundary."""
 
     asked: bool
@@ -83,21 +83,25 @@ class WhoLeaves:
     """True if all must stop because the ranks asked to leave could never leave alone."""
 
 
-def who_leaves(told: Sequence[Told]) -> WhoLeaves:
-    """Decides who leaves at a step boundary. `told`: the messages of all ranks in rank order; the
-    same list on every rank."""
-    if any(each.stopping for each in told):
+def who_leaves(messages: Sequence[BoundaryMessage]) -> WhoLeaves:
+    """Decides who leaves at a step boundary. `messages`: from all ranks, in rank order; the same
+    list on every rank."""
+    if any(each.stopping for each in messages):
         return WhoLeaves(now=frozenset(), stop=False)
-    copies = Counter(part for each in told for part in each.holds)
+    copies = Counter(part for each in messages for part in each.holds)
     now: set[int] = set()
-    for rank, each in sorted(enumerate(told), key=lambda one: (not one[1].excluded, one[0])):
+    for rank, each in sorted(enumerate(messages), key=lambda one: (not one[1].excluded, one[0])):
         if not each.asked:
             continue
         if each.excluded or all(copies[part] > 1 for part in each.holds):
             now.add(rank)
             copies.subtract(each.holds)
     lost = any(count < 1 for count in copies.values())
-    stuck = not now and any(each.asked for each in told) and not any(each.joiners for each in told)
+    stuck = (
+        not now
+        and any(each.asked for each in messages)
+        and not any(each.joiners for each in messages)
+    )
     return WhoLeaves(now=frozenset() if lost or stuck else frozenset(now), stop=lost or stuck)
 
 
@@ -435,7 +439,7 @@ class StepBoundaries:
         if not formation.healthy:
             return  # a peer is gone, and what this rank holds may be the only copy
         try:
-            mine = Told(
+            mine = BoundaryMessage(
                 asked=self._leaves_alone or link.excluded,
                 excluded=link.excluded,
                 holds=tuple(engine.holds),
@@ -443,17 +447,17 @@ class StepBoundaries:
                 joiners=_has_others(link.newest_generation, formation.members),
             )
             channel = formation.channel("leaving")
-            told = [
-                Told(**json.loads(each))
+            messages = [
+                BoundaryMessage(**json.loads(each))
                 for each in channel.exchange(json.dumps(asdict(mine)).encode())
             ]
         except GROUP_LOST as error:
             formation.recover(error)
             return
-        plan = who_leaves(told)
+        plan = who_leaves(messages)
         number = formation.group.generation.number if formation.group is not None else None
         if plan.stop and self._all_leave_in != number:
-            asked = [rank for rank, each in enumerate(told) if each.asked]
+            asked = [rank for rank, each in enumerate(messages) if each.asked]
             _log.warning(
                 "ranks %s are asked to leave, and hold parts of the state that no other rank has: "
                 "all stop",
@@ -470,7 +474,7 @@ class StepBoundaries:
                 return
         if channel.rank in plan.now:
             raise Drained(link.draining or "")
-        if not plan.now and not any(each.joiners for each in told):
+        if not plan.now and not any(each.joiners for each in messages):
             formation.boundary_due = False  # no other generation comes
 
     def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:

@@ -100,11 +100,11 @@ def packed(value: Any, kind: str) -> bytes:
     return dump_tensors(tensors, {"value": _plain(value, tensors, kind)})
 
 
-def unpacked(told: bytes) -> Any:
+def unpacked(payload: bytes) -> Any:
     """Restores the value from the result of `packed`; None from empty bytes."""
-    if not told:
+    if not payload:
         return None
-    tensors, document = load_tensors(told)
+    tensors, document = load_tensors(payload)
     return _rebuilt(document["value"], tensors)
 
 
@@ -189,11 +189,12 @@ def _structure(value: Any) -> str:
     )
 
 
-def _check_alike(told: Sequence[str], op: str, where: str) -> None:
+def _check_alike(descriptions: Sequence[str], op: str, where: str) -> None:
     """Raises PreconditionError on all ranks unless all gave the same kind of value."""
-    if len(set(told)) > 1:
-        other = next(number for number, each in enumerate(told) if each != told[0])
+    if len(set(descriptions)) > 1:
+        other = next(number for number, each in enumerate(descriptions) if each != descriptions[0])
         raise PreconditionError(
-            f"all_reduce {op} of {where}: rank 0 gave {told[0]}, rank {other} gave {told[other]}; "
+            f"all_reduce {op} of {where}: rank 0 gave {descriptions[0]}, rank {other} gave "
+            f"{descriptions[other]}; "
             "gather takes values that differ in shape"
         )

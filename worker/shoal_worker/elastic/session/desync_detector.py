@@ -44,7 +44,7 @@ class DesyncDetector:
         session.on_waiting(self._where)
         self._session = session
         self._over = threading.Event()
-        self._told: Wait | None = None
+        self._reported: Wait | None = None
         self._thread = threading.Thread(
             target=self._watch, name="shoal-desync-detector", daemon=True
         )
@@ -67,9 +67,14 @@ class DesyncDetector:
         """Looks once. `now`: time.monotonic()."""
         group = self._session.group
         wait = group.waiting.now if group is not None and group.broken is None else None
-        if group is None or wait is None or wait == self._told or now - wait.since <= _PATIENCE_S:
+        if (
+            group is None
+            or wait is None
+            or wait == self._reported
+            or now - wait.since <= _PATIENCE_S
+        ):
             return
-        self._told = wait
+        self._reported = wait
         with contextlib.suppress(ShoalError, RuntimeError):
             # the store is away, or the group has ended: the wait continues
             self._compare(group, wait)
@@ -112,8 +117,8 @@ class DesyncDetector:
             step.trace if step is not None else CollectiveTrace(),
             engine.passes_with,
         )
-        mine |= {"issued": engine.issued().decode(), "course": trace.told(passes=not passes_with)}
-        own = {"rank": group.rank, "course": trace.told(passes=True)}
+        mine |= {"issued": engine.issued().decode(), "course": trace.encode(passes=not passes_with)}
+        own = {"rank": group.rank, "course": trace.encode(passes=True)}
         if group.waiting.now is not wait:
             # it has continued, perhaps to the next step, whose trace must not be written here
             return

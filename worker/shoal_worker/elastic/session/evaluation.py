@@ -333,7 +333,7 @@ def evaluate(
             results.clear()
             computed_at = session.steps
         own = json.dumps([batches.dealing, sorted(results), ended()]).encode()
-        everyones_own = [json.loads(told) for told in channel.exchange(own)]
+        everyones_own = [json.loads(received) for received in channel.exchange(own)]
         dealings = [dealing for dealing, _, _ in everyones_own]
         if len(set(dealings)) > 1:
             raise evaluations_apart(dealings)
@@ -344,12 +344,12 @@ def evaluate(
                 dealt(held, [end for _, _, end in everyones_own], channel.rank, channel.world_size)
             )
         everyones: dict[int, Sums] = {}
-        told = [
+        received = [
             json.loads(each)
             for each in channel.exchange(json.dumps([list(results.items()), ended()]).encode())
         ]
-        _check_ends([json.loads(end) for _, end in told])
-        for own, _ in told:
+        _check_ends([json.loads(end) for _, end in received])
+        for own, _ in received:
             everyones.update((number, sums) for number, sums in own)
         return _total(everyones[n] for n in sorted(everyones))
 
@@ -372,12 +372,12 @@ def _check_ends(ends: Sequence[Mapping[str, Any]]) -> None:
             raise evaluations_apart([json.dumps({STREAMED: each[1]}) for each in found])
 
 
-def _sums(told: Any) -> Sums:
+def _sums(returned: Any) -> Sums:
     try:
-        return {name: float(value) for name, value in told.items()}
+        return {name: float(value) for name, value in returned.items()}
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
         raise ConfigurationError(
-            f"evaluate: fn returned {told!r}; expected a dict of sums over the batch, such as "
+            f"evaluate: fn returned {returned!r}; expected a dict of sums over the batch, such as "
             f'{{"correct": 12, "samples": 32}}'
         ) from error
 

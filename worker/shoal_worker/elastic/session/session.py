@@ -197,7 +197,7 @@ class Session:
         return generation.world_size if generation is not None else 1
 
     @property
-    def place_told(self) -> tuple[int, int]:
+    def script_place(self) -> tuple[int, int]:
         """(rank, number of ranks) for scripts; (-1, -1) while this process replays its script and
         has neither. Torch uses -1 likewise, for a process that is in no group. After `close` they
         are what they were: a script that has left its job must not take itself for rank 0."""

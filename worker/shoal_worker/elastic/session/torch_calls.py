@@ -100,13 +100,13 @@ class SurvivingGroup(PythonGroup):
             and not _is_torch(sys._getframe(1))
         ):
             return -1
-        return self._told()[0]
+        return self._script_place()[0]
 
     def size(self) -> int:
         """Returns the number of ranks, likewise: after a call, the number of participants."""
-        return self._told()[1]
+        return self._script_place()[1]
 
-    def _told(self) -> tuple[int, int]:
+    def _script_place(self) -> tuple[int, int]:
         place = self.place
         if self._asked is None:
             self._asked = place
@@ -138,8 +138,8 @@ class SurvivingGroup(PythonGroup):
         def body(channel: Channel) -> list[str]:
             return [base64.b64encode(each).decode() for each in channel.exchange(payload)]
 
-        told = [_unpacked(each) for each in self.session.operation(f"torch's {name}", body)]
-        self._conclude(call, name, told)
+        received = [_unpacked(each) for each in self.session.operation(f"torch's {name}", body)]
+        self._conclude(call, name, received)
         return CompletedWork(call.result)
 
     def _check(self, call: Collective, name: str) -> None:
@@ -195,11 +195,11 @@ class SurvivingGroup(PythonGroup):
         self,
         call: Collective,
         name: str,
-        told: Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]],
+        received: Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]],
     ) -> None:
         """Writes this rank's results, or raises what all ranks raise."""
-        documents = [document for document, _ in told]
-        size = len(told)
+        documents = [document for document, _ in received]
+        size = len(received)
         own = next(
             (
                 number
@@ -225,7 +225,7 @@ class SurvivingGroup(PythonGroup):
                 reason="RANKS_CHANGED",
             )
         _check_alike(name, call.kind, documents, size)
-        calls = [_rebuilt(call, document, tensors) for document, tensors in told]
+        calls = [_rebuilt(call, document, tensors) for document, tensors in received]
         execute(calls)
         assert own is not None, "else the ranks are others"
         with torch.no_grad():
@@ -337,8 +337,8 @@ def _said(tensor: torch.Tensor) -> list[Any]:
     return [str(tensor.dtype).removeprefix("torch."), list(tensor.shape)]
 
 
-def _unpacked(told: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-    tensors, document = load_tensors(base64.b64decode(told))
+def _unpacked(payload: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
+    tensors, document = load_tensors(base64.b64decode(payload))
     return json.loads(document["call"]), tensors
 
 

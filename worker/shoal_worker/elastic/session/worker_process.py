@@ -195,7 +195,7 @@ _UNHEARD: Final = (
     "which calls it after its own, or let it call the one that signal.getsignal(signal.SIGTERM) "
     "gave"
 )
-_LOOPBACK: Final = OwnAddress(told="127.0.0.1", bound="127.0.0.1")
+_LOOPBACK: Final = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
 
 
 def current_session() -> Session:
@@ -263,7 +263,9 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         own = OwnAddress.find(
             settings.local_addr, settings.listen_addr, towards=_endpoint(coordinator)
         )
-        donor = StateDonor(own.bound, told=own.told, secure=settings.calling_tls is not None)
+        donor = StateDonor(
+            own.bound, announced=own.announced, secure=settings.calling_tls is not None
+        )
         undo.callback(donor.close)
         client = CoordinatorClient(settings.channel(coordinator))
         client.run = run_message(settings.run)
@@ -280,7 +282,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
             if http is not None
             else "",
         )
-        membership = Membership(client, identity, settings, host=own.told)
+        membership = Membership(client, identity, settings, host=own.announced)
         session = Session(settings, membership, donor, metrics)
         undo.callback(session.close, failed="it did not get as far as a rank")
         session.progress.tally_writer = _tally(settings)
@@ -352,7 +354,7 @@ def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Se
         collective_timeout_s=timeout_s,
         rendezvous_timeout_s=timeout_s,
     )
-    donor = StateDonor(own.bound, told=own.told)
+    donor = StateDonor(own.bound, announced=own.announced)
     session = Session(settings, FixedMembership(seat, donor.address, host), donor, WorkerMetrics())
     session.join()
     set_session(session)
@@ -535,8 +537,8 @@ def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
     could not be reached there."""
     host = (listen or "").rpartition(":")[0].strip("[]")
     if is_unspecified(host):
-        return str(Address(own.told, port))
-    if Address(host, port).is_loopback and not is_loopback(own.told):
+        return str(Address(own.announced, port))
+    if Address(host, port).is_loopback and not is_loopback(own.announced):
         _log.info(
             "metrics of this worker are served at %s alone, where other machines do not reach "
             "them, and are not told to Prometheus; set SHOAL_METRICS_LISTEN=0.0.0.0:0",

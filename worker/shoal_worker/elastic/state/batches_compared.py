@@ -99,11 +99,11 @@ class BatchComparison:
         if self.due:
             return
         try:
-            told = [
+            received = [
                 json.loads(each)
                 for each in group.exchange(json.dumps([placement.rank, self._batches]).encode())
             ]
-            replicas = {rank: tuple(batches) for rank, batches in told}
+            replicas = {rank: tuple(batches) for rank, batches in received}
             batches = next(iter(replicas.values()))
             alike = (
                 len(replicas) > 1 and set(replicas.values()) == {batches} and None not in batches

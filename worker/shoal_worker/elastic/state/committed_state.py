@@ -208,9 +208,9 @@ class CommittedState:
         commit all-reduce."""
         assert self.step is not None
         tensors, metadata = load_tensors(commit_payload)
-        told = unflatten(metadata["structure"], tensors)
-        self.step.decide(told["control"])
-        self.engine.take_commit(told["closing"])
+        result = unflatten(metadata["structure"], tensors)
+        self.step.decide(result["control"])
+        self.engine.take_commit(result["closing"])
 
     # ---------------------------------------------------------------------------------------- place
 

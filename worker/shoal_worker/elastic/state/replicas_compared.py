@@ -119,16 +119,16 @@ def _compare(
     held: CommittedState, in_common: Mapping[str, Mapping[str, torch.Tensor]], exchange: Exchange
 ) -> str | None:
     digests = {group: digest_of(tensors.values()) for group, tensors in in_common.items()}
-    told: list[dict[str, Any]] = [
+    received: list[dict[str, Any]] = [
         json.loads(each)
         for each in exchange(json.dumps({"agreed": held.agreed, "digests": digests}).encode())
     ]
-    groups = [each["digests"] for each in told]
+    groups = [each["digests"] for each in received]
     apart = differing(groups)
     if not apart:
         held.agreed = held.steps
         return None
-    agreed = max(each["agreed"] for each in told)  # whoever found it had the digests of all
+    agreed = max(each["agreed"] for each in received)  # whoever found it had the digests of all
     since = (
         f"After step {agreed} all agreed: go back to a checkpoint of that step or before"
         if agreed
@@ -156,11 +156,11 @@ def _describe(
         group: {name: digest_in_place(tensor) for name, tensor in in_common.get(group, {}).items()}
         for group in apart
     }
-    told = [json.loads(each) for each in exchange(json.dumps(own).encode())]
+    received = [json.loads(each) for each in exchange(json.dumps(own).encode())]
     group = apart[0]
     holders = [rank for rank, each in enumerate(groups) if group in each]
-    tensors = {rank: told[rank][group] for rank in holders}
-    names = differing([tensors.get(rank, {}) for rank in range(len(told))], all_have=holders)
+    tensors = {rank: received[rank][group] for rank in holders}
+    names = differing([tensors.get(rank, {}) for rank in range(len(received))], all_have=holders)
     name = names[0]
     mine = in_common.get(group, {}).get(name)
     parts = [digest_in_place(part) for part in _parts_of(mine)] if mine is not None else []
@@ -191,15 +191,15 @@ _MANY: Final = (
 _OFTEN: Final = "consistency_check_every= sets how often ranks compare"
 
 
-def differing(told: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -> list[str]:
-    """Returns the names whose values differ between ranks, in order. `told`: values by name, for
+def differing(values: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -> list[str]:
+    """Returns the names whose values differ between ranks, in order. `values`: values by name, for
     each rank. `all_have`: ranks that should have every name."""
-    names = dict.fromkeys(name for each in told for name in each)
+    names = dict.fromkeys(name for each in values for name in each)
     return [
         name
         for name in names
         if len(
-            {each.get(name) for rank, each in enumerate(told) if name in each or rank in all_have}
+            {each.get(name) for rank, each in enumerate(values) if name in each or rank in all_have}
         )
         > 1
     ]

@@ -103,7 +103,7 @@ class TrainingEngine(abc.ABC):
         Called on another thread while the training thread waits for its peers."""
         return b""
 
-    def compare_issued(self, told: Sequence[bytes]) -> None:
+    def compare_issued(self, issued: Sequence[bytes]) -> None:
         """Compares the ranks' traces. Raises PreconditionError if they would wait for each other
         forever."""
 

@@ -126,9 +126,9 @@ class Extremes:
             }
         ).encode()
 
-    def agree(self, told: Sequence[bytes]) -> None:
+    def agree(self, received: Sequence[bytes]) -> None:
         """Combines the ranks' extremes. Raises ConfigurationError on all ranks if shapes differ."""
-        ranks: list[dict[str, Any]] = [json.loads(each) for each in told]
+        ranks: list[dict[str, Any]] = [json.loads(each) for each in received]
         made = [
             {
                 path: torch.tensor(values, dtype=torch.float64).view(shape)

@@ -147,9 +147,9 @@ class _Absent(_Hidden):
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        told = _TELLS.get(func)
-        if told is not None:
-            return told(args[0].__dict__[_ATTRIBUTE], func, args, kwargs or {})
+        answering = _TELLS.get(func)
+        if answering is not None:
+            return answering(args[0].__dict__[_ATTRIBUTE], func, args, kwargs or {})
         raise _refusal(
             func,
             next(each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Absent)),
@@ -182,8 +182,8 @@ class _Gradient(torch.Tensor):
         found = next(
             each for each in pytree.tree_leaves((args, kwargs)) if isinstance(each, _Gradient)
         )
-        if (told := _OF_A_SCALER.get(func)) is not None:
-            return told(found.whereabouts.gradients())
+        if (answering := _OF_A_SCALER.get(func)) is not None:
+            return answering(found.whereabouts.gradients())
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscale(*args)
         raise PreconditionError(
@@ -275,28 +275,30 @@ def _same(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
         return func(*args, **kwargs)
 
 
-def _told(tell: Callable[..., Any]) -> Callable[..., Any]:
+def _of_shape(tell: Callable[..., Any]) -> Callable[..., Any]:
     """Returns `tell` for a shape other than the tensor's own."""
 
     @functools.wraps(tell)
-    def told(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
+    def answering(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
         return (
             _same(place, func, args, kwargs)
             if place.shape is None
             else tell(place.shape, *args, **kwargs)
         )
 
-    return told
+    return answering
 
 
 _TELLS: Final[dict[Any, Callable[..., Any]]] = {
-    _T.shape.__get__: _told(lambda shape, _: shape),
-    _T.ndim.__get__: _told(lambda shape, _: len(shape)),
-    _T.nbytes.__get__: _told(lambda shape, own: math.prod(shape) * own.element_size()),
-    _T.size: _told(lambda shape, _, dim=None: shape if dim is None else shape[dim]),
-    **dict.fromkeys((_T.numel, _T.nelement, torch.numel), _told(lambda shape, _: math.prod(shape))),
-    **dict.fromkeys((_T.dim, _T.ndimension), _told(lambda shape, _: len(shape))),
-    _T.__len__: _told(lambda shape, _: shape[0]),
+    _T.shape.__get__: _of_shape(lambda shape, _: shape),
+    _T.ndim.__get__: _of_shape(lambda shape, _: len(shape)),
+    _T.nbytes.__get__: _of_shape(lambda shape, own: math.prod(shape) * own.element_size()),
+    _T.size: _of_shape(lambda shape, _, dim=None: shape if dim is None else shape[dim]),
+    **dict.fromkeys(
+        (_T.numel, _T.nelement, torch.numel), _of_shape(lambda shape, _: math.prod(shape))
+    ),
+    **dict.fromkeys((_T.dim, _T.ndimension), _of_shape(lambda shape, _: len(shape))),
+    _T.__len__: _of_shape(lambda shape, _: shape[0]),
     **{
         getattr(_T, name).__get__: _same
         for name in (

@@ -251,15 +251,15 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
             any.
         ShoalError: the error of `read` on this rank.
     """
-    value, refused, told = None, None, {}
+    value, refused, report = None, None, {}
     try:
         value = read()
-        told = {"digest": f"{state_digest(value):016x}"}
+        report = {"digest": f"{state_digest(value):016x}"}
     except ShoalError as error:
-        refused, told = error, {"error": str(error)}
+        refused, report = error, {"error": str(error)}
 
     def body(channel: Channel) -> list[Any]:
-        return [json.loads(each) for each in channel.exchange(json.dumps(told).encode())]
+        return [json.loads(each) for each in channel.exchange(json.dumps(report).encode())]
 
     everyones = session.operation(kind, body)
     if refused is not None:

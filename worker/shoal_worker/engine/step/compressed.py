@@ -159,11 +159,11 @@ class GradientCompression:
         """Returns the state with every rank's residuals, on the channel's first rank, for
         checkpoints. Proceeds by bucket, so that only the writing rank has everything at once."""
         own = _nested(self._reduction.state_dict())
-        told = [json.loads(each) for each in channel.exchange(json.dumps(sorted(own)).encode())]
+        received = [json.loads(each) for each in channel.exchange(json.dumps(sorted(own)).encode())]
         ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {
             str(rank): {} for rank in range(channel.world_size)
         }
-        for bucket in sorted({name for each in told for name in each}):
+        for bucket in sorted({name for each in received for name in each}):
             for rank, data in enumerate(channel.exchange(dump_tensors(own.get(bucket, {}), {}))):
                 if channel.rank == 0:
                     ranks[str(rank)][bucket] = load_tensors(data)[0]

@@ -82,7 +82,7 @@ def measure(options: Options) -> Table:
     rows = {candidate: _row(candidate, rounds) for candidate in CANDIDATES}
     return Table(
         key="late-writes",
-        title="Collectives in flight when a group is given up",
+        title="Collectives in flight when a group is abandoned",
         target="Shoal's groups: no round with changed tensors, none that waited for the timeout",
         method=(
             f"In each round three processes form a group with a timeout of {TIMEOUT_S:g} s. Rank 2 "

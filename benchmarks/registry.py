@@ -144,7 +144,7 @@ BENCHMARKS: Final = (
     ),
     Benchmark(
         key="late-writes",
-        title="Collectives in flight when a group is given up",
+        title="Collectives in flight when a group is abandoned",
         module="benchmarks.late_writes",
     ),
 )

@@ -26,7 +26,7 @@ COMPUTE_MS: Final = 50
 BATCH: Final = 16
 LOSS: Final = 0.3
 LEARNING_RATES: Final = (0.4, 0.8, 0.2, 1.6, 0.1)
-"""All systems try all of them; the best guesses first, so that the others can be given up soon."""
+"""All systems try all of them; the best guesses first, so that the others can be abandoned soon."""
 _QUICK_LEARNING_RATES: Final = (0.4,)
 _SYNC_EVERY: Final = 4
 _BOUND: Final = 3

@@ -33,7 +33,7 @@ _RANKS: Final = 3
 _STOPPED: Final = 2
 _SURVIVORS: Final = (0, 1)
 _IN_FLIGHT_S: Final = 0.1
-"""Time for which the collectives wait before they are given up."""
+"""Time for which the collectives wait before they are abandoned."""
 _AFTERWARDS_S: Final = 0.3
 """Time for which tensors are watched once rank 2 has done its part."""
 _PATIENCE: Final = timedelta(seconds=120)

@@ -94,7 +94,7 @@ class CoordinatorMetrics:
         )
         self.redis_up = Gauge(
             "shoal_coordinator_redis_up",
-            "1 while Redis answers. While it is 0 training goes on and membership changes wait.",
+            "1 while Redis answers. While it is 0 training continues and membership changes wait.",
             registry=registry,
         )
         self.redis_up.set(1)

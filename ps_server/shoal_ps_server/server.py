@@ -350,8 +350,9 @@ class ParameterServer:
             # A job's generations never decrease, so its workers would only ever be fenced off.
             raise ConfigurationError(
                 f"job {self._settings.job!r} is at generation {generation} with the coordinator, "
-                f"but this server holds values of its generation {held}: the job was made anew; "
-                "start this server with an empty data directory, or give the job another name"
+                f"but this server holds values of its generation {held}: the job was created "
+                "again; start this server with an empty data directory, or give the job another "
+                "name"
             )
         change = self._membership.learn(generation, member_ids, key_digests)
         self._changes.members_changed()

@@ -39,7 +39,7 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
                 return await _serve_run(settings, directory, stop)
             except AnotherRunError as error:
                 logger.warning(
-                    "what this server holds is set aside, and it begins anew",
+                    "what this server holds is set aside, and it starts over",
                     extra={"why": error, "where": _set_aside(directory)},
                 )
 

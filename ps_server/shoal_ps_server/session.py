@@ -116,7 +116,7 @@ class Listener(Protocol):
     def welcomed(self, server_index: int, *, with_backups: bool, run: Run | None) -> None:
         """Handles the opened session, again at every reconnection. `with_backups`: whether the
         job's servers have backups. `run`: the run to which this server belongs from now on; None if
-        the coordinator does not say. Raises ConfigurationError if the server cannot take that
+        the coordinator does not report. Raises ConfigurationError if the server cannot take that
         place."""
 
     def known(self) -> Known:

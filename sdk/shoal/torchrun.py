@@ -212,7 +212,7 @@ class ShoalRendezvous(RendezvousHandler):
             if standing.placement is not None:
                 # Workers failed here while the place is unchanged: to the other agents this must
                 # look like a death.
-                session.leave(pb.Leave.REASON_FAILED, "its workers are started anew")
+                session.leave(pb.Leave.REASON_FAILED, "its workers are restarted")
                 self._join()
                 continue
             with self._changed:

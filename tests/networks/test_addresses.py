@@ -188,7 +188,7 @@ def test_an_address_that_the_machine_does_not_have_is_refused_at_the_start(netwo
     launcher = job.launch("host-0", "--local-addr", OUTSIDE)
     assert launcher.wait() == 2, launcher.said()
     told = (
-        f"--local-addr (SHOAL_LOCAL_ADDR) '{OUTSIDE}' is no address of this machine, which has "
+        f"--local-addr (SHOAL_LOCAL_ADDR) '{OUTSIDE}' is not an address of this machine, which has "
         "lo 127.0.0.1, ::1; eth0 10.77.0.3"
     )
     assert told in launcher.said()

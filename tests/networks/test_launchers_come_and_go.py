@@ -46,7 +46,7 @@ def test_launchers_that_go_and_come_while_it_runs_leave_the_others_as_they_are(
     job.wait_all_train()
     job.finish(statuses={third: status}, redone=1)
     assert len(job.workers()) == 4, "workers were restarted"
-    assert "anew" not in first.said() + second.said()
+    assert "restarting all workers" not in first.said() + second.said()
 
 
 @pytest.mark.soak
@@ -58,7 +58,7 @@ def test_a_launcher_that_comes_as_the_run_ends_restarts_nothing(network: Make) -
     job.eventually(lambda: len(job.committed()) >= 18, "the end of the run")
     late = job.launch("host-2", nnodes="1:3")
     job.finish(statuses={late: late.wait()}, to_the_end=len(job.results()))
-    assert "anew" not in "".join(launcher.said() for launcher in early)
+    assert "restarting all workers" not in "".join(launcher.said() for launcher in early)
 
 
 @pytest.mark.soak
@@ -71,4 +71,4 @@ def test_a_launcher_that_is_told_to_end_behind_a_cut_ends_and_starts_nothing(net
         assert goes.wait() == PREEMPTED
     job.wait_acted_on()
     job.finish(statuses={goes: PREEMPTED}, redone=1, to_the_end=2)
-    assert "anew" not in "".join(launcher.said() for launcher in (*stay, goes))
+    assert "restarting all workers" not in "".join(launcher.said() for launcher in (*stay, goes))

@@ -46,7 +46,7 @@ _STATE_LOST = (
     "are fewer than the",
     "not whole on any of them",
 )
-_GIVEN_UP = "was given up: a worker went away before it had written its part"
+_GIVEN_UP = "was abandoned: a worker was lost before it had written its part"
 _NO_WAY_BACK = "The newest checkpoint cannot take its place in the running script"
 _ALL_GONE = "no worker with the run's state is left"
 

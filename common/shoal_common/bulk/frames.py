@@ -108,7 +108,7 @@ def parse_head(data: bytes | bytearray | memoryview) -> Frame:
     except ValueError:
         kind = None
     if kind is None or zeros != _ZEROS:
-        raise malformed(f"the bytes {bytes(data).hex()} are no frame's head")
+        raise malformed(f"the bytes {bytes(data).hex()} are not the head of a frame")
     if length > _LARGEST[kind]:
         raise malformed(f"a frame {kind.name} of {length} bytes, expected at most {_LARGEST[kind]}")
     return Frame(kind, length)

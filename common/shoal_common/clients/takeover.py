@@ -84,7 +84,7 @@ class TakeoverWatch:
         try:
             shard_map = self._shard_map()
         except ShoalError as error:  # whoever made the call hears of it when the call ends
-            _log.debug("the coordinator does not say where the parameter servers are: %s", error)
+            _log.debug("the coordinator does not report where the parameter servers are: %s", error)
             return
         if shard_map is None:
             return

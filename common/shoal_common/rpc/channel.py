@@ -57,7 +57,7 @@ class ChannelSettings:
     closing."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
-    """Time for which a ping may remain unanswered before the connection is given up."""
+    """Time for which a ping may remain unanswered before the connection is abandoned."""
 
     max_message_bytes: int = 16 << 20
     """Maximum size of a message sent or received."""

@@ -70,7 +70,7 @@ class ServerSettings:
     closing and end their streams."""
 
     keepalive_timeout: timedelta = timedelta(seconds=10)
-    """Time for which a ping may remain unanswered before the connection is given up."""
+    """Time for which a ping may remain unanswered before the connection is abandoned."""
 
     shortest_keepalive: timedelta = timedelta(seconds=5)
     """Clients that ping more often are disconnected. At most the clients'

@@ -186,7 +186,7 @@ def _own(given: str, flag: str, preferred: str | None) -> str:
             f"listen, {LISTEN_ADDR}: 0.0.0.0, say"
         )
         raise ConfigurationError(
-            f"{flag} {given!r}{means} is no address of this machine, which has {_described()}: "
+            f"{flag} {given!r}{means} is not an address of this machine, which has {_described()}: "
             "give one of these, or its interface" + (by_nat if flag == LOCAL_ADDR else ""),
             reason=_REASON,
         )

@@ -110,7 +110,7 @@ WORK = (
     ),
     Graph(
         title="Redis",
-        text="1 while Redis answers the coordinator. At 0 training goes on and membership waits.",
+        text="1 while Redis answers the coordinator. At 0 training continues and membership waits.",
         unit="none",
         queries=[("shoal_coordinator_redis_up", "{{instance}}")],
     ),

@@ -103,7 +103,7 @@ PAUSES = (
 CHECKPOINTS = (
     Graph(
         title="Checkpoints a worker wrote",
-        text="Checkpoints, or a worker's parts of them, and those that failed or were given up. "
+        text="Checkpoints, or a worker's parts of them, and those that failed or were abandoned. "
         "Each failure is in that worker's log.",
         unit="none",
         queries=[

@@ -100,7 +100,7 @@ class Giver:
         if order.giver_incarnation != incarnation() or order.move <= self._given_up:
             raise UnavailableError(
                 f"move {order.move}: the partitions have been served since it began, and a copy of "
-                "them may be on its way; move them anew",
+                "them may be on its way; move them again",
                 reason="MOVE_GIVEN_UP",
             )
         self._check(order)

@@ -109,7 +109,7 @@ def _fields(data: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(data)
     except ValueError as error:
-        raise _malformed(f"the fields of an item are no JSON: {error}") from error
+        raise _malformed(f"the fields of an item are not JSON: {error}") from error
     if not isinstance(fields, dict):
         raise _malformed(
             f"the fields of an item are a JSON {type(fields).__name__}, expected an object"

@@ -85,7 +85,7 @@ class _Stream:
             if self.nbytes > _MOST_BEHIND_BYTES:
                 self.end(
                     UnavailableError(
-                        f"the backup is {self.nbytes} bytes behind; it begins anew",
+                        f"the backup is {self.nbytes} bytes behind; it starts over",
                         reason="BACKUP_BEHIND",
                     )
                 )
@@ -178,7 +178,7 @@ class Backup:
             self._let_go()
         if self._held is None:
             if place.in_sync:
-                self._report(place.epoch, False, "its primary was started anew")
+                self._report(place.epoch, False, "its primary was restarted")
                 return False
             if self.noted and not self._is_noting:  # it was dropped, or is gone
                 self._note("")

@@ -1,7 +1,7 @@
 """A server in the role of a backup: follows its primary and serves no workers. Belongs to the event
 loop.
 
-It keeps its state until a primary has sent everything anew, since it may be promoted when its
+It keeps its state until a primary has sent everything again, since it may be promoted when its
 primary is lost.
 """
 
@@ -519,7 +519,7 @@ class _Copy:
             except Exception as error:
                 what = (
                     f"a change of the primary's could not be made: {type(error).__name__}: "
-                    f"{error}; all is copied anew"
+                    f"{error}; everything is copied again"
                 )
                 logger.exception(
                     "a change of the primary's could not be made",

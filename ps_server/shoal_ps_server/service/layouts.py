@@ -59,7 +59,7 @@ class Layouts:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
         if epoch != layout.epoch:
             raise PreconditionError(
-                f"shard_map_epoch={epoch}, the map is at epoch {layout.epoch}: get it anew from "
+                f"shard_map_epoch={epoch}, the map is at epoch {layout.epoch}: fetch it again from "
                 "the coordinator",
                 reason="STALE_SHARD_MAP",
             )

@@ -189,7 +189,7 @@ def _wanted(message: pb.PartitionPull, spec: PartitionSpec) -> Wanted:
     if spec.bucket is None:
         if message.ids:
             raise InvalidRequestError(
-                f"{describe(spec)}: ids: it is no bucket of a table, and has no rows",
+                f"{describe(spec)}: ids: it is not a bucket of a table, and has no rows",
                 reason="ROWS_INVALID",
             )
         return Wanted(spec=spec, newer_than=newer_than)
@@ -344,7 +344,7 @@ def _rows(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind) -> int:
     if spec.bucket is None:
         if header.rows:
             raise InvalidRequestError(
-                f"{describe(spec)}: rows={header.rows}: it is no bucket of a table",
+                f"{describe(spec)}: rows={header.rows}: it is not a bucket of a table",
                 reason="ROWS_INVALID",
             )
         return 0

@@ -404,7 +404,7 @@ class ParameterServerServicer:
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
                 "partitions of this server are moving to another one, which has got the clocks: "
-                "get the shard map anew from the coordinator, and say it again",
+                "fetch the shard map again from the coordinator, and repeat this call",
                 reason="PARTITION_MOVING",
                 retry_after=MOVING_RETRY,
             )

@@ -99,7 +99,7 @@ class Standing:
             raise ConfigurationError(
                 f"the coordinator takes this process for server {server_index} of job "
                 f"{self._job_id!r}; it was server {self.server_index}, and others have all that it "
-                "held: start it anew, as it is"
+                "held: restart it unchanged"
             )
         if self._layouts.current is not None and self._layouts.current.server_index != server_index:
             self._layouts.becomes(None)  # it was another server, which has nothing any more

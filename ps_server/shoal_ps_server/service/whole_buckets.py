@@ -143,7 +143,7 @@ class WholeBuckets:
                 image = read_bucket(payload)
             except ValueError as error:
                 raise InvalidRequestError(
-                    f"{describe(spec)}: the payload is no bucket: {error}", reason="ROWS_INVALID"
+                    f"{describe(spec)}: the payload is not a bucket: {error}", reason="ROWS_INVALID"
                 ) from error
             found = (image.table, image.number, image.buckets)
             if found != (bucket.table, bucket.number, bucket.spec.buckets):
@@ -225,7 +225,8 @@ def _bucket(partition_id: int, layout: Layout) -> tuple[PartitionSpec, Bucket]:
     spec = partition_of(partition_id, layout)
     if spec.bucket is None:
         raise InvalidRequestError(
-            f"{describe(spec)}: it is no bucket of a table, and has no rows", reason="ROWS_INVALID"
+            f"{describe(spec)}: it is not a bucket of a table, and has no rows",
+            reason="ROWS_INVALID",
         )
     return spec, spec.bucket
 

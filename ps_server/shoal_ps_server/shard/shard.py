@@ -166,14 +166,14 @@ class Shard:
         / STALE_SHARD_MAP for one that has moved to another server since its request was checked."""
         if spec.partition_id in self._frozen:
             raise UnavailableError(
-                f"{describe(spec)} is moving to another server: get the shard map anew from the "
+                f"{describe(spec)} is moving to another server: fetch the shard map again from the "
                 "coordinator, and try again",
                 reason="PARTITION_MOVING",
                 retry_after=MOVING_RETRY,
             )
         if spec.partition_id not in self._partitions:
             raise PreconditionError(
-                f"{describe(spec)} has moved to another server: get the shard map anew from the "
+                f"{describe(spec)} has moved to another server: fetch the shard map again from the "
                 "coordinator",
                 reason="STALE_SHARD_MAP",
             )

@@ -221,7 +221,7 @@ class TableRows(Partition):
 
 
 def _bucket(spec: PartitionSpec) -> Bucket:
-    assert spec.bucket is not None, f"partition {spec.partition_id} is no bucket of a table"
+    assert spec.bucket is not None, f"partition {spec.partition_id} is not a bucket of a table"
     return spec.bucket
 
 

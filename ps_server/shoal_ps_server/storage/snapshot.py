@@ -336,7 +336,7 @@ def _partition(
             f"the runs of partition {spec.partition_id} are not its {len(spec.pieces)} pieces"
         )
     if tensors:
-        raise ValueError(f"tensor {min(tensors)!r} is no state of the optimizer")
+        raise ValueError(f"tensor {min(tensors)!r} is not a state of the optimizer")
     return PartitionImage(
         spec=spec,
         version=int(entry["version"]),

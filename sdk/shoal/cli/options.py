@@ -45,7 +45,7 @@ ServerBackups = Annotated[
 MaxServers = Annotated[
     int,
     typer.Option(
-        help="Parameter servers at most: those started later get a share while training goes on. "
+        help="Parameter servers at most: those started later get a share while training continues. "
         "Default: --servers.",
         min=0,
     ),
@@ -105,7 +105,7 @@ MaxRestarts = Annotated[
 MinWorkers = Annotated[
     int | None,
     typer.Option(
-        help="Fewest workers that training goes on with once it has begun. Default: 1; with "
+        help="Fewest workers that training continues with once it has begun. Default: 1; with "
         "--nnodes MIN:MAX the workers of MIN machines.",
         show_default=False,
     ),

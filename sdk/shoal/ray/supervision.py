@@ -209,7 +209,7 @@ class Supervision:
             raise UnavailableError(f"{seat.name} is lost for good: {why}", reason="SERVICE_FAILED")
         if seat in self._launchers:
             self._outcome.lost.append(f"{seat.name}: {why}")
-            _log.warning(f"{seat.name} is given up, and the others continue: {why}")
+            _log.warning(f"{seat.name} is abandoned, and the others continue: {why}")
 
     def _begin_to_end(self) -> None:
         """Begins the end of the run: launchers that are not running now are no longer waited for,

@@ -121,7 +121,7 @@ class Run:
 
     def _note(self, text: str) -> None:
         self.said.append(text)
-        if "anew" in text:
+        if "restarting all workers" in text:
             self.site.taken.set()
 
 
@@ -156,4 +156,4 @@ def test_a_launcher_that_was_asked_to_end_starts_nothing_when_launchers_move(
 
     assert run.to_its_end(ask) == 128 + signal.SIGTERM, run.said
     assert (run.starts, run.site.placed) == (1, 1)
-    assert not any("anew" in text for text in run.said)
+    assert not any("restarting all workers" in text for text in run.said)

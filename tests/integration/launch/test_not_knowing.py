@@ -149,7 +149,7 @@ def test_workers_stay_while_the_coordinator_cannot_say_whether_they_are_members(
         tmp_path, monkeypatch, None, None, members, news(ours=0, end=JobEnd.COMPLETED), starts=1
     )
     assert (status, starts) == (0, 1), said
-    assert "anew" not in said
+    assert "restarting all workers" not in said
 
 
 def test_workers_of_a_plain_script_are_started_anew_once_that_is_known(

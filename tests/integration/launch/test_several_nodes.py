@@ -181,7 +181,7 @@ def test_elastic_workers_stay_as_they_are_when_a_launcher_comes(
     first.wait_for_output("generation 3 rank 0 of 1")
     finish.touch()
     assert first.wait() == 0, first.stderr
-    assert "anew" not in first.stderr
+    assert "restarting all workers" not in first.stderr
 
 
 def test_places_may_be_settled_beforehand(shell: Shell, endpoint: str) -> None:
@@ -272,7 +272,7 @@ def test_elastic_workers_that_the_coordinator_has_put_out_are_not_started_anew_w
     (shell.directory / "done").touch()
     assert [first.wait(), second.wait()] == [0, 0], [first.stderr, second.stderr]
     assert [node.stdout.count("works") for node in (first, second)] == [1, 1]
-    assert "anew" not in first.stderr + second.stderr
+    assert "restarting all workers" not in first.stderr + second.stderr
 
 
 @pytest.mark.slow
@@ -290,7 +290,7 @@ def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(
     coordinator.lose_data()
     nodes[0].wait_for(
         lambda: any(
-            "has lost its data, and job default with it: created anew" in node.stderr
+            "has lost its data, and job default with it: created again" in node.stderr
             for node in nodes
         ),
         "the word",
@@ -303,7 +303,7 @@ def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(
     (shell.directory / "done").touch()
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
     assert [len(places(node)) for node in nodes] == [1, 1]
-    assert "starting all workers" not in nodes[0].stderr + nodes[1].stderr
+    assert "restarting all workers" not in nodes[0].stderr + nodes[1].stderr
 
 
 @pytest.mark.parametrize("settled", [False, True])

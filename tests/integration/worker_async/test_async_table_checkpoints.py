@@ -85,7 +85,7 @@ def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_las
         train(model, [optimizer])
         assert all(map(torch.equal, [*rows_of(again), again.out.weight], through))
         assert versions(running) == {9, 17}  # of what is dense the servers count anew
-        assert caplog.text.count("moments and momentum begin anew") == 1
+        assert caplog.text.count("moments and momentum start over") == 1
         shoal.shutdown()
 
 
@@ -107,7 +107,7 @@ def test_servers_that_have_rows_keep_them(
         assert shoal.resume(tmp_path / "checkpoint")
         begin_step(model)
         assert all(map(torch.equal, rows_of(again), newest))
-        assert "momentum begin anew" not in caplog.text
+        assert "momentum start over" not in caplog.text
         shoal.shutdown()
 
 

@@ -222,7 +222,7 @@ def test_a_checkpoint_does_not_wait_for_the_shard_of_a_dead_rank_in_a_job_on_hol
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS="checkpoint.shard_written@1=kill")
         eventually(
-            lambda: "is given up: a rank went away" in running.workers[0].said(),
+            lambda: "is abandoned: a rank was lost" in running.workers[0].said(),
             "the first rank to give the checkpoint up",
         )
 

@@ -107,7 +107,7 @@ def test_a_tracking_server_that_is_away_stops_nobody(zygote: Zygote, tmp_path: P
         running.start(0)
         running.start(1)
         assert [worker.wait() for worker in running.workers.values()] == [0, 0], running.said()
-        assert running.said().count("MLflow cannot be written to, and is given up") == 1, (
+        assert running.said().count("MLflow cannot be written to, and is abandoned") == 1, (
             running.said()
         )
     reserved.close()

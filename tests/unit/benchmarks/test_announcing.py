@@ -21,7 +21,11 @@ def measured(
         joined_s=joined_s,
         failure=failure,
     )
-    found.delays_s, found.last_s, found.message_bytes = [last_s / 2, last_s], [last_s], message_bytes
+    found.delays_s, found.last_s, found.message_bytes = (
+        [last_s / 2, last_s],
+        [last_s],
+        message_bytes,
+    )
     return found
 
 

@@ -81,7 +81,7 @@ def test_an_address_of_another_machine_is_refused_with_what_is_here_and_the_way_
         ("eth9", None, r"--local-addr .* 'eth9' is no address, no interface and no host name"),
         ("0.0.0.0", None, r"--local-addr .* '0\.0\.0\.0' stands for all addresses"),
         ("fe80::1", None, r"--local-addr .* 'fe80::1' is valid on one link alone"),
-        (None, FOREIGN, rf"--listen-addr .* '{FOREIGN}' is no address of this machine"),
+        (None, FOREIGN, rf"--listen-addr .* '{FOREIGN}' is not an address of this machine"),
     ],
 )
 def test_what_nobody_could_use_is_refused(

@@ -343,7 +343,7 @@ def test_an_edited_manifest_is_found(pristine, tmp_path, changes):
 @pytest.mark.parametrize("text", ["{}", "[]", '{"format": "other"}', "null"])
 def test_what_shoal_did_not_write_is_foreign(tmp_path, text):
     (tmp_path / "checkpoint.json").write_text(text)
-    with pytest.raises(CorruptDataError, match="no checkpoint of Shoal's") as raised:
+    with pytest.raises(CorruptDataError, match="not a Shoal checkpoint") as raised:
         read_checkpoint(tmp_path)
     assert raised.value.reason == "FILE_FOREIGN"
 
@@ -359,7 +359,7 @@ def test_a_manifest_that_is_no_json_is_corrupt(tmp_path, content):
 
 def test_a_directory_without_a_manifest_is_foreign(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
-        with pytest.raises(CorruptDataError, match="no checkpoint of Shoal's"):
+        with pytest.raises(CorruptDataError, match="not a Shoal checkpoint"):
             read_checkpoint(path)
 
 

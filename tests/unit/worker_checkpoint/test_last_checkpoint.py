@@ -48,7 +48,7 @@ def test_it_is_waited_for_while_who_completes_it_is_there(tmp_path: Path) -> Non
 
 
 def test_it_is_missed_when_who_was_to_complete_it_has_gone(tmp_path: Path) -> None:
-    with pytest.raises(UnavailableError, match="step-7 was given up: a worker went away") as raised:
+    with pytest.raises(UnavailableError, match="step-7 was abandoned: a worker was lost") as raised:
         awaited(tmp_path / "step-7", shared=True, gone=True)
     assert raised.value.reason == "CHECKPOINT_NOT_WRITTEN"
 

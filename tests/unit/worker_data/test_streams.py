@@ -81,7 +81,7 @@ def test_an_epoch_of_a_stream_that_was_exhausted_is_not_taken_for_one_without_sa
 
     loader = loader_of(Once())
     assert run_epoch(loader, session) == [[0, 1, 2, 3], [4, 5]]
-    with pytest.raises(ConfigurationError, match="begin anew"):
+    with pytest.raises(ConfigurationError, match="start over"):
         run_epoch(loader, session)
 
 

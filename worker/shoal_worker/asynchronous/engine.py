@@ -232,13 +232,13 @@ class AsyncEngine(Engine):
         if gave and self._resumed:
             _log.warning(
                 "the parameter servers held no values, and took those of the checkpoint; moments "
-                "and momentum begin anew, since under async_sgd a checkpoint has none: the servers "
+                "and momentum start over, since under async_sgd a checkpoint has none: the servers "
                 "keep them in their data directories"
             )
         if self._joins_late and not (self._handover is not None and self._handover.take()):
             _log.warning(
                 "no peer could give its registered state, schedule and buffers; those of this "
-                "joiner begin anew"
+                "joiner start over"
             )
         elif not self._joins_late and self._handover is not None:
             self._handover.take_first_buffers()

@@ -249,7 +249,7 @@ class CommunicationBackend(abc.ABC):
         order of their ranks here; only MPI, which makes its groups of its own world, wants to know.
         A backend is initialized once.
 
-        Raises MembershipChanged when it was given up (`abort` here or on the store) or a peer went
+        Raises MembershipChanged when it was abandoned (`abort` here or on the store) or a peer went
         away, DeadlineError when a peer did not come within `connect_timeout`, ConfigurationError
         for values that cannot work.
         """

@@ -336,13 +336,13 @@ def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
         document = json.loads((path / NAME).read_bytes())
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CorruptDataError(
-            f"{path} is no checkpoint of Shoal's: it has no {NAME}", reason="FILE_FOREIGN"
+            f"{path} is not a Shoal checkpoint: it has no {NAME}", reason="FILE_FOREIGN"
         ) from error
     except (OSError, ValueError, RecursionError) as error:
         raise damaged(path, f"its {NAME} cannot be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise CorruptDataError(
-            f"{path} is no checkpoint of Shoal's: its {NAME} does not say {_FORMAT!r}",
+            f"{path} is not a Shoal checkpoint: its {NAME} does not say {_FORMAT!r}",
             reason="FILE_FOREIGN",
         )
     if document.get("version") != _VERSION or document.get("layout") not in layouts:

@@ -238,7 +238,7 @@ class CheckpointSaver:
         failed: object = self._settle(DISK_PATIENCE)
         if failed is None and self._given_up_last is not None:
             failed = (
-                f"{self._given_up_last} was given up: a worker went away before it had "
+                f"{self._given_up_last} was abandoned: a worker was lost before it had "
                 "written its part"
             )
         elsewhere = self._elsewhere
@@ -290,7 +290,7 @@ class _Elsewhere:
             if now >= ask_at:
                 if session.is_gone(self.member) and not self.path.is_dir():
                     raise UnavailableError(
-                        f"writing {self.path} was given up: a worker went away before it had "
+                        f"writing {self.path} was abandoned: a worker was lost before it had "
                         "written its part",
                         reason="CHECKPOINT_NOT_WRITTEN",
                     )

@@ -148,7 +148,7 @@ class Shards:
                 for number in self.mine:
                     self._note(temporary, number, {"error": f"{type(error).__name__}: {error}"})
             except FileNotFoundError:
-                _log.info("%s was given up; this rank's part of it is dropped", temporary)
+                _log.info("%s was abandoned; this rank's part of it is dropped", temporary)
                 return
             except OSError as unsaid:
                 _log.error(
@@ -194,7 +194,7 @@ class Shards:
                     if number not in notes
                 ):
                     _log.warning(
-                        "%s is given up: a rank went away before its part was written", temporary
+                        "%s is abandoned: a rank was lost before it had written its part", temporary
                     )
                     return None
                 ask_at = time.monotonic() + _ASK_GONE.total_seconds()

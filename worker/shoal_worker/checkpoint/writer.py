@@ -205,7 +205,7 @@ def on_each(
         in_company(channel, lambda timeout: _is_done(working, timeout), patience=patience)
     finally:
         given_up.set()
-        run_aside(lambda: wait([working]), "for what was given up")
+        run_aside(lambda: wait([working]), "for what was abandoned")
         pool.shutdown(wait=False)
     error = working.exception()
     if isinstance(error, MembershipChanged | StaleGenerationError):

@@ -170,7 +170,7 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
             missing = _FIELDS[line["kind"]] - line.keys()
         except (ValueError, KeyError, TypeError) as error:
             raise CorruptDataError(
-                f"{file}:{number} is no line of a sample record: {text[:80]!r}"
+                f"{file}:{number} is not a line of a sample record: {text[:80]!r}"
             ) from error
         if missing:
             raise CorruptDataError(

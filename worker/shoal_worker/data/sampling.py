@@ -238,8 +238,8 @@ class EpochOrders:
             )
         except (TypeError, OverflowError) as error:
             raise ConfigurationError(
-                f"sampler={sampler!r} drew something that is no index of the dataset ({error}); "
-                "expected whole numbers"
+                f"sampler={sampler!r} drew something that is not an index of the dataset "
+                f"({error}); expected whole numbers"
             ) from error
         if len(order) and not (order.min() >= 0 and order.max() < self.dataset_length):
             raise ConfigurationError(

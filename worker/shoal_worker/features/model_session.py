@@ -196,14 +196,14 @@ class ModelSession:
             return session.finish_step(apply)
         if self.stepped:
             raise PreconditionError(
-                "an optimizer was told to step a second time for one batch: with several models "
+                "an optimizer's step() was called a second time for one batch: with several models "
                 "each of their optimizers steps at most once for a batch; take a batch for each "
                 "of its steps",
                 reason="STEP_NOT_FINISHED",
             )
         if step.left and any(not peer.stepped for peer in self._peers if peer is not self):
             raise PreconditionError(
-                "an optimizer was told to step for a batch whose loop was left: with several "
+                "an optimizer's step() was called for a batch whose loop was left: with several "
                 "models all that step for a batch do so within the loop over the loader",
                 reason="STEP_NOT_FINISHED",
             )

@@ -73,7 +73,7 @@ class BucketVersions:
             )
         _log.warning(
             "sparse table %r: bucket %d has %d pushes, and %d were made: its server has lost its "
-            "data; training goes on from the rows that there are. With a data directory of its "
+            "data; training continues from the rows that there are. With a data directory of its "
             "own a server loses none",
             *(table, partition_id, version - 1, expected - 1),
         )

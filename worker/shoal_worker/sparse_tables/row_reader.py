@@ -137,7 +137,7 @@ class RowReader:
 
         def ask() -> None:
             if not self.find():
-                raise UnavailableError("the coordinator does not say where the servers are")
+                raise UnavailableError("the coordinator does not report where the servers are")
 
         self.retry_until(ask)
 

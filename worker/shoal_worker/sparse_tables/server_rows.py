@@ -242,7 +242,7 @@ class StepRowStore(ServerRowStore):
 
 def _check(given_up: threading.Event) -> None:
     if given_up.is_set():
-        raise MembershipChanged("what the buckets were read or put in place for was given up")
+        raise MembershipChanged("what the buckets were read or put in place for was abandoned")
 
 
 def _deadline(nbytes: int) -> timedelta:

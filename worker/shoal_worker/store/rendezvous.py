@@ -107,7 +107,7 @@ def rendezvous(
     _STORES.append(store)
     yield store, target.rank, target.world_size
     raise RuntimeError(
-        "init_method redis:// cannot form the same group again: call init_process_group anew"
+        "init_method redis:// cannot form the same group again: call init_process_group again"
     )
 
 

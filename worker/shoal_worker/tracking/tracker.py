@@ -178,7 +178,7 @@ class Tracker:
                 call(sink)
             except Exception as error:
                 _log.error(
-                    "%s cannot be written to, and is given up: %s: %s",
+                    "%s cannot be written to, and is abandoned: %s: %s",
                     type(sink).__name__,
                     type(error).__name__,
                     error,

@@ -48,8 +48,8 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
         )
     if member_id in draft.departed:
         raise PreconditionError(
-            f"member {member_id} of job {draft.spec.job_id} is no member any more "
-            f"({draft.departed[member_id].ending}); start the process anew, with a new member_id",
+            f"member {member_id} of job {draft.spec.job_id} is no longer a member "
+            f"({draft.departed[member_id].ending}); restart the process, with a new member_id",
             reason=Refusal.MEMBER_REPLACED,
         )
     member = draft.members.get(member_id)
@@ -61,13 +61,13 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
     if event.last_generation > 0:
         raise StaleGenerationError(
             f"member {member_id} worked in generation {event.last_generation} of job "
-            f"{draft.spec.job_id}, but is no member of it now; start the process anew, with a new "
+            f"{draft.spec.job_id}, but is no member of it now; restart the process, with a new "
             "member_id"
         )
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED):
         raise PreconditionError(
             f"run {draft.run} of job {draft.spec.job_id} is {draft.phase} ({draft.stop_reason}) "
-            "and takes no members; start it anew, as the next run",
+            "and takes no members; start the next run",
             reason=Refusal.RUN_ENDED,
         )
     if len(draft.members) >= draft.policy.most_members:
@@ -200,7 +200,7 @@ def live_member(draft: Draft, member_id: str) -> Member:
         return member
     if member_id in draft.departed:
         raise PreconditionError(
-            f"member {member_id} of job {draft.spec.job_id} is no member any more "
+            f"member {member_id} of job {draft.spec.job_id} is no longer a member "
             f"({draft.departed[member_id].ending})",
             reason=Refusal.MEMBER_REPLACED,
         )

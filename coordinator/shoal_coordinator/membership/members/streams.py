@@ -6,7 +6,7 @@ once; to the coordinator, both look alike. The other members tell them apart. If
 streams break together, the network is at fault, and the leases decide. A single broken stream is a
 death: immediately if a peer's collective failed as well, otherwise once no other stream has broken
 for Policy.break_window_ms. The short wait delays nobody, since a peer that missed the dead member
-would have reported it. A stream that ends long after the last heartbeat was given up by gRPC
+would have reported it. A stream that ends long after the last heartbeat was abandoned by gRPC
 because of a network failure or a lost machine; it says no more than the silence before it did
 (absence.py).
 """

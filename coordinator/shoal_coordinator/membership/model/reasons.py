@@ -38,7 +38,7 @@ class Refusal(StrEnum):
     MEMBER_UNKNOWN = "MEMBER_UNKNOWN"
     """NOT_FOUND: no live member of that id or rank."""
     MEMBER_REPLACED = "MEMBER_REPLACED"
-    """This member was given up (its stream broke, its lease expired or its process exited) or has
+    """This member was abandoned (its stream broke, its lease expired or its process exited) or has
     left; rejoin with a new member_id."""
     MEMBER_CONFLICT = "MEMBER_CONFLICT"
     """Another process holds this member_id."""

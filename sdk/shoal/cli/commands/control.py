@@ -36,7 +36,7 @@ def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Jo
     """Ask the worker of a rank, or a parameter server, to leave.
 
     Nothing is lost. A worker leaves after the current step. A server hands what it holds to the
-    others while training goes on; then it ends, and its backup does.
+    others while training continues; then it ends, and its backup does.
     """
     from shoal.cli.target import target
 

@@ -261,7 +261,7 @@ class ShoalStrategy(Strategy):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "trainer.save_checkpoint(path): what training goes on from are Shoal's checkpoints, "
+            "trainer.save_checkpoint(path): what training continues from are Shoal's checkpoints, "
             "which the callback shoal.integrations.lightning.Checkpoints(directory) saves; "
             "trainer.save_checkpoint(path, weights_only=True) writes the model"
         )
@@ -297,7 +297,7 @@ class ShoalStrategy(Strategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn is TrainerFn.FITTING:
             raise ConfigurationError(
-                f"fit(ckpt_path={str(checkpoint_path)!r}): training goes on from Shoal's "
+                f"fit(ckpt_path={str(checkpoint_path)!r}): training continues from Shoal's "
                 "checkpoints: give the Trainer the callback "
                 "shoal.integrations.lightning.Checkpoints(directory, resume=True), and leave "
                 "ckpt_path out"

@@ -109,7 +109,7 @@ class HostedCoordinator:
         lost += f"{self._service.last_words()})"
         if time.monotonic() - self._served_since < _SHORT_LIFE_S:
             self._note(
-                f"{lost} as soon as it served, and is given up: workers go on, but none can join "
+                f"{lost} as soon as it served, and is abandoned: workers go on, but none can join "
                 "or be replaced"
             )
             return

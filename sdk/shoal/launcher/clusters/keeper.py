@@ -91,7 +91,7 @@ class ClusterKeeper:
             if short_lives >= _MOST_SHORT_LIVES:
                 self._note(
                     f"{service.name} (pid {pid}) ended ({status}) for the {_MOST_SHORT_LIVES}th "
-                    f"time in a row within {_SHORT_LIFE_S:g} s of serving, and is given up; its "
+                    f"time in a row within {_SHORT_LIFE_S:g} s of serving, and is abandoned; its "
                     f"last words: {service.last_words()}"
                 )
                 return

@@ -403,7 +403,7 @@ class Agent:
                 ):
                     # the script has finished here, and the coordinator is being informed
                     return
-                self._note("the set of launchers has changed: starting all workers anew")
+                self._note("the set of launchers has changed: restarting all workers")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
             self._node = await self._site.place(again=again)
             self._starter.run = self._site.run
@@ -480,7 +480,7 @@ class Agent:
         elif action is Action.RESTART_ALL:
             self._stopping.set()
             self._note(
-                f"{what}; starting all workers anew, restart {policy.restarts} of "
+                f"{what}; restarting all workers, restart {policy.restarts} of "
                 f"{self._settings.max_restarts}"
             )
             self._spawn(self._start_over(again=True))

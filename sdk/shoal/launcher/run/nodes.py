@@ -139,7 +139,7 @@ class SharedSite:
         if self._settled:
             return self._settled_place()
         if again:
-            await self._join_anew("its workers are started anew")
+            await self._join_anew("its workers are restarted")
         timeout_s = self._settings.join_timeout.total_seconds()
         self._give_up_at = self._loop.time() + timeout_s
         reminder = self._loop.create_task(self._say_who_is_missing())
@@ -406,7 +406,7 @@ class SharedSite:
         if created:
             self._note(
                 f"the coordinator at {self.coordinator} has lost its data, and job "
-                f"{self._settings.job_id} with it: created anew; workers that live go on"
+                f"{self._settings.job_id} with it: created again; running workers continue"
             )
 
     def _look_for_job(self) -> None:
@@ -465,7 +465,7 @@ class SharedSite:
             elif standing.starts == self._placed:
                 # The workers here were stopped, and the place is unchanged: for the others too,
                 # they must be new ones.
-                await self._join_anew("its workers are started anew")
+                await self._join_anew("its workers are restarted")
             else:
                 self._received, self._placed = standing, standing.starts
                 session.works_in = standing.generation

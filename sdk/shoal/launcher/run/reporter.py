@@ -161,5 +161,5 @@ class ExitReporter:
         )
         news = self.news()
         if news is None:
-            raise UnavailableError("the coordinator went away between two calls")
+            raise UnavailableError("the coordinator was lost between two calls")
         return ExitReport(was_member=response.was_member, rank=response.rank, job=news)

@@ -286,7 +286,7 @@ class _WarmProcess:
                 child = Child.adopted(answer["pid"], command=command, stdout=out, stderr=error)
             except OSError as problem:
                 raise WarmProcessError(
-                    f"process {answer['pid']} is no child of the launcher: {problem}"
+                    f"process {answer['pid']} is not a child of the launcher: {problem}"
                 ) from problem
             with contextlib.suppress(BrokenPipeError):  # it has been killed, which its status says
                 os.write(gate.fileno(), b"+")

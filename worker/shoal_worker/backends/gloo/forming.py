@@ -1,7 +1,7 @@
-"""Connects the ranks of one Gloo group in a way that can be given up.
+"""Connects the ranks of one Gloo group in a way that can be abandoned.
 
 Gloo's constructor blocks until all peers are connected and cannot be interrupted, so it runs in its
-own thread. If the group is given up, a waiting caller continues at once. The thread ends by itself
+own thread. If the group is abandoned, a waiting caller continues at once. The thread ends by itself
 within the connect timeout and drops its result. This module knows nothing of collectives.
 
 Threads: one thread makes, starts and waits for a `FormingGroup`; `give_up` is for any thread.
@@ -343,7 +343,8 @@ def _make_device(hostname: str | None) -> tuple[Any, Listener]:
         if len(new) == 1:
             return device, new[0]
     raise InternalError(
-        f"Gloo's listening socket could not be told from others in {_DEVICE_ATTEMPTS} attempts"
+        "Gloo's listening socket could not be distinguished from others in "
+        f"{_DEVICE_ATTEMPTS} attempts"
     )
 
 

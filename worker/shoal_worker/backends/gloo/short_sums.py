@@ -128,7 +128,7 @@ class ShortSums:
             )
         except OSError as error:
             if self._given_up:  # whatever the socket says of it
-                raise OSError("connecting to the other ranks was given up") from error
+                raise OSError("connecting to the other ranks was abandoned") from error
             raise
         for connection in [*to.values(), *sources.values()]:
             _wait_in_kernel(connection, timeout)
@@ -286,7 +286,7 @@ class ShortSums:
 
     def _check_wanted(self) -> None:
         if self._given_up:
-            raise ConnectionAbortedError("the group was given up")
+            raise ConnectionAbortedError("the group was abandoned")
 
     def _receive(self, swap: _Swap, size: int) -> bytes:
         message = b""

@@ -258,9 +258,9 @@ def within(
 ) -> dist.ProcessGroup:
     """Runs `connect` in its own thread and returns its result.
 
-    Raises MembershipChanged if it was given up or failed, ConfigurationError if the library reports
-    that it cannot work, DeadlineError after `limit`, and other errors of `connect`. A later result
-    is dropped.
+    Raises MembershipChanged if it was abandoned or failed, ConfigurationError if the library
+    reports that it cannot work, DeadlineError after `limit`, and other errors of `connect`. A later
+    result is dropped.
     """
     answers: queue.SimpleQueue[tuple[dist.ProcessGroup | None, Exception | None]] = (
         queue.SimpleQueue()

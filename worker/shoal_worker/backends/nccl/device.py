@@ -73,7 +73,7 @@ class Native(Protocol):
 
     def abort(self) -> None:
         """Ends the group's kernels and blocks until they have ended. May be called while it
-        connects; then blocks until connecting has been given up."""
+        connects; then blocks until connecting has been abandoned."""
         ...
 
     def shutdown(self) -> None:

@@ -190,7 +190,7 @@ class Ending:
                 PUT_OUT,
                 f"{self._device.where} did not come to rest within {limit_s:g} s after a group on "
                 "it had ended, so its memory cannot be used again: this worker ends with status "
-                f"{PUT_OUT}, for its launcher to start it anew",
+                f"{PUT_OUT}, so that its launcher restarts it",
             )
 
     def failed(self, cause: str) -> NoReturn:
@@ -198,7 +198,7 @@ class Ending:
         self._end_process(
             PUT_OUT,
             f"{self._device.where} has failed ({cause}): this worker ends with status {PUT_OUT}, "
-            "for its launcher to start it anew",
+            "so that its launcher restarts it",
         )
 
     def _finalize(self, natives: list[Native], done: threading.Event) -> None:
@@ -218,7 +218,7 @@ class Ending:
         if not done.wait(self._finalize_limit_s):
             _log.warning(
                 "a group on %s was not finalized within %g s, though all its ranks had said that "
-                "they leave: it is given up",
+                "they leave: it is abandoned",
                 self._device.where,
                 self._finalize_limit_s,
             )

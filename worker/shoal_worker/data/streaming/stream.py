@@ -125,7 +125,7 @@ def check_stream(
     if hasattr(type(stream), "__next__"):
         raise ConfigurationError(
             f"{what} that can be iterated once: after a fault, and in a rank that joins, it has to "
-            "be iterated again; give an object whose __iter__ begins anew, such as an "
+            "be iterated again; give an object whose __iter__ starts over, such as an "
             "IterableDataset"
         )
     if sampler is not None:

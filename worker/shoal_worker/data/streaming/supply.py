@@ -130,7 +130,7 @@ class StreamSupply(Supply):
                 f"loader {loader!r}: the stream gave {end} items in epoch "
                 f"{self._progress.cursor.epoch}, which is no step of {self._batch_size} with "
                 f"drop_last={self._drop_last}; expected at least one. A stream that can be "
-                "iterated once gives none the second time: its __iter__ must begin anew"
+                "iterated once gives none the second time: its __iter__ must start over"
             )
 
 

@@ -111,7 +111,7 @@ class AskedPeers(Sequence[Peer]):
         table = tuple(self._ask(()))
         if not self._is_right(table):
             raise UnavailableError(
-                f"the coordinator told a table of {len(table)} ranks whose digest is not that of "
+                f"the coordinator sent a table of {len(table)} ranks whose digest is not that of "
                 f"the generation, which has {self._size}: ask again",
                 reason="TABLE_DAMAGED",
             )

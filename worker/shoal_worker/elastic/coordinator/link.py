@@ -432,7 +432,7 @@ class CoordinatorLink:
                     return
                 if self._away_since is None:
                     _log.warning(
-                        "no connection to the coordinator, training goes on without membership "
+                        "no connection to the coordinator, training continues without membership "
                         "changes: %s",
                         error,
                     )
@@ -618,7 +618,7 @@ class CoordinatorLink:
             raise MembershipChanged(f"generation {number} is over: {error}") from error
         except (DeadlineError, UnknownResourceError) as error:
             raise UnavailableError(
-                f"the coordinator does not say who is in generation {number}: {error}"
+                f"the coordinator does not report who is in generation {number}: {error}"
             ) from error
 
     def _fail(self, error: ShoalError) -> None:

@@ -69,7 +69,7 @@ _U64 = struct.Struct("!Q")
 _BLOCK = 4 << 20
 _LARGEST_HEADER = 256 << 20
 _BLOCK_TIMEOUT_S = 30.0
-"""Maximum time for one block of 4 MiB, so a transfer slower than 0.14 MB/s is given up."""
+"""Maximum time for one block of 4 MiB, so a transfer slower than 0.14 MB/s is abandoned."""
 _REQUEST_TIMEOUT_S = 5.0
 """Maximum time for a client to send its request."""
 _MOST_CONNECTIONS = 256
@@ -183,7 +183,9 @@ class StateDonor:
                 self._free.release()
                 if not self._closed.wait(0.1) and not complained:
                     complained = True
-                    _log.warning("peers cannot take state from here for now: %s", error)
+                    _log.warning(
+                        "peers cannot receive state from this worker at the moment: %s", error
+                    )
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -196,7 +198,7 @@ class StateDonor:
         except _Refused:
             pass  # a stranger, a probe, or a peer of a generation that is over
         except OSError as error:
-            _log.warning("a peer that took state went away: %s", error)
+            _log.warning("a peer that was receiving state was lost: %s", error)
         except RuntimeError as error:
             _log.error(
                 "a peer gets no state from here, for it cannot be read from the device: %s", error
@@ -384,7 +386,7 @@ class _Part:
             )
         except OSError as error:
             raise UnavailableError(
-                f"donor {self._address} went away before it sent its state: {error}",
+                f"donor {self._address} was lost before it sent its state: {error}",
                 reason="DONOR_LOST",
             ) from error
         return _Header.parse(raw, self._address)
@@ -399,7 +401,7 @@ class _Part:
             )
         except OSError as error:
             why = (
-                f"donor {self._address} went away, or cannot be reached from here: {error}; "
+                f"donor {self._address} was lost, or cannot be reached from here: {error}; "
                 f"{REACHED_ELSEWHERE}"
             )
             raise UnavailableError(why, reason="DONOR_LOST") from error
@@ -425,7 +427,7 @@ class _Part:
                 _check(block, _receive(self._socket, _U64.size, deadline), self._address, "a block")
         except OSError as error:
             raise UnavailableError(
-                f"donor {self._address} went away while it sent its state: {error}",
+                f"donor {self._address} was lost while it sent its state: {error}",
                 reason="DONOR_LOST",
             ) from error
 
@@ -462,7 +464,7 @@ class _Header:
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptDataError(
-                f"what donor {address} sent is no description of a state: {error!r}",
+                f"what donor {address} sent does not describe a state: {error!r}",
                 reason="STATE_DAMAGED",
             ) from error
 

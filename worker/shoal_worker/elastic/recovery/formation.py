@@ -4,7 +4,7 @@
   (`reconcile.py`). If they are at one, the generation *stands*: what is cut over the ranks is cut
   for these. If not, some have to move first, each in its own script: they get what they need for
   that (the commit all-reduce of a step that they are in doubt of, results of operations), and the
-  group is given up; the others wait for the next one. So when a generation stands, every member's
+  group is abandoned; the others wait for the next one. So when a generation stands, every member's
   script has been told of the same outcomes.
 - Nobody but a joiner takes a state from peers, and a rank whose peers read a checkpoint while it
   did not. A rank in doubt applies its own step.

@@ -418,8 +418,7 @@ class _Exit:
         if find_session() is self._session:
             end_now(
                 PUT_OUT,
-                f"this worker ends with status {PUT_OUT}, for its launcher to start it anew: "
-                f"{said}",
+                f"this worker ends with status {PUT_OUT}, so that its launcher restarts it: {said}",
             )
 
     def hear_sigterm(self) -> bool:
@@ -495,7 +494,7 @@ class _Exit:
         end_now(
             PUT_OUT,
             f"this worker was evicted from job {job!r} and ends with status {PUT_OUT}, for its "
-            f"launcher to start it anew: {refused}",
+            f"launcher to restart it: {refused}",
         )
 
     def _drain(self, number: int, _frame: FrameType | None) -> None:
@@ -541,7 +540,7 @@ def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
     if Address(host, port).is_loopback and not is_loopback(own.announced):
         _log.info(
             "metrics of this worker are served at %s alone, where other machines do not reach "
-            "them, and are not told to Prometheus; set SHOAL_METRICS_LISTEN=0.0.0.0:0",
+            "them, and are not announced to Prometheus; set SHOAL_METRICS_LISTEN=0.0.0.0:0",
             Address(host, port),
         )
         return ""

@@ -543,7 +543,7 @@ class RegisteredState:
                 try:
                     objects[name].load_state_dict(state)
                 except Exception as error:  # a user's own; the others are put back all the same
-                    _log.warning("the registered state %r could not be put back: %s", name, error)
+                    _log.warning("the registered state %r could not be restored: %s", name, error)
             self._pending, self._last_scale = pending, scale
             self._advances, self._passed, self._loaded = counts
 

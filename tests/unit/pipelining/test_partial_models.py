@@ -241,6 +241,50 @@ def test_a_stage_asks_what_another_stages_module_gives_once_for_inputs_of_one_ki
     assert shapes == [(3, 5), (2, 5), (3, 5)]
 
 
+@torch.no_grad()
+@pytest.mark.parametrize("compile_layer", [None, "wrapped", "in place"])
+def test_layers_that_take_the_models_input_themselves_are_cut(compile_layer: str | None) -> None:
+    """No module runs before the layers, and the input is added to their result."""
+
+    class Perceptron(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+            self.head = nn.Linear(WIDTH, 2)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            y = x
+            for layer in self.layers:
+                y = layer(y)
+            return self.head(y + x)
+
+    torch.manual_seed(0)
+    model, x = Perceptron(), torch.randn(3, WIDTH)
+    expected = model(x)
+    for number, layer in enumerate(model.layers):
+        if compile_layer == "wrapped":
+            model.layers[number] = torch.compile(layer, backend="eager")
+        elif compile_layer == "in place":
+            layer.compile(backend="eager")
+    assert torch.equal(_through(model, 2, Call.of(x)), expected)
+    assert torch.equal(_through(model, 4, Call.of(x)), expected)
+
+
+def test_a_layer_of_an_earlier_stage_that_is_used_again_is_refused() -> None:
+    class Reused(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(Layer() for _ in range(4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for layer in (*self.layers, self.layers[0]):
+                x = layer(x)
+            return x
+
+    with pytest.raises(ConfigurationError, match="a layer of an earlier pipeline stage again"):
+        _through(Reused(), 2, Call.of(torch.randn(3, WIDTH)))
+
+
 def test_activation_checkpointing_around_and_within_layers_gives_the_same_gradients() -> None:
     """A layer that runs again in the backward pass, after the stage has seen another micro-batch,
     finds its own input."""

@@ -381,7 +381,13 @@ class _LayeredPart(PartialModel):
         received = self._running.received
         slot = _hidden_slot(args, kwargs)
         hidden = args[0] if slot is None else kwargs[slot]
-        assert received is not None
+        if received is None:
+            raise ConfigurationError(
+                "the model's forward uses a layer of an earlier pipeline stage again, after layers "
+                "of this one: use each layer once, or give the model a method pipeline_blocks()"
+            )
+        if not isinstance(hidden, Placeholder):  # the model's input, which every stage has
+            hidden = placeholder_like(hidden, self._device)
         if not received.wrapped:
             return hidden
         others = (

@@ -1,4 +1,4 @@
-"""States that are the same but for rounding."""
+"""Comparison of states that may differ by rounding errors."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Values that change on one rank alone, as when its memory fails, stop the run with that rank's
-name."""
+"""The consistency check stops a run when values change on one rank only, for example through a
+memory fault, and names that rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def train(strategy: str, options: dict[str, Any], broken: int | None) -> int:
-    """A run of eight steps in which a bit of one rank's state flips after the third. Returns the
-    steps that it took."""
+    """Trains eight steps and returns their number. After the third step, one bit of the state of
+    rank `broken` is flipped."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     model, optimizer = shoal.as_distributed(
@@ -65,7 +65,7 @@ def train(strategy: str, options: dict[str, Any], broken: int | None) -> int:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_whose_values_change_by_themselves_is_named_and_the_run_stops(strategy: str) -> None:
     world, options = STRATEGIES[strategy]
-    if strategy == "local_sgd":  # its average takes the damage over, alike on all ranks
+    if strategy == "local_sgd":  # its average gives all ranks the same damaged values
         assert shoal.launch(train, strategy, options, 1, world_size=world) == [8] * world
         return
     with pytest.raises(ShoalError, match="after step 4") as stopped:
@@ -96,8 +96,10 @@ def test_only_what_several_ranks_hold_can_differ() -> None:
 
 
 def shift_on_rank_1(net: nn.Sequential) -> None:
-    """Changes values on one rank, as under `if rank == 0:`. Ranks hold them whole or in part, so
-    all of them change."""
+    """Changes all parameters on one rank, like a script's code under `if rank == 0:`.
+
+    The change covers every element because a rank may own only part of a parameter.
+    """
     if shoal.rank() == 1:
         with inside():
             for parameter in net.parameters():
@@ -105,7 +107,7 @@ def shift_on_rank_1(net: nn.Sequential) -> None:
 
 
 def train_until(strategy: str, every: int, steps: int, shift_after: int) -> None:
-    """Trains so many steps. Rank 1 changes its weights after one of them."""
+    """Trains `steps` steps. Rank 1 changes its weights after step `shift_after`."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     model, optimizer = shoal.as_distributed(
@@ -237,7 +239,8 @@ def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
 def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_next_step(
     strategy: str, setting: str, other: float
 ) -> None:
-    """Each is shown its own settings, and nobody applies the step in which they differ."""
+    """Each rank's error shows its own setting, and no rank applies the step in which they
+    differ."""
     said: dict[int, str] = {}
     weights: dict[int, list[torch.Tensor]] = {}
 
@@ -280,7 +283,8 @@ def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_nex
 
 
 class LostAfterTheFirst:
-    """Two ranks of a group that is lost after their first exchange."""
+    """The exchanges of a group of two ranks; the second exchange fails because the peer has
+    left."""
 
     def __init__(self) -> None:
         self.exchanges = 0
@@ -317,7 +321,8 @@ def test_a_tensor_is_compared_in_64_parts_if_it_has_as_many_elements(
 # --------------------------------------------------------------------------------- the end of a run
 
 Script = Callable[[nn.Sequential, Any, Callable[[torch.Tensor], None]], None]
-"""Trains to the end of a run. Gets the module, a loader of seven steps, and what takes a step."""
+"""A training loop that runs to its end. Takes the module, a loader of seven steps and a function
+that trains one step."""
 
 
 def take_all(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
@@ -368,8 +373,7 @@ def run_to_the_end(
     wrong_after: int = 0,
     afterwards: Callable[[nn.Sequential], None] | None = None,
 ) -> None:
-    """A run of two or three ranks. After step `wrong_after` rank 1 changes its values in the
-    loop."""
+    """Runs a training script on one rank. Rank 1 changes its values after step `wrong_after`."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     model, optimizer = shoal.as_distributed(
@@ -400,7 +404,8 @@ def test_values_that_differ_after_the_last_comparison_fail_the_run_at_its_end(
     loop: Script, strategy: str
 ) -> None:
     last = 7 if loop in (take_all, take_epochs) else 6
-    with pytest.raises(ShoalError) as stopped:  # what was written before is found in the next step
+    # changes before the last step are found by that step
+    with pytest.raises(ShoalError) as stopped:
         shoal.launch(run_to_the_end, strategy, 4, loop, last, world_size=2)
     assert str(stopped.value).startswith(f"after step {last}, the last one, ranks ")
     assert "after step 4 all agreed" in str(stopped.value)
@@ -417,7 +422,7 @@ def test_nothing_is_compared_at_the_end_that_was_compared_or_is_not_to_be(every:
 
 
 def load_weights_on_rank_0(net: nn.Sequential) -> None:
-    """Loads weights like a script that keeps the best weights on one rank."""
+    """Loads weights on rank 0 only, like a script that restores its best weights there."""
     if shoal.rank() == 0:
         with inside():
             net.load_state_dict(
@@ -442,7 +447,8 @@ def test_sound_ranks_end_well_however_their_loop_ends(loop: Script, strategy: st
 
 
 def test_an_iterator_that_the_script_lets_go_of_late_tells_nothing_of_the_last_step() -> None:
-    """The script has changed the model since."""
+    """The iterator is closed after the script has changed the model, so its last step is not
+    compared."""
 
     def loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
         batches = iter(loader)
@@ -454,7 +460,8 @@ def test_an_iterator_that_the_script_lets_go_of_late_tells_nothing_of_the_last_s
 
 
 def test_a_pass_before_the_loop_is_left_is_no_difference_between_ranks() -> None:
-    """Batch normalization changes its statistics in a step that is never taken."""
+    """Batch normalization updates its statistics in a forward pass that is not followed by a
+    step."""
 
     def loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
         for (batch,) in loader:

@@ -1,5 +1,5 @@
-"""ddp in a world of one: the user's script without a cluster gives what plain torch gives, and
-mistakes get one clear error."""
+"""ddp in a world of one: without a cluster, a user's script computes what plain torch computes, and
+each mistake raises one clear error."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -136,7 +136,8 @@ def test_the_ranks_add_up_the_losses_of_micro_batches_by_the_weights_that_they_h
         global_batch_size=8,
         micro_batch_size=2,
         shuffle=False,
-        weight_fn=lambda b: 0.0 if b[0].isnan().any() else float(b[0][0, 0] + 1),  # 1, 0, 17, 25
+        # the micro-batches weigh 1, 0, 17 and 25
+        weight_fn=lambda b: 0.0 if b[0].isnan().any() else float(b[0][0, 0] + 1),
     )
     for step in loader.steps():
         for (batch,) in step:
@@ -317,7 +318,7 @@ def test_a_lost_step_puts_back_the_buffers_as_they_were_when_it_began() -> None:
     model(x).square().sum().backward()
     optimizer.step()
     norm = model.module[1]
-    norm.running_mean.fill_(5.0)  # the user's own change, between two steps
+    norm.running_mean.fill_(5.0)  # a change by the user between two steps
     model(x).square().sum().backward()
     assert float(norm.running_mean[0]) != 5.0
     model.engine.discard_step()

@@ -1,5 +1,5 @@
-"""`train_step` asks for the number of a loss on a device when the step is closed, and not before
-the backward pass is queued."""
+"""`train_step` reads a loss from the device only when the step is closed, after the backward pass
+has been queued."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Asked:
-    """A loss that notes whether its gradients had come when its number was asked for."""
+    """A loss that records whether its gradient was already computed when its value was read."""
 
     def __init__(self, loss: torch.Tensor, came: list[bool]) -> None:
         self.loss, self.came, self.gradients = float(loss.detach()), came, 0

@@ -1,5 +1,5 @@
-"""Several models in one loop end as in plain PyTorch, and what would train them otherwise is
-refused."""
+"""Training several models in one loop gives the same result as plain PyTorch. Usage that would
+train them differently is refused."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def take(
     generator_first: bool,
     both: bool,
 ) -> list[Any]:
-    """The updates for one batch."""
+    """Trains on one batch and returns the results of the optimizers' steps."""
     generator, discriminator = models
 
     def discriminate() -> Any:
@@ -181,7 +181,7 @@ def test_an_update_of_a_batch_that_was_left_is_put_back(strategy: str, tmp_path:
     )
     shoal.save_checkpoint(tmp_path)
     scheduler.step()
-    assert scheduler.last_epoch == 1, "what comes behind the loop counts"
+    assert scheduler.last_epoch == 1, "a scheduler step after the loop counts"
     assert [float(each["step"]) for each in optimizers[1].state_dict()["state"].values()] == steps
     assert all(
         torch.equal(one, other) for one, other in zip(parameters_of(models[1]), before, strict=True)
@@ -260,7 +260,8 @@ def test_a_batch_of_another_loader_between_two_updates_is_refused() -> None:
 
 
 def across_an_update(strategy: str, options: dict[str, Any]) -> str:
-    """The generator's loss goes through a pass of the discriminator from before that one's step."""
+    """Backpropagates the generator's loss through a pass of the discriminator that was made before
+    the discriminator's step. Returns the error."""
     torch.set_num_threads(1)
     models = make()
     models, optimizers = shoal.as_distributed(
@@ -289,7 +290,8 @@ def test_gradients_through_a_pass_from_before_the_models_update_are_refused(stra
 
 
 def left_and_asked(strategy: str, options: dict[str, Any]) -> bool:
-    """Leaves a loop between two updates, and computes with the model that was updated."""
+    """Leaves a loop between two updates and predicts with the updated model. Returns whether the
+    predictions are those from before the updates."""
     torch.set_num_threads(1)
     models = make()
     models, optimizers = shoal.as_distributed(
@@ -426,7 +428,8 @@ def test_buffers_of_a_model_that_is_not_updated_follow_its_passes(strategy: str)
 
 
 def in_another_order(strategy: str) -> str:
-    """Twins: gradients of one would fit the other."""
+    """Trains two identical models, whose gradients would fit each other, and steps their optimizers
+    in a different order on each rank. Returns the error."""
     torch.manual_seed(0)
     models = (nn.Linear(3, 1).double(), nn.Linear(3, 1).double())
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
@@ -484,8 +487,8 @@ def test_activations_are_computed_again_behind_an_update_too(strategy: str) -> N
 
 
 def frozen_by_the_script(strategy: str, generator_first: bool) -> list[torch.Tensor]:
-    """Trains the pair with the discriminator frozen for the generator's passes, as many scripts do
-    to spare its gradients."""
+    """Trains the pair with the discriminator frozen during the generator's passes, as many scripts
+    do to save its gradients."""
     models = make()
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)

@@ -1,4 +1,4 @@
-"""Several models whose layers are split over the ranks, each by a plan of its own, end as in plain
+"""Several models whose layers are split over the ranks, each by its own plan, train as in plain
 PyTorch."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from tests.unit.worker_strategies.test_several_models import BATCH, dataset, loss_of, optimizers_of
 
 SMALL = {"minimum_parameter_group_size": 16}
-"""Layers of this size and above are split: all but the last of the discriminator."""
+"""Splits all layers except the last one of the discriminator, which is smaller."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "tensor": ("tensor", SMALL, 2),
     "two_replicas": (
@@ -36,12 +36,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     },
     "hybrid_data": ("hybrid", {"data_parallel_strategy": "zero2"}, 2),
 }
-"""A strategy, its options and a number of ranks."""
+"""Strategy, options and number of ranks by layout name."""
 
 
 def make(kind: str) -> tuple[nn.Module, nn.Module]:
-    """`kind`: with "norms" in it puts a BatchNorm into the generator, the last layer of which would
-    be the same without."""
+    """Returns a generator and a discriminator. If `kind` contains "norms", the generator has a
+    BatchNorm layer, and the position of its last layer changes."""
     torch.manual_seed(0)
     norm = [nn.BatchNorm1d(8)] if "norms" in kind else []
     return (
@@ -53,12 +53,12 @@ def make(kind: str) -> tuple[nn.Module, nn.Module]:
 def take(
     models: Any, optimizers: Any, real: torch.Tensor, noise: torch.Tensor, kind: str, number: int
 ) -> list[Any]:
-    """The updates for one batch.
+    """Trains on one batch and returns the results of the optimizers' steps.
 
-    `kind`: "generator_first"; or "seldom", the generator steps for every third batch; "frozen", the
-    discriminator is frozen for the generator's passes; "attached", the discriminator's loss leaves
-    gradients in the generator; "cleared", gradients are cleared behind the steps, not before the
-    passes.
+    kind: "generator_first" steps the generator first; "seldom" steps it for every third batch only;
+    "frozen" freezes the discriminator during the generator's passes; "attached" lets the
+    discriminator's loss leave gradients in the generator; "cleared" clears gradients after the
+    steps instead of before the passes.
     """
     generator, discriminator = models
     said = []
@@ -157,8 +157,8 @@ def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
 
 
 def by_hand(_: int) -> list[torch.Tensor]:
-    """Trains in a loop without a loader of Shoal's: both ranks, which hold one replica, take the
-    whole batch."""
+    """Trains in a loop without Shoal's loader: both ranks of the single replica take the whole
+    batch."""
     torch.set_num_threads(1)
     models = make("")
     models, optimizers = shoal.as_distributed(
@@ -177,8 +177,8 @@ def test_a_loop_without_a_loader_ends_as_in_plain_pytorch() -> None:
 
 
 def evaluated(layout: str) -> tuple[float, float]:
-    """Evaluates the discriminator between two epochs; and what it says in them is the same before
-    and behind that."""
+    """Evaluates the discriminator before each epoch. Returns the last result and the output of a
+    clone taken after training."""
     torch.set_num_threads(1)
     strategy, options, _ = LAYOUTS[layout]
     models = make("")
@@ -213,8 +213,8 @@ def test_a_model_is_evaluated_between_epochs(layout: str) -> None:
 
 
 def planned(given: Any) -> list[int]:
-    """Trains with a plan for each model. Returns how many elements of each model's first weight
-    this rank has."""
+    """Trains with one plan per model. Returns the number of elements of each model's first weight
+    that this rank owns."""
     models = make("")
     models, optimizers = shoal.as_distributed(
         models, optimizers_of(*models), strategy="tensor", plan=given, **SMALL
@@ -252,7 +252,8 @@ def test_several_models_in_pipeline_stages_are_refused() -> None:
 
 
 def too_small(_: int) -> str:
-    """The second model, which has one row, cannot be split."""
+    """Distributes two models of which the second has a single row and cannot be split. Returns the
+    error."""
     models = (nn.Linear(3, 8), nn.Linear(8, 1))
     try:
         shoal.as_distributed(

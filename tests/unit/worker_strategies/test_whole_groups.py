@@ -1,5 +1,5 @@
-"""Tests what a script finds in `optimizer.param_groups`, where the optimizer updates pieces: the
-model's own parameters, and the settings."""
+"""`optimizer.param_groups` shows a script the model's own parameters and the settings, although the
+inner optimizer updates shards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def elements(strategy: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor", "hybrid"])
 def test_each_parameter_is_there_once_and_whole_on_every_rank(strategy: str) -> None:
-    """Also where ranks mirror each other's pieces."""
+    """This also holds when ranks mirror each other's shards."""
     ranks = 2 if strategy == "tensor" else 3
     assert shoal.launch(elements, strategy, world_size=ranks) == [[[32, 16], [8, 2]]] * ranks
 
@@ -146,7 +146,8 @@ def test_a_group_that_a_script_appends_is_refused() -> None:
 
 
 def scaled(strategy: str) -> list[Any]:
-    """Unscales, and clips; the second step overflows."""
+    """Trains with a grad scaler that unscales and clips. The gradients of the second step
+    overflow."""
     _, model, optimizer, _ = make(strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     norms = []
@@ -177,7 +178,8 @@ def test_a_grad_scaler_unscales_what_the_ranks_update(strategy: str) -> None:
 
 
 def scaled_in_parts(strategy: str) -> list[float]:
-    """Five samples in micro-batches of one: in the last step two of three ranks have none."""
+    """Trains on five samples in micro-batches of one. In the last step, two of three ranks have
+    none."""
     _, model, optimizer, _ = make(strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in shoal.ElasticDataLoader(

@@ -1,4 +1,4 @@
-"""A data directory that is one run's, and what it keeps of runs that are over."""
+"""A data directory belongs to one run. It also keeps the data of earlier runs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_data_that_an_older_release_left_is_of_the_first_run(tmp_path: Path) -> 
 def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path) -> None:
     with DataDirectory(tmp_path) as data:
         for text, run in (("a", FIRST), *((text, SECOND) for text in "bcde")):
-            # Redis may have lost a job, and counts anew
+            # Redis may have lost the job and restarted its counter
             data.note_run(run)
             fill(tmp_path, text)
             folder = data.set_aside()
@@ -64,7 +64,7 @@ def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path)
 
 
 def test_runs_that_stored_nothing_push_out_none_of_what_is_kept(tmp_path: Path) -> None:
-    """A container that is started again and again, and fails before it trains."""
+    """This happens when a container is restarted again and again and fails before it trains."""
     with DataDirectory(tmp_path) as data:
         data.note_run(FIRST)
         fill(tmp_path, "a")
@@ -94,7 +94,7 @@ def test_a_kill_while_data_is_set_aside_is_made_good_by_the_next_server(
             nonlocal renamed
             if target.parent.name == "run-1":
                 if renamed == moved:
-                    raise KeyboardInterrupt  # a kill: nothing after it happens
+                    raise KeyboardInterrupt  # a kill: nothing after it is executed
                 renamed += 1
             return rename(path, target)
 

@@ -1,5 +1,5 @@
-"""Rows that are put in the place of a bucket's are a change like a push: in one order with pushes,
-in the journal, once, and not while the bucket moves."""
+"""Restoring a bucket's rows is a change like a push: it is ordered with the pushes, journaled,
+applied once, and refused while the bucket moves."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_a_crash_between_any_two_records_leaves_what_was_put_in_place_and_what_f
 def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(
     make: Any, tmp_path: Any, snapshot_at: int
 ) -> None:
-    """Versions come twice: after the second restoration they are those of before."""
+    """Version numbers repeat: the second restoration resets them to earlier ones."""
     data = tmp_path / "data"
     spec = make.bucket(**OPTIMIZER)
 
@@ -104,8 +104,7 @@ def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(
 
 
 def test_pushes_that_come_at_the_same_time_stand_before_or_behind(make: Any, tmp_path: Any) -> None:
-    """Nobody waits for anybody; the server says in which order it was, and has it so in its
-    journal."""
+    """No member waits for another. The server chooses the order and journals it."""
     data = tmp_path / "data"
     spec = make.bucket(**OPTIMIZER)
 
@@ -171,7 +170,7 @@ def test_what_cannot_be_written_is_not_made_and_pushes_go_on(make: Any) -> None:
     wanted = restoration(shard, spec, 1)
     assert shard.admit_restoration(wanted)
     (upload,) = pushes(make, [spec], 1)
-    assert shard.needs_trial(upload)  # it waits
+    assert shard.needs_trial(upload)  # it needs a trial, so it waits
     shard.refuse_restoration(wanted)
     assert not shard.needs_trial(upload)
     assert shard.push(upload).version == 2

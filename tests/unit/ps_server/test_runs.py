@@ -1,4 +1,4 @@
-"""A partition of many tensors is stepped as torch steps each of them alone, also those that have no
+"""A partition of many tensors is updated as torch updates each tensor alone, also when some have no
 gradient in some steps."""
 
 from __future__ import annotations
@@ -180,14 +180,14 @@ def test_only_memory_that_an_update_needs_is_asked_for(make, monkeypatch) -> Non
 
 
 def test_many_pieces_that_are_left_out_cost_no_more_than_their_number(make) -> None:
-    """A search of a list for each of them compared the square of their number."""
+    """An earlier search through a list for each piece made a quadratic number of comparisons."""
     compared = 0
 
     class Position(int):
         def __eq__(self, other: object) -> bool:
             nonlocal compared
             compared += 1
-            return int.__eq__(self, other)  # type: ignore[arg-type]  # what is compared are numbers
+            return int.__eq__(self, other)  # type: ignore[arg-type]  # only numbers are compared
 
         __hash__ = int.__hash__
 
@@ -248,7 +248,7 @@ def test_a_sum_over_a_row_that_would_come_out_infinite_names_its_row(make) -> No
 
 
 def test_each_tensor_has_a_trust_ratio_of_its_own(make) -> None:
-    """Also those that have not been stepped yet and lie side by side."""
+    """This includes tensors that are adjacent and have not been updated yet."""
     spec = make.packed(0, ("a", 2), ("b", 3), ("c", 1))
     optimizer = PartitionOptimizer(
         torch.ones(6), spec, optimizer_settings(name="lamb", hyperparameters={})

@@ -1,5 +1,5 @@
-"""Buckets of sparse tables are partitions: pushed to exactly once, in the journal, in snapshots,
-and at other servers to the last bit."""
+"""Buckets of sparse tables are partitions: pushes are applied exactly once and journaled, and
+snapshots and copies on other servers are exact to the last bit."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.unit.ps_server.journaled import Journaled, file, opened, recovered, r
 
 
 def pulled(shard: Shard, *ids: int, partition_id: int = 0) -> np.ndarray[Any, Any]:
-    """Returns what a pull gives."""
+    """Returns the values that a pull returns."""
     data = bytes(shard.read_rows(partition_id, np.array(ids, np.int64)).take(1 << 20))
     return np.frombuffer(data, np.float32).reshape(len(ids), -1)
 
 
 def held(make: Any, *specs: Any) -> Shard:
-    """A server with these buckets."""
+    """Returns a shard with these buckets."""
     shard = Shard(optimizer=make.sgd())
     shard.adopt(make.layout(*specs))
     return shard
@@ -169,13 +169,13 @@ def test_room_is_made_for_rows_that_are_on_their_way(make) -> None:
 
 
 def copied(shard: Shard, partition_id: int, spec: Any) -> PartitionImage:
-    """A partition as another server gets it, who takes it for `spec`."""
+    """Returns a partition as another server receives it for `spec`."""
     entry, data = partition_to_bytes(shard.image(partition_id))
     return partition_from_bytes(entry, memoryview(data), spec, None)
 
 
 async def begun(server: Journaled, make: Any, *specs: Any) -> None:
-    """A server with these buckets and members a and b."""
+    """Sets up a server with these buckets and members a and b."""
     server.members = Members(generation=1, members=frozenset("ab"))
     server.adopt(make.layout(*specs))
     await server.configure(make.sgd())
@@ -300,7 +300,7 @@ def test_a_snapshot_with_other_rows_than_the_layout_says_is_refused(make) -> Non
 
 
 def test_a_backup_is_sent_the_rows_and_goes_on_with_them(make) -> None:
-    """The items of a copy, from one server to another: layout, rows, and the pushes after them."""
+    """The primary sends the layout and the rows; the backup then applies the same pushes."""
     specs = [make.bucket(n, optimizer="sparse_adam", hyperparameters={"lr": 0.1}) for n in (0, 4)]
     primary = held(make, *specs)
     for upload in pushes(make, specs, 6):
@@ -338,7 +338,7 @@ def test_the_layout_with_buckets_survives_json(make) -> None:
 
 
 def test_the_tables_optimizer_is_its_own(make, tmp_path: Path) -> None:
-    """A change of the job's learning rate is none of the tables'."""
+    """A change of the job's learning rate does not affect the table."""
     spec = make.bucket(optimizer="sgd", hyperparameters={"lr": 1.0}, initializer="zeros", scale=0.0)
     shard = held(make, spec, make.spec(1))
     shard.initialize(make.upload(torch.zeros(6), make.spec(1), sequence=0, base_version=0))

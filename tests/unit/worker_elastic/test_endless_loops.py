@@ -1,5 +1,5 @@
-"""A loop over epochs without an end is one whose length is not known; one that ends with a number
-of steps has that length. What the script reports is tallied beside."""
+"""A loop over epochs without an end has an unknown length. A loop that ends after a number of steps
+has that length. The numbers that the script reports are tallied as well."""
 
 from __future__ import annotations
 

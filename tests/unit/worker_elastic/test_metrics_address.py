@@ -1,5 +1,5 @@
-"""Tests what Prometheus is told of where a worker's metrics are: never an address at which they are
-not served."""
+"""The address of a worker's metrics that Prometheus is given: never one at which they are not
+served."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests that messages for which others wait are sent at once, and that the next stream repeats all
-of them."""
+"""Messages that other members wait for are sent at once, and a new stream repeats all messages."""
 
 from __future__ import annotations
 
@@ -15,7 +14,8 @@ FOR_EVER_S = 10_000.0
 
 
 def stream(outbox: Outbox) -> Iterator[str]:
-    """The kinds of the messages of one, which are due before any interval is over."""
+    """Yields the kinds of the messages that a stream sends before any heartbeat interval has
+    passed."""
     for message in outbox.messages(lambda works_in: pb.Join(works_in=works_in), lambda: FOR_EVER_S):
         yield str(message.WhichOneof("message"))
 

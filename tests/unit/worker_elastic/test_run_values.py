@@ -1,5 +1,5 @@
-"""Plain values that a script registers: they are read and written as attributes, and belong to the
-run's state."""
+"""Plain values that a script registers are read and written as attributes and belong to the run's
+state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 
 def registered_with(**values: Any) -> tuple[RegisteredState, RunValues]:
-    """Returns what `register_state` makes of plain values."""
+    """Registers plain values as `register_state` does."""
     registered, made = RegisteredState(), values_in(values)
     for name, value in made.items():
         registered.register(name, value, copied=True)

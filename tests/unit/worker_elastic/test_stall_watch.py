@@ -1,5 +1,5 @@
-"""Tests what is found out while a collective stands: which peers are out of reach, and which
-connections are busy."""
+"""The stall watch finds out which peers are unreachable and which connections are busy while a
+collective stalls."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.zygote.children import eventually
 
 
 class Link:
-    """The reports of a stall watch to the coordinator."""
+    """The stall watch's reports to the coordinator."""
 
     notice = ""
     apart_from = ""

@@ -1,5 +1,5 @@
-"""Leased batches: first come first served, one RPC a step, a dead member's dealt again, none handed
-out twice to one member."""
+"""Leased batches are dealt in the order of requests, with one RPC per step. A dead member's batches
+are dealt again, and no batch is dealt twice to one member."""
 
 import pytest
 import torch
@@ -168,7 +168,7 @@ def test_the_record_of_leased_batches_tells_how_often_each_sample_was_trained_on
     monkeypatch.setenv("SHOAL_RECORD_DIR", str(tmp_path))
     one, two = members(2)
     one.take(), two.take()
-    two.commit()  # its push is applied, but it dies before the coordinator hears of it
+    two.commit()  # its push is applied, but it dies before it reports to the coordinator
     coordinator.drop(two.session)
     one.commit()
     while one.take() is not None:

@@ -1,5 +1,5 @@
-"""Tests what a loader can be made of: samplers, datasets and arguments; and loaders for evaluation,
-which take no part in steps."""
+"""The samplers, datasets and arguments that a loader accepts or refuses, and loaders for
+evaluation, which take no part in steps."""
 
 import random
 
@@ -134,7 +134,7 @@ class Unsized(Dataset):
 
 
 class Sharded(IterableDataset):
-    """Iterable, but by position, too."""
+    """An iterable dataset that can also be indexed."""
 
     def __len__(self):
         return 3

@@ -1,5 +1,5 @@
-"""The sample record survives SIGKILL line by line, and the audit counts what the rules of recovery
-say counts."""
+"""Each line of the sample record survives SIGKILL, and the audit counts samples by the rules of
+recovery."""
 
 import json
 import os
@@ -75,7 +75,7 @@ def test_a_dead_members_part_of_a_step_that_a_survivor_committed_counts(judge):
 
 
 def test_the_highest_generation_of_a_step_counts(judge):
-    """The dead member had applied the step; the survivors, who had not, did it again."""
+    """The dead member had applied the step. The survivors had not, and repeated it."""
     epoch = judge(
         a=[
             dealt(1, 0, [0]),
@@ -90,8 +90,8 @@ def test_the_highest_generation_of_a_step_counts(judge):
 
 
 def test_what_a_later_generation_rolled_back_does_not_count_even_if_it_cuts_steps_otherwise(judge):
-    """Steps 0 and 1 of generation 1; then a checkpoint from the beginning, resumed with another
-    batch size."""
+    """Generation 1 takes steps 0 and 1. Then a checkpoint from the beginning is resumed with
+    another batch size."""
     epoch = judge(
         a=[dealt(1, 0, [0, 1]), committed(1, 0), dealt(1, 1, [2, 3]), committed(1, 1)],
         b=[dealt(2, 0, [0, 1, 2, 3]), committed(2, 0)],

@@ -1,5 +1,5 @@
-"""Streams in a loader: what is refused, what is found of a source that differs, state,
-evaluation."""
+"""Streams in a loader: unsupported uses are refused, differing sources are detected, and states and
+evaluation work."""
 
 import json
 
@@ -118,7 +118,7 @@ def test_an_error_in_the_source_ends_the_loop_and_the_epoch_goes_on_where_it_was
 
 
 class Changed(Numbers):
-    """Gives other items each time that it is made."""
+    """Yields different items each time it is created."""
 
     def __init__(self, n, other):
         super().__init__(n, 1)
@@ -168,10 +168,10 @@ def test_what_a_rank_reads_is_compared_with_the_others(make_rank):
         rank.take()
         return rank.loader.dealing
 
-    # not read yet
+    # item 8 has not been read yet
     assert dealing(Changed(9, {})) == dealing(Changed(9, {})) == dealing(Changed(9, {8: 5}))
     assert dealing(Changed(9, {})) != dealing(Changed(9, {3: 5}))
-    assert dealing(Changed(4, {})) != dealing(Changed(9, {})), "it ends elsewhere"
+    assert dealing(Changed(4, {})) != dealing(Changed(9, {})), "the streams have different lengths"
     assert json.loads(dealing(Changed(4, {})))["what the stream gave"].endswith("an end after 4")
 
 
@@ -252,7 +252,7 @@ def test_a_state_of_something_else_is_refused(session, change, error, named):
 
 
 class Changeable(Numbers):
-    """Gives what a collate_fn can change in place: a tensor, a list, and an array within a
+    """Yields values that a collate_fn can change in place: a tensor, a list, and an array in a
     dictionary."""
 
     def __iter__(self):

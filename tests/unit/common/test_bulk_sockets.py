@@ -1,5 +1,4 @@
-"""Tests who may be at the other end of a bulk channel on one machine, and when a vanished peer is
-noticed."""
+"""Which processes may use a bulk channel on one machine, and when a vanished peer is noticed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Certificates of Shoal's own making."""
+"""The certificates that Shoal generates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_name_that_no_machine_has_is_refused(name: str) -> None:
 def handshake(
     server: ssl.SSLContext, client: ssl.SSLContext, name: str
 ) -> tuple[Exception | None, Exception | None]:
-    """Returns what went wrong on either side."""
+    """Performs a handshake and returns the errors of the server and the client."""
     here, there = socket.socketpair()
     problems: list[Exception | None] = [None, None]
 

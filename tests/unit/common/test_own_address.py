@@ -1,5 +1,4 @@
-"""Tests which addresses of this machine others are told, and what errors say of those that cannot
-be used."""
+"""The addresses of this machine that other processes receive, and the errors for unusable ones."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from shoal_common.system.own_address import (
 )
 
 HERE = ("127.0.0.1", 7000)
-FOREIGN = "192.0.2.77"  # RFC 5737: no machine has it
+FOREIGN = "192.0.2.77"  # reserved by RFC 5737: no machine has it
 
 
 def test_by_default_it_is_the_address_of_the_route_to_the_coordinator() -> None:

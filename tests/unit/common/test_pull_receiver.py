@@ -1,4 +1,4 @@
-"""Chunks of a pull become the caller's buffers, or one clear error."""
+"""The chunks of a pull fill the caller's buffers or raise one clear error."""
 
 from __future__ import annotations
 

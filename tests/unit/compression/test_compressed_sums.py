@@ -1,5 +1,5 @@
-"""Sums of compressed buckets over all ranks of a world, what they leave behind, and when that
-counts."""
+"""Sums of compressed buckets over all ranks, the residuals that they leave, and when these are
+committed."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_every_rank_ends_with_the_same_bits_and_sent_what_the_formula_says(name,
 
 def test_bytes_per_element_are_those_of_the_table():
     """The figures are for one 64 MiB bucket over 4 ranks. An uncompressed all-reduce sends 6 bytes
-    an element."""
+    per element."""
     numel = 16 << 20
     shapes = [(4096, 4096)]
     found = {
@@ -86,7 +86,8 @@ def test_sums_are_off_by_the_roundings_of_the_parts_and_of_the_sum(name, toleran
 
 
 def test_half_precision_sums_are_taken_in_float32():
-    """64 ranks with 1 + 1/128: bfloat16 would lose the fraction at the first addition beyond 2."""
+    """With 64 values of 1 + 1/128, bfloat16 would lose the fraction at the first addition beyond
+    2."""
     world = 64
     results, _ = reduce_together(
         reductions(made("bf16"), world), [torch.full((256,), 1 + 1 / 128) for _ in range(world)]
@@ -144,8 +145,8 @@ def test_powersgd_is_exact_for_vectors_and_for_sums_of_its_rank():
 
 
 def test_powersgd_with_a_warm_start_closes_in_on_a_gradient_that_stays():
-    """Without error feedback: what is left of a constant matrix after a few steps of iteration is
-    that of its best approximation."""
+    """Without error feedback, the error for a constant matrix approaches that of its best
+    approximation after a few iterations."""
     matrix = torch.randn(60, 60, generator=torch.Generator().manual_seed(1))
     values = torch.linalg.svdvals(matrix)
     best = float(values[4:].square().sum())
@@ -161,7 +162,7 @@ def test_powersgd_with_a_warm_start_closes_in_on_a_gradient_that_stays():
     assert left[False] > 1.1 * best
 
 
-# --- steps that are lost
+# --- lost steps
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,7 +231,7 @@ def test_a_reduction_that_failed_says_so_when_it_is_asked_again():
         reduction.wait()
 
 
-# --- what is not finite
+# --- values that are not finite
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -249,7 +250,8 @@ def test_what_is_not_finite_on_one_rank_is_seen_by_all_and_forgotten_after(name,
 
 
 def test_a_part_that_is_not_finite_is_not_kept_when_the_result_was_never_seen():
-    """Peers may have applied a step that this rank saw fail: it commits, but not NaN."""
+    """Peers may have applied a step that this rank saw fail. The rank then commits the step, but no
+    NaN."""
     ranks = reductions(made("sign"), 2)
     world = World(2)
     for rank, backend in zip(ranks, world.ranks, strict=True):
@@ -262,8 +264,8 @@ def test_a_part_that_is_not_finite_is_not_kept_when_the_result_was_never_seen():
 
 
 def test_a_rank_that_leaves_takes_only_what_it_owed_itself():
-    """Rank 2 of 3 is lost. The parts of sums move between the others, and they go on owing what
-    they owed."""
+    """Rank 2 of 3 is lost. The parts of the sums move among the others, which keep their
+    residuals."""
     ranks = reductions(made("sign"), 3)
     reduce_together(ranks, gradients(3))
     survivors = ranks[:2]

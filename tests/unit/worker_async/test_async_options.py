@@ -1,4 +1,4 @@
-"""Each mistake in the options of async_sgd gets one error that names the value and the remedy."""
+"""Each mistake in the options of async_sgd raises one error that names the value and the remedy."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Waits for a parameter server excuse a worker without progress if they are the training
-thread's."""
+"""A worker without progress is excused if its training thread waits for a parameter server."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Clock:
 
 @contextlib.contextmanager
 def waiting_elsewhere(waits: ServerWaits, server: str) -> Iterator[None]:
-    """Lets a background thread wait for the server while open."""
+    """Lets a background thread wait for the server while the context is open."""
     waiting, over = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -140,7 +139,7 @@ def test_rows_that_are_read_ahead_are_a_wait_only_once_the_training_thread_needs
 
 
 def _first_told(waits: ServerWaits) -> str:
-    """The first server that is reported within ten seconds."""
+    """Returns the first server that is reported within ten seconds."""
     for _ in range(10_000):
         if (server := waits.now[1]) != "":
             return server

@@ -1,5 +1,5 @@
-"""Tests what backends refuse before anything is sent. A world of one over torch's in-memory store:
-no network is needed to be told no."""
+"""Arguments that backends refuse before sending anything. The world has one rank and uses torch's
+in-memory store, so no network is needed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_backends_are_found_by_name() -> None:
 
 
 class NewBackend(GlooBackend):
-    """A user's additional backend."""
+    """A backend that a user adds."""
 
     name: ClassVar[str] = "new"
 

@@ -1,4 +1,4 @@
-"""Tests what init_method="redis://..." URLs mean, and what is said about wrong ones."""
+"""The meaning of init_method="redis://..." URLs and the errors for wrong ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""T16: its table, and that of its rows each is a way to train."""
+"""T16's table. Each of its rows is a valid way to train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Reading from step logs when workers are whole and when they have recovered."""
+"""The benchmark reads from step logs when all workers are training and when they have recovered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def log(
 
 @pytest.fixture
 def killed(tmp_path: Path) -> tuple[Recovery, int]:
-    """Three workers in group 1, of which the one of rank 1 was killed; and when."""
+    """Three workers in group 1, of which rank 1 was killed, and the time of the kill."""
     now = time.monotonic_ns()
     for rank, pid in enumerate(WORKERS):
         log(tmp_path, pid, group=1, world_size=3, rank=rank, times_ns=[now] * SETTLED_STEPS)

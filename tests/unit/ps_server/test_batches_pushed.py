@@ -121,7 +121,10 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
                 for batch in range(state["next"], state["next"] + generator.randrange(1, 6)):
                     state["next"] = batch + 1
                     state["sequences"][member] = sequence = state["sequences"].get(member, 0) + 1
-                    dies, acknowledged = generator.random() < 0.3, state["told"].pop(member, ())
+                    dies, acknowledged = (
+                        generator.random() < 0.3,
+                        state["acknowledged"].pop(member, ()),
+                    )
                     reached = generator.randrange(len(specs)) if dies else len(specs)
                     for spec in specs[:reached]:
                         gradient = torch.full((6,), float(batch))
@@ -136,7 +139,7 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
                             )
                         )
                         acknowledged = ()
-                    state["told"][member] = (batch,)
+                    state["acknowledged"][member] = (batch,)
                     if generator.random() < 0.3:
                         await server.snapshots.write()
                     state["pushed"].setdefault(member, []).append(batch)
@@ -173,7 +176,7 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
         "dead": [],
         "pushed": {},
         "sequences": {},
-        "told": {},
+        "acknowledged": {},
     }
     for seed in range(8):
         asyncio.run(life(seed, state))

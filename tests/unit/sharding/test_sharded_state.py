@@ -1,4 +1,4 @@
-"""Model and optimizer state stay what one process would have while it is cut for one number of
+"""Model and optimizer state stay equal to those of one process while they are cut for one number of
 ranks after another."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Rank:
-    """One rank's state, that steps on the whole batch."""
+    """The state of one rank, which trains on the whole batch."""
 
     def __init__(self, make_optimizer: Any) -> None:
         self.module = copy.deepcopy(_START)
@@ -168,14 +168,14 @@ def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
 def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be_made_from() -> (
     None
 ):
-    """Two ranks of three got the new shards; the third, that did not, has the others' old ones
-    alone, and one of the two dies."""
+    """Two of three ranks got their new shards. The third did not and has only the old ones of the
+    others. Then one of the two dies."""
     ranks_of_three = [Rank(OPTIMIZERS["momentum"]) for _ in range(3)]
     for rank, own in enumerate(ranks_of_three):
         own.state.cut_whole(number=1, rank=rank, topology=topology_of(["h"] * 3))
         incomplete = hold(own.state.units, own.state._state, own.state.cut, [{}])
         own.state._before = incomplete
-        # of which two positions are nowhere
+        # two of its positions are on no rank
         own.state.cut = Cut(number=2, world_size=5, position=rank, mirrored=None)
 
     def again(ranks: RankThread) -> None:

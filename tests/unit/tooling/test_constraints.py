@@ -1,4 +1,4 @@
-"""constraints.txt pins what `make` installs: all of it, and nothing that is no longer needed."""
+"""constraints.txt pins exactly the packages that `make` installs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PINNED = {
 
 
 def asked_for() -> Iterator[Requirement]:
-    """Returns what the developers' installation names: every distribution with all of its extras,
-    and the tools."""
+    """Yields the requirements of the developers' installation: every distribution with all its
+    extras, and the tools."""
     for project in PROJECTS.values():
         extras = [
             line for lines in project.get("optional-dependencies", {}).values() for line in lines
@@ -43,7 +43,7 @@ def asked_for() -> Iterator[Requirement]:
 
 
 def needed() -> set[str]:
-    """Names of all that is asked for, and of what that needs in turn on this machine."""
+    """Returns the names of all required packages and of their dependencies on this machine."""
     seen: set[tuple[str, frozenset[str]]] = set()
     pending = list(asked_for())
     while pending:

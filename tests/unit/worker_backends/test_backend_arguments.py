@@ -119,8 +119,8 @@ def test_ranks_of_different_address_families_are_told_so() -> None:
         return str(refused.value)
 
     with ThreadPoolExecutor(2) as ranks:
-        told = list(ranks.map(connect, range(2)))
-    for each in told:
+        errors = list(ranks.map(connect, range(2)))
+    for each in errors:
         assert (
             "rank 0 listens at 127.0.0.1 and rank 1 at ::1: Gloo connects ranks of one family alone"
             in each

@@ -458,7 +458,7 @@ def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: 
             temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1
         )
     with pytest.raises(ValueError, match="sparse"):
-        # at the next save of the rank, or when it leaves
+        # raised by the rank's next save, or when it leaves
         writer.wait(timedelta(seconds=30))
 
 

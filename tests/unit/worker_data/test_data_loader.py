@@ -232,12 +232,12 @@ def test_members_move_their_cursor_to_a_new_epoch_ahead_of_the_border_where_join
     for _ in loader:
         loader.committed(session.placement)
         break
-    told = []
+    epochs = []
     session.begin_step = lambda source: (
-        told.append(source.state_dict()["epoch"]) or session.placement
+        epochs.append(source.state_dict()["epoch"]) or session.placement
     )
     next(iter(loader))
-    assert told == [1]
+    assert epochs == [1]
 
 
 def test_stop_ends_the_iteration_and_the_epochs(session):

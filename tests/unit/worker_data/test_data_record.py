@@ -192,12 +192,12 @@ def test_every_line_written_before_a_sigkill_is_there(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
-    told = [int(process.stdout.readline()) for _ in range(200)]
+    reported = [int(process.stdout.readline()) for _ in range(200)]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
     lines = (tmp_path / "m.jsonl").read_bytes().split(b"\n")
-    assert [json.loads(line)["step"] for line in lines[: len(told)]] == told
+    assert [json.loads(line)["step"] for line in lines[: len(reported)]] == reported
 
 
 def test_two_writers_of_one_member_do_not_overwrite_each_other(tmp_path):

@@ -51,13 +51,13 @@ def test_a_script_without_a_main_guard_is_refused_in_its_data_workers(
 
 
 def test_a_break_is_told_from_an_iterator_that_is_dropped_later() -> None:
-    told: list[bool] = []
+    left: list[bool] = []
 
     def rows() -> Iterator[int]:
         try:
             yield from range(3)
         except GeneratorExit:
-            told.append(_left_by_for())
+            left.append(_left_by_for())
             raise
 
     def batches() -> Iterator[int]:
@@ -66,7 +66,7 @@ def test_a_break_is_told_from_an_iterator_that_is_dropped_later() -> None:
     for row in batches():
         if row == 1:
             break
-    assert told == [True]
+    assert left == [True]
 
     def returning() -> int | None:
         for row in batches():
@@ -74,8 +74,8 @@ def test_a_break_is_told_from_an_iterator_that_is_dropped_later() -> None:
         return None
 
     returning()
-    assert told == [True, True]
+    assert left == [True, True]
     dropped = batches()
     next(dropped)
     del dropped
-    assert told == [True, True, False]
+    assert left == [True, True, False]

@@ -76,10 +76,10 @@ def test_a_step_takes_one_round_where_no_shard_ends():
 def test_a_state_goes_with_its_shard_and_that_of_an_earlier_release_has_none():
     allotment, _ = settle(ShardsRead(lanes=(None, None)), [100, 100], [4, 4])
     allotment.hear_states(["here", None])
-    told = allotment.after.to_state()
-    assert ShardsRead.from_state(json.loads(json.dumps(told))) == allotment.after
+    state = allotment.after.to_state()
+    assert ShardsRead.from_state(json.loads(json.dumps(state))) == allotment.after
     assert allotment.after.lanes == (Place(0, 4, 4, 0, "here"), Place(1, 4, 4, 0))
-    earlier = {**told, "lanes": [place[:3] for place in told["lanes"]]}
+    earlier = {**state, "lanes": [place[:3] for place in state["lanes"]]}
     assert ShardsRead.from_state(earlier).lanes == (Place(0, 4, 4), Place(1, 4, 4))
 
 

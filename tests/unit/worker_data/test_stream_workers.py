@@ -165,9 +165,9 @@ def test_a_dead_data_worker_is_an_error_that_says_so_and_the_loop_can_be_entered
             if kills:
                 kill_one()
 
-    with pytest.raises(PreconditionError, match="SIGKILL") as told:
+    with pytest.raises(PreconditionError, match="SIGKILL") as raised:
         loop(kills=True)
-    assert told.value.reason == "DATA_WORKER_DIED"
+    assert raised.value.reason == "DATA_WORKER_DIED"
     assert len(seen) == 10
     loop(kills=False)
     assert len(seen) == len(set(seen)) == 100
@@ -189,10 +189,10 @@ def test_an_error_in_the_source_is_raised_where_its_item_is_asked_for_with_its_p
             seen.extend(batch.tolist())
             loader.committed(session.placement)
 
-    with pytest.raises(OSError, match="the network") as told:
+    with pytest.raises(OSError, match="the network") as raised:
         loop()
-    assert "Failing" not in str(told.value)
-    assert "in __iter__" in str(told.value.__cause__)
+    assert "Failing" not in str(raised.value)
+    assert "in __iter__" in str(raised.value.__cause__)
     assert seen == [0, 1, 2, 3]
     assert not workers_of_this_test()
 

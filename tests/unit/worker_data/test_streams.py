@@ -143,9 +143,9 @@ def test_a_stream_that_gives_other_items_when_it_goes_on_is_an_error(make_rank, 
         first.take()
         first.commit()
     again = make_rank(lambda: loader_of(there), ALONE, first.loader.state_dict())
-    with pytest.raises(PreconditionError, match=said) as told:
+    with pytest.raises(PreconditionError, match=said) as raised:
         again.take()
-    assert told.value.reason == "STREAM_NOT_REPEATED"
+    assert raised.value.reason == "STREAM_NOT_REPEATED"
 
 
 def test_a_shard_that_gives_other_items_when_another_rank_goes_on_with_it_is_an_error(make_rank):

@@ -91,7 +91,7 @@ def train(strategy: str, before_step: Any) -> int:
 
 
 def test_each_rank_has_a_session_of_its_own_and_so_have_its_threads() -> None:
-    def tell() -> Any:
+    def describe_session() -> Any:
         shoal.init()
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(current_session).result() is current_session()
@@ -104,9 +104,9 @@ def test_each_rank_has_a_session_of_its_own_and_so_have_its_threads() -> None:
         )
 
     before = find_session()
-    told = shoal.launch(tell, world_size=3)
-    assert [one[:4] for one in told] == [(rank, 3, 1, False) for rank in range(3)]
-    assert len({id(one[4]) for one in told}) == 3
+    sessions = shoal.launch(describe_session, world_size=3)
+    assert [one[:4] for one in sessions] == [(rank, 3, 1, False) for rank in range(3)]
+    assert len({id(one[4]) for one in sessions}) == 3
     assert find_session() is before
 
 

@@ -172,7 +172,7 @@ def test_a_number_of_steps_that_is_none_is_refused() -> None:
 
 
 def test_no_step_counts_after_a_verdict_that_the_script_has_caught() -> None:
-    told: list[str] = []
+    errors: list[str] = []
 
     def rank() -> None:
         torch.manual_seed(0)
@@ -189,12 +189,12 @@ def test_no_step_counts_after_a_verdict_that_the_script_has_caught() -> None:
             try:
                 optimizer.step()
             except ShoalError as error:
-                told.append(f"{error.reason} in step {loader.global_step}")
+                errors.append(f"{error.reason} in step {loader.global_step}")
 
     with pytest.raises(ShoalError, match="after step 4") as stopped:
         shoal.launch(rank, world_size=2)
     assert stopped.value.reason == "REPLICAS_DIVERGED"
-    assert set(told) == {"REPLICAS_DIVERGED in step 4"}
+    assert set(errors) == {"REPLICAS_DIVERGED in step 4"}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])

@@ -156,13 +156,13 @@ def test_train_step_in_micro_batches_returns_each_ones_loss_and_the_step_has_the
     model, optimizer = _pair()
     loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5)
     for step in loader.steps():
-        told = [
+        losses = [
             (float(model.train_step(x, y, nn.functional.cross_entropy)), len(x)) for x, y in step
         ]
-        assert [count for _, count in told] == [5, 5, 2]
+        assert [count for _, count in losses] == [5, 5, 2]
         assert optimizer.step()
     assert current_session().progress.snapshot().loss == pytest.approx(
-        sum(loss * count for loss, count in told) / 12
+        sum(loss * count for loss, count in losses) / 12
     )
 
 
@@ -504,10 +504,10 @@ def test_torchrun_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("clears", "told"), [("never", True), ("first", False), ("last", False), ("by hand", False)]
+    ("clears", "warned"), [("never", True), ("first", False), ("last", False), ("by hand", False)]
 )
 def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_word(
-    clears: str, told: bool, caplog: pytest.LogCaptureFixture
+    clears: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = network()
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -525,4 +525,4 @@ def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_w
             for parameter in net.parameters():
                 parameter.grad = None
     assert outcomes == [True, True, False, True, True]
-    assert ("gradients of the steps before" in caplog.text) is told
+    assert ("gradients of the steps before" in caplog.text) is warned

@@ -100,8 +100,10 @@ def test_the_table_of_strategies_is_what_they_declare() -> None:
         for line in _TABLE.read_text().splitlines()
         if line.startswith("| [")
     ]
-    told = {name: row[1:] for row in rows for name in re.findall(r"\[(\w+)\]\(\w+\.md\)", row[0])}
-    assert told == {
+    documented = {
+        name: row[1:] for row in rows for name in re.findall(r"\[(\w+)\]\(\w+\.md\)", row[0])
+    }
+    assert documented == {
         one.name: [one.memory, one.sent, one.a_death] for one in registry.declarations()
     }
 

@@ -38,18 +38,18 @@ def train(strategy: str, micro_batch_size: int | None) -> list[float]:
     )
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    told = []
+    losses = []
     if micro_batch_size is None:
         for batch in shoal.ElasticDataLoader(dataset, global_batch_size=8, shuffle=False):
-            told.append(float(model.train_step(*batch, nn.functional.mse_loss)))
+            losses.append(float(model.train_step(*batch, nn.functional.mse_loss)))
             optimizer.step()
     else:
         for step in shoal.ElasticDataLoader(
             dataset, global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False
         ).steps():
-            told += [float(model.train_step(*batch, nn.functional.mse_loss)) for batch in step]
+            losses += [float(model.train_step(*batch, nn.functional.mse_loss)) for batch in step]
             optimizer.step()
-    return told
+    return losses
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])

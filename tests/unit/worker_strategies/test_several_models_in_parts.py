@@ -188,13 +188,13 @@ def evaluated(layout: str) -> tuple[float, float]:
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
     validation = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, train=False)
     for _ in loader.epochs(2):
-        told = shoal.evaluate(
+        result = shoal.evaluate(
             models[1], validation, lambda model, batch: {"sum": float(model(batch[0]).sum())}
         )["sum"]
         for number, batch in enumerate(loader):
             take(models, optimizers, *batch, "", number)
     discriminator = models[1].clone()
-    return told, float(discriminator(dataset().tensors[0]).detach().sum())
+    return result, float(discriminator(dataset().tensors[0]).detach().sum())
 
 
 @pytest.mark.parametrize("layout", ["tensor", "hybrid_zero2"])
@@ -208,8 +208,8 @@ def test_a_model_is_evaluated_between_epochs(layout: str) -> None:
         ):
             take(models, optimizers, *batch, "", number)
     sums.append(float(models[1](dataset().tensors[0]).detach().sum()))
-    for told in shoal.launch(evaluated, layout, world_size=LAYOUTS[layout][2]):
-        assert told == pytest.approx(sums[1:], rel=1e-8)
+    for result in shoal.launch(evaluated, layout, world_size=LAYOUTS[layout][2]):
+        assert result == pytest.approx(sums[1:], rel=1e-8)
 
 
 def planned(given: Any) -> list[int]:

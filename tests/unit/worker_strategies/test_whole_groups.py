@@ -209,18 +209,18 @@ def compares_groups(strategy: str) -> list[Any]:
     one, *others = optimizer.param_groups
     one |= {"lr": 0.5}
     optimizer.param_groups[0] = one
-    told = [
+    answers = [
         one["lr"],
         optimizer.optimizer.param_groups[0]["lr"],
         one == dict(one),
         one == {},
         "lr" in list(reversed(one)),
     ]
-    return [*told, *[one == other for other in others], optimizer.state.get("nothing") is None]
+    return [*answers, *[one == other for other in others], optimizer.state.get("nothing") is None]
 
 
 def test_groups_are_compared_and_merged_as_dicts_are() -> None:
-    for told in shoal.launch(compares_groups, "zero1", world_size=2):
-        assert told[:5] == [0.5, 0.5, True, False, True]
-        assert not any(told[5:-1])
-        assert told[-1]
+    for answers in shoal.launch(compares_groups, "zero1", world_size=2):
+        assert answers[:5] == [0.5, 0.5, True, False, True]
+        assert not any(answers[5:-1])
+        assert answers[-1]

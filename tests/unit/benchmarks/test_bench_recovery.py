@@ -129,7 +129,7 @@ def test_a_pause_is_compared_with_the_floor_by_their_medians() -> None:
 
 
 def test_the_verdict_names_each_row_that_has_a_target() -> None:
-    said = verdict(
+    text = verdict(
         [
             ("shoal", 1.3, 1.4),
             ("shoal, 8 ranks", 2.5, 2.0),
@@ -138,6 +138,6 @@ def test_the_verdict_names_each_row_that_has_a_target() -> None:
         ]
     )
     assert (
-        said == "Measured, p50 of the floor: shoal 1.30 x (reached); shoal, 8 ranks 2.50 x (not "
+        text == "Measured, p50 of the floor: shoal 1.30 x (reached); shoal, 8 ranks 2.50 x (not "
         "reached); shoal, fsdp not measured."
     )

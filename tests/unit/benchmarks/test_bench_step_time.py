@@ -65,12 +65,12 @@ def rows(always: Sequence[float]) -> list[Row]:
 
 
 def test_the_verdict_judges_the_default_alone_and_says_what_comparing_costs() -> None:
-    said = step_time._verdict(rows([0.0075] * 4))
-    assert said.startswith(
+    text = step_time._verdict(rows([0.0075] * 4))
+    assert text.startswith(
         "Measured: shoal, 2 ranks 1.010 x (reached), shoal, 3 ranks 1.040 x (not reached). "
     )
-    assert "over never: 1.010" in said
-    assert "1.500" in said
+    assert "over never: 1.010" in text
+    assert "1.500" in text
 
 
 @pytest.mark.parametrize("always", [[], [0.0075] * 2])

@@ -31,9 +31,9 @@ def test_by_default_it_is_the_address_of_the_route_to_the_coordinator() -> None:
     )
 
 
-@pytest.mark.parametrize("said", ["lo", "127.0.0.1", "localhost"])
-def test_an_interface_an_address_and_a_host_name_come_to_the_same(said: str) -> None:
-    assert OwnAddress.find(said, None, towards=HERE) == OwnAddress(
+@pytest.mark.parametrize("name", ["lo", "127.0.0.1", "localhost"])
+def test_an_interface_an_address_and_a_host_name_come_to_the_same(name: str) -> None:
+    assert OwnAddress.find(name, None, towards=HERE) == OwnAddress(
         told="127.0.0.1", bound="127.0.0.1"
     )
 

@@ -106,7 +106,7 @@ class Acting:
 
     what: str
     since_ms: int
-    said: dict[str, str]
+    heartbeat: dict[str, str]
 
 
 class Story:
@@ -366,12 +366,12 @@ class Story:
             self.pulses[member] = beaten(self.pulses[member], self.ms, int(generation), progress)
         self.happen()
 
-    def does(self, what: str, *members: str, **said: str) -> None:
+    def does(self, what: str, *members: str, **heartbeat: str) -> None:
         """Sets what the members do from now on while time passes in `live`: train (steps end), work
         (no steps end), hang (no processor time either), wait for peers, or cut (no heartbeats).
-        `said` is added to their heartbeats."""
+        `heartbeat` is added to their heartbeats."""
         for member in members:
-            self.acting[member] = Acting(what=what, since_ms=self.ms, said=said)
+            self.acting[member] = Acting(what=what, since_ms=self.ms, heartbeat=heartbeat)
 
     def live(self, ms: str) -> None:
         """Advances to `ms` with one heartbeat per second from each member that does something."""
@@ -398,7 +398,7 @@ class Story:
                     "waited": str(waited),
                     "cpu": str(cpu),
                 }
-                self.beat(member, **heartbeat | acting.said)
+                self.beat(member, **heartbeat | acting.heartbeat)
 
     def drain(self, member: str | None = None, rank: str | None = None) -> None:
         self.happen(
@@ -601,19 +601,19 @@ def format_piece(layout: ShardLayout, piece: Piece) -> str:
 
 def format_record(record: fx.Record) -> str | None:
     """Formats the records of the event log about moves and quarantined members."""
-    said = record.attributes
+    attributes = record.attributes
     match record.kind:
         case "member_quarantined":
-            return f"member_quarantined: {said['who']}, rank {said['rank']}"
+            return f"member_quarantined: {attributes['who']}, rank {attributes['rank']}"
         case "server_draining" | "server_drained":
-            return f"{record.kind}: {said['server_id']}"
+            return f"{record.kind}: {attributes['server_id']}"
         case "partitions_moved":
             return (
-                f"partitions_moved: {said['partitions']} of {said['bytes']} bytes from "
-                f"{said['from']} to {said['to']}"
+                f"partitions_moved: {attributes['partitions']} of {attributes['bytes']} bytes from "
+                f"{attributes['from']} to {attributes['to']}"
             )
         case "move_failed":
-            return f"move_failed: {said['reason']}"
+            return f"move_failed: {attributes['reason']}"
         case _:
             return None
 

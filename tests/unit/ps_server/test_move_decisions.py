@@ -48,11 +48,11 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
                 await giver.giver.give(ORDER)
             await history.push(giver.server, 3)
 
-            async def stands(order: MoveOrder, progress: Any) -> str:
+            async def stall(order: MoveOrder, progress: Any) -> str:
                 await asyncio.Event().wait()
                 raise AssertionError
 
-            giver.giver.transfer = stands
+            giver.giver.transfer = stall
             giver.giver._idle_limit_s = 0.01
             with pytest.raises(NotTaken, match=r"took nothing for 0\.01 s"):
                 await giver.giver.give(replace(ORDER, move=2))

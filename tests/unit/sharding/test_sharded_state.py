@@ -74,8 +74,8 @@ class Rank:
         )
         self.execution.reduces_in_backward = False
         self.state = ShardedState(self.module, self.execution, Stage.OPTIMIZER)
-        said = True if isinstance(self.optimizer, MuonAndAdamW) else None
-        if takes_whole_tensors(self.optimizer, elementwise=False, whole_tensors=said):
+        whole = True if isinstance(self.optimizer, MuonAndAdamW) else None
+        if takes_whole_tensors(self.optimizer, elementwise=False, whole_tensors=whole):
             self.state.keep_tensors_whole()
         self.state.use_optimizer(self.optimizer)
 

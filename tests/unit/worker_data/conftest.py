@@ -90,7 +90,7 @@ class FakeSession:
         if what is not None:
             self.calls.append(("wait", what))
 
-    def said(self, kind):
+    def calls_of(self, kind):
         return [call for call in self.calls if call[0] == kind]
 
     @contextlib.contextmanager

@@ -45,7 +45,7 @@ class StreamWorld(World):
                 taken = list(threads.map(self._take_in_thread, self.ranks))
         if taken[0] is not None:
             loader = self.ranks[0].loader
-            weights = [rank.session.said("assign")[-1][1].weight for rank in self.ranks]
+            weights = [rank.session.calls_of("assign")[-1][1].weight for rank in self.ranks]
             # weight 0 marks a placeholder
             items = [
                 item for part, weight in zip(taken, weights, strict=True) if weight for item in part

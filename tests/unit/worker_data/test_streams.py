@@ -129,7 +129,7 @@ class Changed(Numbers):
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("there", "message"),
     [
         (Changed(20, {1: 99}), "first 8 items"),
         (Changed(20, {8: 99}), "item 8"),
@@ -137,13 +137,13 @@ class Changed(Numbers):
         (Changed(8, {}), "ended after 8"),
     ],
 )
-def test_a_stream_that_gives_other_items_when_it_goes_on_is_an_error(make_rank, there, said):
+def test_a_stream_that_gives_other_items_when_it_goes_on_is_an_error(make_rank, there, message):
     first = make_rank(lambda: loader_of(Changed(20, {})), ALONE)
     for _ in range(2):
         first.take()
         first.commit()
     again = make_rank(lambda: loader_of(there), ALONE, first.loader.state_dict())
-    with pytest.raises(PreconditionError, match=said) as raised:
+    with pytest.raises(PreconditionError, match=message) as raised:
         again.take()
     assert raised.value.reason == "STREAM_NOT_REPEATED"
 

@@ -54,10 +54,10 @@ def test_a_lost_step_puts_values_back() -> None:
 
 def test_a_name_that_was_not_registered_is_refused() -> None:
     _, run = registered_with(best=0.0, epoch=1)
-    said = r"'bset' is no value of the run's state; expected one that .* \(best, epoch\)"
-    with pytest.raises(AttributeError, match=said):
+    message = r"'bset' is no value of the run's state; expected one that .* \(best, epoch\)"
+    with pytest.raises(AttributeError, match=message):
         run.bset = 1.0
-    with pytest.raises(AttributeError, match=said):
+    with pytest.raises(AttributeError, match=message):
         _ = run.bset
     assert repr(run) == "RunValues(best=0.0, epoch=1)"
 

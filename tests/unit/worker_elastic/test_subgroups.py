@@ -134,10 +134,10 @@ def test_connections_of_one_name_are_apart(
 def test_messages_of_which_few_are_long_come_whole_and_in_order(
     make_backend: Callable[[], CommunicationBackend],
 ) -> None:
-    said = [b"short", bytes(range(256)) * 5000, b"", b"other"]
+    payloads = [b"short", bytes(range(256)) * 5000, b"", b"other"]
 
     def do(group: Group) -> Any:
-        return group.exchange(said[group.rank]) == said
+        return group.exchange(payloads[group.rank]) == payloads
 
     assert ranks(make_backend, do) == [True] * WORLD
 

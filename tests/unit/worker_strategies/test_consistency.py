@@ -130,14 +130,14 @@ def train_until(strategy: str, every: int, steps: int, shift_after: int) -> None
 def test_a_script_that_changes_weights_on_one_rank_is_told_which_since_when_and_why() -> None:
     with pytest.raises(ShoalError) as stopped:
         shoal.launch(train_until, "ddp", 4, 12, 5, world_size=3)
-    said = str(stopped.value)
-    assert said.startswith(
+    message = str(stopped.value)
+    assert message.startswith(
         "after step 5 rank 1 holds other values of '0.weight' (the parameters) than ranks 0 and 2 "
         "(4 of 4 tensors there differ)"
     )
-    assert "a script that changes values on some ranks alone" in said
-    assert "After step 4 all agreed" in said
-    assert "memory" not in said
+    assert "a script that changes values on some ranks alone" in message
+    assert "After step 4 all agreed" in message
+    assert "memory" not in message
 
 
 def test_a_rank_with_one_wrong_element_is_told_that_its_memory_may_have_failed() -> None:
@@ -241,7 +241,7 @@ def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_nex
 ) -> None:
     """Each rank's error shows its own setting, and no rank applies the step in which they
     differ."""
-    said: dict[int, str] = {}
+    errors: dict[int, str] = {}
     weights: dict[int, list[torch.Tensor]] = {}
 
     def rank() -> None:
@@ -261,7 +261,7 @@ def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_nex
             try:
                 optimizer.step()
             except ShoalError as error:
-                said[shoal.rank()] = f"{error.reason} in step {loader.global_step}: {error}"
+                errors[shoal.rank()] = f"{error.reason} in step {loader.global_step}: {error}"
                 weights[shoal.rank()] = [
                     parameter.detach() - old
                     for parameter, old in zip(net.parameters(), before, strict=True)
@@ -274,11 +274,11 @@ def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_nex
     ) as stopped:
         shoal.launch(rank, world_size=2)
     assert stopped.value.reason == "RANKS_DIVERGED"
-    assert {number: text.partition(":")[0] for number, text in said.items()} == dict.fromkeys(
+    assert {number: text.partition(":")[0] for number, text in errors.items()} == dict.fromkeys(
         (0, 1), "RANKS_DIVERGED in step 2"
     )
-    assert f"'{setting}': {other}" in said[1]
-    assert f"'{setting}': {other}" not in said[0]
+    assert f"'{setting}': {other}" in errors[1]
+    assert f"'{setting}': {other}" not in errors[0]
     assert not any(change.any() for changes in weights.values() for change in changes)
 
 
@@ -301,9 +301,9 @@ class LostAfterTheFirst:
 def test_a_difference_counts_although_a_peer_leaves_before_the_tensor_is_known() -> None:
     held = SimpleNamespace(agreed=2, steps=4)
     in_common = {"the model": {"'weight'": torch.zeros(2)}}
-    said = replicas_compared._compare(held, in_common, LostAfterTheFirst())  # type: ignore[arg-type]
-    assert said is not None
-    assert said.startswith(
+    message = replicas_compared._compare(held, in_common, LostAfterTheFirst())  # type: ignore[arg-type]
+    assert message is not None
+    assert message.startswith(
         "after step 4 ranks 0 and 1 hold different values of a tensor (the model). After step 2 "
         "all agreed"
     )

@@ -42,8 +42,8 @@ def dataset() -> TensorDataset:
     )
 
 
-def loss_of(said: torch.Tensor, truth: float) -> torch.Tensor:
-    return nn.functional.binary_cross_entropy_with_logits(said, torch.full_like(said, truth))
+def loss_of(logits: torch.Tensor, truth: float) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, truth))
 
 
 def take(
@@ -99,14 +99,14 @@ def distributed(
     models = make()
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
-    said = []
+    outcomes = []
     for _ in loader.epochs(2):
         for real, noise in loader:
             both = loader.global_step % every == 0
-            said.append(
+            outcomes.append(
                 take(models, optimizers, real, noise, generator_first=generator_first, both=both)
             )
-    return [value for model in models for value in model.full_state_dict().values()], said
+    return [value for model in models for value in model.full_state_dict().values()], outcomes
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -116,13 +116,13 @@ def test_they_end_as_in_plain_pytorch(
     strategy: str, generator_first: bool, every: int, world_size: int
 ) -> None:
     expected = plain(generator_first=generator_first, every=every)
-    for values, said in shoal.launch(
+    for values, outcomes in shoal.launch(
         distributed, strategy, generator_first, every, world_size=world_size
     ):
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-11)
-        assert said[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
-        assert not said[0][0]
+        assert outcomes[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
+        assert not outcomes[0][0]
 
 
 def with_norms(strategy: str) -> list[torch.Tensor]:
@@ -269,13 +269,13 @@ def across_an_update(strategy: str, options: dict[str, Any]) -> str:
     )
     (generator, discriminator), (of_generator, of_discriminator) = models, optimizers
     for real, noise in shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False):
-        said = discriminator(generator(noise))
+        logits = discriminator(generator(noise))
         of_discriminator.zero_grad()
-        (loss_of(discriminator(real), 1.0) + loss_of(said.detach(), 0.0)).backward()
+        (loss_of(discriminator(real), 1.0) + loss_of(logits.detach(), 0.0)).backward()
         of_discriminator.step()
         of_generator.zero_grad()
         try:
-            loss_of(said, 1.0).backward()
+            loss_of(logits, 1.0).backward()
         except PreconditionError as error:
             return str(error)
         of_generator.step()
@@ -285,8 +285,8 @@ def across_an_update(strategy: str, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "tensor"])
 def test_gradients_through_a_pass_from_before_the_models_update_are_refused(strategy: str) -> None:
     options = {"minimum_parameter_group_size": 16} if strategy == "tensor" else {}
-    for said in shoal.launch(across_an_update, strategy, options, world_size=2):
-        assert "through a forward pass of model 1 from before its optimizer's step" in said
+    for message in shoal.launch(across_an_update, strategy, options, world_size=2):
+        assert "through a forward pass of model 1 from before its optimizer's step" in message
 
 
 def left_and_asked(strategy: str, options: dict[str, Any]) -> bool:
@@ -448,10 +448,10 @@ def in_another_order(strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_ranks_that_step_optimizers_in_another_order_are_told_so(strategy: str) -> None:
-    for said in shoal.launch(in_another_order, strategy, world_size=2):
+    for message in shoal.launch(in_another_order, strategy, world_size=2):
         assert (
             "rank 0 has stepped the optimizer of model 0, rank 1 has stepped the optimizer of "
-            "model 1" in said
+            "model 1" in message
         )
 
 

@@ -61,7 +61,7 @@ def take(
     steps instead of before the passes.
     """
     generator, discriminator = models
-    said = []
+    outcomes = []
 
     def discriminate() -> None:
         if kind == "frozen":
@@ -73,7 +73,7 @@ def take(
             loss_of(discriminator(real), 1.0)
             + loss_of(discriminator(made if kind == "attached" else made.detach()), 0.0)
         ).backward()
-        said.append(optimizers[1].step())
+        outcomes.append(optimizers[1].step())
         if "cleared" in kind:
             optimizers[1].zero_grad()
 
@@ -83,7 +83,7 @@ def take(
         if "cleared" not in kind:
             optimizers[0].zero_grad()
         loss_of(discriminator(generator(noise)), 1.0).backward()
-        said.append(optimizers[0].step())
+        outcomes.append(optimizers[0].step())
         if "cleared" in kind:
             [optimizer.zero_grad() for optimizer in optimizers]
 
@@ -91,7 +91,7 @@ def take(
     for update in order:
         if update is discriminate or kind != "seldom" or number % 3 == 0:
             update()
-    return said
+    return outcomes
 
 
 def plain(kind: str) -> list[torch.Tensor]:
@@ -113,11 +113,11 @@ def distributed(layout: str, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
         models, optimizers_of(*models), strategy=strategy, **options
     )
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
-    said = []
+    outcomes = []
     for _ in loader.epochs(2):
         for real, noise in loader:
-            said.append(take(models, optimizers, real, noise, kind, loader.global_step))
-    return [value for model in models for value in model.full_state_dict().values()], said
+            outcomes.append(take(models, optimizers, real, noise, kind, loader.global_step))
+    return [value for model in models for value in model.full_state_dict().values()], outcomes
 
 
 ALL = [*LAYOUTS]
@@ -150,10 +150,10 @@ QUICK = {
 )
 def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
     expected = plain(kind)
-    for values, said in shoal.launch(distributed, layout, kind, world_size=LAYOUTS[layout][2]):
+    for values, outcomes in shoal.launch(distributed, layout, kind, world_size=LAYOUTS[layout][2]):
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-11)
-        assert said[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
+        assert outcomes[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
 
 
 def by_hand(_: int) -> list[torch.Tensor]:
@@ -265,8 +265,8 @@ def too_small(_: int) -> str:
 
 
 def test_a_model_that_cannot_be_cut_for_the_ranks_is_refused_whichever_it_is() -> None:
-    for said in shoal.launch(too_small, 0, world_size=2):
-        assert "its 1 rows, in pieces of 1, leave a rank without any" in said
+    for message in shoal.launch(too_small, 0, world_size=2):
+        assert "its 1 rows, in pieces of 1, leave a rank without any" in message
 
 
 def test_the_ranks_are_divided_so_that_every_model_can_be_cut() -> None:

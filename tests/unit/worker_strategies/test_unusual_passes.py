@@ -286,13 +286,13 @@ def test_a_method_that_cannot_be_a_pass_is_refused() -> None:
     def rank(strategy: str, name: str) -> None:
         prepared(strategy)[0].register_forward_method(name)
 
-    for strategy, name, said in [
+    for strategy, name, message in [
         ("zero3", "encode", "Net has no method of that name"),
         ("zero3", "body", "Net has no method of that name"),
         ("zero3", "predict", "the model has a method of its own of that name"),
         ("tensor", "loss", "layers and stages are split along the module's forward pass"),
     ]:
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=message):
             shoal.launch(rank, strategy, name, world_size=2)
 
 

@@ -1,6 +1,5 @@
-"""A worker whose device fails in the middle of a step ends; its replacement and its peers come to
-the result of a run without faults.
-"""
+"""A worker whose device fails in the middle of a step ends. Its replacement and its peers reach the
+result of a run without faults."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tests.zygote.children import Zygote, eventually
 
 Starter = Callable[[str], Zygote]
 _ERROR = 1
-"""Exit status of a script that raised."""
+"""Exit status of a script that raised an exception."""
 
 
 @pytest.mark.parametrize("strategy", ["ddp"])
@@ -40,9 +39,8 @@ def test_a_fault_of_the_device_costs_its_worker_and_no_step(
     status: int,
     strategy: str,
 ) -> None:
-    """The launcher replaces a worker that ends with 75 by itself, any other with `--max-restarts`;
-    here the test does.
-    """
+    """The launcher always replaces a worker that ends with status 75, and others within
+    `--max-restarts`. Here, the test replaces the worker."""
     is_there(kind)
     (fault_free,) = together(
         lambda: training.train(strategy, {"deterministic": True}, backend="gloo"), world_size=1

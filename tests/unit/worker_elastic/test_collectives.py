@@ -45,11 +45,11 @@ def test_numbers_are_added_up_as_what_they_are():
 
 def test_tensors_and_what_holds_them_keep_their_shape_and_type():
     def run(rank):
-        result = {
+        values = {
             "hits": torch.tensor([rank, 1], dtype=torch.int32),
             "loss": (torch.tensor(0.5 * rank, requires_grad=True), [rank]),
         }
-        return shoal.all_reduce(result), shoal.all_reduce(result, "mean")
+        return shoal.all_reduce(values), shoal.all_reduce(values, "mean")
 
     for total, mean in _launched(run):
         assert total["hits"].dtype == torch.int64, "sums of small integer types do not wrap"

@@ -106,5 +106,5 @@ def test_some_thousands_of_arbitrary_messages_change_nothing(cluster: Cluster) -
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_arbitrary_messages_change_nothing(cluster: Cluster) -> None:
-    """SHOAL_FUZZ_MESSAGES sets the number of messages and SHOAL_FUZZ_SEED the seed."""
+    """SHOAL_FUZZ_MESSAGES messages with the seed SHOAL_FUZZ_SEED do not change the services."""
     shoot_and_judge(cluster, MESSAGES, SEED + 2, most_growth=_MOST_GROWTH)

@@ -39,8 +39,9 @@ def test_a_fault_of_the_device_costs_its_worker_and_no_step(
     status: int,
     strategy: str,
 ) -> None:
-    """The launcher always replaces a worker that ends with status 75, and others within
-    `--max-restarts`. Here, the test replaces the worker."""
+    """A worker whose device fails is replaced without losing a step. The test replaces the worker
+    as the launcher would, which does so without limit for status 75 and within `--max-restarts`
+    otherwise."""
     is_there(kind)
     (fault_free,) = together(
         lambda: training.train(strategy, {"deterministic": True}, backend="gloo"), world_size=1

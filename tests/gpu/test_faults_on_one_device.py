@@ -171,7 +171,8 @@ def test_a_session_whose_group_is_aborted_is_formed_anew_and_loses_nothing(
 def test_async_sgd_with_one_worker_on_a_device_comes_to_what_one_process_does(
     shell: Shell, kind: str
 ) -> None:
-    """Gradients are sent to a parameter server through pinned memory, and values come back."""
+    """async_sgd with one worker trains as one process does, with gradients and values transferred
+    through pinned memory."""
     is_there(kind)
     alone = torch.cat([value.flatten() for value in training.alone().values()]).tolist()
     variables = {

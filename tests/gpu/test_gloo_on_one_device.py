@@ -142,8 +142,8 @@ def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(
 def test_what_a_side_stream_writes_is_sent_and_what_it_reads_has_come(
     backends: list[GlooBackend], device: torch.device, collective: str, followed: bool
 ) -> None:
-    """The kernels before the collective, the collective and the kernels after it are on a stream of
-    the caller that is behind."""
+    """A collective on a caller's stream sends what earlier kernels on the stream write, and later
+    kernels see its result, although the stream is behind the host."""
 
     def use(rank: int) -> torch.Tensor:
         group, side = backends[rank].process_group, torch.cuda.Stream(device)

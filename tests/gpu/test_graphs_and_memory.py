@@ -45,7 +45,8 @@ def alone() -> list[float]:
 def test_a_block_in_a_cuda_graph_changes_nothing(
     starter: Starter, tmp_path: Path, kind: str, backend: str, alone: list[float]
 ) -> None:
-    """ddp is used because it does not move parameters."""
+    """A block in a CUDA graph trains as in plain torch. The test uses ddp, which does not move
+    parameters."""
     is_there(kind)
     rows = training.BATCH // _WORKERS
     for result in train(

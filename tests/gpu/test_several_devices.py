@@ -122,8 +122,8 @@ def test_a_worker_lost_in_the_middle_of_an_all_reduce_costs_the_others_nothing(
     strategy: str,
     action: str,
 ) -> None:
-    """SIGKILL or SIGSTOP arrives after the worker has started to sum gradients, while it is not
-    waiting."""
+    """A worker that is killed or stopped while it sums gradients does not change the result of the
+    others."""
     settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
     with cluster(
         starter(place.kind),
@@ -157,9 +157,9 @@ def test_steps_that_are_done_again_end_with_the_same_bits(
     strategy: str,
     times: int,
 ) -> None:
-    """One worker loses its group `times` times while it sums gradients in each of 24 steps, and
-    each redo uses the same memory. On the host there are three steps or one, because the
-    coordinator waits for up to 5 s when generations fail repeatedly."""
+    """Steps that are repeated after a worker has lost its group `times` times give the same bits.
+    On the host there are three steps or one, because the coordinator waits for up to 5 s when
+    generations fail repeatedly."""
     steps = range(training.STEPS if place.kind == "cuda" else 3 if times == 1 else 1)
     points = [
         f"reduction.under_way@{1 + step * (times + 1) + again}=lose"
@@ -191,9 +191,9 @@ def test_steps_that_are_done_again_end_with_the_same_bits(
 def test_a_machine_that_is_lost_costs_the_other_one_nothing(
     starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str
 ) -> None:
-    """Shoal and NCCL see two machines: SHOAL_HOST groups the ranks of a machine, and NCCL_HOSTID
-    keeps NCCL from using shared memory between them. All workers of the second machine die at once.
-    Under hsdp, each machine has the full state."""
+    """The loss of a machine does not change the result. SHOAL_HOST and NCCL_HOSTID simulate two
+    machines, and all workers of the second die at once. Under hsdp, each machine has the full
+    state."""
     first, second = (
         list(range(place.workers - place.workers // 2)),
         list(range(place.workers - place.workers // 2, place.workers)),
@@ -248,8 +248,8 @@ def test_a_worker_that_joins_changes_nothing(
 def test_activations_of_64_mib_go_through_a_pipeline(
     starter: Starter, tmp_path: Path, place: Place
 ) -> None:
-    """Uses 1F1B; a micro-batch of 4 samples has 2048 rows of 1024 numbers in float64. The second
-    run divides the layers over more ranks, but the sums in each layer stay the same."""
+    """A 1F1B pipeline with activations of 64 MiB trains as a single stage does. A micro-batch of 4
+    samples has 2048 rows of 1024 float64 numbers."""
     rows = "2048" if place.kind == "cuda" else "16"
     told = []
     for stages in (1, place.workers):

@@ -62,7 +62,8 @@ def test_a_strategy_comes_to_what_one_process_does_on_the_host(
 def test_a_pipeline_whose_messages_go_through_host_memory_comes_to_the_same(
     alone: dict[str, torch.Tensor],
 ) -> None:
-    """Tensors of the host are treated as tensors of a device."""
+    """A pipeline that copies messages through host memory trains as one process does. Tensors of
+    the host are treated as tensors of a device."""
     with (
         mock.patch.object(on_devices, "is_elsewhere", return_value=True),
         mock.patch.object(on_devices, "host_copy", side_effect=on_devices.host_copy) as copied,

@@ -106,7 +106,8 @@ def test_workers_that_share_a_gpu_are_told_so_and_have_sizes_for_the_loopback_in
 
 
 def test_processes_that_share_a_gpu_are_separate_machines_to_nccl_and_devices_to_shoal() -> None:
-    """A host without a GPU can check the values passed to NCCL and those that Shoal compares."""
+    """Processes that share a GPU look like separate machines to NCCL and like separate devices to
+    Shoal. The test checks the values that these compare, so it needs no GPU."""
     program = (
         "import os, types; from unittest import mock; from benchmarks.workers.shared_gpu import "
         "pass_for_a_machine\n"

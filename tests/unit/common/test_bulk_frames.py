@@ -83,7 +83,8 @@ def test_pieces_go_from_side_to_side_in_turn() -> None:
 
 
 def test_the_other_side_cannot_take_pages_away() -> None:
-    """Otherwise it could kill the server with a signal."""
+    """A client can neither shrink nor seal the shared memory, which would kill the server with a
+    signal. Holes that it punches are filled with new pages."""
     server, descriptor = SharedArea.make()
     client = mmap.mmap(descriptor, AREA_BYTES)
     for size in (0, AREA_BYTES - 1, AREA_BYTES + 1):

@@ -128,7 +128,8 @@ def test_an_update_that_is_only_asked_for_changes_nothing() -> None:
     st.randoms(),
 )
 def test_rows_are_those_of_a_dictionary(pushes: list[list[int]], random: Any) -> None:
-    """Ids come in any order, with growth, eviction and restarts in between."""
+    """A table behaves like a dictionary from ids to rows, with ids in any order, growth, eviction
+    and restarts."""
     spec = table("sgd", {"lr": 1.0}, max_rows=50, buckets=1, initializer="zeros", scale=0.0)
     rows = Rows(spec, 2)
     kept: dict[int, tuple[float, int]] = {}

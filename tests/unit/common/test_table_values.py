@@ -24,8 +24,7 @@ def test_initial_rows_never_change(initializer: str) -> None:
 
 
 def test_the_hash_is_splitmix64() -> None:
-    """Compares with the generator's first output for seed 0 as published by its authors: id 0 is
-    its first state."""
+    """The hash of id 0 is the first output of splitmix64 for seed 0 as published by its authors."""
     assert int(hashed(np.array([0]))[0]) == 0xE220A8397B1DCDAF
 
 

@@ -174,8 +174,8 @@ def run(
     ("strategy", "name"), [("ddp", "sign"), ("ddp", "powersgd"), ("zero2", "topk")]
 )
 def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
-    """Scales are powers of two, so they must not change the result. A skipped step must leave
-    nothing behind."""
+    """A gradient scaler does not change the result of compressed training, because scales are
+    powers of two. A skipped step leaves no residuals behind."""
 
     def scaled(growth: int, overflow_at: int, steps: int) -> Flat:
         net = network()
@@ -208,7 +208,8 @@ def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
 def test_residuals_of_several_models_follow_the_scaler_of_their_own(
     strategy: str, both: bool
 ) -> None:
-    """Scales are powers of two, so they must not change the result."""
+    """Each of several models may have a scaler of its own without a change of the result, because
+    scales are powers of two."""
 
     def scaled(growth: int) -> Flat:
         torch.manual_seed(0)

@@ -142,8 +142,8 @@ def test_servers_keep_the_data_of_a_run_through_all_restarts_of_failing_ones() -
 
 @pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if "build" in service])
 def test_volumes_are_writable_for_the_user_that_the_image_runs_as(name: str) -> None:
-    """A named volume belongs to root unless the image has a directory in its place. Then it takes
-    over the owner of that directory."""
+    """An image creates the mount points of its volumes for its own user. Otherwise, the named
+    volumes would belong to root."""
     stage = STAGES[SERVICES[name]["build"]["target"]]
     for volume in SERVICES[name].get("volumes", []):
         source, folder, *mode = volume.split(":")

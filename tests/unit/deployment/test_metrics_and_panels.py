@@ -107,8 +107,8 @@ def test_reasons_are_given_for_metrics_that_exist() -> None:
 
 @pytest.mark.parametrize("service", ["coordinator", "worker", "ps"])
 def test_a_service_has_a_dashboard_of_its_own(service: str) -> None:
-    """Each service's dashboard shows all its metrics, except those on the overview, which shows
-    only metrics of common interest."""
+    """A service's dashboard shows all metrics of the service except those on the overview, which
+    shows only metrics of common interest."""
     uid = {"coordinator": "shoal-coordinator", "worker": "shoal-workers", "ps": "shoal-servers"}[
         service
     ]
@@ -128,8 +128,8 @@ def test_a_service_has_a_dashboard_of_its_own(service: str) -> None:
 
 
 def test_lines_do_not_break_when_ranks_are_dealt_anew() -> None:
-    """A line whose labels include a rank or a member id would become another line after a
-    re-ranking. Both labels are in shoal_worker_info, which a table shows."""
+    """No graph has lines with a rank or a member id in their labels, because such lines would break
+    at a re-ranking. The table of shoal_worker_info shows both."""
     breaking = [
         f"{board.uid}: {graph.title}"
         for board, graph in GRAPHS

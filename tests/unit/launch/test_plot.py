@@ -66,7 +66,8 @@ def texts(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("samples", [True, False])
 def test_a_steady_run_has_a_steady_throughput(samples: bool) -> None:
-    """The number of steps between samples varies by up to a third."""
+    """The plotted throughput of a steady run is constant, although the numbers of steps between
+    samples vary by up to a third."""
     shown = rates(figures([0.5] * 300, samples=samples))
     expected = (BATCH if samples else 1) * 1e9 / STEP_NS
     assert len(shown) == 40

@@ -336,8 +336,8 @@ def test_a_batch_on_the_servers_counts_where_its_worker_died_before_counting_it(
 
 
 def test_inner_steps_count_once_their_round_is_on_the_servers(tmp_path) -> None:
-    """Rounds of three steps with four samples each, pushed by workers whose progress meters write
-    tallies."""
+    """Steps count once the push of their round is acknowledged. Each round has three steps with
+    four samples each."""
     account, clock = RunAccount(), Clock()
     meters: dict[str, ProgressMeter] = {}
     steps = dict.fromkeys("ab", 0)

@@ -242,8 +242,8 @@ def test_a_stage_asks_what_another_stages_module_gives_once_for_inputs_of_one_ki
 
 
 def test_activation_checkpointing_around_and_within_layers_gives_the_same_gradients() -> None:
-    """A checkpointed layer runs again in the backward pass, after the stage has processed another
-    micro-batch, and must use its own input."""
+    """A checkpointed layer that runs again in the backward pass uses its own input, although its
+    stage has processed another micro-batch in between."""
     torch.manual_seed(0)
     model = LlamaLike()
     for layer in model.model.layers:

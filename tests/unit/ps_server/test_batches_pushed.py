@@ -51,8 +51,8 @@ def test_the_oldest_runs_are_forgotten(monkeypatch) -> None:
 
 
 def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None:
-    """This also holds when the member alternates between two loaders, whose batch numbers come from
-    different ranges."""
+    """A batch that a dead member has pushed is acknowledged again but not applied, also if that
+    member alternated between two loaders."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
     keys = [key for pair in zip(range(1000, 1200), range(5000, 5200), strict=True) for key in pair]
     acknowledged: list[int] = []
@@ -82,8 +82,8 @@ def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None
 
 
 def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(make) -> None:
-    """Member a pushes a batch to one partition, is refused at the other, and continues with another
-    batch. The member that gets the first batch next pushes the missing part."""
+    """A batch that member a pushed to one partition but not to the other counts as pushed for the
+    first partition only. The next member that gets the batch pushes the missing part."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
     shard.push(make.upload(torch.ones(6), make.spec(0), batch=8))
     with pytest.raises(InvalidRequestError):
@@ -102,8 +102,8 @@ def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(ma
 
 
 def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: Path) -> None:
-    """Members push batch after batch to all partitions, with snapshots and kills in between.
-    Batches of dead members are dealt again. Each batch is applied once."""
+    """Each batch is applied once, although members die, their batches are dealt again, and the
+    server is snapshotted and killed."""
     specs = [make.spec(number, tensor=f"t{number}") for number in range(3)]
 
     async def life(seed: int, state: dict[str, Any]) -> None:

@@ -368,7 +368,8 @@ def test_one_stranger_more_replaces_the_oldest_and_those_of_this_machine_have_th
 def test_handshakes_of_strangers_are_not_the_event_loops_work(
     serving, tmp_path, monkeypatch
 ) -> None:
-    """A client that never finishes its handshake does not delay the handshake of another."""
+    """TLS handshakes run outside of the event loop, and a client that never finishes its handshake
+    does not delay others."""
     threads: list[str] = []
 
     class Handshakes(ssl.SSLSocket):
@@ -414,7 +415,8 @@ def test_handshakes_of_strangers_are_not_the_event_loops_work(
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL])
 @pytest.mark.parametrize("over", [Transport.TCP, Transport.MEMORY])
 def test_a_peer_that_goes_away_while_its_stream_waits_is_noticed(serving, over, kind) -> None:
-    """gRPC cancels a call in this case. Here, the stream waits for member b under bsp."""
+    """The server notices that a peer has closed its connection while its stream waits for another
+    member under bsp, as gRPC does by cancelling the call."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
@@ -480,8 +482,8 @@ def test_a_server_that_stops_lets_a_stream_end_and_cuts_idle_connections(serving
 
 @pytest.mark.parametrize("turns", range(5))
 def test_who_connects_in_the_moment_in_which_the_server_stops_is_hung_up_on(serving, turns) -> None:
-    """The server does not accept the connection and then forget it. It stops `turns` iterations of
-    the event loop after the client has connected."""
+    """A client that connects while the server stops is disconnected instead of being accepted and
+    forgotten. The server stops `turns` iterations of the event loop after the connection."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()

@@ -70,8 +70,8 @@ def test_a_joiner_starts_where_the_slowest_stands_however_it_counts() -> None:
 
 
 def test_a_member_that_is_placed_anew_takes_part_when_it_has_read() -> None:
-    """Until then, it may also be placed by other servers, and no member may be placed by its
-    clock."""
+    """A member that was placed at a new clock takes part once it has read. Before that, other
+    servers may still place it, so no member is placed by its clock."""
     clocks = Clocks()
     clocks.follow(["a"])
     clocks.arrive("a", 3)
@@ -166,8 +166,8 @@ def test_under_bsp_who_pushes_has_read_before() -> None:
 def test_under_bsp_a_second_push_of_an_iteration_that_is_finished_here_belongs_to_the_next() -> (
     None
 ):
-    """Another server refused the first push, and the member caught the error, so it does not
-    increase its count."""
+    """Under bsp, the second push of a member in an iteration that this server has finished counts
+    for the next iteration. This happens when another server has refused the first push."""
     clocks = Clocks()
     clocks.follow(["a", "b"])
     for member in ("a", "b"):

@@ -64,7 +64,8 @@ def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path)
 
 
 def test_runs_that_stored_nothing_push_out_none_of_what_is_kept(tmp_path: Path) -> None:
-    """This happens when a container is restarted again and again and fails before it trains."""
+    """Runs that stored nothing do not displace the kept data of other runs. Such runs occur when a
+    container restarts repeatedly and fails before it trains."""
     with DataDirectory(tmp_path) as data:
         data.note_run(FIRST)
         fill(tmp_path, "a")

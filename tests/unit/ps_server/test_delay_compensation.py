@@ -80,8 +80,8 @@ def test_a_push_without_delay_is_applied_bit_for_bit_as_it_came(make, name) -> N
 
 
 def test_a_push_whose_base_is_not_known_is_applied_as_it_came(make) -> None:
-    """This applies to a member that never pulled under its own id, and to one whose push names
-    another version than the one that it pulled last."""
+    """A push is applied without compensation if its member never pulled under its own id, or if the
+    push names another version than the last one that the member pulled."""
     shard = make.shard(optimizer=settings())
     shard.note_pull(0, "b")
     shard.push(make.upload(torch.ones(6), member="a", sequence=1))
@@ -176,8 +176,8 @@ def test_it_is_not_for_maximize_and_not_below_zero() -> None:
 def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
     make, tmp_path, seed, monkeypatch
 ) -> None:
-    """Three members push and pull in random order, also while pushes of others are in progress,
-    with snapshots, random disk failures, a schedule and a restart in between."""
+    """Recovery after any record gives the same bits, for members that push and pull in random
+    order, with snapshots, disk failures, a schedule and a restart."""
     data = tmp_path / "data"
     generator = random.Random(seed)
     spec = make.packed(0, ("a", 1), ("b", 3), ("c", 2))

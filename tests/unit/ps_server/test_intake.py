@@ -149,7 +149,8 @@ def test_a_stream_waits_when_too_much_is_being_received(made) -> None:
 
 
 def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
-    """This holds for any number of stalled streams of the member."""
+    """A member with 64 stalled streams uses only its own share of the memory, and another member's
+    push succeeds."""
 
     async def scenario() -> None:
         staging = Staging(nbytes=24 * SHARE * 2)
@@ -184,8 +185,8 @@ def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
 
 
 def test_a_push_that_waits_for_another_member_takes_no_memory_that_this_one_needs(made) -> None:
-    """Under bsp, there is memory for one push, and each of the two pushes waits until the other has
-    arrived."""
+    """Two pushes that wait for each other under bsp both succeed, although there is memory for only
+    one."""
 
     async def scenario() -> None:
         intake, shard = made(staging=Staging(nbytes=24), mode=ConsistencyMode.BSP)
@@ -204,8 +205,8 @@ def test_a_push_that_waits_for_another_member_takes_no_memory_that_this_one_need
 
 
 def test_a_push_that_is_known_waits_for_nobody(made) -> None:
-    """Under bsp, the answer to the push was lost, and other members have not yet read the values of
-    its iteration."""
+    """Under bsp, a repeated push is acknowledged without waiting for other members to read the
+    values."""
 
     async def scenario() -> None:
         intake, shard = made(mode=ConsistencyMode.BSP)

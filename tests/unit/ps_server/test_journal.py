@@ -39,8 +39,8 @@ from tests.unit.ps_server.journaled import (
 def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(
     make, tmp_path, fsync
 ) -> None:
-    """Two members push uncompressed gradients, and a schedule changes the learning rate in
-    between."""
+    """Acknowledged pushes of two members and changes of the learning rate are bitwise restored
+    after a crash."""
 
     async def test() -> None:
         async with opened(tmp_path / "data", fsync) as server:
@@ -85,8 +85,8 @@ def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(
 def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_crash(
     make, tmp_path
 ) -> None:
-    """A powersgd push is journaled as it was received. A piece without a gradient in a step is
-    omitted."""
+    """Acknowledged powersgd pushes, which are journaled as received, are bitwise restored after a
+    crash, also if a piece was absent."""
     weight = PartitionSpec(
         partition_id=0,
         pieces=tuple(Piece(tensor=name, offset=0, length=640, row=16) for name in ("one", "two")),
@@ -167,8 +167,8 @@ def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one
 def test_a_file_that_is_written_over_an_older_one_ends_where_its_own_records_do(
     make, tmp_path
 ) -> None:
-    """The crash may be at any byte. Behind the torn record are complete records of the older
-    file."""
+    """A reused journal file ends with its own last record after a crash at any byte. The complete
+    records after it belong to the older file."""
     data = tmp_path / "data"
     states: list[tuple[int, dict[int, Any]]] = []
 
@@ -232,7 +232,8 @@ def test_after_a_torn_end_the_server_goes_on_and_recovers_again(make, tmp_path) 
 def test_what_is_recovered_is_on_disk_before_anything_is_built_on_it(
     make, tmp_path, monkeypatch
 ) -> None:
-    """The killed process may have written these records without syncing them."""
+    """Recovery syncs the journal before the server continues, because the killed process may have
+    written records without syncing them."""
     data = tmp_path / "data"
     synced: list[str] = []
 
@@ -311,8 +312,8 @@ def test_the_journal_of_another_server_is_not_taken(make, tmp_path) -> None:
 def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
     make, tmp_path
 ) -> None:
-    """Partitions are copied at different moments. Records in the new journal file that a later copy
-    already includes are not applied twice."""
+    """A snapshot and the pushes made while it is written are restored. Pushes in the new journal
+    file that a copied partition already includes are not applied twice."""
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -356,8 +357,8 @@ def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
 
 
 def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_path) -> None:
-    """So the bound of ssp still holds. It is not known whether the last push of a member had
-    reached all servers, so it counts only when the member reports it."""
+    """After a crash, members are as far apart as before, so ssp's bound holds. A member's last push
+    counts only once the member reports it."""
 
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
@@ -396,8 +397,8 @@ def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_pa
 def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(
     make, tmp_path
 ) -> None:
-    """So a joiner begins after the iteration of the admitted pushes, by the clocks of the
-    participating members, and no member waits for one that is at rest."""
+    """After a crash, the server knows the open iteration of bsp and the members at rest. So a
+    joiner begins after that iteration, and no member waits for one at rest."""
     bsp = Consistency(mode=ConsistencyMode.BSP)
 
     def check(clocks: Clocks) -> None:
@@ -451,7 +452,8 @@ def test_a_push_sent_twice_at_once_is_applied_once_and_both_are_answered_when_it
 def test_an_update_that_is_tried_first_waits_for_those_that_are_on_their_way(
     make, tmp_path
 ) -> None:
-    """An update that would become infinite is refused and not written; the others are."""
+    """An update that must be tried waits for earlier updates. If it would become infinite, it is
+    refused and not journaled."""
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -575,8 +577,8 @@ def test_damage_to_the_first_record_of_the_file_that_a_snapshot_names_is_no_torn
 
 
 def test_a_record_within_a_payload_is_no_record(make, tmp_path) -> None:
-    """A gradient can contain any bytes, even those of another journal with a torn record after
-    them."""
+    """Recovery does not mistake bytes in a payload for a record, even if they come from another
+    journal and the journal's end is torn."""
     data, other = tmp_path / "data", tmp_path / "other"
 
     async def test(path: Path, payload: bytes) -> None:

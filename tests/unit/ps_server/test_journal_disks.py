@@ -102,8 +102,8 @@ def test_refusals_of_a_full_disk_are_logged_once_in_ten_seconds(make, tmp_path, 
 def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(
     make, tmp_path, monkeypatch
 ) -> None:
-    """The write succeeded but the sync failed. The process is killed before anything else is
-    written."""
+    """A push whose sync failed is not restored, although the disk has it, and the process is killed
+    before anything else is written."""
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -133,8 +133,8 @@ def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(
 def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(
     make, tmp_path, monkeypatch
 ) -> None:
-    """This also holds after a kill before anything else is written, when there is no room for a new
-    file either."""
+    """If the disk has room for only some of several changes written together, all of them are
+    refused, also after a kill and without room for a new file."""
     data = tmp_path / "data"
 
     async def test() -> None:

@@ -148,8 +148,8 @@ async def steps(giver: Moved, receiver: Moved, history: History) -> list[Step]:
 def test_snapshots_that_are_taken_while_partitions_move_have_all_of_them(
     make, tmp_path, at
 ) -> None:
-    """Each snapshot begins with one of the steps, and copies its partitions during this step and
-    the following ones."""
+    """A snapshot that begins at any step of a move and copies its partitions during the next steps
+    is complete."""
 
     async def test() -> tuple[list[dict[int, Any]], History]:
         async with two(tmp_path, make) as (giver, receiver, history):
@@ -307,8 +307,8 @@ def seen(shard: Shard, moves: Moves) -> tuple[object, ...]:
 def test_a_partition_that_goes_before_its_turn_in_a_snapshot_is_copied_as_it_goes(
     make, tmp_path, monkeypatch
 ) -> None:
-    """The journal's new file has pushes to the partition, so the snapshot must have the values
-    before them."""
+    """A partition that moves away before a snapshot has copied it is copied at that time, because
+    the new journal file has pushes to it."""
 
     async def test() -> History:
         async with two(tmp_path, make) as (giver, receiver, history):

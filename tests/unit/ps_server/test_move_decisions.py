@@ -33,7 +33,8 @@ from tests.unit.ps_server.moving import (
 
 
 def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
-    """Before this record is written, the giver decides by itself."""
+    """A giver continues to serve a partition that was not taken. Until it records that the
+    partition is leaving, it decides by itself."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, _, history):
@@ -225,8 +226,8 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(
 
 
 def test_a_giver_says_whether_it_is_to_blame_that_partitions_were_not_taken(make, tmp_path) -> None:
-    """Otherwise the coordinator would exclude the receivers, one after another, because of a giver
-    whose disk is full."""
+    """A giver reports whether it or the receiver failed. Otherwise the coordinator would exclude
+    one receiver after another because of a giver with a full disk."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):

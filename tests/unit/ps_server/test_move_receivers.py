@@ -109,7 +109,8 @@ def test_a_stream_that_is_none_takes_nothing_over(make, tmp_path, damage) -> Non
 
 
 def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make, tmp_path) -> None:
-    """A receiver that has values keeps its own clocks."""
+    """A receiver without values takes over the giver's clocks, fence and batches. One that has
+    values keeps its own clocks."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
@@ -144,8 +145,8 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
 def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_clocks(
     make, tmp_path
 ) -> None:
-    """Members report no clocks to it, neither before it receives trained tensors nor after these
-    have left."""
+    """A receiver that has only frozen tensors, for which members report no clocks, takes over the
+    giver's clocks when trained tensors arrive."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
@@ -205,7 +206,7 @@ def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_cloc
             assert receivers() == 5
             giver_is_at(7)
             await move(3, 0, {0, 1, 3})
-            assert receivers() == 5  # it has received clocks since
+            assert receivers() == 5  # it has trained tensors, so it keeps its own clocks
             await move(4, 0, {1, 3})
             await move(5, 1, {3})
             giver_is_at(9)
@@ -249,7 +250,8 @@ async def all_but_the_end(
 def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_starts_again(
     make, tmp_path
 ) -> None:
-    """This also holds while the decision waits for a backup."""
+    """A stream whose move has been settled meanwhile takes nothing over, also while the settlement
+    waits for a backup."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
@@ -273,7 +275,8 @@ def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_s
 
 
 def test_a_receiver_does_not_say_that_it_has_what_came_too_late(make, tmp_path) -> None:
-    """The decision arrives while the last record of the stream is being written."""
+    """A receiver does not acknowledge partitions if the move is settled while the last record of
+    their stream is being written."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
@@ -304,8 +307,8 @@ def test_a_stream_without_partitions_is_refused(make, tmp_path) -> None:
 
 
 def test_a_record_of_a_move_that_nothing_came_of_takes_nothing(make) -> None:
-    """A server that could not apply the record again would never start, however the record came
-    into the journal."""
+    """Records of moves that ended without effect take nothing over. A server that could not apply
+    such a record again would never start."""
     shard = make.shard(*specs(make))
     image = shard.image(1)
     assert image is not None

@@ -80,7 +80,8 @@ def test_a_crash_between_any_two_records_leaves_what_was_put_in_place_and_what_f
 def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(
     make: Any, tmp_path: Any, snapshot_at: int
 ) -> None:
-    """Version numbers repeat: the second restoration resets them to earlier ones."""
+    """A snapshot at any time and the journal after it restore the rows, although a restoration
+    resets version numbers, so that they repeat."""
     data = tmp_path / "data"
     spec = make.bucket(**OPTIMIZER)
 
@@ -104,7 +105,8 @@ def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(
 
 
 def test_pushes_that_come_at_the_same_time_stand_before_or_behind(make: Any, tmp_path: Any) -> None:
-    """No member waits for another. The server chooses the order and journals it."""
+    """Pushes and restorations at the same time do not wait for each other. The server orders them
+    and journals that order."""
     data = tmp_path / "data"
     spec = make.bucket(**OPTIMIZER)
 

@@ -293,7 +293,7 @@ def test_an_update_that_would_come_out_infinite_is_refused_and_changes_nothing(
 
 
 def test_ordinary_updates_are_not_tried_first(make, monkeypatch) -> None:
-    """A trial costs a copy of the partition."""
+    """Ordinary updates are applied without a trial, which would cost a copy of the partition."""
     monkeypatch.setattr(
         "shoal_ps_server.shard.partition.Partition.check_trial",
         lambda *_: pytest.fail("the update was tried first"),
@@ -320,7 +320,8 @@ def test_ordinary_updates_are_not_tried_first(make, monkeypatch) -> None:
 def test_values_that_grow_by_a_part_of_themselves_in_each_step_are_refused_before_they_overflow(
     make, dtype
 ) -> None:
-    """The steps of LAMB are proportional to the values, however small the gradients are."""
+    """LAMB's updates, which are proportional to the values, are refused before the values overflow,
+    however small the gradients are."""
     spec = make.spec(dtype=dtype)
     shard = make.shard(
         spec,
@@ -378,7 +379,7 @@ def test_a_row_that_is_cut_is_refused_by_name(make) -> None:
 
 
 def test_rows_of_frozen_tensors_may_be_cut() -> None:
-    """No optimizer updates frozen tensors."""
+    """Rows of frozen tensors may be cut, because no optimizer updates them."""
     shard_map = coordinator_pb2.ShardMap(
         epoch=1,
         tensors=[

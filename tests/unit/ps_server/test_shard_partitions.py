@@ -251,8 +251,8 @@ def test_pieces_may_be_cut_anywhere(make, data) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans()), max_size=30))
 def test_retries_and_losses_leave_what_each_push_once_would_have(make, attempts) -> None:
-    """Each attempt is a member's next push, an earlier one again, or one with a gap in the numbers.
-    Damaged pushes in between change nothing."""
+    """Repeated pushes, pushes with gaps in their numbers and damaged pushes do not change the
+    result of applying each push once."""
     shard = make.shard(optimizer=make.sgd(lr=1.0))
     sent: dict[str, int] = {}
     for member, back, damaged in attempts:

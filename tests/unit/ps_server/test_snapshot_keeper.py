@@ -20,7 +20,8 @@ from shoal_ps_server.storage.moves import Moves
 
 
 def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_path) -> None:
-    """A server that is asked to stop while it writes its periodic snapshot behaves in this way."""
+    """The last snapshot waits for an earlier one that was cancelled, as when a server is stopped
+    while it writes its periodic snapshot."""
     spec, directory = make.spec(), DataDirectory(tmp_path)
     shard = make.shard(spec)
     # The first write blocks when it opens this pipe, until the test reads from it. Then it fails,

@@ -154,7 +154,8 @@ def test_without_memory_new_rows_are_refused_before_anything_is_written(make, mo
 
 
 def test_room_is_made_for_rows_that_are_on_their_way(make) -> None:
-    """A journaled change must not fail for lack of memory."""
+    """Admitting a push reserves the memory for its rows, because a journaled change must not fail
+    for lack of memory."""
     spec = make.bucket()
     shard = held(make, spec)
     rows = shard._partitions[0].rows
@@ -300,7 +301,8 @@ def test_a_snapshot_with_other_rows_than_the_layout_says_is_refused(make) -> Non
 
 
 def test_a_backup_is_sent_the_rows_and_goes_on_with_them(make) -> None:
-    """The primary sends the layout and the rows; the backup then applies the same pushes."""
+    """A backup that receives a primary's layout and rows applies later pushes as the primary
+    does."""
     specs = [make.bucket(n, optimizer="sparse_adam", hyperparameters={"lr": 0.1}) for n in (0, 4)]
     primary = held(make, *specs)
     for upload in pushes(make, specs, 6):
@@ -338,7 +340,7 @@ def test_the_layout_with_buckets_survives_json(make) -> None:
 
 
 def test_the_tables_optimizer_is_its_own(make, tmp_path: Path) -> None:
-    """A change of the job's learning rate does not affect the table."""
+    """A table keeps its own optimizer when the job's learning rate changes."""
     spec = make.bucket(optimizer="sgd", hyperparameters={"lr": 1.0}, initializer="zeros", scale=0.0)
     shard = held(make, spec, make.spec(1))
     shard.initialize(make.upload(torch.zeros(6), make.spec(1), sequence=0, base_version=0))

@@ -131,7 +131,8 @@ def results_of(ours: bool, arguments: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 def test_limits_are_those_of_lightnings_own_strategy(arguments: dict[str, Any]) -> None:
-    """The module has several validation loaders, each of which is limited."""
+    """Limits have the same effect as under Lightning's own strategy, for a module with several
+    validation loaders."""
     ours, its = results_of(True, arguments), results_of(False, arguments)
     assert ours.pop("seen") == its.pop("seen")
     assert ours.keys() == its.keys()

@@ -130,7 +130,8 @@ def test_a_data_loader_that_nobody_can_deal_is_refused(tmp_path: Path) -> None:
 def test_under_fp16_a_step_whose_gradients_overflow_counts_and_updates_nothing(
     tmp_path: Path,
 ) -> None:
-    """Runs on a CPU in float32, with the scaler that Accelerate makes on a GPU."""
+    """With fp16, a step whose gradients overflow counts but updates nothing. The test runs in
+    float32 on a CPU, with the scaler that Accelerate makes on a GPU."""
     from transformers import TrainerCallback
 
     trainer = make(tmp_path, max_steps=8, learning_rate=1e-3, optim="sgd")

@@ -246,7 +246,7 @@ def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
 
 
 def test_what_the_host_updates_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host first starts the copies of all gradient shards and then waits once for the device's
+    """The host starts the copies of all gradient shards and then waits only once for the device's
     stream."""
     waits: list[torch.device] = []
 

@@ -33,8 +33,8 @@ def test_squares_beyond_float32_are_summed(length: int) -> None:
 
 
 def test_on_a_device_a_shard_of_any_size_takes_a_few_kernels_and_nobody_waits_for_it() -> None:
-    """The meta device stands in for a real one: its tensors have shapes, and reading a value raises
-    an error."""
+    """The norms of shards of any size need a few kernels and no wait for the device. The meta
+    device stands in for a real one: reading a value from it raises an error."""
     shards = [
         torch.empty(100_000_000, device="meta"),
         torch.empty(7, device="meta", dtype=torch.bfloat16),

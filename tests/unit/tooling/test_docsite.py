@@ -62,8 +62,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_lists_stand_apart_from_what_is_before_them() -> None:
-    """GitHub recognizes a list directly after a line of text, or indented by less than four spaces.
-    The site's Markdown does not."""
+    """A list follows an empty line and is indented by multiples of four spaces. GitHub accepts
+    other lists, but the site's Markdown does not."""
     fence = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
     item = re.compile(r"\s*([-*]|\d+\.) ")
     found = []

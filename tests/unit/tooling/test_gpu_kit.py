@@ -221,7 +221,8 @@ def test_a_run_in_which_all_stages_end_well_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
-    """The child has a session of its own and ignores the signals that end its parent."""
+    """A stage that exceeds its limit is killed with its child, which has a session of its own and
+    ignores SIGINT."""
     deaf = (
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', "
         "flush=True); time.sleep(600)"

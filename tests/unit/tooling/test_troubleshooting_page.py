@@ -216,8 +216,8 @@ def test_every_entry_of_the_list_has_the_form_that_is_looked_for() -> None:
 
 
 def test_the_page_names_no_other_reason_anywhere() -> None:
-    """The check covers the first part of the page as well. Other names that look like a reason must
-    be those of variables or files."""
+    """No part of the page names an unknown reason. Other upper-case names on it are those of
+    variables or files."""
     known = set(_on_page()) | {
         name
         for name in re.findall(r"\b[A-Z]+(?:_[A-Z0-9]+)+\b", _PAGE)

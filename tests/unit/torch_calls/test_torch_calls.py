@@ -183,8 +183,8 @@ def test_a_penalty_on_parameters_that_are_freed_between_the_passes_is_refused_an
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_ddp_reduces_gradients_that_were_given_other_memory(micro_batch_size: int | None) -> None:
-    """torch's `model.float()` moves parameters and their gradients to other memory and loses the
-    hooks of both."""
+    """ddp still reduces gradients after torch's `model.float()` has moved them and the parameters
+    to other memory, which loses the hooks of both."""
 
     def rank() -> list[torch.Tensor]:
         net = network()

@@ -184,8 +184,8 @@ def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJo
 def test_a_worker_that_waited_long_for_its_next_batch_did_not_stand_still(
     job: FakeJob, make
 ) -> None:
-    """The worker keeps the batch that it gets then. Otherwise all waiting workers would pass the
-    last batches around forever."""
+    """A worker that waited long for its next batch keeps that batch. Otherwise all waiting workers
+    would pass the last batches around forever."""
     loop = Loop(make(0.1))
     loop.step()
     job.away.set()
@@ -224,8 +224,8 @@ def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob,
 
 
 def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_told(job: FakeJob, make) -> None:
-    """The job is stopped while the loop waits for a batch. The coordinator's answer arrives after
-    that, and its batch is returned."""
+    """If the job is stopped while a loop waits for a batch, the wait ends, and the batch in the
+    coordinator's late answer is returned."""
     loop = Loop(make(0.0))
     assert [loop.step() for _ in range(3)] == [0, 1, 2]
     job.released.clear()
@@ -308,7 +308,7 @@ def test_a_refusal_is_raised_also_with_batches_left(job: FakeJob, make) -> None:
 
 
 def test_with_batches_out_nobody_waits(job: FakeJob, make) -> None:
-    """A loader with data workers takes several batches at once."""
+    """A loader with data workers that already has batches does not wait for more."""
     leases = make(0.0)
     place: dict[str, Any] = {"loader": "a", "epoch": 0, "batches_in_epoch": 100}
     held = leases.lease(**place, finished=(), want=4).batches

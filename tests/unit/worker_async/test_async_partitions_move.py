@@ -233,8 +233,8 @@ def test_with_bsp_nothing_is_pulled_again_that_others_may_have_pushed_to_since()
 def test_what_was_pushed_before_a_partition_moved_is_not_owed_as_if_it_had_been_pushed_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A push was given up, but its server has applied it. The same batch is pushed again, and the
-    partition moves before that push arrives."""
+    """A push that was given up although its server had applied it is settled as applied. The
+    repeated push, before which the partition moves, is settled as not applied."""
     cluster = Cluster()
     settled: list[tuple[int, bool]] = []
 

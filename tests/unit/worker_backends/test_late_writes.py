@@ -102,7 +102,8 @@ class FlightGroup:
 
 
 def test_gradients_are_not_handed_back_while_a_collective_of_an_ended_group_still_runs() -> None:
-    """The redo of the step uses the released memory, so a late write would corrupt its sums."""
+    """A gradient is returned only when no collective of an ended group can write into it any more.
+    Otherwise a late write would corrupt the sums of the redo, which uses the same memory."""
     gradient = torch.zeros(4)
     native = BusyCollective(gradient)
     work = InterruptibleWork("all_reduce", cast(Any, native), cast(Any, Owner()), None)
@@ -135,7 +136,8 @@ def test_gradients_are_not_handed_back_while_a_collective_of_an_ended_group_stil
 
 
 def test_a_collective_of_an_ended_group_whose_thread_sleeps_is_not_waited_for() -> None:
-    """Such a thread, in the middle of a message, would sleep until its timeout."""
+    """Ending a group does not wait for a collective whose thread sleeps in the middle of a message,
+    because it would sleep until its timeout."""
     native = SimpleNamespace(
         is_completed=lambda: False, get_future=torch.futures.Future, wait=_never
     )
@@ -161,7 +163,8 @@ def test_a_collective_of_an_ended_group_whose_thread_sleeps_is_not_waited_for() 
 
 
 def test_nothing_can_be_read_from_the_connections_of_an_ended_group_once_they_are_drained() -> None:
-    """The kernel keeps data that arrived before the end and would deliver it to a later read."""
+    """Draining the connections of an ended group discards data that arrived before the end, which
+    the kernel would otherwise deliver to a later read."""
     before = set(listeners())
     with (
         socket.create_server(("127.0.0.1", 0)) as server,

@@ -82,7 +82,7 @@ def test_a_collective_returns_before_it_has_run_and_a_wait_lasts_until_it_has() 
 
 
 def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
-    """Both ranks have queued collectives that do not end, because their kernels differ."""
+    """Sums between hosts complete while collectives on both devices never end."""
     ranks = Ranks(2)
     backends = ranks.form()
     started(backends[0], torch.ones(3))
@@ -100,8 +100,8 @@ def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
 def test_parts_are_exchanged_with_equal_sizes_and_without(
     blocking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch raises "operation in progress" if the parts are equal, no sizes are given and the
-    communicator is non-blocking."""
+    """All-to-all works with equal and with uneven parts. torch raises "operation in progress" for
+    equal parts without sizes on a non-blocking communicator."""
     monkeypatch.setenv("SHOAL_NCCL_BLOCKING", blocking)
     ranks = Ranks(2)
     backends = ranks.form()
@@ -141,8 +141,8 @@ def test_parts_are_exchanged_with_equal_sizes_and_without(
 def test_an_exchange_of_tensors_that_do_not_match_is_refused(
     output: torch.Tensor, given: torch.Tensor
 ) -> None:
-    """NCCL receives one count and uses the pointers unchecked, so it would write past the end of a
-    shorter output."""
+    """An all-to-all of tensors that do not match is refused. NCCL would write past the end of a
+    shorter output, because it gets only one count."""
     backends = Ranks(2).form()
     for backend in backends:
         with pytest.raises(InvalidRequestError, match="expected as many elements of one dtype"):
@@ -172,7 +172,8 @@ def test_memory_is_quiet_once_a_wait_has_failed(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
-    """No wait was in progress when the group ended, so leaving the group waits for the memory."""
+    """When a group ends while no wait is in progress, leaving it waits until the memory is unused,
+    so that the redo in the next group has it exclusively."""
     ranks = Ranks(3, seed)
     backends = ranks.form()
     tensors = [torch.ones(3) for _ in range(2)]
@@ -194,7 +195,8 @@ def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
 
 
 def test_a_peer_that_is_gone_ends_a_collective_that_spins() -> None:
-    """NCCL does not notice the loss, but the hosts' own group does."""
+    """When a peer is gone, the hosts' own group notices it and ends a spinning collective. NCCL
+    does not notice."""
     ranks = Ranks(2)
     backends = ranks.form()
     work = started(backends[0], torch.ones(3))
@@ -235,8 +237,8 @@ def test_an_abort_that_does_not_complete_ends_the_process() -> None:
 
 
 def test_heartbeats_go_on_while_an_abort_takes_long() -> None:
-    """torch 2.11 queries a work under the mutex that an abort holds, and keeps the GIL. A query at
-    this time would stop all Python threads."""
+    """Heartbeats continue during a long abort. Shoal must not query a work at this time: torch 2.11
+    would keep the GIL while it waits for a mutex that the abort holds."""
     ranks = Ranks(2)
     ranks.machine.freeze_s = 3.0
     backends = ranks.form()
@@ -283,8 +285,8 @@ def heartbeats() -> Iterator[tuple[Callable[[], int], Callable[[], float]]]:
 
 @ends_in_a_thread
 def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_the_process() -> None:
-    """The issuing thread reads a loss that depends on a kernel which the abort does not end, so it
-    never reaches one of Shoal's waits."""
+    """A stuck abort ends the process even if the main thread is blocked in the device and never
+    reaches one of Shoal's waits."""
     ranks = Ranks(2)
     backends = ranks.form(limit=_SHORT)
     ended: list[str] = []
@@ -304,7 +306,8 @@ def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_th
 
 
 def test_a_device_that_has_failed_ends_the_process_of_its_rank() -> None:
-    """A new group would fail at once, again and again."""
+    """A failed device ends the process of its rank, because new groups on it would fail again and
+    again."""
     ranks = Ranks(2)
     backends = ranks.form()
     work = started(backends[0], torch.ones(3))
@@ -360,9 +363,8 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_long_and_aborts() -> None:
 
 @pytest.mark.parametrize("where", ["in the group", "in a part"])
 def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
-    """One rank has begun a step and the others have not. Its collective will never run, so a
-    finalization would wait for it forever. The ranks must not wait as long as a collective's
-    timeout either."""
+    """When all ranks leave during a step that only one rank has begun, the group is aborted soon. A
+    finalization would wait forever for the collective of that step."""
     ranks = Ranks(2)
     wholes, parts = ranks.form(), ranks.form()
     started((wholes if where == "in the group" else parts)[0], torch.ones(3))
@@ -380,9 +382,9 @@ def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
 def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
     dies: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch holds the locks that an abort needs, so nothing can end the finalization, and the
-    backend gives up on it. When torch's own timeout ends it, neither an abort nor the group's
-    destructor may touch the half-destroyed communicator."""
+    """If a rank dies while all leave, the others give up the finalization after a while. Nothing
+    can end it earlier, because torch holds the locks that an abort needs. Afterwards, no one
+    touches the half-destroyed communicator."""
     ranks = Ranks(2)
     backends = ranks.form(finalize_limit=_SHORT)
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")
@@ -410,7 +412,8 @@ def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
 
 
 def test_an_abort_that_comes_after_a_finalization_has_begun_is_none() -> None:
-    """torch would pass NCCL a destroyed communicator, which would crash the process."""
+    """An abort after a finalization has begun has no effect. torch would pass NCCL a destroyed
+    communicator, which would crash the process."""
     ranks = Ranks(2)
     backends = ranks.form()
     assert (
@@ -459,8 +462,8 @@ def leave(backend: NCCLBackend, within: timedelta = PATIENCE) -> bool:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_error_of_nccl_ends_the_group_and_leaves_memory_quiet(seed: int) -> None:
-    """The work counts as complete as soon as NCCL has noticed the error, although its kernel is
-    still running."""
+    """An error of NCCL ends the group, and its memory is unused afterwards, although torch reports
+    the work as complete while its kernel is still running."""
     ranks = Ranks(2, seed)
     backends = ranks.form()
     tensor = torch.ones(3)
@@ -510,8 +513,8 @@ def test_an_argument_that_cannot_work_is_the_callers_mistake_and_the_group_goes_
 
 
 def test_sparse_gradients_are_summed() -> None:
-    """NCCL's own error for sparse tensors contains "NCCL", which would make the ranks form new
-    groups forever."""
+    """Sparse gradients are summed by Shoal. NCCL's own error for them would look like a failure of
+    the group, and the ranks would form new groups forever."""
     ranks = Ranks(3)
     backends = ranks.form()
     dense = [torch.zeros(5, 2) for _ in range(3)]
@@ -642,8 +645,9 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
 def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_that_connects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing can abort a connection that torch has not returned yet. If the peer connects after
-    all, the communicator is aborted and never used."""
+    """With blocking communicators, only the connecting thread waits for a dead peer, because
+    nothing can abort the connection. If the peer connects after all, the communicator is aborted
+    and never used."""
     monkeypatch.setenv("SHOAL_NCCL_BLOCKING", "1")
     before = nccl_threads()
     ranks = Ranks(2)
@@ -697,8 +701,8 @@ def test_ranks_connect_and_reduce_where_communicators_block(
 def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Meanwhile, torch holds the lock that the parent group's abort needs, so the abort waits for
-    the time limit of the split."""
+    """If a rank does not join a split, the others time out and no process ends. Aborting the parent
+    group waits as long, because torch holds its lock."""
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
     ranks, limit = Ranks(4), timedelta(seconds=2)
     wholes = ranks.form(limit=timedelta(seconds=1))

@@ -92,8 +92,8 @@ def test_works_that_have_run_are_let_go_of_when_the_next_is_ordered() -> None:
 
 
 def test_a_host_that_is_held_up_behind_a_collective_is_freed_when_that_takes_too_long() -> None:
-    """The host waits for the device's stream when it reads a loss, and the stream waits for a
-    stalled peer."""
+    """A host that waits for its device, whose stream waits for a stalled peer, is freed when the
+    collective exceeds its timeout."""
     ranks = Ranks(2)
     backends = ranks.form(timeout=_SHORT)
     assert outcome(lambda: backends[0].order(started(backends[0], torch.ones(3)))) is None
@@ -106,7 +106,8 @@ def test_a_host_that_is_held_up_behind_a_collective_is_freed_when_that_takes_too
 
 
 def test_time_is_counted_from_when_a_collective_is_the_next_to_run() -> None:
-    """A collective that waits for others before it does not take long itself."""
+    """A collective's timeout begins when the collective is the next to run, so waiting behind
+    others does not count."""
     ranks = Ranks(1)
     (backend,) = ranks.form(timeout=_SHORT)
     for _ in range(2):
@@ -173,8 +174,8 @@ class Groups:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(seed: int) -> None:
-    """The hosts' sum stands in for a commit all-reduce. The hosts reach it while the device is
-    still running."""
+    """No rank closes a step if a collective in a subgroup was lost. The hosts' sum stands in for
+    the commit all-reduce, which the hosts reach while the device still runs."""
     made = Groups(3, seed)
 
     def step(rank: int) -> Any:
@@ -196,7 +197,8 @@ def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_is_told_that_a_group_is_over_has_the_memory_for_itself(seed: int) -> None:
-    """This also holds if another thread ended the group and no one waits for the collective."""
+    """Once a rank is told that its group has ended, no kernel writes to its tensors, also if
+    another thread ended the group."""
     made = Groups(2, seed)
     tensor = torch.ones(3)
     work = made.groups[0].all_reduce_async(tensor)
@@ -212,7 +214,8 @@ def test_who_is_told_that_a_group_is_over_has_the_memory_for_itself(seed: int) -
 
 
 def test_waits_of_the_host_are_noted() -> None:
-    """The waits that heartbeats report are those that the tests above count."""
+    """A wait of the host is recorded in `Waits`, whose counts heartbeats report and other tests
+    check."""
     ranks = Ranks(2)
     backends = ranks.form()
     begun: list[str] = []

@@ -68,8 +68,7 @@ def test_all_ranks_get_the_sum_in_rank_order(size: int) -> None:
 
 
 def test_a_rank_may_be_a_sum_ahead() -> None:
-    """The last rank receives its result before the others do, and sends for the next sum at
-    once."""
+    """A rank that has its result may begin the next sum while other ranks still wait for theirs."""
     with connected(5) as (sums, threads):
 
         def three_sums(one: ShortSums) -> list[float]:
@@ -198,7 +197,8 @@ def test_strangers_at_the_door_keep_nobody_out(behaviour: Callable[[socket.socke
 
 
 def test_a_forked_child_keeps_no_connection_open() -> None:
-    """Otherwise peers would not notice this rank's death while its DataLoader workers live."""
+    """A forked child closes its copies of the connections. Otherwise peers would not notice the
+    rank's death while its DataLoader workers live."""
     with connected(2) as (sums, threads):
         release, ready = os.pipe(), os.pipe()
         child = os.fork()

@@ -197,8 +197,8 @@ def test_parts_that_are_split_off_train_as_those_that_connect(
 def test_the_host_waits_for_no_block_in_a_step(
     strategy: str, options: dict[str, Any], most: int
 ) -> None:
-    """Between steps, the host does wait: for parameters that are fetched after an update, and for
-    the state at the end."""
+    """Within a step, the host does not wait for blocks. Between steps it does, for parameters after
+    an update and for the state at the end."""
     torch.manual_seed(0)
     prototype = model_with_blocks()
     local = strategy == "local_sgd"

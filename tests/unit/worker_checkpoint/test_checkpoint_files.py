@@ -228,7 +228,8 @@ def test_a_disk_that_fails_is_told_and_leaves_what_was_there(tmp_path, monkeypat
 
 
 def test_a_tensor_file_that_cannot_grow_is_told(tmp_path):
-    """safetensors reports failed writes with its own exception."""
+    """A tensor file that cannot grow raises UnavailableError and leaves no checkpoint, although
+    safetensors raises an exception of its own."""
     write(tmp_path, {"model": torch.ones(3)}, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
@@ -394,8 +395,8 @@ def save_for_ever(directory, step, channel):
 
 @pytest.mark.slow
 def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path):
-    """Tests keep=1, because a wrong order of renaming and removing would then leave no
-    checkpoint."""
+    """A writer that is killed at any time leaves a complete checkpoint, even with keep=1, where a
+    wrong order of renaming and removing would leave none."""
     # The plain fork method is unsuitable: other tests have left threads in this process, and a fork
     # would copy the locks that they held.
     forked = multiprocessing.get_context("forkserver")

@@ -43,7 +43,8 @@ def test_a_checkpoint_that_is_written_counts_with_its_time(tmp_path: Path) -> No
 
 
 def test_one_that_cannot_be_written_counts_as_failed(tmp_path: Path) -> None:
-    """A file is in the place of the checkpoint's parent directory."""
+    """A checkpoint that cannot be written, because a file is in the place of its parent directory,
+    counts as failed."""
     place = tmp_path / "checkpoints"
     place.write_text("")
     with pytest.raises(ShoalError):

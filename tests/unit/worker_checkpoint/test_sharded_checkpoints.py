@@ -420,7 +420,8 @@ def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher uses the times of failures to find out which failure caused the others."""
+    """The recorded time of a rank's failure is before its peers could read of it. The launcher uses
+    these times to find the first failure."""
     temporary = begin(tmp_path, INFO.step)
     (temporary / "shard-00002-of-00002.safetensors").mkdir()
     noted_at: list[float] = []
@@ -490,8 +491,8 @@ def test_a_part_of_what_was_given_up_is_dropped(tmp_path: Path) -> None:
 def test_what_is_given_up_is_gone_at_once_for_ranks_that_are_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A rank that found half of it removed would report a failure of its own disk, and be named as
-    the first to fail."""
+    """An abandoned checkpoint is renamed before it is removed. A rank that found it half removed
+    would report a failure of its own disk."""
     temporary = begin(tmp_path, INFO.step)
     remove_tree = shutil.rmtree
 

@@ -230,7 +230,8 @@ time.sleep(60)
 
 
 def test_data_workers_die_at_once_with_a_killed_rank():
-    """Otherwise they would keep the rank's sockets open, and its peers would wait."""
+    """Data workers end when their rank is killed. Otherwise they would keep the rank's sockets
+    open, and its peers would wait."""
     assert_workers_die_with(KILLED)  # the workers would wait forever for batches to make
 
 
@@ -268,7 +269,8 @@ def _children():
 
 
 def test_a_tensor_dataset_gives_the_batches_that_stacking_its_rows_gives():
-    """A plain TensorDataset is indexed by the whole batch at once. A subclass is not."""
+    """A TensorDataset gives the same batches as stacking its rows. A plain one is indexed by the
+    whole batch at once, a subclass is not."""
 
     class Scaled(TensorDataset):
         def __getitem__(self, index):

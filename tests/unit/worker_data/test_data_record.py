@@ -75,7 +75,8 @@ def test_a_dead_members_part_of_a_step_that_a_survivor_committed_counts(judge):
 
 
 def test_the_highest_generation_of_a_step_counts(judge):
-    """The dead member had applied the step. The survivors had not, and repeated it."""
+    """A step that a dead member had applied and the survivors repeated in a later generation counts
+    once."""
     epoch = judge(
         a=[
             dealt(1, 0, [0]),
@@ -90,8 +91,8 @@ def test_the_highest_generation_of_a_step_counts(judge):
 
 
 def test_what_a_later_generation_rolled_back_does_not_count_even_if_it_cuts_steps_otherwise(judge):
-    """Generation 1 takes steps 0 and 1. Then a checkpoint from the beginning is resumed with
-    another batch size."""
+    """Steps that a resume from an earlier checkpoint rolled back do not count, also if the later
+    generation divides the samples into other steps."""
     epoch = judge(
         a=[dealt(1, 0, [0, 1]), committed(1, 0), dealt(1, 1, [2, 3]), committed(1, 1)],
         b=[dealt(2, 0, [0, 1, 2, 3]), committed(2, 0)],

@@ -115,8 +115,8 @@ def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(
 def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(
     ranks: list[Rank],
 ) -> None:
-    """One rank has caught an error in a forward pass and begun it again. Without the detector, both
-    ranks would wait until the collectives' deadline."""
+    """Ranks that have issued different collectives in one step are ended. Here, one rank has caught
+    an error in its forward pass and begun it again."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
@@ -130,7 +130,8 @@ def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(
 
 @pytest.mark.parametrize("log", [[4, 0, 2, 1, 3], [4, 0], [5, 2]])
 def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: list[int]) -> None:
-    """Also covers ranks that are in different steps of the model."""
+    """Ranks continue to wait if one has only issued more collectives, or is in another step of the
+    model."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
@@ -141,7 +142,8 @@ def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: lis
 
 
 def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[Rank]) -> None:
-    """Rank 1 leaves out `optimizer.step()`."""
+    """The ranks are ended if rank 0 ends the step while rank 1 leaves out `optimizer.step()` and
+    sums further gradients."""
     one, other = ranks
     for rank, last in zip(ranks, (COMMIT, GRADIENTS), strict=True):
         rank.steps_of("train")
@@ -160,7 +162,8 @@ def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[
 def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_waited_in(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank continues just after its detector has begun to look."""
+    """A rank that continues while its detector looks is not compared by the collectives of its next
+    step."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
@@ -192,8 +195,8 @@ def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[R
 
 
 def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -> None:
-    """Replicas of a sharded model may run different numbers of micro-batches and still end their
-    batch together."""
+    """Forward passes are compared only within a replica, because replicas may run different numbers
+    of micro-batches."""
     third = Rank(2, cast(Any, ranks[0].waiting._notes))
     for rank, replica, traces in zip(
         [*ranks, third],

@@ -90,7 +90,8 @@ def test_steps_are_counted_without_a_loader_of_shoals_and_in_micro_batches() -> 
 def test_it_is_not_due_again_when_the_step_after_it_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A lost step leaves the run at the step after which the evaluation was due."""
+    """An evaluation is not due again after a lost step, which leaves the run at the step of the
+    last evaluation."""
     model, optimizer, loader = start()
     session = current_session()
     evaluated = []

@@ -224,7 +224,8 @@ def test_a_run_with_two_loaders_resumes_from_any_step_where_it_was() -> None:
 def test_a_step_whose_inner_loop_was_left_early_is_refused_before_it_is_applied(
     strategy: str, taken: int
 ) -> None:
-    """Otherwise the step's remaining samples would count as trained on."""
+    """A step whose inner loop was left early is refused, because its remaining samples would count
+    as trained on."""
     model, optimizer, loader = start(micro_batch_size=4, strategy=strategy)
     before = [t.clone() for t in model.gather_full_parameters().values()]
     step = next(loader.steps())
@@ -251,7 +252,8 @@ def test_an_inner_loop_that_took_all_its_micro_batches_need_not_ask_for_another(
 
 
 def test_an_inner_loop_whose_step_ended_inside_it_says_where_the_step_belongs() -> None:
-    """Other ranks have other numbers of micro-batches, perhaps none."""
+    """Stepping inside the inner loop raises an error that names the right place. Other ranks may
+    have other numbers of micro-batches, even none."""
     model, optimizer, loader = start(micro_batch_size=8)
     batches = iter(next(loader.steps()))
     x, y = next(batches)
@@ -263,7 +265,8 @@ def test_an_inner_loop_whose_step_ended_inside_it_says_where_the_step_belongs() 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_deterministic_model_may_be_called_before_the_loop(strategy: str) -> None:
-    """A dry run or a summary of the model is no step, so it needs no micro-batches."""
+    """A deterministic model may be called before the loop without micro-batches, because a dry run
+    is not a step."""
     trained = []
     for warms_up in (False, True):
         set_session(None)

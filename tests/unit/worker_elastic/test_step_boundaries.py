@@ -112,7 +112,8 @@ def test_a_member_that_was_put_out_lets_go_of_its_group_and_says_why(rank: Simpl
 def test_state_that_was_damaged_on_the_way_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The peer's state is intact, so the run continues. A damaged file would end it."""
+    """State that is damaged in transfer raises UnavailableError, so that it is requested again. A
+    damaged file would end the run."""
 
     def damaged(*_: Any, **__: Any) -> None:
         raise CorruptDataError("a checksum is wrong", reason="STATE_DAMAGED")

@@ -105,8 +105,8 @@ def test_each_axis_sums_over_its_own_ranks(
 def test_connections_of_one_name_are_apart(
     make_backend: Callable[[], CommunicationBackend],
 ) -> None:
-    """Several models each connect the ranks again under the same name. Messages of one connection
-    never reach another."""
+    """Messages of one connection never reach another, although several models connect the ranks
+    under the same name."""
 
     def do(group: Group) -> Any:
         again = [group.connected_again("the models") for _ in range(2)]

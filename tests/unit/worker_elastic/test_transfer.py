@@ -132,8 +132,8 @@ def test_donors_that_differ_are_not_mixed(caplog: pytest.LogCaptureFixture) -> N
 def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's donors share the work. A donor on a device has equal tensors under another
-    digest."""
+    """A digest computed on a device is not compared with digests computed on the host, so donors of
+    both kinds cause no warning about different states."""
     same = {"x": torch.arange(3_000_000.0)}
     made = transfer._encode_header
 
@@ -317,7 +317,7 @@ def test_a_donor_that_gets_on_too_slowly_is_given_up(monkeypatch: pytest.MonkeyP
 
 
 def test_whoever_guards_a_transfer_can_end_it(donor: StateDonor) -> None:
-    """The donor never answers, because it has no offer."""
+    """A receiver that waits for a donor without an offer is ended by the owner of its guard."""
     guarded: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
 
     def end() -> None:
@@ -440,8 +440,8 @@ def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way(secure: StateDono
 
 
 def test_a_connection_that_is_shut_down_stays_one_of_tls() -> None:
-    """A sender at that moment fails and sends no plain text. SSLSocket's own method would forget
-    that the connection speaks TLS."""
+    """A TLS connection that is shut down stays a TLS connection, so a concurrent sender fails
+    instead of sending plain text, as after SSLSocket's own method."""
     here, there = socket.socketpair()
     listening = threading.Thread(
         target=lambda: channels.put(PairContexts.listener("k").wrap_socket(there, server_side=True))

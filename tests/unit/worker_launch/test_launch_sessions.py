@@ -259,8 +259,8 @@ def test_an_errands_error_is_its_ranks_and_a_failing_rank_ends_the_wait() -> Non
 
 
 def test_ctrl_c_ends_ranks_that_compute() -> None:
-    """Threads that are still computing in torch when the interpreter finalizes would end the
-    process by SIGABRT."""
+    """Ctrl-C ends ranks that compute. Threads that continued in torch while the interpreter
+    finalizes would end the process by SIGABRT."""
 
     def compute() -> None:
         if dist.get_rank() == 0:

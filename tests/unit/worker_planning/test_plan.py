@@ -355,8 +355,8 @@ _CUT = ("zero1", "zero2", "zero3", "fsdp")
     ids=["AdamW", "Adafactor"],
 )
 def test_roles_of_a_plan_are_what_ranks_hold(make: Any, labels: tuple[str, ...]) -> None:
-    """This test uses `shoal.launch` in one process; tests/integration/worker_planning has real
-    processes and sockets."""
+    """The memory that a plan predicts is the memory that ranks use, in one process over
+    `shoal.launch`. tests/integration/worker_planning has real processes."""
     from benchmarks.workers.account import _at_rest, _note_gradients, before_update
 
     words = torch.zeros(2, blocks.TOKENS, dtype=torch.long)

@@ -212,7 +212,8 @@ def with_features(strategy: str, directory: Path, drawn_by: int) -> torch.Tensor
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor", "hybrid"])
 def test_tables_that_no_state_dict_has_are_the_first_ranks(strategy: str, tmp_path: Path) -> None:
-    """After a resume, the table is the one that rank 0 has drawn in this run, as in one process."""
+    """All ranks use the unsaved table of rank 0, also after a resume, which uses the newly drawn
+    table."""
     for drawn_by in (1, 5):
         first, second = shoal.launch(with_features, strategy, tmp_path, drawn_by, world_size=2)
         assert torch.equal(first, second)

@@ -239,8 +239,8 @@ def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
 def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_next_step(
     strategy: str, setting: str, other: float
 ) -> None:
-    """Each rank's error shows its own setting, and no rank applies the step in which they
-    differ."""
+    """Ranks with different hyperparameters raise an error in the next step that shows each rank its
+    own setting, and no rank applies the step."""
     errors: dict[int, str] = {}
     weights: dict[int, list[torch.Tensor]] = {}
 
@@ -447,8 +447,8 @@ def test_sound_ranks_end_well_however_their_loop_ends(loop: Script, strategy: st
 
 
 def test_an_iterator_that_the_script_lets_go_of_late_tells_nothing_of_the_last_step() -> None:
-    """The iterator is closed after the script has changed the model, so its last step is not
-    compared."""
+    """Closing the iterator after the script has changed the model does not compare the last
+    step."""
 
     def loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
         batches = iter(loader)
@@ -460,8 +460,8 @@ def test_an_iterator_that_the_script_lets_go_of_late_tells_nothing_of_the_last_s
 
 
 def test_a_pass_before_the_loop_is_left_is_no_difference_between_ranks() -> None:
-    """Batch normalization updates its statistics in a forward pass that is not followed by a
-    step."""
+    """A forward pass without a step before the loop is left, in which batch normalization updates
+    its statistics, is not reported as a difference."""
 
     def loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
         for (batch,) in loader:

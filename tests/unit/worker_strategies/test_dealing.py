@@ -238,8 +238,8 @@ UNEQUAL_EVALUATIONS = {
 def test_ranks_that_would_evaluate_different_batches_are_told_so_by_the_name_of_the_difference(
     kind: str, named: str
 ) -> None:
-    """Without the check, each rank would evaluate its share of different batches: some samples
-    would count twice, others never."""
+    """Ranks whose evaluation loaders differ raise an error that names the difference. Otherwise
+    some samples would count twice and others never."""
 
     def rank() -> None:
         shoal.init()

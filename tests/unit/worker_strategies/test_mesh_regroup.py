@@ -100,8 +100,8 @@ class Part(NextGeneration):
 def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_living_rank_holds() -> (
     None
 ):
-    """Rank 1 of two replicas of two ranks has left. Rank 2 is to receive the shard that only rank 3
-    still owns, and rank 3 is to become a spare."""
+    """A failure at any use of the group during resharding loses no shard. Rank 1 has left; rank 2
+    receives the shard that only rank 3 still owns, and rank 3 becomes a spare."""
 
     def rank() -> Any:
         net = models.make()
@@ -156,8 +156,8 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
 def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holder(
     options: dict[str, Any],
 ) -> None:
-    """Rank 1 leaves, and the other rank with the same shard dies before the remaining ranks have
-    resharded."""
+    """The shards of a leaving rank survive if the only other rank with the same shards dies before
+    the remaining ranks have resharded."""
     leaver, dead = 1, 3 if options.get("pipeline_parallel_size") or options.get("shard_size") else 2
     left = [rank for rank in range(4) if rank not in (leaver, dead)]
 
@@ -240,7 +240,7 @@ def test_copies_of_what_a_script_has_replaced_since_are_not_taken(
 
 
 def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:
-    """DTensor keeps every mesh that it has seen, and must not keep old parameters with them."""
+    """Resharding frees the old parameters, although DTensor keeps every mesh that it has seen."""
 
     def rank() -> list[bool]:
         net = models.make()

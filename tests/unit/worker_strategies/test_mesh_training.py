@@ -397,8 +397,8 @@ def test_a_pipelines_forward_pass_in_training_names_train_step() -> None:
 def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(
     micro: int | None, options: dict[str, Any]
 ) -> None:
-    """Two of the eight samples have no valid target, so the mean loss of a micro-batch with only
-    one of them is NaN."""
+    """A pipeline weights its micro-batches by `weight_fn`. Two of eight samples have no valid
+    target, so the loss of a micro-batch with only one of them is NaN."""
     x, y = models.data()[:8]
     y = y.clone()
     y[:3, 1:], y[3:5] = -100, -100
@@ -440,8 +440,8 @@ def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(
 def test_without_a_loader_the_ranks_of_a_replica_draw_alike(
     world: int, options: dict[str, Any]
 ) -> None:
-    """The script's own seeds do not matter. If the ranks applied different dropout to replicated
-    activations, they would compute different gradients of shared values."""
+    """Without a loader, the ranks of a replica draw the same random numbers, whatever seeds the
+    script sets. Different dropout on replicated activations would give different gradients."""
     x, y = models.data("cnn")[:8]
 
     def rank() -> tuple[list[float], torch.Tensor, int]:
@@ -479,7 +479,8 @@ def test_without_a_loader_the_ranks_of_a_replica_draw_alike(
     "options", [{"strategy": "zero1"}, {"strategy": "zero3"}, {"strategy": "hybrid", **FSDP}]
 )
 def test_a_model_in_eval_mode_can_be_trained(options: dict[str, Any]) -> None:
-    """Scripts use eval mode during training to freeze dropout and normalization layers."""
+    """A model in eval mode, which scripts use to freeze dropout and normalization layers, can be
+    trained."""
 
     def rank() -> dict[str, torch.Tensor]:
         net = models.make()

@@ -187,8 +187,8 @@ def test_a_run_goes_on_in_another_dtype_with_moments_of_that(
 
 
 def test_what_an_optimizer_keeps_in_other_dtypes_is_kept_for_peers(tmp_path: Path) -> None:
-    """torch would convert this state to the parameter's dtype, so that a joiner would continue with
-    less precision than its peers."""
+    """Optimizer state in another dtype than its parameter keeps that dtype after a resume. torch
+    would convert it, and a joiner would have less precision than its peers."""
     ((expected, _),) = shoal.launch(
         in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "whole", 4, world_size=1
     )
@@ -228,7 +228,8 @@ def average(strategy: str, directory: Path, steps: int) -> dict[str, torch.Tenso
 def test_an_averaged_model_is_resumed_under_another_strategy(
     saved_by: str, strategy: str, tmp_path: Path
 ) -> None:
-    """Under the other strategy, the parameters that the averaged model copies have other names."""
+    """An averaged model is resumed under another strategy, although the parameters that it copies
+    have other names there."""
     (expected,) = shoal.launch(average, "ddp", tmp_path / "whole", 2, world_size=1)
     shoal.launch(average, saved_by, tmp_path / "resumed", 1, world_size=2)
     for found in shoal.launch(average, strategy, tmp_path / "resumed", 2, world_size=2):

@@ -164,8 +164,8 @@ def quantized(configuration: str) -> nn.Module:
 def test_observers_of_quantization_aware_training_are_those_of_one_process(
     strategy: str, configuration: str
 ) -> None:
-    """In the first pass, each rank quantizes by the range of its own samples, which affects the
-    observers of later layers."""
+    """Observers have the values of one process. Those of later layers are not compared, because in
+    the first pass each rank quantizes by its own samples."""
     if strategy in ("tensor", "hybrid") and configuration == "x86":
         with pytest.raises(
             ConfigurationError,

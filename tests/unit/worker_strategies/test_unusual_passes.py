@@ -373,8 +373,8 @@ def penalizes_once(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 def test_ranks_with_fewer_micro_batches_take_part_in_all_passes_of_one(strategy: str) -> None:
-    """Two of three ranks have one micro-batch and one has two. The additional pass must repeat all
-    operations of a pass with gradient penalty on every rank."""
+    """Ranks with one micro-batch take part in all passes of the rank with two, including the second
+    backward pass for the gradient penalty."""
     expected = plain(penalizes)
     for state in shoal.launch(functools.partial(penalizes_in_parts, strategy, 4), world_size=3):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)

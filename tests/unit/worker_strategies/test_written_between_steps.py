@@ -176,7 +176,7 @@ def test_one_rank_may_swap_weights_for_an_evaluation_and_put_them_back(strategy:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_frozen_parameters_may_have_any_dtype(strategy: str) -> None:
-    """torch has no common dtype for most of these dtypes."""
+    """Frozen parameters may have dtypes for which torch has no common dtype."""
     dtypes = [torch.float8_e4m3fn, torch.uint8, torch.uint16, torch.bfloat16, torch.complex128]
 
     def trained(written: bool) -> bool:

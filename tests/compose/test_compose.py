@@ -88,7 +88,9 @@ class Walk:
             )
 
         began = self.cluster.wait_for(taken, f"{workers} workers to train")
-        self.cluster.wait_for(lambda: taken() > began + 1, f"{workers} workers to go on training")
+        self.cluster.wait_for(
+            lambda: taken() > began + 1, f"{workers} workers to continue training"
+        )
         return int(self.cluster.status()["generation"])
 
     def prometheus_scrapes(self, workers: int) -> None:
@@ -138,7 +140,7 @@ class Walk:
         names = self.cluster.containers("worker")
         self.cluster.wait_for(
             lambda: not any(self.cluster.is_running(name) for name in names),
-            "the workers to come to the end",
+            "the workers to end",
         )
         assert [self.cluster.exit_status(name) for name in names] == [0] * workers, "\n".join(
             map(self.cluster.said, names)
@@ -175,7 +177,8 @@ def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed(cluster:
     walk.alert_is("CoordinatorAway", "firing")
     before = walk.steps_by_prometheus()
     cluster.wait_for(
-        lambda: walk.steps_by_prometheus() > before > 0, "training to go on without the coordinator"
+        lambda: walk.steps_by_prometheus() > before > 0,
+        "training to continue without the coordinator",
     )
     cluster.up(workers=4)
     assert walk.trains_on(4) == generation, (
@@ -197,7 +200,7 @@ def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed(cluster:
     cluster.kill("shoal_ps-server-1_1")
     cluster.wait_for(
         lambda: [server["alive"] for server in cluster.status()["servers"]].count(False) == 1,
-        "the server to be missed",
+        "the coordinator to notice the loss of the server",
     )
     cluster.up(workers=3)
     walk.trains_on(3)

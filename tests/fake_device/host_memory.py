@@ -18,7 +18,7 @@ class MarkedMemory:
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         away = self._moved(tensor)
-        away.is_away = True  # type: ignore[attr-defined]  # a mark of the stand-in's
+        away.is_away = True  # type: ignore[attr-defined]  # set by the stand-in
         return away
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:

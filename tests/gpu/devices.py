@@ -42,7 +42,7 @@ def needs_sharing() -> list[pytest.MarkDecorator]:
 
 
 rehearsal = pytest.mark.skipif(
-    COUNT > 0, reason="a rehearsal on the host, and shoal.device() is a CUDA device here"
+    COUNT > 0, reason="rehearsals need the host, but shoal.device() is a CUDA device here"
 )
 
 

@@ -59,7 +59,9 @@ def test_a_fault_of_the_device_costs_its_worker_and_no_step(
             running.start(0)
             running.start(1, FAULT=fault)
             failed = running.workers.pop(1)
-            eventually(failed.ended.is_set, lambda: f"the fault; the worker said: {failed.said()}")
+            eventually(
+                failed.ended.is_set, lambda: f"the fault; the worker's output: {failed.said()}"
+            )
             assert failed.status == status, failed.said()
             running.start(2)
             running.wait_ranked(2)

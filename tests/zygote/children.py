@@ -69,7 +69,7 @@ class Child:
             if thread != self.pid and not _blocks(self.pid, thread, number)
         ]
         assert open_to_it, (
-            f"process {self.pid} has no thread but its main one that takes {number.name}"
+            f"process {self.pid} has no thread but the main one that receives {number.name}"
         )
         # Linux delivers it to the process, and tries this thread first
         os.kill(open_to_it[0], number)
@@ -79,7 +79,7 @@ class Child:
         if not self.ended.wait(PATIENCE_S):
             self.kill(signal.SIGABRT)  # makes it print the stacks of all threads
             self.ended.wait(PATIENCE_S)
-            pytest.fail(f"process {self.pid} did not end; it said: {self.said()}")
+            pytest.fail(f"process {self.pid} did not end; its output: {self.said()}")
         assert self.status is not None
         return self.status
 
@@ -159,7 +159,7 @@ class Zygote:
         output: Path,
         error: Path,
     ) -> ForkedProcess:
-        """A process of `python -m PROGRAM ARGUMENTS`, forked; `environment` is all of its
+        """Forks a process of `python -m PROGRAM ARGUMENTS`. `environment` is its whole
         environment."""
         how = {
             "command": list(command),
@@ -183,25 +183,26 @@ class Zygote:
         return child
 
     def close(self) -> None:
-        self._process.kill()  # and the kernel its children
+        self._process.kill()  # the kernel kills its children
         self._process.wait()
         self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # what was not sent has no reader any more
+            # there is no reader for unsent commands any more
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
-            if "started" in said:
-                child = self._children[said["started"]]
-                child.pid = said["pid"]
+            message = json.loads(line)
+            if "started" in message:
+                child = self._children[message["started"]]
+                child.pid = message["pid"]
                 child.started.set()
-            elif "ended" in said:
-                child = self._children[said["ended"]]
-                child.status = said["status"]
+            elif "ended" in message:
+                child = self._children[message["ended"]]
+                child.status = message["status"]
                 child.ended.set()
 
 

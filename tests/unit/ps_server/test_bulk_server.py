@@ -298,7 +298,7 @@ def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_be
             frames = 0
             while (answer := await frame(slow)).kind is Kind.DATA:
                 assert not any(await exactly(slow, answer.length)), (
-                    "the reader gets the values from when it began"
+                    "the reader gets the values of the version that it began with"
                 )
                 frames += 1
             assert 0 < frames < 4 * LENGTH >> 20

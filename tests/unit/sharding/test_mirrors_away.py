@@ -153,7 +153,7 @@ def test_with_offload_it_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"mirrors='disk': expected \"device\" or \"host\""
     ):
-        shoal.ShardingConfiguration(mirrors="disk")  # type: ignore[arg-type]  # what is refused
+        shoal.ShardingConfiguration(mirrors="disk")  # type: ignore[arg-type]  # the refused value
 
 
 @pytest.fixture

@@ -71,7 +71,7 @@ def test_every_package_that_make_installs_is_pinned_and_every_pin_is_needed() ->
         name for name in needed() if not name.startswith(("nvidia-", "cuda-")) and name != "triton"
     }
     assert wanted - set(PINNED) == set(), "not pinned: add them to constraints.txt"
-    assert set(PINNED) - wanted == set(), "needed by nothing: remove them from constraints.txt"
+    assert set(PINNED) - wanted == set(), "not needed: remove them from constraints.txt"
 
 
 def test_what_is_installed_here_is_what_is_pinned() -> None:
@@ -81,5 +81,5 @@ def test_what_is_installed_here_is_what_is_pinned() -> None:
         except PackageNotFoundError:
             continue
         assert installed.partition("+")[0] == version, (
-            f"{name}: constraints.txt pins {version}; make a new .venv"
+            f"{name}: constraints.txt pins {version}; recreate .venv"
         )

@@ -173,12 +173,12 @@ def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJo
         loop.step()
         train(0.005)
     eventually(lambda: len(job.leased()) > 10, "a block")
-    eventually(lambda: job.leased() == (loop.batch,), "it to have the batch at hand alone")
+    eventually(lambda: job.leased() == (loop.batch,), "the worker to keep only its current batch")
     stay_away(0.3)
     assert job.leased() == (loop.batch,)
     for _ in range(10):
         loop.step()
-    eventually(lambda: len(job.leased()) > 5, "a block again")
+    eventually(lambda: len(job.leased()) > 5, "the next block")
 
 
 def test_a_worker_that_waited_long_for_its_next_batch_did_not_stand_still(
@@ -257,7 +257,7 @@ def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(
     ):
         loop.leave()
     job.away.clear()
-    eventually(lambda: job.leased() == (), "it to hear of them all the same")
+    eventually(lambda: job.leased() == (), "the coordinator to learn of the batches")
 
 
 def test_epochs_and_loaders_in_turns_have_requests_of_their_own(job: FakeJob, make) -> None:
@@ -282,7 +282,7 @@ def test_an_answer_that_comes_when_the_loop_was_left_leaks_nothing(job: FakeJob,
     job.released.clear()
     for batch in held[:3]:
         leases.lease(**place, finished=(batch,), want=1)
-    eventually(job.waiting.is_set, "a block to be on its way")
+    eventually(job.waiting.is_set, "a request for a block")
     threading.Timer(0.2, job.released.set).start()
     leases.lease(**place, finished=(), want=0)
     assert job.leased() == ()

@@ -118,7 +118,7 @@ def test_time_is_counted_from_when_a_collective_is_the_next_to_run() -> None:
     close([backend])
     eventually(
         lambda: not [t for t in threading.enumerate() if t.name == "shoal-nccl-time"],
-        "the looking thread to end",
+        "the thread that measures the time to end",
     )
 
 

@@ -138,7 +138,7 @@ def test_a_data_worker_reads_ahead_while_the_rank_trains(session, tmp_path):
     loader = shoal.ElasticDataLoader(Noting(1000), global_batch_size=10, num_workers=1)
     iterator = iter(loader)
     next(iterator)
-    eventually((tmp_path / "20").exists, "it to read ahead: a step, one item, and a step")
+    eventually((tmp_path / "20").exists, "the worker to read ahead: a step, one item, and a step")
     iterator.close()
     assert not (tmp_path / "40").exists(), "reading ahead is bounded"
 

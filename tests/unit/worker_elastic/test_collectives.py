@@ -251,12 +251,12 @@ def test_when_the_first_one_dies_one_of_the_others_is_first(tmp_path, workers):
 
     eventually(
         lambda: entered() and len(list(tmp_path.glob("[st]*-comes"))) == 2,
-        "one of the others, and both there",
+        "one of the others to enter, and both to have arrived",
     )
     time.sleep(0.3)  # leaves time for an early entry
     (alone,) = entered()
     (tmp_path / f"{alone}-go").touch()
-    eventually(lambda: len(entered()) == 2, "the other one, after it")
+    eventually(lambda: len(entered()) == 2, "the last one to enter")
     for name in entered():
         (tmp_path / f"{name}-go").touch()
     for worker in others:

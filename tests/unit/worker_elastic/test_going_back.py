@@ -54,7 +54,7 @@ def test_a_script_can_take_the_steps_of_its_loop_again_and_no_others(
         for name, (epoch, step, under) in (("train", train), ("other", other))
     ]
     for loader in loaders:
-        held.add_source(loader)  # type: ignore[arg-type]  # as much of one as is looked at
+        held.add_source(loader)  # type: ignore[arg-type]  # has only the used parts
     sources = {name: {"epoch": epoch, "step": step} for name, (epoch, step) in then.items()}
     answer = held.cannot_return({"steps": 3, "sources": sources})
     assert answer is None if why_not is None else answer is not None and answer.startswith(why_not)

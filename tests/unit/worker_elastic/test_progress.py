@@ -159,6 +159,6 @@ def test_numbers_of_too_many_names_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"at most 16 names besides the loss; .*metric15"):
         meter.report({"one_more": 1.0})
     with pytest.raises(ConfigurationError, match=r"report\(metric3=\.\.\.\): found 'x'; expected"):
-        meter.report({"metric3": "x"})  # type: ignore[dict-item]  # what a user may do
+        meter.report({"metric3": "x"})  # type: ignore[dict-item]  # a user may do this
     with pytest.raises(ConfigurationError, match="expected a name of at most 64 characters"):
         ProgressMeter(WorkerMetrics()).report({"n" * 65: 1.0})

@@ -96,7 +96,7 @@ def test_a_collective_that_stands_while_all_peers_are_reached_goes_on_standing(
         group = Group(generation("", address(there)), None, None)
         link, waits = watched(group)
         with waits.of("all_reduce"):
-            eventually(lambda: len(link.reports) >= 4, "several looks")
+            eventually(lambda: len(link.reports) >= 4, "several reports")
     assert group.broken is None
     assert set(link.reports) == {()}
 

@@ -196,7 +196,7 @@ def test_a_donor_whose_device_fails_gives_nothing_and_the_receiver_is_told(
     donor.close()
     eventually(
         lambda: "cannot be read from the device: CUDA error" in caplog.text,
-        lambda: f"a word in the log: {caplog.text!r}",
+        lambda: f"a line in the log: {caplog.text!r}",
     )
 
 
@@ -238,7 +238,9 @@ def test_what_ranks_compare_of_a_device_is_read_as_one_number_a_tensor(
         digest,
         "bytes_of",
         lambda tensor: (
-            memoryview(b"x") if tensor.dim() == 0 else pytest.fail("it was brought here")
+            memoryview(b"x")
+            if tensor.dim() == 0
+            else pytest.fail("the tensor was copied to the host")
         ),
     )
     one, other = (

@@ -260,7 +260,7 @@ def test_settings_that_do_not_apply_are_refused_by_name(
 
 def test_a_shard_that_neither_its_rank_nor_its_mirror_holds_any_more_is_lost() -> None:
     def unused(axes: Axes) -> Any:
-        pytest.fail(f"what was lost was looked for in {axes}")
+        pytest.fail(f"lost shards were searched for in {axes}")
 
     cut = MeshCut(
         number=3,

@@ -127,7 +127,7 @@ def test_state_under_other_names_than_the_parameters_is_saved_and_loaded(
 ) -> None:
     if make is wrapped and strategy in ("pipeline", "hybrid"):
         pytest.skip(
-            "a pipeline computes activations anew itself, and finds no blocks in wrapped ones"
+            "a pipeline recomputes activations itself and finds no blocks in wrapped layers"
         )
     wanted, after = plain(make), plain(make, 2)
 

@@ -39,7 +39,7 @@ def training(cell: Cell) -> Training:
 
 @dataclass
 class Places:
-    """Sources of ranks."""
+    """Sources of the ranks that train a cell."""
 
     processes: Callable[[int], list[Rank]]
     """Returns this many processes that are not in an MPI world."""

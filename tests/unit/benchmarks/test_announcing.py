@@ -1,4 +1,4 @@
-"""The table and verdict of T12."""
+"""Table T12 (announcements of generations): its verdict and its rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""The counts of T8: bytes on connections, allocations, and fractions of the formulas."""
+"""Table T8 (traffic and memory): counts of bytes on connections and of allocations, compared with
+the formulas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""T11: it reads step logs, accounts for pushes, and writes its table."""
+"""Table T11 (failover of a parameter server): pauses read from step logs, an account of lost and
+repeated pushes, and the rows of the table."""
 
 from __future__ import annotations
 

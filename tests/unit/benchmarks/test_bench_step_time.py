@@ -1,4 +1,4 @@
-"""T2 shows the cost of elasticity per step, and that of comparing the replicas."""
+"""Table T2 (step time): the cost of elasticity per step, and that of comparing the replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""T10: when a loss counts as reached, which learning rate a row uses, and its table."""
+"""Table T10 (slow workers): when a loss counts as reached, which learning rate a row uses, and its
+verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Which processes may use a bulk channel on one machine, and when a vanished peer is noticed."""
+"""Access to bulk channels on one machine by other processes, and the time until a vanished peer is
+noticed."""
 
 from __future__ import annotations
 

@@ -264,7 +264,7 @@ def test_a_part_that_is_not_finite_is_not_kept_when_the_result_was_never_seen():
 
 
 def test_a_rank_that_leaves_takes_only_what_it_owed_itself():
-    """When rank 2 of 3 is lost, only its own residuals are lost. The other ranks keep theirs,
+    """The loss of rank 2 of 3 loses only that rank's residuals. The other ranks keep theirs,
     although the parts of sums are assigned differently."""
     ranks = reductions(made("sign"), 3)
     reduce_together(ranks, gradients(3))

@@ -133,8 +133,8 @@ def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(
 def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(
     make, tmp_path, monkeypatch
 ) -> None:
-    """If the disk has room for only some of several changes written together, all of them are
-    refused, also after a kill and without room for a new file."""
+    """Changes that are written together are all refused by a disk with room for only some of them,
+    also after a kill and without room for a new file."""
     data = tmp_path / "data"
 
     async def test() -> None:

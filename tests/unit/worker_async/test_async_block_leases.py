@@ -224,8 +224,8 @@ def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob,
 
 
 def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_told(job: FakeJob, make) -> None:
-    """If the job is stopped while a loop waits for a batch, the wait ends, and the batch in the
-    coordinator's late answer is returned."""
+    """A loop's wait for a batch ends when the job is stopped, and the batch in the coordinator's
+    late answer is returned."""
     loop = Loop(make(0.0))
     assert [loop.step() for _ in range(3)] == [0, 1, 2]
     job.released.clear()

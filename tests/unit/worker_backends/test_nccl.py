@@ -172,8 +172,8 @@ def test_memory_is_quiet_once_a_wait_has_failed(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
-    """When a group ends while no wait is in progress, leaving it waits until the memory is unused,
-    so that the redo in the next group has it exclusively."""
+    """Leaving an ended group in which no wait was in progress waits until the memory is unused, so
+    that the redo in the next group has it exclusively."""
     ranks = Ranks(3, seed)
     backends = ranks.form()
     tensors = [torch.ones(3) for _ in range(2)]
@@ -195,8 +195,8 @@ def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
 
 
 def test_a_peer_that_is_gone_ends_a_collective_that_spins() -> None:
-    """When a peer is gone, the hosts' own group notices it and ends a spinning collective. NCCL
-    does not notice."""
+    """The hosts' own group notices the loss of a peer and ends a spinning collective. NCCL does not
+    notice."""
     ranks = Ranks(2)
     backends = ranks.form()
     work = started(backends[0], torch.ones(3))
@@ -363,7 +363,7 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_long_and_aborts() -> None:
 
 @pytest.mark.parametrize("where", ["in the group", "in a part"])
 def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
-    """When all ranks leave during a step that only one rank has begun, the group is aborted soon. A
+    """A group that all ranks leave during a step that only one rank has begun is aborted soon. A
     finalization would wait forever for the collective of that step."""
     ranks = Ranks(2)
     wholes, parts = ranks.form(), ranks.form()
@@ -382,9 +382,9 @@ def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
 def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
     dies: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """If a rank dies while all leave, the others give up the finalization after a while. Nothing
-    can end it earlier, because torch holds the locks that an abort needs. Afterwards, no one
-    touches the half-destroyed communicator."""
+    """Ranks give up a finalization after a while if another rank dies meanwhile. Nothing can end it
+    earlier, because torch holds the locks that an abort needs. Afterwards, no one touches the
+    half-destroyed communicator."""
     ranks = Ranks(2)
     backends = ranks.form(finalize_limit=_SHORT)
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")
@@ -701,8 +701,8 @@ def test_ranks_connect_and_reduce_where_communicators_block(
 def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """If a rank does not join a split, the others time out and no process ends. Aborting the parent
-    group waits as long, because torch holds its lock."""
+    """Ranks that wait for another rank to join a split time out, and no process ends. Aborting the
+    parent group waits as long, because torch holds its lock."""
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
     ranks, limit = Ranks(4), timedelta(seconds=2)
     wholes = ranks.form(limit=timedelta(seconds=1))

@@ -63,8 +63,8 @@ def test_a_resumed_run_counts_the_steps_before_and_goes_on_within_the_epoch(sess
 
 
 def test_steps_that_are_undone_as_the_loop_ends_are_taken_again(session):
-    """If the ranks return to a checkpoint in the operation that ends the last epoch, the undone
-    steps are repeated."""
+    """Steps are repeated if the ranks return to an earlier checkpoint in the operation that ends
+    the last epoch."""
     loader, states, taken = loader_of(), [], {}
 
     def end_epoch(source):

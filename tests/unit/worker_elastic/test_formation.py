@@ -1,5 +1,5 @@
-"""When a generation forms, the ranks agree on the valid state, on who sends it to whom, and on
-which rank acts for all."""
+"""The ranks that form a generation agree on the valid state, on which rank sends it to which, and
+on which rank acts for all."""
 
 from collections.abc import Callable
 from types import SimpleNamespace

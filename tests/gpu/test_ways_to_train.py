@@ -60,7 +60,7 @@ def take_steps(
     return scales
 
 
-def plainly(
+def train_plainly(
     device: torch.device, *, autocast: bool, scales: bool
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
     """Trains in plain torch on the device. Returns the parameters and the scales."""
@@ -105,7 +105,7 @@ def test_under_bf16_autocast_the_parameters_are_those_of_plain_torch_as_far_as_b
     kind: str, strategy: str
 ) -> None:
     is_there(kind)
-    expected, _ = plainly(torch.device(kind), autocast=True, scales=False)
+    expected, _ = train_plainly(torch.device(kind), autocast=True, scales=False)
     for trained, _ in together(
         lambda: with_shoal(strategy, autocast=True, scales=False), world_size=2
     ):
@@ -121,7 +121,7 @@ def test_an_inf_on_one_rank_costs_all_ranks_that_step_and_half_of_the_scale(
     kind: str, strategy: str
 ) -> None:
     is_there(kind)
-    expected, scales = plainly(torch.device(kind), autocast=False, scales=True)
+    expected, scales = train_plainly(torch.device(kind), autocast=False, scales=True)
     assert scales == [_SCALE] * 2 + [_SCALE / 2] * 4
     for trained, scales_seen in together(
         lambda: with_shoal(strategy, autocast=False, scales=True), world_size=2

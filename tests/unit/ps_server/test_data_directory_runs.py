@@ -18,7 +18,7 @@ def fill(directory: Path, text: str) -> None:
         (directory / name).write_text(text)
 
 
-def held(directory: Path) -> list[str]:
+def contents(directory: Path) -> list[str]:
     return [
         path.read_text()
         for path in sorted(directory.glob("journal.*")) + sorted(directory.glob("snapshot*"))
@@ -49,8 +49,8 @@ def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path)
             data.note_run(run)
             fill(tmp_path, text)
             folder = data.set_aside()
-            assert held(folder) == [text] * 3
-            assert held(tmp_path) == []
+            assert contents(folder) == [text] * 3
+            assert contents(tmp_path) == []
             assert data.run is None
     assert sorted(path.name for path in tmp_path.glob("run-*")) == [
         "run-2",
@@ -76,9 +76,9 @@ def test_runs_that_stored_nothing_push_out_none_of_what_is_kept(tmp_path: Path) 
             data.segments.create(1, previous_end=0)
             assert data.set_aside() is None
             assert data.run is None
-            assert held(tmp_path) == []
+            assert contents(tmp_path) == []
     assert [path.name for path in tmp_path.glob("run-*")] == ["run-1"]
-    assert held(tmp_path / "run-1") == ["a"] * 3
+    assert contents(tmp_path / "run-1") == ["a"] * 3
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2, 3, 4])
@@ -105,8 +105,8 @@ def test_a_kill_while_data_is_set_aside_is_made_good_by_the_next_server(
         monkeypatch.undo()
     with DataDirectory(tmp_path) as data:
         assert data.run is None
-    assert held(tmp_path) == []
-    assert held(tmp_path / "run-1") == ["a"] * 3
+    assert contents(tmp_path) == []
+    assert contents(tmp_path / "run-1") == ["a"] * 3
     assert (tmp_path / "run-1" / "run").read_text() == "1:10\n"
 
 

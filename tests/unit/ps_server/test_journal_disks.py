@@ -149,13 +149,13 @@ def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it
             syncing, synced = threading.Event(), threading.Event()
             real = os.fdatasync
 
-            def held(descriptor: int) -> None:
+            def delayed_sync(descriptor: int) -> None:
                 syncing.set()
                 synced.wait(10)
                 real(descriptor)
 
             with monkeypatch.context() as patched:
-                patched.setattr(os, "fdatasync", held)
+                patched.setattr(os, "fdatasync", delayed_sync)
                 first = asyncio.create_task(
                     server.push(
                         make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2)

@@ -74,12 +74,12 @@ class Disk:
         self._sync(descriptor)
         self._maybe_kill()
 
-    def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def held(*arguments: Any) -> Any:
+    def exclusive(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*arguments: Any) -> Any:
             with self._snapshots:
                 return call(*arguments)
 
-        return held
+        return locked
 
     def _maybe_kill(self) -> None:
         if self.generator.random() < self.kill or (self.kill and self.due):
@@ -93,9 +93,13 @@ def on(disk: Disk) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "pwritev", disk.pwritev)
         patched.setattr(os, "fdatasync", disk.fdatasync)
-        patched.setattr("shoal_ps_server.storage.keeper.write_snapshot", disk.alone(write_snapshot))
         patched.setattr(
-            DataDirectory, "forget_journal_before", disk.alone(DataDirectory.forget_journal_before)
+            "shoal_ps_server.storage.keeper.write_snapshot", disk.exclusive(write_snapshot)
+        )
+        patched.setattr(
+            DataDirectory,
+            "forget_journal_before",
+            disk.exclusive(DataDirectory.forget_journal_before),
         )
         yield
 

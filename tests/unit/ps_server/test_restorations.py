@@ -13,7 +13,7 @@ from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.shard import Restoration, Shard
 
 from tests.unit.ps_server.journaled import Journaled, file, opened, recovered, run, same, state_of
-from tests.unit.ps_server.test_table_partitions import begun, held, pushes
+from tests.unit.ps_server.test_table_partitions import begun, pushes, shard_with
 
 OPTIMIZER = {
     "optimizer": "sparse_adam",
@@ -156,7 +156,7 @@ def test_first_rows_do_not_take_the_place_of_a_push_that_is_on_its_way(
 
 def test_a_bucket_that_moves_is_not_put_in_place(make: Any) -> None:
     spec = make.bucket(**OPTIMIZER)
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     wanted = restoration(shard, spec, 1)
     shard.freeze([0])
     with pytest.raises(UnavailableError) as caught:
@@ -168,7 +168,7 @@ def test_a_bucket_that_moves_is_not_put_in_place(make: Any) -> None:
 
 def test_what_cannot_be_written_is_not_made_and_pushes_go_on(make: Any) -> None:
     spec = make.bucket(**OPTIMIZER)
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     wanted = restoration(shard, spec, 1)
     assert shard.admit_restoration(wanted)
     (upload,) = pushes(make, [spec], 1)

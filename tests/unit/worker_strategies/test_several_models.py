@@ -125,7 +125,7 @@ def test_they_end_as_in_plain_pytorch(
         assert not outcomes[0][0]
 
 
-def with_norms(strategy: str) -> list[torch.Tensor]:
+def train_with_norms(strategy: str) -> list[torch.Tensor]:
     torch.set_num_threads(1)
     models = make(norms=True)
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
@@ -137,8 +137,8 @@ def with_norms(strategy: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_layers_that_ask_other_ranks_do_so_behind_an_update_too(strategy: str) -> None:
-    (expected,) = shoal.launch(with_norms, strategy, world_size=1)
-    for values in shoal.launch(with_norms, strategy, world_size=2):
+    (expected,) = shoal.launch(train_with_norms, strategy, world_size=1)
+    for values in shoal.launch(train_with_norms, strategy, world_size=2):
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-7, atol=1e-9)
 
@@ -289,7 +289,7 @@ def test_gradients_through_a_pass_from_before_the_models_update_are_refused(stra
         assert "through a forward pass of model 1 from before its optimizer's step" in message
 
 
-def left_and_asked(strategy: str, options: dict[str, Any]) -> bool:
+def predict_after_leaving(strategy: str, options: dict[str, Any]) -> bool:
     """Leaves a loop between two updates and predicts with the updated model. Returns whether the
     predictions are those from before the updates."""
     torch.set_num_threads(1)
@@ -337,7 +337,7 @@ def left_and_asked(strategy: str, options: dict[str, Any]) -> bool:
 def test_a_model_computes_with_what_was_put_back(
     strategy: str, options: dict[str, Any], world_size: int
 ) -> None:
-    assert all(shoal.launch(left_and_asked, strategy, options, world_size=world_size))
+    assert all(shoal.launch(predict_after_leaving, strategy, options, world_size=world_size))
 
 
 @pytest.mark.usefixtures("fresh_session")

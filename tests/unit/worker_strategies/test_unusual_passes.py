@@ -268,7 +268,7 @@ def in_micro_batches(strategy: str) -> dict[str, torch.Tensor]:
 def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_numbers(
     strategy: str,
 ) -> None:
-    expected = plain(plainly)
+    expected = plain(train_plainly)
     for state in shoal.launch(functools.partial(in_micro_batches, strategy), world_size=3):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
@@ -310,7 +310,7 @@ def by_turns(strategy: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def plainly(model: Any, optimizer: Any, batches: Batches) -> None:
+def train_plainly(model: Any, optimizer: Any, batches: Batches) -> None:
     for x, y in batches:
         optimizer.zero_grad()
         loss_of(model, x, y).backward()
@@ -322,7 +322,7 @@ def plainly(model: Any, optimizer: Any, batches: Batches) -> None:
 def test_each_micro_batch_has_its_own_weight_whatever_it_goes_through(
     strategy: str, world_size: int
 ) -> None:
-    expected = plain(plainly)
+    expected = plain(train_plainly)
     for state in shoal.launch(functools.partial(by_turns, strategy), world_size=world_size):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 

@@ -199,7 +199,7 @@ class Machine:
         """Times at which all Python threads would have blocked: a call with the GIL waited for one
         of torch's mutexes."""
         self.freeze_s = 0.0
-        """Time for which they actually block then."""
+        """Time in seconds for which a call with the GIL really blocks when it waits for a mutex."""
         self.seconds = 0.0
         """Time in seconds as seen by watchdogs."""
         self.watchdogs: list[Callable[[], None]] = []

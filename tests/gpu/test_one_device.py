@@ -50,14 +50,14 @@ def _stand_in() -> Callable[[], CudaDevice]:
     ],
 )
 def device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
-    """Returns a factory of devices that are all the same one."""
+    """Returns a factory whose devices are all the same device."""
     made: Callable[[], CudaDevice] = request.param()
     return made
 
 
 @pytest.fixture(params=[pytest.param(lambda: CudaDevice, id="cuda", marks=needs_device)])
 def real_device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
-    """Returns a factory of CUDA devices that are all the same one. The fake device is excluded
+    """Returns a factory whose CUDA devices are all the same device. The fake device is excluded
     because it computes nothing."""
     made: Callable[[], CudaDevice] = request.param()
     return made
@@ -228,7 +228,7 @@ def test_groups_that_come_and_go_leave_no_memory(
 
 
 def spin(seconds: float) -> None:
-    """Keeps the current stream busy for about this long."""
+    """Keeps the current stream busy for about `seconds`."""
     torch.cuda._sleep(int(seconds * 1.5e9))
 
 

@@ -307,8 +307,8 @@ def seen(shard: Shard, moves: Moves) -> tuple[object, ...]:
 def test_a_partition_that_goes_before_its_turn_in_a_snapshot_is_copied_as_it_goes(
     make, tmp_path, monkeypatch
 ) -> None:
-    """A partition that moves away before a snapshot has copied it is copied at that time, because
-    the new journal file has pushes to it."""
+    """A partition that moves away before a running snapshot has copied it is copied at that moment.
+    The new journal file already has pushes to it, which need the values before them."""
 
     async def test() -> History:
         async with two(tmp_path, make) as (giver, receiver, history):

@@ -1,5 +1,5 @@
-"""The order of a Gloo work's completion and of the waits for it when its tensors are on a device.
-No device is needed: the test records the calls to its streams."""
+"""A Gloo work on device tensors is ordered correctly with the kernels before and after it,
+whichever thread completes it. No device is needed: the test records the calls to the streams."""
 
 from __future__ import annotations
 

@@ -18,8 +18,8 @@ class FakeSession:
         self.calls = []
         self.sources = {}
         self.waiting = {}
-        """States that begin_step gives to their sources, as a joiner or a rank that is behind
-        receives them from its peers."""
+        """States that a joiner or a lagging rank receives from its peers. begin_step loads them
+        into their sources."""
         self.stopped = False
         self.coordinator = None
         self.sums = None

@@ -23,7 +23,8 @@ from torch.distributed import HashStore, PrefixStore
 
 WORLD = 4
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""Also the lifetime of Gloo's thread that waits for a rank which never connects."""
+"""Timeout for connecting. Gloo's thread that waits for a rank which never connects lives as
+long."""
 TIMEOUT = timedelta(seconds=60)
 BACKENDS = [InMemoryBackend, GlooBackend]
 

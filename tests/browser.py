@@ -1,7 +1,7 @@
-"""A headless Chromium for tests, spoken to through chromedriver by its own protocol (W3C WebDriver:
-JSON over HTTP), so without a package.
+"""A headless Chromium for tests, controlled through chromedriver by its own protocol (W3C
+WebDriver: JSON over HTTP), so that no package is needed.
 
-Debian's packages chromium and chromium-driver have both; tests that use them are skipped where they
+Debian's packages chromium and chromium-driver provide both. Tests that use them are skipped if they
 are not installed.
 """
 
@@ -32,7 +32,7 @@ MISSING = next(
     ),
     None,
 )
-"""Reason why there is no browser; None: there is one."""
+"""Reason why there is no browser; None if there is one."""
 
 _LISTENS = re.compile(r"started successfully on port (\d+)")
 _TRIES = 10
@@ -47,12 +47,13 @@ _FLAGS = (
 
 
 class Browser:
-    """One window; a context manager."""
+    """One window. Use it as a context manager."""
 
     def __init__(
         self, directory: Path, *, width: int = 1440, height: int = 1000, dark: bool = False
     ) -> None:
-        """`directory`: for its profile and its log. `dark`: the system prefers dark colours."""
+        """Starts a browser. `directory` is for its profile and its log; `dark` makes the system
+        prefer dark colours."""
         self._driver, port = start_driver(directory / "chromedriver.log")
         try:
             self._address = f"http://127.0.0.1:{port}"
@@ -77,11 +78,11 @@ class Browser:
             raise
 
     def open(self, url: str) -> None:
-        """Goes to a page."""
+        """Opens a page."""
         self._call("POST", f"{self._session}/url", {"url": url})
 
     def run(self, script: str, *arguments: Any) -> Any:
-        """Returns what a piece of JavaScript returns."""
+        """Runs JavaScript and returns its result."""
         return self._call(
             "POST", f"{self._session}/execute/sync", {"script": script, "args": list(arguments)}
         )
@@ -103,13 +104,13 @@ class Browser:
         self._call("POST", f"{self._session}/element/{self._find(selector)}/value", {"text": text})
 
     def complaints(self) -> list[str]:
-        """Returns what the console says since it was asked last: errors of the script, and what the
-        page's policy forbids."""
+        """Returns the console's errors since the last call: errors of the script, and violations of
+        the page's policy."""
         entries = self._call("POST", f"{self._session}/se/log", {"type": "browser"})
         return [entry["message"] for entry in entries if entry["level"] == "SEVERE"]
 
     def photograph(self, path: Path, *, whole: bool = False) -> None:
-        """Writes a PNG of the window; `whole`: of all of the page."""
+        """Writes a PNG of the window, or of the whole page if `whole` is set."""
         asked: dict[str, Any] = {
             "cmd": "Page.captureScreenshot",
             "params": {"captureBeyondViewport": whole},
@@ -161,11 +162,11 @@ class Browser:
 
 
 def start_driver(log: Path) -> tuple[subprocess.Popen[bytes], int]:
-    """A chromedriver, and the port that it listens on.
+    """Starts a chromedriver. Returns its process and the port that it listens on.
 
-    It takes any port that is free on ::1, and then wants the same one on 127.0.0.1. Where another
-    process has that, it says so and ends: beside tests that hold hundreds of ports of 127.0.0.1
-    this happens now and then, and another chromedriver gets another port.
+    chromedriver takes any free port on ::1 and then wants the same port on 127.0.0.1. If another
+    process has that port, chromedriver reports it and ends. This happens occasionally beside tests
+    that use hundreds of ports on 127.0.0.1, and another attempt gets another port.
     """
     for _ in range(_TRIES):
         with log.open("wb") as output:

@@ -16,8 +16,8 @@ from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
-# Before anything imports torch: ranks are processes of one thread each, and what they are compared
-# with must sum in the same order.
+# Must precede the import of torch. Ranks are processes with one thread, and the processes that they
+# are compared with must sum in the same order.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import hypothesis
@@ -32,12 +32,12 @@ from tests.zygote.children import zygote  # noqa: F401 - a fixture
 
 
 def heed_interrupts() -> None:
-    """Sees to it that processes which the tests start end on Ctrl-C (SIGINT), also where the tests
-    run in the background of a shell.
+    """Makes processes that the tests start end on Ctrl-C (SIGINT), even if the tests run in the
+    background of a shell.
 
-    A shell without job control has what runs in its background (`make test &` in a script) ignore
-    SIGINT; whoever is started from there inherits that, and Python then installs no handler. A
-    script that a test interrupts would go on as if nobody had.
+    A shell without job control makes its background jobs (`make test &` in a script) ignore SIGINT.
+    Their child processes inherit this, and Python then installs no handler, so a script that a test
+    interrupts would continue.
     """
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -45,9 +45,10 @@ def heed_interrupts() -> None:
 
 heed_interrupts()
 
-# Hypothesis has a deadline of 200 ms for each example, and another for making them: on a busy
-# machine both are chance. So is which examples are tried, in "searching" (make chaos): what fails
-# there is mended and named in a test, and every run of make test tries the same ones.
+# Hypothesis has a deadline of 200 ms for each example and another for generating them. On a busy
+# machine, exceeding either is a matter of chance. The choice of examples is random only in
+# "searching" (make chaos): its failures are fixed and become tests, and every run of make test
+# tries the same examples.
 _UNHURRIED = hypothesis.settings(
     deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow]
 )
@@ -62,14 +63,13 @@ _MARK = "SHOAL_PYTEST_RUN"
 
 _exit_status = 0
 _PINNED = "2.13."
-"""The torch that tests run with, but for make test-torch. With it nothing may be refused for its
-version."""
+"""The version of torch that tests run with, except in make test-torch. With it, nothing may be
+refused because of its version."""
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
-    """Returns what Shoal refuses with an older torch is what the test comes to with that one (make
-    test-torch)."""
+    """Skips a test if Shoal refuses an operation because torch is too old (make test-torch)."""
     try:
         return (yield)
     except Exception as error:
@@ -81,9 +81,9 @@ def pytest_runtest_call(item: pytest.Item) -> Iterator[None]:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
-    """Thousands of tests and what they import, torch among it, are nearly two million objects,
-    which are there to the end: a collection of garbage that looks through all of them takes a
-    second."""
+    """Disables garbage collection while tests are collected. Thousands of tests and their imports,
+    torch among them, are nearly two million permanent objects, and a collection over all of them
+    takes a second."""
     gc.disable()
     try:
         yield
@@ -111,8 +111,8 @@ def pytest_sessionfinish(session: pytest.Session, exitstatus: int) -> None:
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:
-    """The interpreter would wait for a thread that a test left stuck, for ever: name it, and end
-    with the tests' own status."""
+    """Names threads that a test left running and ends with the tests' own status. The interpreter
+    would wait for these threads forever."""
     deadline = time.monotonic() + _THREADS_GRACE_S
     others = [t for t in threading.enumerate() if t is not threading.main_thread() and not t.daemon]
     for thread in others:
@@ -127,11 +127,11 @@ def pytest_unconfigure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def leftover_processes() -> Iterator[None]:
-    """Fails the run when a process that a test started is still there at its end. Processes already
-    on their way out get 30 s.
+    """Fails the run if a process started by a test is still running at the end. Processes that are
+    ending get 30 s.
 
-    Descendants are found by their parents, and orphans (whose parent died, so that nobody's child
-    they are) by an environment variable that all inherit.
+    Descendants are found by their parents. Orphans, whose parent has died, are found by an
+    environment variable that all processes inherit.
     """
     mark = os.environ[_MARK] = uuid.uuid4().hex
     before = set(psutil.pids())
@@ -163,8 +163,8 @@ def _descendants_and_orphans(mark: str) -> list[psutil.Process]:
 
 @pytest.fixture
 def fresh_session() -> Iterator[None]:
-    """This process has no session, before the test and after it."""
-    # which brings torch, that other tests do without
+    """Ensures that this process has no session before and after the test."""
+    # imports torch, which some tests do not need
     from shoal_worker.elastic.session.worker_process import set_session
 
     set_session(None)
@@ -189,7 +189,8 @@ def redis_url(_redis_server: EmbeddedRedis) -> str:
 
 
 def _is_python_helper(process: psutil.Process) -> bool:
-    """multiprocessing's trackers serve a whole interpreter and end with it."""
+    """Returns whether the process is one of multiprocessing's trackers, which serve a whole
+    interpreter and end with it."""
     try:
         command = " ".join(process.cmdline())
     except psutil.Error:

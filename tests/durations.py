@@ -14,10 +14,10 @@ import pytest
 def write_durations(file: Path, reports: Iterable[Sequence[Any]]) -> None:
     """Writes the seconds that each test file and each test took, longest first.
 
-    reports: what pytest's terminal reporter collected; anything but a report of a test is ignored.
+    reports: collected by pytest's terminal reporter; only reports of tests are used.
 
-    Times are those of the clock, set-up and clean-up included. With several processes the first
-    lines say when each of them ran its last test: a process that ends much later than the others
+    Times are wall-clock times including set-up and clean-up. With several processes, the first
+    lines show when each of them ran its last test: a process that ends much later than the others
     had a file that should start earlier or be split.
     """
     tests: Counter[str] = Counter()

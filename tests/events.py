@@ -1,4 +1,4 @@
-"""TensorBoard's event files, as TensorBoard itself reads a directory of them."""
+"""TensorBoard's event files, read as TensorBoard reads a directory of them."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tensorboard.backend.event_processing.event_accumulator import TENSORS, Even
 
 
 def points(directory: Path, tag: str) -> list[tuple[int, float]]:
-    """Steps and values of a scalar, in the files' order."""
+    """Returns the steps and values of a scalar in the order of the files."""
     read = _read(directory)
     return (
         [(event.step, event.value) for event in read.Scalars(tag)]
@@ -18,7 +18,7 @@ def points(directory: Path, tag: str) -> list[tuple[int, float]]:
 
 
 def texts(directory: Path) -> list[tuple[int, str]]:
-    """Steps and texts of the events."""
+    """Returns the steps and texts of the events."""
     read, tag = _read(directory), "shoal/events/text_summary"
     found = read.Tensors(tag) if tag in read.Tags()["tensors"] else []
     return [(event.step, event.tensor_proto.string_val[0].decode()) for event in found]

@@ -1,12 +1,12 @@
-"""Recorded histories of pushes and pulls, and what asp, ssp and bsp promise of them.
+"""Recorded histories of pushes and pulls, and the guarantees of asp, ssp and bsp for them.
 
-A value tells who pushed how often: every partition has one element for each member, and each push
-of a member adds 1 to that element (plain SGD with lr=1, and a gradient of -1 there). So what a pull
-brought is a vector of counts, and a promise is a sentence about counts.
+A value identifies the pushes in it: every partition has one element for each member, and each push
+of a member adds 1 to that element (plain SGD with lr=1 and a gradient of -1 there). So the result
+of a pull is a vector of counts, and each guarantee is a statement about counts.
 
-`History` is written by the members' threads while they train; the checks read it when they have
-ended. Each check raises `BrokenPromise`, which names the pull and the promise. What `check_asp`
-finds is promised under every consistency.
+The members' threads write a `History` while they train, and the checks read it after they have
+ended. Each check raises `BrokenPromise`, which names the pull and the guarantee. The guarantees of
+`check_asp` hold under every consistency.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 Counts = tuple[int, ...]
-"""Number of pushes of each member, by its place, in a partition's values."""
+"""Number of pushes of each member in a partition's values, in the order of members."""
 
 
 class BrokenPromise(AssertionError):
-    """A history that must not be."""
+    """A history that violates a guarantee."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class Push:
 
     member: int
     number: int
-    """1, 2, 3, ... of the member's."""
+    """1, 2, 3, ... for each member."""
     began: float
     ended: float
     """Time of the acknowledgement by `time.monotonic()`; infinite without one."""
@@ -48,7 +48,7 @@ class Pull:
     began: float
     ended: float
     counts: Mapping[int, Counts]
-    """Partition -> counts."""
+    """Counts by partition."""
 
 
 @dataclass(kw_only=True)
@@ -60,7 +60,7 @@ class History:
 
     @contextmanager
     def pushing(self, member: int, number: int) -> Iterator[None]:
-        """Around a push."""
+        """Records the push that is made in the context."""
         began = time.monotonic()
         ended = float("inf")
         try:
@@ -71,7 +71,8 @@ class History:
 
     @contextmanager
     def pulling(self, member: int, iteration: int) -> Iterator[dict[int, Counts]]:
-        """Around a pull, which fills in what it brought. One that fails is not recorded."""
+        """Records the pull that is made in the context and fills in the yielded counts. A failed
+        pull is not recorded."""
         began = time.monotonic()
         counts: dict[int, Counts] = {}
         yield counts
@@ -87,8 +88,8 @@ class History:
 
 
 def check_asp(history: History) -> None:
-    """Every pull sees each push once, all that were acknowledged before it began, and none that had
-    not begun when it ended. What one member sees of a partition never goes back."""
+    """Checks that every pull sees each push at most once, all pushes acknowledged before it began,
+    and none that began after it ended. A member's view of a partition never goes back."""
     seen: dict[tuple[int, int], Counts] = {}
     for pull in sorted(history.pulls, key=lambda pull: pull.began):
         for partition, counts in pull.counts.items():
@@ -101,13 +102,13 @@ def check_asp(history: History) -> None:
                 )
                 if not least <= count <= most:
                     raise BrokenPromise(
-                        f"{_told(pull, partition)}: {count} pushes of member {member}; {least} "
+                        f"{_named(pull, partition)}: {count} pushes of member {member}; {least} "
                         f"were acknowledged before, {most} had begun"
                     )
             before = seen.setdefault((pull.member, partition), counts)
             if any(now < then for now, then in zip(counts, before, strict=True)):
                 raise BrokenPromise(
-                    f"{_told(pull, partition)}: this member had seen {before} there"
+                    f"{_named(pull, partition)}: this member had seen {before} there"
                 )
             seen[pull.member, partition] = counts
 
@@ -119,11 +120,12 @@ def check_ssp(
     since: Sequence[int] = (),
     until: Mapping[int, int] | None = None,
 ) -> None:
-    """Beside what asp promises: a pull after k iterations sees all pushes of iterations up to k -
-    bound of all members (Ho et al., NIPS 2013, section 2).
+    """Checks asp's guarantees, and that a pull after k iterations sees all pushes of iterations up
+    to k - bound of all members (Ho et al., NIPS 2013, section 2).
 
-    `since`: for each member how many iterations the job had behind it when it came; none given: all
-    were there from the beginning. `until`: how many it had when a member left, for those that did.
+    since: number of iterations of the job before each member joined; empty if all members were
+    there from the beginning.
+    until: number of iterations of the job before a member left, for those that did.
     """
     check_asp(history)
     for pull in history.pulls:
@@ -132,7 +134,7 @@ def check_ssp(
                 least = _pushed(member, pull.iteration - bound, since, until)
                 if count < least:
                     raise BrokenPromise(
-                        f"{_told(pull, partition)}: {count} pushes of member {member}, at least "
+                        f"{_named(pull, partition)}: {count} pushes of member {member}, at least "
                         f"{least} were due with a bound of {bound}"
                     )
 
@@ -140,9 +142,9 @@ def check_ssp(
 def check_bsp(
     history: History, *, since: Sequence[int] = (), until: Mapping[int, int] | None = None
 ) -> None:
-    """Beside what asp promises: a pull after k iterations sees all pushes of iterations up to k of
-    all members, and none of a later one; so all that pull after k iterations see the same. `since`,
-    `until`: as `check_ssp` has them."""
+    """Checks asp's guarantees, and that a pull after k iterations sees all pushes of iterations up
+    to k of all members and none of a later one. So all pulls after k iterations see the same.
+    `since` and `until` are as in `check_ssp`."""
     check_asp(history)
     read: dict[tuple[int, int], Counts] = {}
     for pull in history.pulls:
@@ -151,15 +153,15 @@ def check_bsp(
                 _pushed(member, pull.iteration, since, until) for member in range(len(counts))
             )
             if counts != due:
-                raise BrokenPromise(f"{_told(pull, partition)}: exactly {due} were due")
+                raise BrokenPromise(f"{_named(pull, partition)}: exactly {due} were due")
             if (other := read.setdefault((pull.iteration, partition), counts)) != counts:
                 raise BrokenPromise(
-                    f"{_told(pull, partition)}: another member read {other} in this iteration"
+                    f"{_named(pull, partition)}: another member read {other} in this iteration"
                 )
 
 
 def pushes_by_member(history: History) -> dict[int, int]:
-    """Returns how many pushes of each member were acknowledged."""
+    """Returns the number of acknowledged pushes of each member."""
     found: dict[int, int] = defaultdict(int)
     for push in history.pushes:
         found[push.member] += push.ended < float("inf")
@@ -169,13 +171,13 @@ def pushes_by_member(history: History) -> dict[int, int]:
 def _pushed(
     member: int, iteration: int, since: Sequence[int], until: Mapping[int, int] | None
 ) -> int:
-    """Returns how many pushes a member has made by the end of an iteration of the job, one in each
-    that it took part in."""
+    """Returns the number of pushes that a member has made by the end of an iteration of the job,
+    one in each iteration in which it took part."""
     last = min(iteration, (until or {}).get(member, iteration))
     return max(0, last - (since[member] if since else 0))
 
 
-def _told(pull: Pull, partition: int) -> str:
+def _named(pull: Pull, partition: int) -> str:
     return (
         f"member {pull.member} after {pull.iteration} iterations reads {pull.counts[partition]} "
         f"in partition {partition}"

@@ -1,4 +1,4 @@
-"""An MLflow store of files, as MLflow itself reads it."""
+"""An MLflow store of files, read as MLflow reads it."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ EXPERIMENT = "digits"
 
 
 def environment(directory: Path) -> dict[str, str]:
-    """Variables under which MLflow writes there, as it does only where it is allowed to;
-    MLFLOW_STORE is the tests' own."""
+    """Returns variables that make MLflow write to `directory`, which it must be explicitly allowed
+    to do. MLFLOW_STORE is for the tests only."""
     return {
         "MLFLOW_STORE": str(directory),
         "MLFLOW_TRACKING_URI": directory.as_uri(),
@@ -24,7 +24,7 @@ def environment(directory: Path) -> dict[str, str]:
 
 
 def runs(directory: Path) -> list[Run]:
-    """All runs of the experiment."""
+    """Returns all runs of the experiment."""
     client = _client(directory)
     experiment = client.get_experiment_by_name(EXPERIMENT)
     assert experiment is not None
@@ -32,7 +32,7 @@ def runs(directory: Path) -> list[Run]:
 
 
 def points(directory: Path, run: Run, name: str) -> list[tuple[int, float]]:
-    """Steps and values of a metric, in the order in which they were written."""
+    """Returns the steps and values of a metric in the order in which they were written."""
     return [
         (metric.step, metric.value)
         for metric in _client(directory).get_metric_history(run.info.run_id, name)
@@ -40,6 +40,7 @@ def points(directory: Path, run: Run, name: str) -> list[tuple[int, float]]:
 
 
 def _client(directory: Path) -> MlflowClient:
-    from mlflow import MlflowClient  # takes seconds, which only those who read a store pay for
+    # imported here because it takes seconds, and only readers of a store need it
+    from mlflow import MlflowClient
 
     return MlflowClient(directory.as_uri())

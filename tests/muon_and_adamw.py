@@ -1,4 +1,4 @@
-"""An optimizer as users write them: Muon for the matrices, AdamW for the rest, in one."""
+"""An optimizer as users write them: Muon for the matrices and AdamW for the rest, in one class."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import torch
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """`whole_tensors=True` is what a strategy is told of it. Its state of a matrix has a list
-    beside its momentum."""
+    """An optimizer that needs `whole_tensors=True`. Its state of a matrix has a list in addition to
+    the momentum."""
 
     def __init__(self, parameters: Sequence[torch.nn.Parameter], lr: float = 0.05) -> None:
         matrices = [p for p in parameters if p.dim() == 2]
@@ -23,8 +23,8 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
-        # torch's returns the closure's loss
-        """Updates what has a gradient."""
+        # torch's method returns the closure's loss
+        """Updates the parameters that have a gradient."""
         assert closure is None
         for group in self.param_groups:
             for parameter in group["params"]:

@@ -11,8 +11,8 @@ _DOCS = Path(__file__).parents[1] / "docs"
 
 
 def run_examples(page: str, *, shown: str, capsys: pytest.CaptureFixture[str]) -> str:
-    """Runs a page's two examples in this process. The first prints what the page shows, a block
-    that begins with `shown`; what the second prints is returned."""
+    """Runs a page's two examples in this process. Checks that the first prints the page's block
+    that begins with `shown`. Returns the output of the second."""
     text = (_DOCS / page).read_text()
     first, second = re.findall(r"```python\n(.*?)```", text, re.DOTALL)
     (expected,) = re.findall(rf"```\n({re.escape(shown)}.*?)```", text, re.DOTALL)
@@ -23,11 +23,11 @@ def run_examples(page: str, *, shown: str, capsys: pytest.CaptureFixture[str]) -
 
 
 def example(page: str) -> str:
-    """The code of a page's only example."""
+    """Returns the code of a page's only example."""
     (found,) = examples(page)
     return found
 
 
 def examples(page: str) -> list[str]:
-    """The code of a page's examples, in their order."""
+    """Returns the code of a page's examples in order."""
     return re.findall(r"```python\n(.*?)```", (_DOCS / page).read_text(), re.DOTALL)

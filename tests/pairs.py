@@ -1,9 +1,9 @@
-"""Products of independent axes: `make test` runs cases in which all pairs of values meet,
-`make parity` the rest.
+"""Products of independent axes: `make test` runs cases that cover all pairs of values, `make
+parity` the rest.
 
-Most faults need one value, or two of different axes, to show. Each value of each axis meets each
-value of each other axis in at least one case; a fault that needs three values at once is what
-`make parity` is for, or a case in `also`.
+Most faults need one value, or two values of different axes. Each value of each axis meets each
+value of each other axis in at least one case. Faults that need three values at once are found by
+`make parity`, or by a case in `also`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def by_pairs(*, also: Collection[Case] = (), **axes: Iterable[Any]) -> pytest.Ma
     """Parametrizes a test over the product of its arguments' values.
 
     Args:
-        also: cases that `make test` runs as well, since they once found a fault.
+        also: cases that `make test` runs as well, because they once found a fault.
         axes: the values of each argument, by the argument's name.
     """
     product = list(itertools.product(*axes.values()))
@@ -35,8 +35,8 @@ def by_pairs(*, also: Collection[Case] = (), **axes: Iterable[Any]) -> pytest.Ma
 
 
 def covering(product: Collection[Case], also: Collection[Case] = ()) -> list[Case]:
-    """`also`, and cases that together have all pairs of the product; each is the first that adds
-    most pairs."""
+    """Returns `also` and cases that together cover all pairs of the product. Each case is the first
+    one that adds the most pairs."""
     chosen = list(also)
     missing = set().union(*map(_pairs, product)).difference(*map(_pairs, chosen))
     while missing:

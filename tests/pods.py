@@ -1,5 +1,5 @@
-"""Manifests as pods: what each container of docker/kubernetes would be started with, and by what it
-is reached."""
+"""Manifests as pods: how each container of docker/kubernetes would be started, and how it is
+reached."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ Manifest = dict[str, Any]
 
 
 def documents(path: Path) -> list[Manifest]:
-    """All resources of a file."""
+    """Returns all resources of a file."""
     return [document for document in yaml.safe_load_all(path.read_text()) if document]
 
 
 def all_documents() -> list[tuple[Path, Manifest]]:
-    """All resources of the folder, without kustomize's own files."""
+    """Returns all resources of the folder, without kustomize's own files."""
     files = sorted(path for path in FOLDER.rglob("*.yaml") if path.name != "kustomization.yaml")
     return [(path, document) for path in files for document in documents(path)]
 
 
 def jobs(document: Manifest) -> Iterator[Manifest]:
-    """The templates of Jobs in a JobSet or a TrainingRuntime, as Jobs."""
+    """Yields the templates of Jobs in a JobSet or a TrainingRuntime as Jobs."""
     spec = (
         document["spec"]["template"]["spec"]
         if document["kind"] == "TrainingRuntime"
@@ -47,7 +47,7 @@ def jobs(document: Manifest) -> Iterator[Manifest]:
 
 
 def workloads(document: Manifest) -> Iterator[Manifest]:
-    """Returns what makes pods: this resource, or the Jobs in it."""
+    """Yields the resources that create pods: this resource, or the Jobs in it."""
     if document["kind"] in ("Deployment", "StatefulSet"):
         yield document
     elif document["kind"] in ("JobSet", "TrainingRuntime"):
@@ -74,8 +74,8 @@ class Pod:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Returns the environment that the kubelet makes: fields of the pod, and $(NAME) for
-        earlier variables."""
+        """Environment that the kubelet creates, with fields of the pod and $(NAME) for earlier
+        variables."""
         values: dict[str, str] = {}
         for variable in self.container.get("env", []):
             if "valueFrom" in variable:
@@ -89,7 +89,8 @@ class Pod:
 
     @property
     def command(self) -> list[str]:
-        """`command` stands for the image's ENTRYPOINT, `args` for its CMD."""
+        """Command line of the container. `command` replaces the image's ENTRYPOINT, `args` its
+        CMD."""
         given = self.container
         return [
             *given.get("command", ENTRYPOINT),
@@ -98,7 +99,7 @@ class Pod:
 
     @property
     def mounts(self) -> dict[str, Manifest]:
-        """Returns the volume at each path, with `readOnly` as it is mounted."""
+        """The volume at each path, with `readOnly` as it is mounted."""
         volumes = {volume["name"]: volume for volume in self.spec.get("volumes", [])}
         volumes |= {
             claim["metadata"]["name"]: {"claim": claim}
@@ -111,5 +112,5 @@ class Pod:
 
 
 def expanded(text: str, values: Mapping[str, str]) -> str:
-    """The kubelet's $(NAME)."""
+    """Expands $(NAME) as the kubelet does."""
     return re.sub(r"\$\((\w+)\)", lambda match: values[match[1]], text)

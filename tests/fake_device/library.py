@@ -1,8 +1,8 @@
 """Stand-ins for torch's ProcessGroupNCCL and for one rank's CUDA device, over a machine.
 
 The texts of errors are torch's (ProcessGroupNCCL.cpp of 2.13). The watchdog reads the environment
-as torch's does, when a group is made; it ends no process and sleeps in no thread, but writes down
-when it would have.
+when a group is created, as torch's does. It ends no process and never sleeps, but records when it
+would have.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ from tests.fake_device.machine import Communicator, Kernel, Machine
 _SUPPORTED = (
     *(torch.int8, torch.uint8, torch.int32, torch.int64, torch.bool),
     *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
-    *(torch.complex64, torch.complex128),  # as twice as many real numbers
+    *(torch.complex64, torch.complex128),  # counted as twice as many real numbers
 )
 
 
 class KernelWork(Work):
-    """WorkNCCL: complete when its end event has come, or when NCCL has noticed an error, whatever
-    the kernel does then."""
+    """A stand-in for WorkNCCL: complete when its end event has occurred, or when NCCL has noticed
+    an error, whatever the kernel does then."""
 
     def __init__(self, native: FakeNCCL, kernel: Kernel, result: Any) -> None:
         super().__init__()
@@ -57,8 +57,8 @@ class KernelWork(Work):
         return self._kernel.ended or self._error is not None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Has the caller's stream wait, which here is the caller itself: until the kernel has
-        ended, by an abort perhaps. Raises what NCCL has noticed by now."""
+        """Makes the caller's stream wait until the kernel has ended, possibly by an abort. Here,
+        the stream is the caller itself. Raises an error that NCCL has noticed by now."""
         stream = self._kernel.stream
         failed = self._machine.failed
         self._machine.until(
@@ -81,7 +81,7 @@ class KernelWork(Work):
 
 
 class Options:
-    """ProcessGroupNCCL.Options."""
+    """A stand-in for ProcessGroupNCCL.Options."""
 
     def __init__(self) -> None:
         self._timeout = timedelta(minutes=10)
@@ -92,7 +92,7 @@ class Options:
 
 
 class FakeNCCL(PythonGroup):
-    """ProcessGroupNCCL on one device."""
+    """A stand-in for ProcessGroupNCCL on one device."""
 
     Options = Options
 
@@ -103,11 +103,12 @@ class FakeNCCL(PythonGroup):
         self._machine, self._device, self._store, self._options = machine, device, store, options
         self._stream: Any = None
         self._communicator_lock = threading.Lock()
-        """The communicator's mutex: held while torch waits for it, aborts it or destroys it."""
+        """The communicator's mutex: held while torch waits for the communicator, aborts it or
+        destroys it."""
         self._mutex_held_for: str | None = None
         """Description of the current owner; None if the mutex is free."""
         self.would_have_killed: str | None = None
-        """Reason why the watchdog would have ended the process."""
+        """Reason for which the watchdog would have ended the process."""
         self.would_have_slept_s = 0.0
         """Time for which the watchdog would have slept, with the lock that the next collective
         needs."""
@@ -120,7 +121,7 @@ class FakeNCCL(PythonGroup):
         self._dump_ms = int(os.environ.get("TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC", "15000"))
         machine.watchdogs.append(self._watch)
 
-    # --- life
+    # --- life cycle
 
     def eager_connect_single_device(self, device: torch.device) -> None:
         whole = self._options.split_from
@@ -132,7 +133,7 @@ class FakeNCCL(PythonGroup):
         key = self._store.get("0").decode()
         stream = self._machine.communicator(key, self.size()).join(self.rank(), self._device)
         if self._blocks:
-            # torch has no handle of it until all ranks have come: an abort finds nothing
+            # torch has no handle until all ranks have connected, so an abort finds nothing
             self._machine.until(lambda: stream.communicator.ready, "a communicator that blocks")
         self._stream = stream
 
@@ -150,8 +151,8 @@ class FakeNCCL(PythonGroup):
                 self._mutex_held_for = None
 
     def _split(self, color: int) -> Communicator:
-        """Splits a part off this one, when all its ranks do, and holds the lock that an abort of
-        this one needs until then."""
+        """Splits a part off this communicator when all its ranks do. Until then, it holds the lock
+        that an abort of this communicator needs."""
         with self._mutex("a split"):
             found = self._machine.split(self._stream, color)
             self._await(lambda: found() is not None)
@@ -167,7 +168,7 @@ class FakeNCCL(PythonGroup):
         if self._stream is None:
             return
         with self._mutex("an abort"):
-            if self._stream.destroyed:  # torch hands on a pointer that leads nowhere any more
+            if self._stream.destroyed:  # torch would pass on a dangling pointer
                 self._machine.crashes.append(
                     f"rank {self.rank()} aborts a communicator that was destroyed"
                 )
@@ -175,8 +176,8 @@ class FakeNCCL(PythonGroup):
             self._machine.until(lambda: self._stream.aborted, "an abort to complete")
 
     def shutdown(self) -> None:
-        """Finalizes, and then destroys. Both wait, with the locks that an abort needs, until all
-        ranks have come to it."""
+        """Finalizes and then destroys the communicator. Both wait until all ranks have called this,
+        with the locks that an abort needs."""
         if self._stream is None:
             return
         with self._mutex("a finalization"):
@@ -210,7 +211,7 @@ class FakeNCCL(PythonGroup):
             time.sleep(0.001)
 
     def _watch(self) -> None:
-        """The watchdog's look."""
+        """Runs one check of the watchdog."""
         if self._stream is None or self._stream.aborting:
             return
         limit_s = self._options._timeout.total_seconds()
@@ -231,7 +232,7 @@ class FakeNCCL(PythonGroup):
     # --- collectives
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        """`ProcessGroup.allreduce`."""
+        """Implements `ProcessGroup.allreduce`."""
         if tensors[0].is_sparse:
             raise RuntimeError(
                 "NCCL does not support all_reduce with sparse tensors. Please use dense tensors "
@@ -247,8 +248,8 @@ class FakeNCCL(PythonGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> Work:
-        """`ProcessGroup.all_to_all_single`. Without sizes torch takes "in progress" for an error
-        (2.11)."""
+        """Implements `ProcessGroup.all_to_all_single`. Without sizes, torch 2.11 treats "in
+        progress" as an error."""
         work = super().all_to_all_single(output, input, output_sizes, input_sizes, opts)
         if not output_sizes and not input_sizes and not self._blocks:
             raise dist.DistBackendError("NCCL Error 7: NCCL operation in progress")
@@ -283,10 +284,10 @@ class FakeNCCL(PythonGroup):
 
 
 class FakeCuda(CudaDevice):
-    """One rank's device; its number is its identity."""
+    """The device of one rank. Its number is its identity."""
 
     kind: ClassVar[str] = "cpu"
-    """Type of the device on which the stand-in's tensors live."""
+    """Type of the device on which the stand-in's tensors are."""
 
     def __init__(self, machine: Machine, number: int) -> None:
         self.machine, self.number = machine, number
@@ -322,7 +323,7 @@ class FakeCuda(CudaDevice):
 
 
 class _Made:
-    """The class, as its user sees it: its groups are on one device."""
+    """A stand-in for the class, as its user sees it: its groups are on one device."""
 
     Options = Options
 
@@ -345,19 +346,20 @@ def leaving_together(done: threading.Barrier, limit: timedelta) -> Iterator[None
     try:
         yield
         done.wait(limit.total_seconds())
-    except BaseException:  # whatever it is: the others must not wait for this rank
+    except BaseException:  # any exception: the others must not wait for this rank
         done.abort()
         raise
 
 
 def in_threads(calls: list[Callable[[], Any]]) -> list[Any]:
-    """Runs each in a thread of its own; gives what it returned, or the exception that it raised."""
+    """Runs each call in a thread of its own. Returns its result, or the exception that it
+    raised."""
     outcomes: list[Any] = [None] * len(calls)
 
     def run(number: int) -> None:
         try:
             outcomes[number] = calls[number]()
-        except BaseException as error:  # whatever it is: an outcome
+        except BaseException as error:  # any exception is an outcome
             outcomes[number] = error
 
     threads = [

@@ -1,22 +1,21 @@
-"""The devices of all ranks of a test: what is queued on them, in which order it runs, and what it
-does to memory meanwhile.
+"""The devices of all ranks of a test: their queues, the order in which queued kernels run, and the
+effects on memory.
 
-What NCCL does, and Gloo does not, is kept:
+It reproduces the behavior of NCCL that Gloo does not have:
 
-- A collective is queued and the host goes on. It runs when it is at the head of its stream on every
-  rank: streams are first in, first out, of each communicator, for collectives and messages alike. A
-  message that was sent alone ends when its receiver is at it.
-- Inputs are read when it runs, not when it was issued. Results reach each rank in a time of its
-  own.
-- A kernel whose peer is gone spins for ever; nothing tells anybody.
-- An abort that was asked for takes its time. Until it is complete the kernel goes on writing its
-  tensors (NaN is written there, so that who uses the memory is found out). Then the kernel has
-  ended without an error.
-- A device that has failed raises the same error at every call.
+- A collective is queued, and the host continues. The collective runs when it is at the head of its
+  stream on every rank. Each communicator has one first-in, first-out stream for collectives and
+  messages. A message that was sent alone ends when its receiver reaches it.
+- Inputs are read when the collective runs, not when it was issued. Results reach each rank after a
+  delay of its own.
+- A kernel whose peer is gone spins forever, and nothing reports this.
+- A requested abort takes its time. Until it is complete, the kernel continues to write its tensors
+  (with NaN, so that tests notice a use of the memory). Then the kernel has ended without an error.
+- A device that has failed raises the same error on every call.
 
-Time is counted in looks: each time that a host asks anything of a device, the devices do what is
-due by then. So nothing sleeps, and what the devices do follows from the seed and from what hosts
-ask. Threads: those of all ranks; the lock guards everything.
+Time is counted in looks: each time a host queries a device, the devices do what is due by then. So
+nothing sleeps, and the behavior follows from the seed and from the hosts' queries. The threads are
+those of all ranks; the lock guards everything.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from shoal_worker.backends.collective import Collective, execute
 
 _PATIENCE_S = 60.0
 _with_the_gil = ctypes.PyDLL(None)
-"""The C library, whose functions are called without letting go of the GIL."""
+"""The C library, whose functions are called without releasing the GIL."""
 _PAUSE_S = 20e-6
 
 
@@ -46,17 +45,17 @@ class Kernel:
 
     stream: Stream
     call: Collective | None
-    """None: a message."""
+    """None for a message."""
     peer: int = -1
     sent: torch.Tensor | None = None
     received: torch.Tensor | None = None
     issued_s: float = 0.0
     coming: bool = False
-    """All ranks are at it: results are on their way."""
+    """True if all ranks have reached it, so that results are being delivered."""
     exception: str | None = None
     """Error that the watchdog has attached to the work."""
     ended: bool = False
-    """The kernel's end event has come: it reads and writes nothing any more."""
+    """True if the kernel's end event has occurred. It reads and writes nothing any more."""
 
     @property
     def outputs(self) -> list[torch.Tensor]:
@@ -77,7 +76,7 @@ class Stream:
     aborted: bool = False
     finalizing: bool = False
     destroyed: bool = False
-    """The communicator was finalized on all ranks, and this rank's side of it destroyed."""
+    """True if the communicator was finalized on all ranks and this rank's side was destroyed."""
     splits: int = 0
     """Number of times that this rank has split the communicator."""
     error: str | None = None
@@ -93,12 +92,12 @@ class Communicator:
         self.streams: dict[int, Stream] = {}
         self.ready = False
         self.refused: str | None = None
-        """Reason why it cannot be: an error of NCCL's."""
+        """Error of NCCL that prevents the communicator, if any."""
         self.colors: dict[int, dict[int, int]] = {}
         """Parts of each split: number of the split, then the part's number by rank."""
 
     def join(self, rank: int, device: int) -> Stream:
-        """A rank comes. The communicator is ready some looks after the last one."""
+        """Adds a rank. The communicator is ready some looks after the last one."""
         machine = self._machine
         with machine.lock:
             stream = self.streams[rank] = Stream(self, rank, device)
@@ -114,11 +113,11 @@ class Communicator:
             return stream
 
     def stand(self) -> None:
-        """All ranks are connected."""
+        """Marks the communicator as ready: all ranks are connected."""
         self.ready = True
 
     def look(self) -> None:
-        """Starts what is at the head of all streams that it takes."""
+        """Starts the kernels at the heads of all streams that they need."""
         heads = {
             rank: s.queue[0]
             for rank, s in self.streams.items()
@@ -143,10 +142,11 @@ class Communicator:
         self._machine.after(self._machine.delay(), lambda: self._run(kernels))
 
     def _run(self, kernels: list[Kernel]) -> None:
-        """All ranks are at it: what they read is what is in memory now."""
+        """Runs kernels that all ranks have reached. Their inputs are the current contents of
+        memory."""
         if any(kernel.stream.aborting for kernel in kernels):
             for kernel in kernels:
-                kernel.coming = False  # spins
+                kernel.coming = False  # continues to spin
             return
         if kernels[0].call is None:
             sent, received = kernels[0].sent, kernels[1].received
@@ -170,7 +170,7 @@ class Communicator:
 
     def _end(self, kernel: Kernel, results: list[torch.Tensor]) -> None:
         if kernel.stream.aborting:
-            return  # ended by that
+            return  # ended by the abort
         for output, result in zip(kernel.outputs, results, strict=True):
             output.data.copy_(result)
         kernel.ended = True
@@ -182,26 +182,26 @@ class Machine:
     """All devices."""
 
     def __init__(self, seed: int = 0, *, slowest: int = 12) -> None:
-        """`slowest`: in looks, what a kernel may take at each stage."""
+        """`slowest` is the largest number of looks that a kernel may take at each stage."""
         self.random = random.Random(seed)
         self.slowest = slowest
         self.lock = threading.RLock()
         self.streams: list[Stream] = []
         self.failed: dict[int, str] = {}
-        """Devices that have failed, with what CUDA says of it."""
+        """Failed devices, with CUDA's message."""
         self.connecting_held = False
-        """Communicators do not come to stand."""
+        """True if communicators must not become ready."""
         self.aborts_held = False
-        """Aborts do not come to an end."""
+        """True if aborts must not complete."""
         self.crashes: list[str] = []
         """Errors that would have ended a real process."""
         self.frozen: list[str] = []
-        """Moments at which all Python threads would have blocked: a call with the GIL waited for a
-        mutex of torch's."""
+        """Times at which all Python threads would have blocked: a call with the GIL waited for one
+        of torch's mutexes."""
         self.freeze_s = 0.0
-        """Time for which they do stand still then."""
+        """Time in seconds for which a call with the GIL really blocks when it waits for a mutex."""
         self.seconds = 0.0
-        """Time in seconds as watchdogs see it."""
+        """Time in seconds as seen by watchdogs."""
         self.watchdogs: list[Callable[[], None]] = []
         self._communicators: dict[str, Communicator] = {}
         self._now = 0
@@ -209,22 +209,22 @@ class Machine:
         self._events: list[tuple[int, int, Callable[[], None]]] = []
 
     def delay(self) -> int:
-        """Returns how many looks something takes."""
+        """Returns a random number of looks."""
         return self.random.randint(1, self.slowest)
 
     def after(self, looks: int, do: Callable[[], None]) -> None:
-        """Does it so many looks later."""
+        """Calls `do` after this many looks."""
         with self.lock:
             heapq.heappush(self._events, (self._now + looks, next(self._order), do))
 
     def communicator(self, key: str, size: int) -> Communicator:
-        """The one of that key."""
+        """Returns the communicator with this key."""
         with self.lock:
             return self._communicators.setdefault(key, Communicator(self, size))
 
     def split(self, stream: Stream, color: int) -> Callable[[], Communicator | None]:
-        """A rank splits its communicator, as all its ranks do. Returns what gives this rank's part,
-        or None until all have come."""
+        """Splits a rank's communicator, as all its ranks do. Returns a function that returns this
+        rank's part, or None until all ranks have split."""
         with self.lock:
             whole, number = stream.communicator, stream.splits
             stream.splits += 1
@@ -243,20 +243,20 @@ class Machine:
         return found
 
     def look(self) -> None:
-        """A host asks something."""
+        """Advances time by one look, when a host queries a device."""
         with self.lock:
             self._now += 1
             while self._events and self._events[0][0] <= self._now:
                 heapq.heappop(self._events)[2]()
 
     def pass_time(self, seconds: float) -> None:
-        """So much time goes by for the watchdogs, each of which then looks."""
+        """Advances the watchdogs' time by this many seconds. Each of them then checks."""
         self.seconds += seconds
         for watchdog in self.watchdogs:
             watchdog()
 
     def until(self, condition: Callable[[], bool], what: str) -> None:
-        """A host is blocked until then."""
+        """Blocks a host until the condition is true."""
         deadline = time.monotonic() + _PATIENCE_S
         while not condition():
             if time.monotonic() > deadline:
@@ -265,17 +265,17 @@ class Machine:
             time.sleep(_PAUSE_S)  # other hosts are threads of this process
 
     def check(self, device: int) -> None:
-        """Raises what CUDA raises at every call once a device has failed."""
+        """Raises the error that CUDA raises on every call once a device has failed."""
         if device in self.failed:
             raise torch.AcceleratorError(f"CUDA error: {self.failed[device]}")
 
     def freeze(self, why: str) -> None:
-        """A host waits for a mutex and keeps the GIL."""
+        """Blocks a host that waits for a mutex and keeps the GIL."""
         self.frozen.append(why)
         _with_the_gil.usleep(int(1e6 * self.freeze_s))
 
     def queue(self, kernel: Kernel) -> None:
-        """Queues it on its stream."""
+        """Queues a kernel on its stream."""
         with self.lock:
             kernel.issued_s = self.seconds
             kernel.stream.queue.append(kernel)
@@ -284,8 +284,8 @@ class Machine:
             kernel.stream.communicator.look()
 
     def begin_abort(self, stream: Stream) -> None:
-        """Aborts a stream: from now on nothing of it completes, and some looks later all of it has
-        ended."""
+        """Aborts a stream. From now on, none of its kernels completes, and after some looks all of
+        them have ended."""
         with self.lock:
             if stream.aborting:
                 return
@@ -298,7 +298,8 @@ class Machine:
                 self.after(looks + self.delay(), lambda: self._end_abort(stream))
 
     def finalize(self, stream: Stream) -> None:
-        """Finalizes a stream; some looks after all ranks have done so they are destroyed."""
+        """Finalizes a stream. Some looks after all ranks have done so, the streams are
+        destroyed."""
         with self.lock:
             stream.finalizing = True
             streams = list(stream.communicator.streams.values())
@@ -309,14 +310,14 @@ class Machine:
                     self.after(self.delay(), lambda each=each: setattr(each, "destroyed", True))
 
     def release_aborts(self) -> None:
-        """Lets aborts come to their ends that `aborts_held` has held up."""
+        """Lets the aborts complete that `aborts_held` has delayed."""
         self.aborts_held = False
         for stream in self.streams:
             if stream.aborting:
                 self.after(self.delay(), lambda stream=stream: self._end_abort(stream))
 
     def busy(self, device: int) -> bool:
-        """Something is queued there that has not ended."""
+        """Returns whether the device has a queued kernel that has not ended."""
         with self.lock:
             return any(
                 not kernel.ended
@@ -326,7 +327,7 @@ class Machine:
             )
 
     def _scribble(self, stream: Stream) -> None:
-        """A kernel that lives still writes."""
+        """Lets a running kernel write."""
         if not stream.aborted:
             for kernel in list(stream.queue)[:1]:
                 for output in kernel.outputs:
@@ -340,7 +341,7 @@ class Machine:
 
 
 def _copied(call: Collective) -> Collective:
-    """Returns a collective with copies of the tensors; one that is reduced in place has one copy
+    """Returns a collective with copies of the tensors. One that is reduced in place has one copy
     for input and output."""
     inputs = [each.detach().clone() for each in call.inputs]
     outputs = (

@@ -1,5 +1,4 @@
-"""Ranks as threads with NCCL backends, each on a device of its own; and what a test does with
-them."""
+"""Ranks as threads with NCCL backends, each on its own device, and helpers for tests."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ SEEDS: Final = range(12)
 
 
 class ProcessEnded(BaseException):
-    """The process would have ended."""
+    """Raised where the process would have ended."""
 
 
 def end_process(status: int, why: str) -> NoReturn:
@@ -29,14 +28,14 @@ def end_process(status: int, why: str) -> NoReturn:
 
 
 class Ranks:
-    """Ranks as threads, each on a device of its own."""
+    """Ranks as threads, each on its own device."""
 
     def __init__(self, size: int, seed: int = 0, *, devices: list[int] | None = None) -> None:
         self.size, self.machine = size, Machine(seed)
         self.devices = [FakeCuda(self.machine, number) for number in (devices or range(size))]
 
     def form(self, ranks: list[int] | None = None, **options: Any) -> list[Any]:
-        """Connects these of them: their backends, or what was raised."""
+        """Connects these ranks. Returns their backends or the raised errors."""
         ranks = list(range(self.size)) if ranks is None else ranks
         store = dist.HashStore()
         limits = {
@@ -72,7 +71,7 @@ class Ranks:
         return backend
 
     def run_on(self, looks: int = 400) -> None:
-        """Everything happens that can."""
+        """Lets the devices do everything that they can."""
         for _ in range(looks):
             self.machine.look()
 

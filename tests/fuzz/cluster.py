@@ -26,15 +26,16 @@ from tests.integration.coordinator.harness import Job
 from tests.integration.ps_server.conftest import Member as Pusher
 
 SERVED: Final = "job"
-"""The job that goes on all the time."""
+"""The job that must continue throughout."""
 OTHER: Final = "other"
-"""A job that anything may happen to."""
+"""A job to which anything may happen."""
 MEMBER: Final = "m"
 _ELEMENTS: Final = 512
 
 
 class Cluster:
-    """A context manager. `check` raises AssertionError unless all is as it was."""
+    """A context manager for the cluster. `check` raises AssertionError unless the state is
+    unchanged."""
 
     def __init__(self) -> None:
         self._stack = ExitStack()
@@ -63,7 +64,7 @@ class Cluster:
         self.client = self._stack.enter_context(
             ParameterServerClient(settings_of_server, transport=Transport.GRPC)
         )
-        # so that no push that gets through changes it
+        # pushes that are accepted must not change the values
         spec = parameter_server_pb2.OptimizerSpec(name="sgd", hyperparameters={"lr": 0.0})
         mode = parameter_server_pb2.Consistency(mode=parameter_server_pb2.Consistency.MODE_ASP)
         self.client.configure_optimizer(SERVED, spec, mode)
@@ -73,7 +74,7 @@ class Cluster:
 
     @property
     def http(self) -> dict[str, str]:
-        """host:port by service."""
+        """Address (host:port) by service."""
         return {each.name: each.addresses.http for each in self.local.services}
 
     @property
@@ -81,7 +82,7 @@ class Cluster:
         return self.client.open_data(SERVED).tcp_port
 
     def push_message(self) -> bytes:
-        """A whole push of the member's, as one message."""
+        """Returns a complete push of the member as one message."""
         payload = np.ones(_ELEMENTS, np.float32)
         (held,) = self.client.get_server(member_id=MEMBER).partitions
         header = self._pusher.header(
@@ -90,12 +91,12 @@ class Cluster:
         return bytes(encode_push_chunk((header, memoryview(payload).cast("B"))))
 
     def memory(self) -> dict[str, int]:
-        """Bytes that each service has."""
+        """Returns the memory of each service in bytes."""
         return {name: process.memory_info().rss for name, process in self.processes.items()}
 
     def check(self) -> None:
-        """The services live, say that they are well, answer what they are asked, and have found no
-        bug of their own."""
+        """Checks that the services are alive, healthy and responsive, and have logged no bug of
+        their own."""
         for each in self.local.services:
             assert each.child.poll() is None, f"{each.name} has ended: {each.last_words()}"
             with grpc.insecure_channel(each.address) as channel:
@@ -110,13 +111,13 @@ class Cluster:
         job = self.local.client.get_job(SERVED)
         assert [member.member_id for member in job.members] == [MEMBER]
         assert (job.generation.number, self.member.ended) == (1, False), (
-            "nobody has put the member out"
+            "the member has not been evicted"
         )
         values = self._pusher.pull(member_id="")
         assert sum(len(each) for each in values.values()) == 4 * _ELEMENTS
         assert all(
             (np.frombuffer(each.tobytes(), np.float32) == 2.5).all() for each in values.values()
-        ), "what it holds has changed"
+        ), "the server's values must be unchanged"
 
     def __enter__(self) -> Self:
         return self

@@ -1,5 +1,4 @@
-"""Messages that nobody sends on purpose: protobuf messages with arbitrary fields, and bytes that
-were messages once."""
+"""Random messages: protobuf messages with arbitrary fields, and damaged bytes of messages."""
 
 from __future__ import annotations
 
@@ -23,20 +22,23 @@ _LIMITS: Final = {
 
 
 class Messages:
-    """Makes them, the same for the same `chance`."""
+    """Generates messages. Equal states of `chance` give equal messages."""
 
     def __init__(
         self, chance: random.Random, words: Sequence[str], likely: Mapping[str, Any] | None = None
     ) -> None:
-        """`words`: what means something to the service: ids of members, names of tensors. `likely`:
-        by a field's name the value that mostly stands there, so that messages get beyond the first
-        check."""
+        """Creates a generator.
+
+        words: strings that are meaningful to the service, such as member ids and tensor names.
+        likely: the usual value of a field by its name, so that messages pass the first checks.
+        """
         self._chance = chance
         self._words = words
         self._likely = likely or {}
 
     def arbitrary(self, descriptor: Descriptor, depth: int = 0) -> Message:
-        """A message of this type: any of its fields, with any values that protobuf can carry."""
+        """Returns a message of this type with arbitrary fields and any values that protobuf can
+        carry."""
         message: Message = GetMessageClass(descriptor)()
         for field in descriptor.fields:
             if (
@@ -52,8 +54,8 @@ class Messages:
         return message
 
     def spoilt(self, data: bytes) -> bytes:
-        """Bytes of a message with some that are wrong, missing or too many; now and then none of
-        it."""
+        """Returns the bytes of a message with some changed, missing or added, or sometimes random
+        bytes."""
         chance = self._chance
         kind = chance.randrange(6)
         if kind == 0:
@@ -69,7 +71,7 @@ class Messages:
         return bytes(changed)
 
     def encoded(self, descriptor: Descriptor) -> bytes:
-        """Returns what is sent: mostly a message of the type, else bytes."""
+        """Returns the bytes to send: usually a message of the type, otherwise damaged bytes."""
         data = self.arbitrary(descriptor).SerializeToString()
         return data if self._chance.random() < 0.75 else self.spoilt(data)
 

@@ -1,5 +1,5 @@
-"""Destinations of the messages: each RPC of each service, the HTTP ports, the bulk port, and a
-member's state donor."""
+"""Targets of the messages: each RPC of each service, the HTTP ports, the bulk port, and a member's
+state donor."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tests.fuzz.cluster import MEMBER, OTHER, SERVED, Cluster, connected
 from tests.fuzz.messages import Messages
 
 _ANSWER_S: Final = 0.5
-"""Time for which an answer is waited for: some calls wait by themselves for what will not come."""
+"""Time in seconds to wait for an answer. Some calls wait for events that will never happen."""
 _BUGS: Final = (grpc.StatusCode.INTERNAL, grpc.StatusCode.UNKNOWN, grpc.StatusCode.UNIMPLEMENTED)
 
 _WORDS: Final = ("weight", "w", MEMBER, "somebody", "sgd", "adam", "float32", "server-0")
 _READING: Final = ("GetJob", "ListJobs", "GetRanks", "GetShardMap", "WatchEvents")
-"""RPCs of the coordinator that may name the job which goes on: the others would end it, as they are
-there to."""
+"""RPCs of the coordinator that may name the continuing job. The other RPCs could end it, as they
+are meant to."""
 
 _METHODS: Final = ("GET", "GET", "POST", "PUT", "HEAD", "", "\0", "GET GET", "X" * 5000)
 _PATHS: Final = (
@@ -72,11 +72,12 @@ _HEADERS: Final = (
 _PREFACE: Final = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"
 
 Shoot = Callable[[random.Random], str]
-"""Sends one message; returns what came of it. Raises AssertionError for what must not be."""
+"""Sends one message and returns the kind of outcome. Raises AssertionError for a forbidden
+outcome."""
 
 
 def rpcs(cluster: Cluster, channels: dict[str, grpc.Channel]) -> Iterator[tuple[str, Shoot]]:
-    """By name. `channels`: to the coordinator and the server."""
+    """Yields the RPCs by name. `channels` connect to the coordinator and the server."""
     services = {
         "coordinator": coordinator_pb2.DESCRIPTOR.services_by_name["Coordinator"],
         "server-0": parameter_server_pb2.DESCRIPTOR.services_by_name["ParameterServer"],
@@ -92,7 +93,7 @@ def rpcs(cluster: Cluster, channels: dict[str, grpc.Channel]) -> Iterator[tuple[
 
 
 def _likely(cluster: Cluster) -> dict[str, Any]:
-    """Returns what a push of the member's says."""
+    """Returns the field values of a push by the member."""
     partition = cluster.shard_map.partitions[0]
     length = sum(piece.length for piece in partition.pieces)
     return {
@@ -115,7 +116,8 @@ def _rpc(
     likely: Mapping[str, Any],
     whole: Callable[[], bytes] | None,
 ) -> Shoot:
-    """`whole` makes what the method takes; it is sent as it is, or spoilt."""
+    """Returns a function that calls the RPC. `whole` creates a valid message, which is sent
+    unchanged or damaged."""
     ways = (method.client_streaming, method.server_streaming)
     kind = "_".join("stream" if streaming else "unary" for streaming in ways)
     path = f"/{method.containing_service.full_name}/{method.name}"
@@ -156,7 +158,7 @@ def _rpc(
 
 
 def http2(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
-    """The gRPC ports, below gRPC: frames of HTTP/2 that follow no rule."""
+    """Yields the gRPC ports as targets below gRPC: they receive invalid HTTP/2 frames."""
 
     def spoken(address: str) -> Shoot:
         def shoot(chance: random.Random) -> str:
@@ -180,7 +182,7 @@ def http2(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
 
 
 def http(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
-    """The services' HTTP ports."""
+    """Yields the services' HTTP ports."""
 
     def spoken(address: str) -> Shoot:
         def shoot(chance: random.Random) -> str:
@@ -199,7 +201,7 @@ def http(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
 
 
 def bulk(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
-    """The server's bulk port: with a good ticket, a bad one, and none."""
+    """Yields the server's bulk port: with a valid ticket, an invalid one, and none."""
     port = cluster.bulk_port
     pushed = parameter_server_pb2.PushHeader.DESCRIPTOR
     pulled = parameter_server_pb2.PullRequest.DESCRIPTOR
@@ -231,7 +233,7 @@ def bulk(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
                 first = greeting(
                     cluster.client.open_data(SERVED, chance.choice(("", MEMBER))).ticket
                 )
-            except LimitError:  # the tickets before it are good for ten seconds
+            except LimitError:  # the earlier tickets are valid for ten seconds
                 return "RESOURCE_EXHAUSTED"
         elif kind < 0.8:
             first = greeting(chance.randbytes(32))
@@ -247,7 +249,7 @@ def bulk(cluster: Cluster) -> Iterator[tuple[str, Shoot]]:
 
 
 def donors(stack: contextlib.ExitStack) -> Iterator[tuple[str, Shoot]]:
-    """A member's donor, with an offer open, in plain text and over TLS."""
+    """Yields a member's donor with an open offer, in plain text and over TLS."""
     for secure in (False, True):
         donor = stack.enter_context(contextlib.closing(StateDonor("127.0.0.1", secure=secure)))
         stack.enter_context(donor.offering({"x": 1}, "0" * 32))
@@ -272,7 +274,7 @@ def _donor(address: str, *, secure: bool) -> Shoot:
 
 
 def _exchange(connection: socket.socket, data: bytes) -> str:
-    """Sends, says that no more comes, and takes what is answered."""
+    """Sends the data, closes the sending direction, and receives the answer."""
     with connection:
         connection.settimeout(_ANSWER_S)
         try:
@@ -288,4 +290,4 @@ def _exchange(connection: socket.socket, data: bytes) -> str:
 
 
 Tally = Counter[tuple[str, str]]
-"""(target, what came of it) -> how often."""
+"""Number of occurrences by target and outcome."""

@@ -19,13 +19,13 @@ from tests.fuzz.targets import Shoot, Tally, bulk, donors, http, http2, rpcs
 
 _THREADS: Final = 8
 _MOST_GROWTH: Final = 10 << 20
-"""Bytes that a service may have more behind the second half of a hundred thousand messages than
-behind the first. By then everything is imported, tables are full, and what waits for Python's
-collector has been as much as it ever is: as measured, 2 MB more at most. What grows by 200 bytes
-with each message is more than that."""
+"""Largest growth of a service in bytes between the first and the second half of a hundred thousand
+messages. After the first half, everything is imported, tables are full, and Python's garbage has
+reached its maximum. The measured growth is at most 2 MB. A leak of 200 bytes per message exceeds
+the limit."""
 _MOST_AT_FIRST: Final = 32 << 20
-"""Bytes by which a service may grow in the quick test's few thousand messages: Python's collector
-has not looked yet, and pools fill."""
+"""Largest growth of a service in bytes in the quick test's few thousand messages, in which Python's
+collector has not run yet and pools are filled."""
 MESSAGES: Final = int(os.environ.get("SHOAL_FUZZ_MESSAGES", "100000"))
 SEED: Final = int(os.environ.get("SHOAL_FUZZ_SEED", "1"))
 
@@ -38,7 +38,7 @@ def cluster() -> Iterator[Cluster]:
 
 
 def shoot_at(cluster: Cluster, count: int, seed: int) -> Tally:
-    """So many messages, dealt over all targets and threads; raises the first error."""
+    """Sends this many messages, divided over all targets and threads. Raises the first error."""
     tally: Tally = Counter()
     errors: list[BaseException] = []
     lock = threading.Lock()
@@ -83,8 +83,8 @@ def shoot_at(cluster: Cluster, count: int, seed: int) -> Tally:
 
 
 def shoot_and_judge(cluster: Cluster, count: int, seed: int, *, most_growth: int) -> None:
-    """Half of the messages, and half of them again: the services are as before, and no larger than
-    behind the first half."""
+    """Sends half of the messages, and then the other half. Afterwards, the services must have kept
+    their state and must not be larger than after the first half."""
     tally = shoot_at(cluster, count // 2, seed)
     before = cluster.memory()
     tally.update(shoot_at(cluster, count // 2, seed + 1))
@@ -106,5 +106,5 @@ def test_some_thousands_of_arbitrary_messages_change_nothing(cluster: Cluster) -
 @pytest.mark.matrix
 @pytest.mark.timeout(1800)
 def test_a_hundred_thousand_arbitrary_messages_change_nothing(cluster: Cluster) -> None:
-    """SHOAL_FUZZ_MESSAGES and SHOAL_FUZZ_SEED say how many, and which."""
+    """SHOAL_FUZZ_MESSAGES messages with the seed SHOAL_FUZZ_SEED do not change the services."""
     shoot_and_judge(cluster, MESSAGES, SEED + 2, most_growth=_MOST_GROWTH)

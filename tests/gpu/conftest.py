@@ -11,14 +11,15 @@ from tests.integration.conftest import shell  # noqa: F401 - a fixture
 from tests.zygote.children import Zygote
 
 _LIMIT_S = 150
-"""Seconds of a test on a device: connecting for the first time takes most of a minute at worst."""
+"""Time limit in seconds of a test on a device. The first connection can take most of a minute."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Has a test that is stuck on a device fail alone, with the stacks of all threads.
+    """Limits the time of each test on a device, so that a stuck test fails alone and shows the
+    stacks of all threads.
 
-    `timeout_method = "thread"`, as for other tests, ends the whole run. A main thread that is stuck
-    in C++ hears no signal; its stack is printed all the same (`faulthandler_timeout` in the
+    `timeout_method = "thread"`, which other tests use, would end the whole run. A main thread that
+    is stuck in C++ receives no signal; its stack is printed anyway (`faulthandler_timeout` in the
     Makefile).
     """
     for item in items:
@@ -32,7 +33,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def starter(zygote: Zygote, leftover_processes: None) -> Iterator[Callable[[str], Zygote]]:
-    """Gives, for "cpu" or "cuda", what starts processes that may use it."""
+    """Returns, for "cpu" or "cuda", a factory of processes that may use this kind of device."""
     fresh = Fresh()
     yield lambda kind: fresh if kind == "cuda" else zygote
     fresh.close()

@@ -1,6 +1,5 @@
-"""Faults of a device in the middle of a step, which a worker brings about itself: an illegal
-access, and memory that runs out.
-"""
+"""Faults of a device during a step that a worker causes itself: an illegal memory access, and
+running out of memory."""
 
 from __future__ import annotations
 
@@ -14,19 +13,19 @@ from shoal_worker.backends.process_end import end_now
 from torch import nn
 
 _PASS: Final = 7
-"""The forward pass in which the fault comes."""
+"""Number of the forward pass in which the fault occurs."""
 _TOO_MUCH: Final = 1 << 50
-"""Bytes that neither a host nor a device has."""
+"""Number of bytes that neither a host nor a device has."""
 _KERNEL: Final = (
     "template <typename T> T dereference(T x) { return x + *reinterpret_cast<volatile T*>(8); }"
 )
 
 
 def arm(fault: str, block: nn.Module, marker: Path) -> None:
-    """Has `fault`, a key of `FAULTS`, happen in a later forward pass of `block`.
+    """Makes `fault`, a key of `FAULTS`, occur in a later forward pass of `block`.
 
-    It happens once for all processes with the same `marker`, a file: a replacement goes on
-    undisturbed.
+    It occurs once among all processes with the same file `marker`, so that a replacement continues
+    without it.
     """
     passes = 0
 
@@ -41,9 +40,10 @@ def arm(fault: str, block: nn.Module, marker: Path) -> None:
 
 
 def access_illegally(device: torch.device) -> None:
-    """Starts a kernel that reads address 8; the host meets the error later.
+    """Starts a kernel that reads address 8. The host notices the error later.
 
-    On the host it ends the process with the status that Shoal gives a worker for such an error.
+    On the host, the function ends the process with the exit status that Shoal uses for such an
+    error.
     """
     if device.type == "cpu":
         end_now(PUT_OUT, "rehearsal of a device that has failed")

@@ -1,8 +1,8 @@
-"""The device of a test in this folder: the host, as a rehearsal in every run of the tests, or CUDA
+"""The device of a test in this folder: the host, for a rehearsal in every run of the tests, or CUDA
 devices (make test-gpu).
 
-The programs are the same and ask in one place, `shoal.device()`. On a machine with a GPU the
-rehearsals are therefore skipped, unless the devices are hidden (`CUDA_VISIBLE_DEVICES=`).
+Rehearsals run the same programs, which only differ in `shoal.device()`. They are skipped on a
+machine with a GPU, unless the devices are hidden (`CUDA_VISIBLE_DEVICES=`).
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ COUNT = torch.cuda.device_count() if torch.cuda.is_available() else 0
 
 
 def needs(devices: int, *, nccl: bool = False) -> list[pytest.MarkDecorator]:
-    """The marks of what runs on so many CUDA devices. `nccl`: over NCCL."""
+    """Returns the marks of tests that need this many CUDA devices. `nccl`: True if they use
+    NCCL."""
     missing = f"{devices} CUDA device(s) are needed, and torch sees {COUNT} here"
     if nccl and devices <= COUNT and not dist.is_nccl_available():
         missing = "this torch is built without NCCL"
@@ -32,8 +33,8 @@ def needs(devices: int, *, nccl: bool = False) -> list[pytest.MarkDecorator]:
 
 
 def needs_sharing() -> list[pytest.MarkDecorator]:
-    """Returns the marks of tests in which several NCCL ranks share one device, which GPU_SHARED=1
-    asks for."""
+    """Returns the marks of tests in which several NCCL ranks share one device, which requires
+    GPU_SHARED=1."""
     return [
         *needs(1, nccl=True),
         pytest.mark.skipif(not SHARED, reason=f"NCCL ranks share a GPU only with {SWITCH}=1"),
@@ -41,14 +42,14 @@ def needs_sharing() -> list[pytest.MarkDecorator]:
 
 
 rehearsal = pytest.mark.skipif(
-    COUNT > 0, reason="a rehearsal on the host, and shoal.device() is a CUDA device here"
+    COUNT > 0, reason="rehearsals need the host, but shoal.device() is a CUDA device here"
 )
 
 
 def places(*, quick: bool) -> list[Any]:
-    """Returns the cases of a test with a few workers, as kind and backend: on the host, and with
-    all workers on one device, over Gloo and over NCCL. `quick`: the one on the host is in every run
-    of the tests; else in `make parity`."""
+    """Returns the cases of a test with a few workers as pairs of kind and backend: on the host, and
+    with all workers on one device, over Gloo and over NCCL. If `quick`, the host's case is in every
+    run of the tests, otherwise only in `make parity`."""
     return [
         pytest.param(
             "cpu", "gloo", id="cpu", marks=[rehearsal, *([] if quick else [pytest.mark.matrix])]
@@ -61,8 +62,8 @@ def places(*, quick: bool) -> list[Any]:
 def on_host_and_device(
     cases: Sequence[tuple[Any, ...]], *, quick: Sequence[tuple[Any, ...]]
 ) -> list[Any]:
-    """The cases twice, with "cpu" or "cuda" before each. On the host the `quick` ones are in every
-    run of the tests, the others in `make parity`."""
+    """Returns the cases twice, preceded by "cpu" or "cuda". On the host, the `quick` ones are in
+    every run of the tests, the others only in `make parity`."""
 
     def name(case: tuple[Any, ...]) -> str:
         return "-".join(str(part) for part in case)
@@ -83,17 +84,17 @@ def on_host_and_device(
 
 
 def sharing(kind: str) -> dict[str, str]:
-    """Returns what workers have in their environment that are to share one device: the first that
-    this process may have."""
+    """Returns environment variables that make workers share one device: the first that this process
+    may use."""
     return {"CUDA_VISIBLE_DEVICES": first_visible()} if kind == "cuda" else {}
 
 
 def lease_ms(kind: str) -> int:
-    """Returns how long a worker may say nothing. The first use of CUDA keeps Python, and with it
-    the heartbeats, from running for seconds."""
+    """Returns the lease of a worker. The first use of CUDA blocks Python, and with it the
+    heartbeats, for seconds."""
     return 20_000 if kind == "cuda" else 3000
 
 
 def is_there(kind: str) -> None:
-    """Fails where the ranks would compute elsewhere than the test's name says."""
+    """Fails if the ranks would compute on another kind of device than the test's name says."""
     assert kind == ("cuda" if COUNT else "cpu")

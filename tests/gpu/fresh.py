@@ -1,5 +1,5 @@
-"""Processes for tests on devices: each a new interpreter. One that was forked from a process in
-which torch has asked for devices cannot use CUDA; the zygote's are for the host."""
+"""Processes for tests on devices, each a new interpreter. CUDA cannot be used in a process that was
+forked after torch has queried the devices, so the zygote's processes are for the host only."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _ROOT = Path(__file__).parents[2]
 
 
 class Fresh(Zygote):
-    """Starts what a zygote does, slowly: the programs "coordinator" and "script"."""
+    """Starts the programs "coordinator" and "script" like a zygote, but slowly."""
 
     def __init__(self) -> None:
         self._running: list[subprocess.Popen[bytes]] = []

@@ -1,5 +1,5 @@
-"""Ranks of a world that stays the same, as threads of the test's process: all on one device,
-connected by a backend of processes."""
+"""Ranks of a fixed world as threads of the test's process: all use one device and are connected by
+a backend for processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ _TIMEOUT = timedelta(seconds=120)
 
 
 def together(be: Callable[[], Any], *, world_size: int, backend: str = "gloo") -> list[Any]:
-    """Returns what `be()` gives on each rank. Raises what the first rank raises."""
+    """Runs `be()` on each rank and returns the results. Raises the error of the first rank that
+    failed."""
     store, done = dist.HashStore(), threading.Barrier(world_size)
 
     def take_part(rank: int) -> Any:
@@ -34,7 +35,7 @@ def together(be: Callable[[], Any], *, world_size: int, backend: str = "gloo") -
             shutdown()
             return result
 
-    # Ranks go round the devices that there are: here that is one.
+    # Ranks are assigned to the existing devices in turn. Here, there is one.
     with mock.patch.object(torch.cuda, "device_count", return_value=1), worlds.installed():
         outcomes = in_threads([lambda rank=rank: take_part(rank) for rank in range(world_size)])
     failures = [each for each in outcomes if isinstance(each, BaseException)]

@@ -1,6 +1,5 @@
-"""A worker whose device fails in the middle of a step ends; its replacement and its peers come to
-the result of a run without faults.
-"""
+"""A worker whose device fails in the middle of a step ends. Its replacement and its peers reach the
+result of a run without faults."""
 
 from __future__ import annotations
 
@@ -18,7 +17,7 @@ from tests.zygote.children import Zygote, eventually
 
 Starter = Callable[[str], Zygote]
 _ERROR = 1
-"""Exit status of a script that raised."""
+"""Exit status of a script that raised an exception."""
 
 
 @pytest.mark.parametrize("strategy", ["ddp"])
@@ -40,9 +39,9 @@ def test_a_fault_of_the_device_costs_its_worker_and_no_step(
     status: int,
     strategy: str,
 ) -> None:
-    """The launcher replaces a worker that ends with 75 by itself, any other with `--max-restarts`;
-    here the test does.
-    """
+    """A worker whose device fails is replaced without losing a step. The test replaces the worker
+    as the launcher would, which does so without limit for status 75 and within `--max-restarts`
+    otherwise."""
     is_there(kind)
     (fault_free,) = together(
         lambda: training.train(strategy, {"deterministic": True}, backend="gloo"), world_size=1
@@ -60,7 +59,9 @@ def test_a_fault_of_the_device_costs_its_worker_and_no_step(
             running.start(0)
             running.start(1, FAULT=fault)
             failed = running.workers.pop(1)
-            eventually(failed.ended.is_set, lambda: f"the fault; the worker said: {failed.said()}")
+            eventually(
+                failed.ended.is_set, lambda: f"the fault; the worker's output: {failed.said()}"
+            )
             assert failed.status == status, failed.said()
             running.start(2)
             running.wait_ranked(2)

@@ -1,10 +1,10 @@
 """Workers that share one device over Gloo: one is killed, another joins, and the result is that of
-a run without.
+a run without faults.
 
-Where each rank has a part of the state, or a copy, the result is the same to the bit
-(`deterministic=True`). Layouts that split layers sum in another order with other ranks: in float64
-they agree to 1e-8 with plain torch on the host. Rounds of local SGD and compressed gradients depend
-on who was there: there the ranks must agree with each other.
+Where each rank has a part or a copy of the state, the result is bitwise equal
+(`deterministic=True`). Layouts that split layers sum in another order with other ranks; in float64
+they agree to 1e-8 with plain torch on the host. Local SGD and compressed gradients depend on which
+ranks were present, so only agreement among the ranks is checked.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ SCRIPT = Path(training.__file__)
 
 
 def run_with_a_death_and_a_joiner(running: Cluster, workers: int) -> list[dict[str, Any]]:
-    """Worker 1 gets SIGKILL while all train, and a further one joins; what those end with that are
-    there in the end."""
+    """Kills worker 1 with SIGKILL while all train, and lets another worker join. Returns the
+    results of the workers that are there at the end."""
     with running.held():
         for index in range(workers):
             running.start(index)
@@ -46,8 +46,8 @@ def run_with_a_death_and_a_joiner(running: Cluster, workers: int) -> list[dict[s
 
 
 def check_ranks(results: list[dict[str, Any]], kind: str) -> None:
-    """Checks what the workers told: each computed on its device, a death and a join have happened,
-    and their results agree."""
+    """Checks the workers' results: each worker computed on its device, a death and a join have
+    happened, and the results agree."""
     assert {result["device"].partition(":")[0] for result in results} == {kind}
     assert all(result["generation"] >= 3 for result in results)
     assert {result["finite"] for result in results} == {True}
@@ -171,7 +171,8 @@ def test_a_session_whose_group_is_aborted_is_formed_anew_and_loses_nothing(
 def test_async_sgd_with_one_worker_on_a_device_comes_to_what_one_process_does(
     shell: Shell, kind: str
 ) -> None:
-    """Gradients go to a parameter server, and values come back, through pinned memory."""
+    """async_sgd with one worker trains as one process does, with gradients and values transferred
+    through pinned memory."""
     is_there(kind)
     alone = torch.cat([value.flatten() for value in training.alone().values()]).tolist()
     variables = {
@@ -184,7 +185,7 @@ def test_async_sgd_with_one_worker_on_a_device_comes_to_what_one_process_does(
         "run", "--standalone", "--nproc-per-node", "1", "--servers", "1", str(SCRIPT), **variables
     )
     assert code == 0, out + err
-    (told,) = shell.directory.glob("*.json")
-    result = json.loads(told.read_text())
+    (output,) = shell.directory.glob("*.json")
+    result = json.loads(output.read_text())
     assert result["device"].partition(":")[0] == kind
     assert result["parameters"] == pytest.approx(alone, abs=1e-8)

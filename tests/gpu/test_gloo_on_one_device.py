@@ -1,7 +1,6 @@
-"""Gloo on tensors of a device: what collectives and messages give, in what order the device
-computes around them, and a new group after an abort. In a rehearsal the device is the host, and its
-tensors are taken for ones that Gloo cannot send by itself.
-"""
+"""Gloo on tensors of a device: results of collectives and messages, the order of the device's
+computations around them, and a new group after an abort. In a rehearsal, the device is the host,
+and its tensors are treated as ones that Gloo cannot send directly."""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ from tests.zygote.children import eventually
 _TIMEOUT = timedelta(seconds=60)
 _RANKS = 2
 _MANY = 1 << 20
-"""Elements of what goes by broadcasts, an exchange, or in many pieces."""
+"""Number of elements that requires a broadcast, an exchange, or many chunks."""
 
 
 @pytest.fixture(params=[pytest.param("cpu", marks=rehearsal), pytest.param("cuda", marks=needs(1))])
@@ -37,7 +36,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
 
 
 def groups(store: dist.Store, generation: int = 1) -> list[GlooBackend]:
-    """A group of two ranks, connected."""
+    """Returns the connected backends of a group of two ranks."""
     backends = [GlooBackend() for _ in range(_RANKS)]
     prefix = dist.PrefixStore(str(generation), store)
 
@@ -61,7 +60,7 @@ def backends() -> Iterator[list[GlooBackend]]:
 
 
 def on_both(call: Callable[[int], Any]) -> list[Any]:
-    """Returns what each rank's call gives; raises what one raises."""
+    """Returns the result of each rank's call. Raises the error of a failed rank."""
     outcomes = in_threads([lambda rank=rank: call(rank) for rank in range(_RANKS)])
     for outcome in outcomes:
         if isinstance(outcome, BaseException):
@@ -121,7 +120,7 @@ def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(
             )
         )
         assert all(bool((tensor == 3).all()) for tensor in tensors)
-        # rank 1 never comes
+        # rank 1 never joins
         work = backends[0].process_group.allreduce([tensors[0]], AllreduceOptions())
         threading.Timer(0.05, backends[1].abort, ["a fault"]).start()
         with pytest.raises(MembershipChanged):
@@ -132,7 +131,7 @@ def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(
         assert bool((tensors[0] == 5).all())
 
 
-# --- the order of streams, on a device alone
+# --- the order of streams, on a device only
 
 
 @pytest.mark.parametrize(
@@ -143,8 +142,8 @@ def test_a_group_that_is_formed_anew_after_an_abort_gives_right_results(
 def test_what_a_side_stream_writes_is_sent_and_what_it_reads_has_come(
     backends: list[GlooBackend], device: torch.device, collective: str, followed: bool
 ) -> None:
-    """The kernels before the collective, the collective and those after it are on a stream of the
-    caller's, which is behind."""
+    """A collective on a caller's stream sends what earlier kernels on the stream write, and later
+    kernels see its result, although the stream is behind the host."""
 
     def use(rank: int) -> torch.Tensor:
         group, side = backends[rank].process_group, torch.cuda.Stream(device)

@@ -1,6 +1,5 @@
-"""CUDA graphs and the allocator's expandable segments in whole trainings of two workers that share
-one device.
-"""
+"""CUDA graphs and the allocator's expandable segments in complete trainings of two workers that
+share one device."""
 
 from __future__ import annotations
 
@@ -21,7 +20,7 @@ _WORKERS = 2
 
 
 def train(zygote: Zygote, directory: Path, kind: str, **settings: str) -> list[dict[str, Any]]:
-    """Returns what each worker tells at the end."""
+    """Trains and returns the result of each worker."""
     shared = {**settings, **sharing(kind)}
     with cluster(
         zygote,
@@ -38,7 +37,7 @@ def train(zygote: Zygote, directory: Path, kind: str, **settings: str) -> list[d
 
 @pytest.fixture(scope="module")
 def alone() -> list[float]:
-    """The parameters after the same training in plain torch on the host."""
+    """Parameters after the same training in plain torch on the host."""
     return torch.cat([value.flatten() for value in training.alone().values()]).tolist()
 
 
@@ -46,7 +45,8 @@ def alone() -> list[float]:
 def test_a_block_in_a_cuda_graph_changes_nothing(
     starter: Starter, tmp_path: Path, kind: str, backend: str, alone: list[float]
 ) -> None:
-    """Under ddp, which leaves parameters where they are."""
+    """A block in a CUDA graph trains as in plain torch. The test uses ddp, which does not move
+    parameters."""
     is_there(kind)
     rows = training.BATCH // _WORKERS
     for result in train(

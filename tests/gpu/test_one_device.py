@@ -1,8 +1,8 @@
-"""NCCL on one device, as far as one is enough: what collectives give, what errors say, how a group
-ends, and what connecting leaves behind.
+"""NCCL on one device, as far as one is enough: results of collectives, messages of errors, the end
+of a group, and the resources left by connecting.
 
-What needs no kernel that spins runs on the stand-in too (tests/fake_device), in every run of the
-tests: so the two are held to the same. On a device: make test-gpu.
+Tests without spinning kernels also run on the fake device (tests/fake_device) in every run of the
+tests, so both must behave the same. On a device: make test-gpu.
 """
 
 from __future__ import annotations
@@ -50,21 +50,21 @@ def _stand_in() -> Callable[[], CudaDevice]:
     ],
 )
 def device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
-    """Makes devices that are all the same one."""
+    """Returns a factory whose devices are all the same device."""
     made: Callable[[], CudaDevice] = request.param()
     return made
 
 
 @pytest.fixture(params=[pytest.param(lambda: CudaDevice, id="cuda", marks=needs_device)])
 def real_device(request: pytest.FixtureRequest) -> Callable[[], CudaDevice]:
-    """Makes CUDA devices that are all the same one; without the stand-in, which computes
-    nothing."""
+    """Returns a factory whose CUDA devices are all the same device. The fake device is excluded
+    because it computes nothing."""
     made: Callable[[], CudaDevice] = request.param()
     return made
 
 
 def alone(device: CudaDevice, **options: Any) -> NCCLBackend:
-    """A group of one rank, with a communicator all the same."""
+    """Returns a group of one rank that has a communicator nevertheless."""
     backend = NCCLBackend(device)
     backend.initialize(
         rank=0, world_size=1, store=dist.HashStore(), **{"connect_timeout": _PATIENCE, **options}
@@ -180,7 +180,7 @@ def test_a_group_that_is_split_off_another_sums_as_one_that_connects(
         part.all_reduce(tensor)
         assert tensor.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]
         part.shutdown()
-    backend.all_reduce(on(backend, torch.ones(3)))  # which goes on
+    backend.all_reduce(on(backend, torch.ones(3)))  # the original group continues
     assert backend._native.comm_split_count() == 3
 
 
@@ -208,7 +208,7 @@ def test_groups_that_come_and_go_leave_no_threads(
     )
 
 
-# --- on a device alone
+# --- on a device only
 
 
 @pytest.mark.parametrize("how", ["aborted", "finalized"])
@@ -228,7 +228,7 @@ def test_groups_that_come_and_go_leave_no_memory(
 
 
 def spin(seconds: float) -> None:
-    """Keeps the current stream busy for about so long."""
+    """Keeps the current stream busy for about `seconds`."""
     torch.cuda._sleep(int(seconds * 1.5e9))
 
 
@@ -242,7 +242,7 @@ def test_a_collective_behind_a_kernel_that_spins_is_issued_at_once_and_waited_fo
     spin(2.0)
     works = [backend.process_group.allreduce([tensor], AllreduceOptions()) for tensor in tensors]
     issued = time.monotonic() - began
-    assert issued < 0.5  # nobody holds a lock that the next collective needs
+    assert issued < 0.5  # no one holds a lock that the next collective needs
     assert not works[0].is_completed()
     for work in works:
         work.wait()
@@ -267,7 +267,7 @@ def test_an_abort_while_a_kernel_spins_gives_memory_back_when_the_device_is_at_r
     torch.cuda.synchronize()
     assert bool((tensor == 5).all())
     backend.shutdown()
-    alone(real_device()).shutdown()  # and the device is as good as new
+    alone(real_device()).shutdown()  # the device can be used again
 
 
 def test_a_wait_that_takes_too_long_ends_the_group(real_device: Callable[[], CudaDevice]) -> None:

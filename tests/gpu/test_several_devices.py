@@ -1,8 +1,8 @@
-"""Workers over NCCL, each on a device of its own, or all on one (GPU_SHARED=1): one dies or stalls
-in the middle of an all-reduce, one joins, and large activations go through a pipeline. What they
-end with is to the bit what they end with undisturbed.
+"""Workers over NCCL, each on its own device, or all on one (GPU_SHARED=1): one dies or stalls in
+the middle of an all-reduce, one joins, and large activations pass through a pipeline. The results
+are bitwise those of an undisturbed run.
 
-The rehearsal is the same programs on the host, over Gloo, with small layers.
+The rehearsal runs the same programs with small layers on the host, over Gloo.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Place:
     workers: int
     backend: str
     width: int
-    """The width of the layers. On devices it is 1024, so that 100 MB are summed in a step; 256 over
-    loopback."""
+    """Width of the layers. On devices it is 1024, so that a step sums 100 MB; over loopback it is
+    256."""
     shared: bool = False
     """True if all workers are on one device."""
 
@@ -86,7 +86,8 @@ def place(request: pytest.FixtureRequest) -> Place:
 def undisturbed(
     starter: Starter, place: Place, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[[str], str]:
-    """Gives the digest of what all end with under a strategy where nobody dies and nobody joins."""
+    """Returns a function that returns the digest of the final parameters of an undisturbed run
+    under a strategy."""
 
     @functools.cache
     def digest(strategy: str) -> str:
@@ -121,8 +122,8 @@ def test_a_worker_lost_in_the_middle_of_an_all_reduce_costs_the_others_nothing(
     strategy: str,
     action: str,
 ) -> None:
-    """SIGKILL or SIGSTOP come when the worker has started to sum gradients and waits for
-    nothing."""
+    """A worker that is killed or stopped while it sums gradients does not change the result of the
+    others."""
     settings = {**place.settings(strategy), "DETERMINISTIC": "1"}
     with cluster(
         starter(place.kind),
@@ -156,9 +157,9 @@ def test_steps_that_are_done_again_end_with_the_same_bits(
     strategy: str,
     times: int,
 ) -> None:
-    """One worker loses its group in the middle of summing gradients, so many times in each of 24
-    steps; the redo uses the same memory. On the host in three steps, or one: the coordinator waits
-    for up to 5 s where one generation after the other fails."""
+    """Steps that are repeated after a worker has lost its group `times` times give the same bits.
+    On the host there are three steps or one, because the coordinator waits for up to 5 s when
+    generations fail repeatedly."""
     steps = range(training.STEPS if place.kind == "cuda" else 3 if times == 1 else 1)
     points = [
         f"reduction.under_way@{1 + step * (times + 1) + again}=lose"
@@ -190,9 +191,9 @@ def test_steps_that_are_done_again_end_with_the_same_bits(
 def test_a_machine_that_is_lost_costs_the_other_one_nothing(
     starter: Starter, tmp_path: Path, place: Place, undisturbed: Callable[[str], str], strategy: str
 ) -> None:
-    """Two machines as far as Shoal and NCCL can tell: by SHOAL_HOST, which puts ranks of a machine
-    side by side, and NCCL_HOSTID, for which NCCL takes no memory that two of them share. All
-    workers of the second die at once. Under hsdp each machine holds the whole state."""
+    """The loss of a machine does not change the result. SHOAL_HOST and NCCL_HOSTID simulate two
+    machines, and all workers of the second die at once. Under hsdp, each machine has the full
+    state."""
     first, second = (
         list(range(place.workers - place.workers // 2)),
         list(range(place.workers - place.workers // 2, place.workers)),
@@ -247,8 +248,8 @@ def test_a_worker_that_joins_changes_nothing(
 def test_activations_of_64_mib_go_through_a_pipeline(
     starter: Starter, tmp_path: Path, place: Place
 ) -> None:
-    """1F1B; a micro-batch of 4 samples has 2048 rows of 1024 numbers in float64. Other ranks hold
-    other layers, and each layer's sums stay the same."""
+    """A 1F1B pipeline with activations of 64 MiB trains as a single stage does. A micro-batch of 4
+    samples has 2048 rows of 1024 float64 numbers."""
     rows = "2048" if place.kind == "cuda" else "16"
     told = []
     for stages in (1, place.workers):

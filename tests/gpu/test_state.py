@@ -1,5 +1,5 @@
-"""State that leaves a CUDA device. On the stand-in: tests/unit/worker_state/test_device_reader.py.
-On a device: make test-gpu."""
+"""State on a CUDA device (make test-gpu). tests/unit/worker_state/test_device_reader.py has the
+tests on a stand-in."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NONCE = "0123456789abcdef0123456789abcdef"
 
 
 def state() -> dict[str, torch.Tensor]:
-    """Some hundred megabytes, of all widths."""
+    """Returns some hundred megabytes in dtypes of all widths."""
     draw = torch.Generator(device="cuda").manual_seed(0)
     wide = torch.randn(4000, 10_000, generator=draw, device="cuda")
     return {

@@ -1,7 +1,8 @@
-"""Every strategy with 2 and with 4 ranks that share one device over Gloo comes to what plain torch
-does on the host with the same samples.
+"""Every strategy with 2 and with 4 ranks that share one device over Gloo gives the same result as
+plain torch on the host with the same samples.
 
-In float64, to 1e-9: sums differ in their order alone. In a rehearsal the device is the host.
+The results agree in float64 to 1e-9, because only the order of sums differs. In a rehearsal, the
+device is the host.
 """
 
 from __future__ import annotations
@@ -61,7 +62,8 @@ def test_a_strategy_comes_to_what_one_process_does_on_the_host(
 def test_a_pipeline_whose_messages_go_through_host_memory_comes_to_the_same(
     alone: dict[str, torch.Tensor],
 ) -> None:
-    """Tensors of the host are taken for ones that are elsewhere, as those of a device are."""
+    """A pipeline that copies messages through host memory trains as one process does. Tensors of
+    the host are treated as tensors of a device."""
     with (
         mock.patch.object(on_devices, "is_elsewhere", return_value=True),
         mock.patch.object(on_devices, "host_copy", side_effect=on_devices.host_copy) as copied,
@@ -69,7 +71,7 @@ def test_a_pipeline_whose_messages_go_through_host_memory_comes_to_the_same(
         outcomes = together(
             lambda: training.train("pipeline", dict(_PIPELINE), backend="gloo"), world_size=2
         )
-    # an activation and its gradient for each micro-batch
+    # an activation and its gradient per micro-batch
     assert copied.call_count >= 2 * 4 * training.STEPS
     for trained in outcomes:
         for parameter, value in alone.items():

@@ -1,7 +1,6 @@
-"""Tests how users train on a device: bf16 autocast, a GradScaler that meets an inf, a compiled
-block, data workers whose batches are pinned. Two ranks share the device, and what they come to is
-what plain torch does on it.
-"""
+"""Common ways to train on a device: bf16 autocast, a GradScaler that meets an inf, a compiled
+block, and data workers with pinned batches. Two ranks share the device, and the result is that of
+plain torch on it."""
 
 from __future__ import annotations
 
@@ -22,12 +21,12 @@ from tests.integration.worker_elastic.cluster import cluster
 from tests.zygote.children import Zygote
 
 _INF_AT = 2 * training.BATCH + 3
-"""A sample of the third step, in one rank's part."""
+"""A sample of the third step, in the share of one rank."""
 _SCALE = 2.0**10
 
 
 def data(*, with_inf: bool) -> TensorDataset:
-    """Returns the samples in float32. `with_inf`: one of them has an infinite loss."""
+    """Returns the samples in float32. With `with_inf`, one of them has an infinite loss."""
     x, y = (each.clone() for each in training.dataset(torch.float32).tensors)
     if with_inf:
         y[_INF_AT] = float("inf")
@@ -43,7 +42,7 @@ def take_steps(
     autocast: bool,
     scaler: torch.amp.GradScaler | None,
 ) -> list[float]:
-    """Trains on all batches; the scale after each step."""
+    """Trains on all batches and returns the scale after each step."""
     scales = []
     for inputs, targets in batches:
         x, y = inputs.to(device, non_blocking=True), targets.to(device, non_blocking=True)
@@ -61,14 +60,14 @@ def take_steps(
     return scales
 
 
-def plainly(
+def train_plainly(
     device: torch.device, *, autocast: bool, scales: bool
 ) -> tuple[dict[str, torch.Tensor], list[float]]:
-    """Returns what plain torch does on that device."""
+    """Trains in plain torch on the device. Returns the parameters and the scales."""
     net = training.network(dtype=torch.float32).to(device)
     scaler = torch.amp.GradScaler(device.type, init_scale=_SCALE) if scales else None
     batches = iter(DataLoader(data(with_inf=scales), training.BATCH))
-    told = take_steps(
+    scales_seen = take_steps(
         batches,
         net,
         torch.optim.SGD(net.parameters(), 1e-2),
@@ -76,7 +75,7 @@ def plainly(
         autocast=autocast,
         scaler=scaler,
     )
-    return {name: p.detach().cpu() for name, p in net.named_parameters()}, told
+    return {name: p.detach().cpu() for name, p in net.named_parameters()}, scales_seen
 
 
 def with_shoal(
@@ -91,8 +90,12 @@ def with_shoal(
     loader = shoal.ElasticDataLoader(
         data(with_inf=scales), global_batch_size=training.BATCH, shuffle=False
     )
-    told = take_steps(iter(loader), model, optimizer, device, autocast=autocast, scaler=scaler)
-    return {name: value.cpu().clone() for name, value in model.full_state_dict().items()}, told
+    scales_seen = take_steps(
+        iter(loader), model, optimizer, device, autocast=autocast, scaler=scaler
+    )
+    return {
+        name: value.cpu().clone() for name, value in model.full_state_dict().items()
+    }, scales_seen
 
 
 @pytest.mark.parametrize(
@@ -102,12 +105,12 @@ def test_under_bf16_autocast_the_parameters_are_those_of_plain_torch_as_far_as_b
     kind: str, strategy: str
 ) -> None:
     is_there(kind)
-    expected, _ = plainly(torch.device(kind), autocast=True, scales=False)
+    expected, _ = train_plainly(torch.device(kind), autocast=True, scales=False)
     for trained, _ in together(
         lambda: with_shoal(strategy, autocast=True, scales=False), world_size=2
     ):
         for name, value in expected.items():
-            # products have 8 bits, sums of two halves differ
+            # products have 8 bits, and sums of two halves differ
             torch.testing.assert_close(trained[name], value, rtol=0.02, atol=2e-3)
 
 
@@ -118,12 +121,12 @@ def test_an_inf_on_one_rank_costs_all_ranks_that_step_and_half_of_the_scale(
     kind: str, strategy: str
 ) -> None:
     is_there(kind)
-    expected, scales = plainly(torch.device(kind), autocast=False, scales=True)
+    expected, scales = train_plainly(torch.device(kind), autocast=False, scales=True)
     assert scales == [_SCALE] * 2 + [_SCALE / 2] * 4
-    for trained, told in together(
+    for trained, scales_seen in together(
         lambda: with_shoal(strategy, autocast=False, scales=True), world_size=2
     ):
-        assert told == scales
+        assert scales_seen == scales
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-5)
 

@@ -1,13 +1,14 @@
-"""One training for all tests of this folder, on whatever `shoal.device()` is, over whatever BACKEND
-says: what a rank does, and what one process does in plain torch on the host.
+"""One training for all tests of this folder: the part of one rank on `shoal.device()` over BACKEND,
+and the same training by one process in plain torch on the host.
 
-As a script it is a worker of a job: STRATEGY with OPTIONS (JSON) over BACKEND, one block compiled
-by COMPILED, with so many DATA_WORKERS; it says what it ends with as one JSON line in OUTPUT.
-DETERMINISTIC=1 takes micro-batches in float32, whose sums do not depend on how many ranks there
-are; else it is float64, in which the order of sums is seen in the last digits alone. WIDTH is that
-of the layers, and TOKENS how many rows each sample has. GPU_SHARED=1 lets it share a GPU with other
-ranks over NCCL. GRAPHED is how many rows a rank has in a step: one block is then a CUDA graph, on
-devices. FAULT is a fault of the device that comes once for all workers (`device_faults`).
+As a script, it is a worker of a job that trains with STRATEGY and OPTIONS (JSON) over BACKEND,
+compiles one block with COMPILED, and uses DATA_WORKERS data workers. It writes its result as one
+JSON line to OUTPUT. DETERMINISTIC=1 uses micro-batches in float32, whose sums do not depend on the
+number of ranks; otherwise, the training uses float64, where the order of sums only affects the last
+digits. WIDTH is the width of the layers, and TOKENS the number of rows of each sample. GPU_SHARED=1
+lets it share a GPU with other ranks over NCCL. GRAPHED is the number of rows that a rank has in a
+step; one block is then a CUDA graph, on devices. FAULT is a fault of the device that occurs once
+among all workers (`device_faults`).
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _INPUTS: Final = 8
 _BLOCKS: Final = 6
 _PIPELINED: Final = ("pipeline", "hybrid")
 _GENERATOR: Final = threading.Lock()
-"""Guards torch's random numbers, which ranks share that are threads."""
+"""Guards torch's random number generator, which ranks share if they are threads."""
 
 
 class Block(nn.Module):
@@ -57,7 +58,7 @@ class Block(nn.Module):
 
 
 def network(width: int = WIDTH, dtype: torch.dtype = torch.float64) -> nn.Sequential:
-    """Equal in all processes: made on the host."""
+    """Returns the network with the same weights in all processes. It is created on the host."""
     with _GENERATOR, torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         return nn.Sequential(
@@ -70,7 +71,7 @@ def optimizer_of(net: nn.Module) -> torch.optim.Optimizer:
 
 
 def dataset(dtype: torch.dtype = torch.float64, tokens: int | None = None) -> TensorDataset:
-    """`tokens`: each sample has so many rows; None: it is one."""
+    """Returns the samples. Each has `tokens` rows, or is a single row for None."""
     draw = torch.Generator().manual_seed(1)
     x = torch.randn(
         SAMPLES, *([tokens] if tokens else []), _INPUTS, dtype=torch.float64, generator=draw
@@ -94,10 +95,14 @@ def train(
     graphed: int = 0,
     fault: tuple[str, Path] | None = None,
 ) -> dict[str, torch.Tensor]:
-    """One rank's part; the parameters that it ends with, on the host. `hold`: see `pace`.
-    `compiled`: torch.compile's backend for one block. `workers`: data workers. `graphed`: rows of a
-    rank in a step, for a CUDA graph of one block; 0: none. `fault`: name and marker of a fault of
-    the device."""
+    """Trains one rank and returns its final parameters on the host.
+
+    hold: see `pace`.
+    compiled: torch.compile's backend for one block.
+    workers: number of data workers.
+    graphed: rows of a rank in a step, for a CUDA graph of one block; 0 for none.
+    fault: name and marker of a fault of the device.
+    """
     device = shoal.device()
     in_parts = bool(options.get("deterministic"))
     dtype = torch.float32 if in_parts else torch.float64
@@ -142,9 +147,9 @@ def train(
 
 
 def alone(*, sync_every: int = 1, ranks: int = 1) -> dict[str, torch.Tensor]:
-    """The parameters after the same training in plain torch, on the host. With `sync_every` above 1
-    as many models as `ranks` train apart, each on its part of each batch, and are averaged every so
-    many steps."""
+    """Returns the parameters after the same training in plain torch on the host. With `sync_every`
+    above 1, `ranks` models train separately, each on its share of each batch, and are averaged
+    every `sync_every` steps."""
     nets = [network() for _ in range(ranks if sync_every > 1 else 1)]
     optimizers = [optimizer_of(net) for net in nets]
     x, y = dataset().tensors
@@ -172,14 +177,14 @@ def _average(nets: Sequence[nn.Module]) -> None:
 
 
 def digest(state: dict[str, torch.Tensor]) -> str:
-    """Equal if and only if all bits are."""
+    """Returns a digest that is equal if and only if all bits are."""
     return hashlib.sha256(
         b"".join(value.contiguous().numpy().tobytes() for value in state.values())
     ).hexdigest()
 
 
 def expandable_segments() -> bool:
-    """Returns whether torch's allocator has any on this process's device."""
+    """Returns whether torch's allocator has expandable segments on this process's device."""
     return torch.cuda.is_available() and any(
         segment["is_expandable"] for segment in torch.cuda.memory_snapshot()
     )

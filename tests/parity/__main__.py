@@ -1,5 +1,5 @@
-"""`python -m tests.parity PATH`: writes the table of the matrix. `make parity` does it when all
-cells are as the table says."""
+"""`python -m tests.parity PATH` writes the table of the matrix. `make parity` runs it when all
+cells agree with the table."""
 
 from __future__ import annotations
 

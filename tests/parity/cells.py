@@ -1,9 +1,8 @@
-"""The parity matrix as data: strategies x backends x models x optimizers x worlds x what is
-compared.
+"""The parity matrix as data: strategies x backends x models x optimizers x worlds x checks.
 
-There is no hole: a combination either trains as one process does, or `refusal` says with what one
-error it is refused. The table in docs/parity.md is made from this (table.py), and the tests from
-the same cells (test_parity.py).
+The matrix is complete: each combination either trains as one process does, or `refusal` gives the
+error that refuses it. Both the table in docs/parity.md (table.py) and the tests (test_parity.py)
+are generated from these cells.
 """
 
 from __future__ import annotations
@@ -28,32 +27,33 @@ CHECKS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Row:
-    """One strategy, with the options that its cells give it."""
+    """One strategy, with the options that its cells use."""
 
     strategy: str
     says: str = ""
     """Description of the options, for the table."""
     options: Mapping[str, Any] = field(default_factory=dict)
     by_world: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
-    """Further ones for a number of ranks."""
+    """Additional options by number of ranks."""
     worlds: tuple[int, ...] = WORLDS
     pipelined: bool = False
-    """Trained by train_step, on whole batches that it cuts into micro-batches itself."""
+    """True if it is trained by train_step on whole batches, which it splits into micro-batches
+    itself."""
     divided: bool = False
-    """Ranks hold parts of one replica, and have orders of summing of their own."""
+    """True if ranks have parts of one replica and sum in an order of their own."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Compressed:
-    """One compressor, and what is asked of a training of 30 steps with it, in comparison to one
-    process without: one of the two."""
+    """One compressor, and the requirement for a training of 30 steps compared with one uncompressed
+    process. Exactly one of the two bounds is set."""
 
     says: str
     settings: Mapping[str, Any] = field(default_factory=dict)
     deviation: float | None = None
-    """The most that parameters may be off, of how far they have moved."""
+    """Largest allowed deviation of the parameters, relative to their total movement."""
     learned: float | None = None
-    """The least that the loss must have fallen, of how far it has fallen there."""
+    """Smallest allowed decrease of the loss, relative to the decrease without compression."""
 
 
 ROWS: Final[Mapping[str, Row]] = {
@@ -133,7 +133,8 @@ ROWS: Final[Mapping[str, Row]] = {
 }
 """Strategies whose ranks take steps together, by the names of cells."""
 ASYNC: Final = "async_sgd"
-"""Its workers share servers, and no process group: one worker alone trains as one process does."""
+"""The strategy whose workers share servers and have no process group. A single worker trains as one
+process does."""
 SERVERS: Final = "servers"
 """Name used in place of a backend for strategies with parameter servers."""
 
@@ -170,7 +171,7 @@ class Cell:
 
     @property
     def refusal(self) -> str | None:
-        """Expected message of the ConfigurationError for this combination; None: it trains."""
+        """Expected message of the ConfigurationError for this combination; None if it trains."""
         if self.row == ASYNC:
             if self.check == "bitwise":
                 return _IN_ORDER
@@ -203,7 +204,7 @@ class Cell:
 
 
 def cells() -> list[Cell]:
-    """All of them. What is refused is tried with one optimizer."""
+    """Returns all cells. Refused combinations are tried with one optimizer."""
     product = [
         *(
             (row, *rest)
@@ -219,7 +220,7 @@ def cells() -> list[Cell]:
 
 
 def part() -> set[Cell]:
-    """A part that has every row, on threads and on processes, and every column; and with every
+    """Returns a subset that has every row on threads and on processes, every column, and for every
     model the rows that do not take long."""
     known, chosen = set(cells()), set()
 
@@ -324,7 +325,7 @@ REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
     ): "auto_sync_gradients=False: local_sgd never synchronizes gradients; leave it out",
     **{(name, "scaler"): _SCALED for name, row in ROWS.items() if row.pipelined},
 }
-"""By row and variation (variations.py): what the ConfigurationError says."""
+"""Message of the ConfigurationError by row and variation (variations.py)."""
 
 COMPRESSORS: Final[Mapping[str, Compressed]] = {
     "fp16": Compressed(says="rounds to 2^-11", deviation=2**-11),
@@ -335,11 +336,11 @@ COMPRESSORS: Final[Mapping[str, Compressed]] = {
     "sign": Compressed(says="1 bit", learned=0.9),
     "powersgd": Compressed(says="rank 2", settings={"rank": 2}, learned=0.9),
 }
-"""`gradient_compression=`, by name."""
+"""Values of `gradient_compression=` by name."""
 
 
 def refused_compression(row: str, compressor: str) -> str | None:
-    """Returns what the ConfigurationError says; None: it compresses."""
+    """Returns the message of the ConfigurationError, or None if the strategy compresses."""
     strategy = ROWS[row].strategy
     if strategy not in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
         return (

@@ -8,8 +8,8 @@ from tests.parity.training import State
 
 
 def check_close(expected: State, found: State, tolerance: float) -> None:
-    """Fails where a parameter is not what one process has, within the bound; buffers are not looked
-    at."""
+    """Fails if a parameter differs from that of one process by more than the tolerance. Buffers are
+    ignored."""
     for name, value in expected.items():
         torch.testing.assert_close(
             found[name],

@@ -1,8 +1,8 @@
-"""The models of the parity matrix, each with its data: small, and each with something that sharding
-gets wrong easily.
+"""The models of the parity matrix and their data. Each model is small and has a property that
+sharding easily gets wrong.
 
 No parameter has a gradient that is zero in exact arithmetic (a bias before a BatchNorm, a key's
-bias in attention): AdamW would make steps of full length from its rounding errors.
+bias in attention), because AdamW would take full-size steps from its rounding errors.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LENGTH = 8
 
 
 class Mlp(nn.Module):
-    """Parameters of odd sizes, and one that is frozen."""
+    """A network with parameters of odd sizes, one of them frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ class Cnn(nn.Module):
 
 
 class Embedded(nn.Module):
-    """Tokens at their places."""
+    """Embeds tokens and their positions."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -64,7 +64,7 @@ class Embedded(nn.Module):
 
 
 class Attention(nn.Module):
-    """Two heads, with their projections packed into one."""
+    """Attention with two heads, whose projections are packed into one."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -85,7 +85,7 @@ class Attention(nn.Module):
 
 
 class Feedforward(nn.Module):
-    """A block's second half."""
+    """The second half of a block."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class Feedforward(nn.Module):
 
 
 class Head(nn.Module):
-    """The classes, where cross_entropy looks for them."""
+    """Computes the classes in the dimension that cross_entropy expects."""
 
     def __init__(self, width: int, tied: nn.Embedding) -> None:
         super().__init__()
@@ -111,7 +111,7 @@ class Head(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The output layer's weight is the embedding's."""
+    """A language model whose output layer shares the embedding's weight."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ class Gpt(nn.Module):
 
 
 class Bag(nn.Module):
-    """Most rows of the table have no gradient in a step."""
+    """A model with a table of which most rows have no gradient in a step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,13 +149,13 @@ MODELS = {"mlp": Mlp, "cnn": Cnn, "gpt": Gpt, "bag": Bag}
 
 
 def make_model(name: str, dtype: torch.dtype) -> nn.Module:
-    """The same each time."""
+    """Returns the model with the same weights in every call."""
     torch.manual_seed(3)
     return MODELS[name]().to(dtype)
 
 
 def make_data(name: str, dtype: torch.dtype) -> TensorDataset:
-    """Inputs and classes; the same each time."""
+    """Returns the same inputs and classes in every call."""
     generator = torch.Generator().manual_seed(5)
     if name == "gpt":
         text = torch.randint(TOKENS, (SAMPLES, LENGTH + 1), generator=generator)

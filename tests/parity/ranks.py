@@ -1,7 +1,7 @@
 """The ranks of a cell: threads of a launch, or processes (tests/ranks) connected by Gloo or MPI.
 
-A rank's task and result are the same everywhere. Processes receive the task in JSON and leave the
-result in files.
+A rank's task and result are the same everywhere. Processes receive the task in JSON and write the
+result to files.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _TASK = "tests.parity.ranks:be_rank"
 
 
 def training(cell: Cell) -> Training:
-    """Returns what a cell trains."""
+    """Returns the training of a cell."""
     how = plain(cell.model, cell.optimizer, cell.check)
     if cell.row in ROWS and ROWS[cell.row].pipelined:
         how = replace(how, micro=False, train_step=True)
@@ -39,23 +39,24 @@ def training(cell: Cell) -> Training:
 
 @dataclass
 class Places:
-    """Sources of ranks."""
+    """Sources of the ranks that train a cell."""
 
     processes: Callable[[int], list[Rank]]
-    """Without a place of their own."""
+    """Returns this many processes that are not in an MPI world."""
     mpi_world: Callable[[int], list[Rank]]
     directory: Path
-    """Empty; for what processes leave."""
+    """An empty directory for the results of processes."""
 
     def run(self, cell: Cell) -> list[Outcome]:
-        """By rank. Raises what all ranks raise, if that is a ConfigurationError."""
+        """Runs a cell and returns the outcomes by rank. Raises the ConfigurationError if all ranks
+        raise one."""
         if cell.backend == "inmemory":
             return shoal.launch(lambda: train(training(cell)), world_size=cell.world)
         ranks = self.processes(cell.world) if cell.backend == "gloo" else self.mpi_world(cell.world)
         for number, rank in enumerate(ranks):
             rank.start(_TASK, cell=vars(cell), rank=number, directory=str(self.directory))
         refusals = {rank.result() for rank in ranks}
-        assert len(refusals) == 1, f"some ranks were refused, and others not: {refusals}"
+        assert len(refusals) == 1, f"expected all ranks to be refused or none: {refusals}"
         refused = refusals.pop()
         if refused is not None:
             raise ConfigurationError(refused)
@@ -66,8 +67,8 @@ class Places:
 
 
 def be_rank(cell: Mapping[str, Any], rank: int, directory: str) -> str | None:
-    """Returns what a process does. Returns why it was refused; None: it leaves its outcome in
-    `directory`."""
+    """Runs one process. Returns the reason why it was refused, or None if it has written its
+    outcome to `directory`."""
     what = Cell(**cell)
     store = FileStore(str(Path(directory) / "store"), what.world)
     if what.backend == "gloo":
@@ -87,7 +88,7 @@ def be_rank(cell: Mapping[str, Any], rank: int, directory: str) -> str | None:
     except ConfigurationError as error:
         refusal = "".join(traceback.format_exception_only(error))
     finally:
-        # a rank that leaves ends the group for those who are still at its last collective
+        # a rank that leaves would end the group for ranks still in their last collective
         _wait_for_all(store, what.world)
         if find_session() is session:
             session.close()

@@ -1,5 +1,5 @@
-"""docs/parity.md: the matrix as a table, from the same cells that the tests run. Written by
-`python -m tests.parity PATH`, after them."""
+"""Generates docs/parity.md, the matrix as a table, from the cells that the tests run. Written by
+`python -m tests.parity PATH` after the tests."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ checked of it.
 
 
 def page() -> str:
-    """The whole of docs/parity.md."""
+    """Returns the text of docs/parity.md."""
     notes: list[str] = []
     places = list(itertools.product(BACKENDS, WORLDS))
     known = cells()
@@ -149,7 +149,7 @@ def _row(row: str) -> str:
 
 
 def _entry(here: Iterable[Cell], notes: list[str]) -> str:
-    """The letters of what is compared, and the notes of what is refused."""
+    """Returns the letters of the checks and the notes of the refusals."""
     said: list[str] = []
     for cell in here:
         what = _said(cell.refusal, _SIGNS[cell.check], notes)

@@ -1,8 +1,8 @@
-"""Every compressor with every strategy, on in-memory ranks: it trains within its bounds (cells.py),
-on all ranks alike, or is refused.
+"""Every compressor with every strategy on in-memory ranks: it trains within its bounds (cells.py)
+and equally on all ranks, or is refused.
 
-The bounds of one sum, and what error feedback is for, are in tests/unit/compression. `make test`
-runs a few.
+The bounds of single sums and the effect of error feedback are tested in tests/unit/compression.
+`make test` runs a few of the cases.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""Mixes in which torch's own parts compute wrong gradients without a word: here each gives those of
-one process.
+"""Combinations in which torch's own components silently compute wrong gradients: here each gives
+the gradients of one process.
 
-Split backward passes beside data parallelism, accumulation in a pipeline, norms over parameters of
-different kinds and meshes. The rows `tensor_data`, `pipeline_data` and `hybrid` of the matrix are
-such mixes too; every schedule is tried here.
+They are split backward passes with data parallelism, accumulation in a pipeline, and norms over
+parameters of different kinds and meshes. The rows `tensor_data`, `pipeline_data` and `hybrid` of
+the matrix are such combinations too; every schedule is tried here.
 """
 
 from __future__ import annotations

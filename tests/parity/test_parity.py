@@ -1,7 +1,7 @@
-"""Every cell of the matrix (cells.py): trained on its ranks, it is compared with one process, or
-refused with its one error.
+"""Every cell of the matrix (cells.py) is trained on its ranks and compared with one process, or
+refused with its error.
 
-`make test` runs a part that has every row and every column; `make parity` runs all.
+`make test` runs a subset that has every row and every column; `make parity` runs all.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.parity.variations import OPTIMIZERS
 @pytest.fixture
 def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
     return Places(
-        # only for cells that need it
+        # requested only for cells that need them
         processes=lambda count: request.getfixturevalue("take_ranks")(count),  # noqa: PLW0108
         # so, too
         mpi_world=lambda size: request.getfixturevalue("mpi_ranks")(size),  # noqa: PLW0108
@@ -39,7 +39,7 @@ def places(request: pytest.FixtureRequest, tmp_path: Path) -> Places:
 
 def _parameters() -> list[object]:
     chosen = part()
-    # the others: tests/integration/worker_async/test_async_parity.py
+    # the others are in tests/integration/worker_async/test_async_parity.py
     here = [cell for cell in cells() if cell.backend != SERVERS]
     return [
         pytest.param(cell, id=str(cell), marks=() if cell in chosen else pytest.mark.matrix)
@@ -49,7 +49,7 @@ def _parameters() -> list[object]:
 
 @functools.cache
 def one_rank(model: str, optimizer: str) -> State:
-    """Parameters and buffers of a world of one, in float32."""
+    """Returns the parameters and buffers of a world of one, in float32."""
     cell = Cell(
         row="ddp", backend="inmemory", model=model, optimizer=optimizer, world=1, check="bitwise"
     )

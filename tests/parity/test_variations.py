@@ -1,5 +1,5 @@
-"""Every variation of the training loop with every strategy (variations.py), on in-memory ranks,
-against one process.
+"""Every variation of the training loop (variations.py) with every strategy on in-memory ranks,
+compared with one process.
 
 `make test` runs each variation with some strategies; `make parity` runs all.
 """
@@ -25,17 +25,17 @@ def _parameters() -> list[object]:
     for (index, row), (column, name) in itertools.product(enumerate(ROWS), enumerate(VARIATIONS)):
         worlds = ROWS[row].worlds
         here = index == column % len(ROWS) and name != "compiled" and not ROWS[row].divided
-        # where parameters' gradients are hidden
+        # strategies that hide the parameters' gradients
         here = here or (name == "unused" and row in ("tensor", "pipeline", "hybrid"))
         marks = () if here else pytest.mark.matrix
         world = worlds[-1] if row == "hybrid" else worlds[(index + column) % len(worlds)]
         if name == "sparse" and row == "pipeline":
-            world = 2  # its model has two blocks
+            world = 2  # the pipeline's model has two blocks
         parameters.append(pytest.param(row, name, world, marks=marks))
     return parameters
 
 
-# torch.compile's, of zero3's views
+# raised by torch.compile for zero3's views
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
 @pytest.mark.parametrize(("row", "variation", "world"), _parameters())
 def test_ranks_train_as_one_process_does_or_are_refused(
@@ -70,7 +70,7 @@ def test_ranks_train_as_one_process_does_or_are_refused(
             how.tolerance,
         )
     elif ROWS[row].pipelined and how.draws:
-        # stages draw numbers of their own: the same ones in each run, and for all ranks
+        # stages draw their own random numbers, which are the same in each run and for all ranks
         expected, tolerance = shoal.launch(lambda: train(what), world_size=world)[0].state, 0.0
     else:
         expected = alone(how)

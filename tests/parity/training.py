@@ -42,13 +42,13 @@ class Outcome:
     """The final state of one rank."""
 
     state: State
-    """The whole parameters and buffers."""
+    """The full parameters and buffers."""
     seen: Seen
     """Samples that this rank received."""
 
 
 def plain(model: str, optimizer: str, check: str) -> Variation:
-    """The training of the matrix's cells: in float64, in float32, or bitwise."""
+    """Returns the training of the matrix's cells: in float64, in float32, or bitwise."""
     return Variation(
         model=model,
         optimizer=OPTIMIZERS[optimizer],
@@ -59,7 +59,7 @@ def plain(model: str, optimizer: str, check: str) -> Variation:
 
 
 class _Numbered(Dataset[Any]):
-    """The first `size` samples, each with its number."""
+    """A dataset of the first `size` samples, each with its number."""
 
     def __init__(self, data: Dataset[Any], size: int) -> None:
         self._data, self._size = data, size
@@ -72,7 +72,7 @@ class _Numbered(Dataset[Any]):
 
 
 def train(what: Training) -> Outcome:
-    """Returns what one rank does."""
+    """Trains one rank and returns its outcome."""
     how = what.variation
     net = how.prepare(make_model(how.model, how.dtype))
     model, optimizer = shoal.as_distributed(
@@ -140,7 +140,7 @@ def _pass(
 
 
 class Alone:
-    """One process in plain torch, or one of those that train apart."""
+    """One process in plain torch, or one of several that train separately."""
 
     def __init__(self, how: Variation) -> None:
         self.net = how.prepare(make_model(how.model, how.dtype))
@@ -150,8 +150,8 @@ class Alone:
         self._scheduler = how.scheduler(self._optimizer) if how.scheduler is not None else None
 
     def step(self, epoch: int, number: int, parts: list[list[int]]) -> None:
-        """Step `number` of an epoch, on the samples of its micro-batches. Losses weigh by their
-        samples."""
+        """Takes step `number` of an epoch on the samples of its micro-batches. Losses are weighted
+        by their numbers of samples."""
         total = sum(len(samples) for samples in parts)
         for samples in parts:
             if self._how.micro:
@@ -170,19 +170,19 @@ class Alone:
     @property
     def state(self) -> State:
         """The parameters."""
-        own = getattr(self.net, "_orig_mod", self.net)  # torch.compile's
+        own = getattr(self.net, "_orig_mod", self.net)  # set by torch.compile
         return {name: p.detach() for name, p in own.named_parameters()}
 
 
 def _steps(how: Variation) -> Iterable[tuple[int, int, range]]:
-    """Epoch, step in the epoch, and samples."""
+    """Yields the epoch, the step in the epoch, and the samples."""
     for epoch in range(how.epochs):
         for number, start in enumerate(range(0, how.samples, BATCH)):
             yield epoch, number, range(start, min(start + BATCH, how.samples))
 
 
 def alone(how: Variation) -> State:
-    """The parameters after training in one process."""
+    """Trains in one process and returns the parameters."""
     process = Alone(how)
     for epoch, number, samples in _steps(how):
         size = MICRO if how.micro else BATCH
@@ -198,22 +198,22 @@ def alone(how: Variation) -> State:
 def alone_plainly(model: str, optimizer: str, check: str, *, grouped: bool) -> State:
     """Trains as the matrix's cells do, in one process in plain torch.
 
-    grouped: in micro-batches.
+    grouped: True for micro-batches.
     """
     return alone(replace(plain(model, optimizer, check), micro=grouped, clips=True))
 
 
 def apart(how: Variation, seen: list[Seen], *, sync_every: int) -> State:
-    """The parameters after local SGD in plain torch: a replica for each rank, trained on what that
-    rank has seen (`seen`: by rank), and averaged after each round, by the samples that each has had
-    in it."""
+    """Returns the parameters after local SGD in plain torch. Each rank has a replica that trains on
+    the samples of that rank (`seen`, by rank). The replicas are averaged after each round, weighted
+    by their samples in it."""
     processes = [Alone(how) for _ in seen]
     had = [0] * len(seen)
     steps = list(_steps(how))
     for index, (epoch, number, _) in enumerate(steps):
         given: set[int] = set()
         for rank, process in enumerate(processes):
-            # else it stands in for samples that there are not
+            # otherwise the batch is a placeholder for missing samples
             parts = [part for part in seen[rank][index] if given.isdisjoint(part)]
             given.update(*parts)
             had[rank] += sum(len(samples) for samples in parts)

@@ -1,8 +1,8 @@
 """Variations of the training loop beyond a forward pass, a backward pass and a step. Each runs with
 every strategy.
 
-A variation says how model, optimizer and loop differ. The ranks and the single process with which
-they are compared are made from the same variation (training.py).
+A variation describes how model, optimizer and loop differ. The ranks and the single process that
+they are compared with are created from the same variation (training.py).
 """
 
 from __future__ import annotations
@@ -34,27 +34,27 @@ OPTIMIZERS: Final[dict[str, Optimizers]] = {"sgd": sgd, "adamw": adamw}
 
 @dataclass(frozen=True, kw_only=True)
 class Variation:
-    """One way to train. As it stands: the plain one."""
+    """One way to train. The defaults are the plain one."""
 
     says: str = ""
-    """In the table."""
+    """Description in the table."""
     model: str = "mlp"
     optimizer: Optimizers = sgd
     prepare: Callable[[nn.Module], nn.Module] = field(default=lambda net: net)
-    """Changes the model before the optimizer is made; what it returns is trained."""
+    """Changes the model before the optimizer is created. Returns the model to train."""
     scheduler: Callable[[torch.optim.Optimizer], torch.optim.lr_scheduler.LRScheduler] | None = None
     scaler: bool = False
-    """Losses are scaled, by a torch.amp.GradScaler."""
+    """True if losses are scaled by a torch.amp.GradScaler."""
     autocast: bool = False
-    """Forward passes compute in bfloat16."""
+    """True if forward passes compute in bfloat16."""
     train_step: bool = False
     """True if the loop calls `model.train_step` instead of forward, loss and backward."""
     sums: bool = False
-    """Losses are sums, not means."""
+    """True if losses are sums instead of means."""
     by_hand: bool = False
-    """The loop calls `model.synchronize_gradients()`."""
+    """True if the loop calls `model.synchronize_gradients()`."""
     micro: bool = False
-    """In micro-batches: where a loss depends on how samples are grouped."""
+    """True if the loop uses micro-batches, for losses that depend on how samples are grouped."""
     samples: int = SAMPLES
     epochs: int = 2
     clips: bool = True
@@ -62,9 +62,9 @@ class Variation:
     """Options of `as_distributed`."""
     tolerance: float = 1e-10
     divided_tolerance: float | None = None
-    """Tolerance where several ranks share a replica and round their own sums; None: the same."""
+    """Tolerance if several ranks share a replica and round their own sums; None for the same."""
     draws: bool = False
-    """Passes draw random numbers."""
+    """True if passes draw random numbers."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -72,7 +72,7 @@ class Variation:
         return torch.float32 if self.tolerance > 1e-10 else torch.float64
 
     def computing(self) -> AbstractContextManager[Any]:
-        """Around forward passes."""
+        """Returns the context for forward passes."""
         return torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext()
 
 
@@ -102,7 +102,7 @@ def _freeze(net: nn.Module) -> nn.Module:
 
 
 class _Recomputed(nn.Module):
-    """Keeps no activations of `inner`."""
+    """Recomputes the activations of `inner` instead of keeping them."""
 
     def __init__(self, inner: nn.Module) -> None:
         super().__init__()
@@ -125,7 +125,7 @@ def _drop(net: nn.Module) -> nn.Module:
 
 
 class _Sometimes(nn.Module):
-    """One layer is used in some forward passes only, another one never."""
+    """A model in which one layer is used in some forward passes only, and another one never."""
 
     def __init__(self) -> None:
         super().__init__()

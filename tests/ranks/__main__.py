@@ -1,7 +1,8 @@
 """The nursery: a process that has imported torch and Shoal, which takes seconds, and forks a rank
 for each connection to its socket.
 
-It has no threads, and no channels to fork. Ends when it is killed, and its ranks with it.
+It has no threads and no channels, which could not be forked. It ends when it is killed, and its
+ranks end with it.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ from tests.ranks.tasks import run_tasks
 
 
 def serve(path: str) -> None:
-    """Until it is killed."""
+    """Serves connections until the process is killed."""
     torch.set_num_threads(1)
-    # the first optimizer imports a second's worth of torch
+    # the first optimizer imports parts of torch for a second
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     gc.collect()
-    gc.freeze()  # else each rank looks through all of it, and copies it on the way
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody asks how they ended
+    gc.freeze()  # otherwise each rank's garbage collector would visit and thereby copy all objects
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # exit statuses of ranks are not needed
     with socket.socket(socket.AF_UNIX) as nursery:
         nursery.bind(path)
         nursery.listen()
@@ -42,7 +43,7 @@ def serve(path: str) -> None:
             with connection:
                 if os.fork() == 0:
                     nursery.close()
-                    # PR_SET_PDEATHSIG: ends with the nursery
+                    # PR_SET_PDEATHSIG: the rank ends with the nursery
                     ctypes.CDLL(None).prctl(1, signal.SIGKILL)
                     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
                     run_tasks(connection)

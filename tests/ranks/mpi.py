@@ -17,8 +17,8 @@ def own_rank() -> int:
 
 
 def take_place(handover: str, environment: dict[str, str], tasks: str) -> None:
-    """Takes a place in MPI's world from mpi_stub.py, and then tasks from the socket `tasks`, until
-    that hangs up."""
+    """Takes over a place in MPI's world from mpi_stub.py, and then runs tasks from the socket
+    `tasks` until the other side closes it."""
     with socket.socket(socket.AF_UNIX) as giver:
         giver.connect(handover)
         _, (descriptor, *_), _, _ = socket.recv_fds(giver, 1, 1)

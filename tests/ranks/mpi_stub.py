@@ -1,8 +1,8 @@
-"""The program that mpiexec starts: it hands its place in MPI's world to a process of the nursery,
-which has imported torch already.
+"""The program that mpiexec starts. It passes its place in MPI's world to a process of the nursery,
+which has already imported torch.
 
 A process is a rank because of a socket that mpiexec left open for it and variables that name it.
-Uses only the standard library.
+This program uses only the standard library.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main(nursery: str) -> int:
-    """The exit status: 0 if the process did what it was told."""
+    """Returns the exit status: 0 if the process did its tasks."""
     environment = {
         name: value for name, value in os.environ.items() if name.startswith(("PMI_", "MPI_"))
     }

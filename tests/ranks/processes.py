@@ -1,4 +1,4 @@
-"""Ranks as real processes, for tests: forked from a nursery (__main__.py), some of them with a
+"""Ranks as real processes for tests. They are forked from a nursery (__main__.py), and some have a
 place in MPI's world."""
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ _PATIENCE_S = 100.0
 
 
 class Rank:
-    """One process that runs tasks. It says things: events, and in the end a result or an error."""
+    """One process that runs tasks. It sends messages: events, and at the end a result or an
+    error."""
 
     def __init__(self, connection: socket.socket) -> None:
         self._connection = connection
@@ -38,37 +39,37 @@ class Rank:
         self.alive = True
 
     def start(self, task: str, **arguments: Any) -> None:
-        """Begins a task, "module:function"; its result is to be asked for before the next."""
+        """Starts the task "module:function". Its result must be received before the next task."""
         self.busy = True
         self._connection.sendall(
             (json.dumps({"task": task, "arguments": arguments}) + "\n").encode()
         )
 
     def event(self, name: str) -> dict[str, Any]:
-        """Waits for the task to say `name`; what it said with it."""
-        said = self._next()
-        assert said.get("event") == name, f"expected event {name!r}, got {said}"
-        return said
+        """Waits for the task's event `name` and returns its message."""
+        message = self._next()
+        assert message.get("event") == name, f"expected event {name!r}, got {message}"
+        return message
 
     def result(self) -> Any:
-        """Waits for the task's end; fails if it failed."""
-        said = self._next()
+        """Waits for the end of the task and returns its result. Fails if the task failed."""
+        message = self._next()
         self.busy = False
-        assert "result" in said, said.get("error", said)
-        return said["result"]
+        assert "result" in message, message.get("error", message)
+        return message["result"]
 
     def send_signal(self, number: signal.Signals) -> None:
         os.kill(self.pid, number)
 
     def end(self) -> None:
-        """Ends the process, whatever it is at."""
+        """Kills the process, whatever it is doing."""
         with contextlib.suppress(ProcessLookupError):
             os.kill(self.pid, signal.SIGKILL)
         self._reader.join()
         self._connection.close()
 
     def release(self) -> None:
-        """Tells it that there are no more tasks; it ends by itself."""
+        """Closes the connection for new tasks, so that the process ends by itself."""
         self._connection.shutdown(socket.SHUT_WR)
         self._reader.join()
         self._connection.close()
@@ -90,15 +91,15 @@ class Rank:
 def run_task(
     ranks: Sequence[Rank], task: str, *, dying: Collection[int] = (), **arguments: Any
 ) -> dict[int, Any]:
-    """Has all ranks do a task, which is told its `rank` besides `arguments`; what those return that
-    are not to die in it, by rank."""
+    """Runs a task on all ranks, with its `rank` in addition to `arguments`. Returns the results by
+    rank, except those of ranks that are expected to die in it."""
     for number, rank in enumerate(ranks):
         rank.start(task, rank=number, **arguments)
     return {number: rank.result() for number, rank in enumerate(ranks) if number not in dying}
 
 
 class RankPool:
-    """Processes without a place of their own: those that are well and idle serve again."""
+    """Processes that are not in an MPI world. Those that are alive and idle are reused."""
 
     def __init__(self, nursery: str) -> None:
         self._nursery = nursery
@@ -106,7 +107,7 @@ class RankPool:
 
     @contextmanager
     def taking(self) -> Iterator[Callable[[int], list[Rank]]]:
-        """Gives so many processes at a time; takes them back in the end."""
+        """Yields a function that returns this many processes. They are taken back at the end."""
         given: list[Rank] = []
 
         def take(count: int) -> list[Rank]:
@@ -133,8 +134,7 @@ class RankPool:
 
 @contextmanager
 def mpi_world(nursery: str, size: int, directory: Path) -> Iterator[list[Rank]]:
-    """Processes that are MPI's world of `size`, started by one mpiexec, in the order of their
-    ranks."""
+    """Starts an MPI world of `size` with one mpiexec and yields its processes in rank order."""
     path = str(directory / "mpi.socket")
     with socket.socket(socket.AF_UNIX) as door, (directory / "mpiexec.log").open("wb") as log:
         door.bind(path)
@@ -170,7 +170,7 @@ def mpi_world(nursery: str, size: int, directory: Path) -> Iterator[list[Rank]]:
 
 @pytest.fixture(scope="session")
 def nursery(leftover_processes: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The socket of a nursery: where processes that have imported torch can be had."""
+    """Path of the socket of a nursery, which forks processes that have imported torch."""
     path = str(tmp_path_factory.mktemp("ranks") / "socket")
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     command = tied_to_parent([sys.executable, "-m", "tests.ranks", path])
@@ -192,7 +192,7 @@ def rank_pool(nursery: str) -> Iterator[RankPool]:
 
 @pytest.fixture
 def take_ranks(rank_pool: RankPool) -> Iterator[Callable[[int], list[Rank]]]:
-    """Gives so many processes, without a place of their own."""
+    """Yields a function that returns this many processes that are not in an MPI world."""
     with rank_pool.taking() as take:
         yield take
 
@@ -201,8 +201,8 @@ def take_ranks(rank_pool: RankPool) -> Iterator[Callable[[int], list[Rank]]]:
 def mpi_ranks(
     nursery: str, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Callable[[int], list[Rank]]]:
-    """Gives the ranks of an MPI world of that size. One world for all tests; a new one when a rank
-    of it is not well."""
+    """Yields a function that returns the ranks of an MPI world of a given size. All tests share one
+    world per size, which is replaced when one of its ranks fails."""
     open_worlds: dict[int, tuple[AbstractContextManager[list[Rank]], list[Rank]]] = {}
 
     def take(size: int) -> list[Rank]:

@@ -1,5 +1,5 @@
-"""The loop of a rank that is a process: it receives tasks over JSON lines and runs them in order.
-The other side is `processes.Rank`."""
+"""The loop of a rank that is a process: it receives tasks as JSON lines and runs them in order. The
+other side is `processes.Rank`."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import traceback
 from typing import Any
 
 _connections: list[socket.socket] = []
-"""To whoever tells tasks; the last one counts: an MPI rank serves its stub first, and its test
-then."""
+"""Connections to the senders of tasks. The last one is used: an MPI rank first serves its stub and
+then its test."""
 
 
 def say(**message: Any) -> None:
@@ -20,7 +20,7 @@ def say(**message: Any) -> None:
 
 
 def run_tasks(connection: socket.socket) -> None:
-    """Runs tasks, named "module:function", until the other side hangs up."""
+    """Runs tasks named "module:function" until the other side closes the connection."""
     _connections.append(connection)
     say(event="born", pid=os.getpid())
     with connection.makefile() as commands:
@@ -28,12 +28,12 @@ def run_tasks(connection: socket.socket) -> None:
             command = json.loads(line)
             module, _, function = command["task"].partition(":")
             try:
-                said = {
+                message = {
                     "result": getattr(importlib.import_module(module), function)(
                         **command["arguments"]
                     )
                 }
-            except Exception:  # the test shows it, whatever it is
-                said = {"error": traceback.format_exc()}
-            say(**said)
+            except Exception:  # any exception: the test shows it
+                message = {"error": traceback.format_exc()}
+            say(**message)
     _connections.pop()

@@ -12,10 +12,10 @@ Bodies = Sequence[Callable[[], Any]]
 
 
 def run_threads(bodies: Bodies, *, when_one_fails: Callable[[], None] = lambda: None) -> list[Any]:
-    """Runs each body on a thread of its own; their results, in order. Raises what the first one to
-    fail has raised.
+    """Runs each body on a thread of its own and returns the results in order. Raises the error of
+    the first body that failed.
 
-    `when_one_fails` is called after each failure: it frees those that wait for the one that failed.
+    `when_one_fails` is called after each failure, to free the threads that wait for the failed one.
     """
     failures, futures = _run(bodies, when_one_fails)
     if failures:
@@ -24,7 +24,7 @@ def run_threads(bodies: Bodies, *, when_one_fails: Callable[[], None] = lambda: 
 
 
 def errors_of_threads(bodies: Bodies) -> dict[int, BaseException]:
-    """The same, of bodies that are expected to fail: what each that failed has raised."""
+    """Runs bodies that are expected to fail. Returns the error of each one that failed."""
     _, futures = _run(bodies, lambda: None)
     return {
         rank: error

@@ -1,19 +1,19 @@
-"""Forks services and workers from a process that has imported all they need: importing torch takes
-seconds, a fork milliseconds.
+"""Forks services and workers from a process that has imported everything they need: importing torch
+takes seconds, a fork takes milliseconds.
 
-Each child is a process like any other: its own pid, environment, signals and exit. Nothing of grpc
-is in use when it is forked. Run as a module; commands come on standard input, one JSON object a
-line, and what is said goes to standard output.
+Each child is a process like any other: its own pid, environment, signals and exit. grpc is not in
+use when it is forked. The module is run as a program. Commands come on standard input, one JSON
+object per line, and replies go to standard output.
 
     {"start": 7, "program": one of PROGRAMS, "arguments": [...], "environment": {...},
      "output": path}
         ->  {"started": 7, "pid": ...}
     a child's end
-        ->  {"ended": 7, "status": ...}  as Popen says it
+        ->  {"ended": 7, "status": ...}  as in Popen
 
-The environment is added to this process's own. With "command", a command line of python, the child
-is as that process would be: "environment" is all of it, "error" is the path of its standard error,
-"directory" where it runs.
+The environment is added to that of this process. With "command", a command line of python, the
+child is like a process of that command line: "environment" is its whole environment, "error" is the
+path of its standard error, and "directory" is its working directory.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ LATER = (
         for module in pkgutil.iter_modules(shoal_worker.strategies.__path__)
     ),
 )
-"""Modules that are imported when they are first needed, which would be in each child."""
+"""Modules that are imported lazily and would otherwise be imported in each child."""
 for name in LATER:
     importlib.import_module(name)
 ADDED = {
@@ -82,10 +82,11 @@ ADDED = {
 
 def main() -> None:
     torch.set_num_threads(1)
-    # the first optimizer imports a second's worth of torch
+    # the first optimizer imports parts of torch for a second
     torch.optim.AdamW([torch.nn.Parameter(torch.zeros(1))])
     gc.collect()
-    gc.freeze()  # else each child looks through all of it, and copies it on the way, when it ends
+    # otherwise each child's garbage collector would visit and copy all objects when it ends
+    gc.freeze()
     woken, wakes = os.pipe2(os.O_NONBLOCK)
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     signal.set_wakeup_fd(wakes)
@@ -114,7 +115,7 @@ def main() -> None:
 
 
 def become(command: dict[str, Any]) -> NoReturn:
-    """In the child: runs the program, and ends as it would."""
+    """Runs the program in the child and ends the process as the program would."""
     ctypes.CDLL(None).prctl(1, int(signal.SIGKILL), 0, 0, 0)  # PR_SET_PDEATHSIG
     outputs = [command["output"], command.get("error", command["output"])]
     for descriptor, path in enumerate(outputs, start=1):
@@ -129,8 +130,8 @@ def become(command: dict[str, Any]) -> NoReturn:
 
 
 def become_command(command: dict[str, Any]) -> None:
-    """Makes the child what a fresh process of the command line would be; replaces it by one if it
-    cannot be the same."""
+    """Turns the child into what a fresh process of the command line would be. Executes a fresh
+    interpreter if a fork cannot be equivalent."""
     faulthandler.disable()
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)

@@ -1,5 +1,5 @@
-"""Processes for tests, forked from a zygote (__main__.py): real ones, with their own pid,
-environment, signals and exit."""
+"""Processes for tests, forked from a zygote (__main__.py). They are real processes with their own
+pid, environment, signals and exit."""
 
 from __future__ import annotations
 
@@ -24,15 +24,17 @@ PATIENCE_S = 200.0
 def eventually(
     condition: Callable[[], Any], what: str | Callable[[], str], *, within_s: float = PATIENCE_S
 ) -> Any:
-    """The condition's first true value. `what` is waited for, and how it stands when the time is
-    over: a text, or what gives one."""
+    """Returns the condition's first true value, or fails after `within_s`.
+
+    what: the awaited event, for the failure's message. A function can describe the current state.
+    """
     deadline = time.monotonic() + within_s
     pause_s = 0.01
     while not (value := condition()):
         if time.monotonic() > deadline:
             pytest.fail(f"waited {within_s:g} s for {what if isinstance(what, str) else what()}")
         time.sleep(pause_s)
-        # what is asked, a coordinator most often, works for each answer
+        # the queried process, usually a coordinator, needs time for each answer
         pause_s = min(pause_s * 1.05, 0.04)
     return value
 
@@ -54,12 +56,12 @@ class Child:
     def kill(self, number: signal.Signals = signal.SIGKILL) -> None:
         if not self.ended.is_set():
             with contextlib.suppress(ProcessLookupError):
-                # it has ended, and the zygote has not said so yet
+                # it has ended, but the zygote has not reported it yet
                 os.kill(self.pid, number)
 
     def kill_beside(self, number: signal.Signals) -> None:
-        """Sends the signal so that it does not wake the main thread, as one that comes just before
-        that thread begins to wait."""
+        """Sends the signal to another thread, so that it does not wake the main thread. It is like
+        a signal that arrives just before the main thread begins to wait."""
         threads = sorted(int(task.name) for task in Path(f"/proc/{self.pid}/task").iterdir())
         open_to_it = [
             thread
@@ -67,21 +69,22 @@ class Child:
             if thread != self.pid and not _blocks(self.pid, thread, number)
         ]
         assert open_to_it, (
-            f"process {self.pid} has no thread but its main one that takes {number.name}"
+            f"process {self.pid} has no thread but the main one that receives {number.name}"
         )
-        os.kill(open_to_it[0], number)  # Linux: to the process, and to this thread first
+        # Linux delivers it to the process, and tries this thread first
+        os.kill(open_to_it[0], number)
 
     def wait(self) -> int:
-        """Its exit status; that of a signal is negative, as Popen has it."""
+        """Returns the exit status. It is negative for a signal, as in Popen."""
         if not self.ended.wait(PATIENCE_S):
-            self.kill(signal.SIGABRT)  # at which it says where each of its threads is
+            self.kill(signal.SIGABRT)  # makes it print the stacks of all threads
             self.ended.wait(PATIENCE_S)
-            pytest.fail(f"process {self.pid} did not end; it said: {self.said()}")
+            pytest.fail(f"process {self.pid} did not end; its output: {self.said()}")
         assert self.status is not None
         return self.status
 
     def said(self) -> str:
-        """All that it wrote."""
+        """Returns all its output."""
         return self.output.read_text() if self.output.exists() else "nothing"
 
 
@@ -94,11 +97,11 @@ class ForkedProcess:
         self.pid = child.pid
 
     def poll(self) -> int | None:
-        """The exit status, None while it runs."""
+        """Returns the exit status, or None while the process runs."""
         return self._child.status if self._child.ended.is_set() else None
 
     def wait(self, timeout: float | None = None) -> int:
-        """The exit status. Raises TimeoutExpired."""
+        """Returns the exit status. Raises TimeoutExpired."""
         if not self._child.ended.wait(timeout):
             raise subprocess.TimeoutExpired(f"process {self.pid}", timeout or 0)
         assert self._child.status is not None
@@ -112,15 +115,15 @@ class ForkedProcess:
 
 
 def _blocks(pid: int, thread: int, number: signal.Signals) -> bool:
-    """Returns whether a thread takes no such signals."""
+    """Returns whether a thread blocks the signal."""
     status = Path(f"/proc/{pid}/task/{thread}/status").read_text()
     mask = next(line.split()[1] for line in status.splitlines() if line.startswith("SigBlk:"))
     return bool(int(mask, 16) >> (number - 1) & 1)
 
 
 class Zygote:
-    """Starts processes quickly; see __main__.py. One thread reads what it says; `Child` objects are
-    set by it."""
+    """Starts processes quickly; see __main__.py. One thread reads its replies and updates the
+    `Child` objects."""
 
     def __init__(self) -> None:
         command = [sys.executable, "-m", "tests.zygote"]
@@ -141,7 +144,7 @@ class Zygote:
     def start(
         self, program: str, arguments: Sequence[str], *, output: Path, **environment: str
     ) -> Child:
-        """A process of `program` (__main__.PROGRAMS), in this one's environment and
+        """Starts a process of `program` (__main__.PROGRAMS) in this process's environment plus
         `environment`."""
         how = {"arguments": list(arguments), "environment": environment, "output": str(output)}
         return self._start({"program": program, **how}, Child(output))
@@ -156,7 +159,7 @@ class Zygote:
         output: Path,
         error: Path,
     ) -> ForkedProcess:
-        """A process of `python -m PROGRAM ARGUMENTS`, forked; `environment` is all of its
+        """Forks a process of `python -m PROGRAM ARGUMENTS`. `environment` is its whole
         environment."""
         how = {
             "command": list(command),
@@ -180,31 +183,32 @@ class Zygote:
         return child
 
     def close(self) -> None:
-        self._process.kill()  # and the kernel its children
+        self._process.kill()  # the kernel kills its children
         self._process.wait()
         self._reader.join()
         for pipe in (self._process.stdin, self._process.stdout):
             assert pipe is not None
-            with contextlib.suppress(BrokenPipeError):  # what was not sent has no reader any more
+            # there is no reader for unsent commands any more
+            with contextlib.suppress(BrokenPipeError):
                 pipe.close()
 
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            said = json.loads(line)
-            if "started" in said:
-                child = self._children[said["started"]]
-                child.pid = said["pid"]
+            message = json.loads(line)
+            if "started" in message:
+                child = self._children[message["started"]]
+                child.pid = message["pid"]
                 child.started.set()
-            elif "ended" in said:
-                child = self._children[said["ended"]]
-                child.status = said["status"]
+            elif "ended" in message:
+                child = self._children[message["ended"]]
+                child.status = message["status"]
                 child.ended.set()
 
 
 @pytest.fixture(scope="session")
 def zygote(leftover_processes: None) -> Iterator[Zygote]:
-    """One for all tests."""
+    """The zygote, shared by all tests."""
     zygote = Zygote()
     yield zygote
     zygote.close()

@@ -1,9 +1,9 @@
-"""The command `shoal` in a forked process, which forks what it would start in Python: its services,
-its warm process, elastic workers.
+"""The command `shoal` in a forked process, which in turn forks its Python processes: its services,
+its warm process and elastic workers.
 
 Two helpers are forked while the process has one thread. One serves requests for processes as the
-product's warm process does (`shoal.warm`); the other becomes the warm process of a run. Whatever
-else is started, and all that depends on the first instructions of an interpreter, starts fresh.
+product's warm process does (`shoal.warm`), and the other becomes the warm process of a run. Other
+processes, and everything that depends on an interpreter's start, are started fresh.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ _PATIENCE_S = 60.0
 
 
 def can_be_forked(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Returns whether a fork of this process, in its environment, is like a fresh process of the
-    command."""
+    """Returns whether a fork of this process in its environment is equivalent to a fresh process of
+    the command."""
     differing = {
         name for name, _ in environment.items() ^ os.environ.items() if not is_own_of_worker(name)
     } - warm._OF_WORKERS
@@ -59,12 +59,12 @@ def shoal(arguments: Sequence[str]) -> None:
 
 
 def end(status: object) -> NoReturn:
-    """Ends the process as the interpreter does, but for the taking apart of all that was imported,
-    which takes a second."""
+    """Ends the process as the interpreter does, except for unloading all imported modules, which
+    takes a second."""
     try:
         threading._shutdown()
     except BaseException:
-        # The interpreter prints it as well, and goes on with the exit handlers.
+        # The interpreter prints the error as well, and continues with the exit handlers.
         traceback.print_exc()
     atexit._run_exitfuncs()
     with contextlib.suppress(BrokenPipeError):
@@ -76,7 +76,7 @@ def end(status: object) -> NoReturn:
 
 
 def run_to_its_end(program: Callable[[], Any]) -> NoReturn:
-    """Runs it, prints what it raises, and ends the process with its status."""
+    """Runs the program, prints what it raises, and ends the process with its status."""
     status: object = 1
     try:
         status = program()
@@ -96,7 +96,7 @@ def _fork_what_is_started() -> None:
         lambda connection: run_to_its_end(serve(connection.detach(), launcher=launcher).run)
     )
     next_warm = [_Helper(lambda connection: _become_warm(connection, launcher=launcher))]
-    receive(services.connection)  # it is ready
+    receive(services.connection)  # the helper is ready
     start_fresh = Child.__init__
 
     def start(
@@ -118,7 +118,7 @@ def _fork_what_is_started() -> None:
 
 
 class _Helper:
-    """A process that does something else than this one, with which it shares a socket."""
+    """A helper process that shares a socket with this process."""
 
     def __init__(self, program: Callable[[socket.socket], object]) -> None:
         self.connection, theirs = socket.socketpair()
@@ -169,7 +169,7 @@ class _Helper:
                 ends[1][0],
                 lambda: os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]),
             )
-            with contextlib.suppress(BrokenPipeError):  # it has been killed
+            with contextlib.suppress(BrokenPipeError):  # the helper has been killed
                 os.write(gate.fileno(), b"+")
 
     def become(
@@ -193,13 +193,14 @@ class _Helper:
 
 
 def _become_warm(connection: socket.socket, *, launcher: int) -> None:
-    """Waits until the launcher wants its warm process, and is that."""
+    """Waits until the launcher requests its warm process, and becomes it."""
     os.setsid()
     try:
         message, (descriptor, *outputs) = receive(connection)
-    except (EOFError, ConnectionResetError):  # it has ended
+    except (EOFError, ConnectionResetError):  # the launcher has ended
         return
-    connection.recv(1)  # until the launcher, which may still be sending, has closed it
+    # waits until the launcher, which may still be sending, has closed the socket
+    connection.recv(1)
     connection.close()
     for number, output in enumerate(outputs, start=1):
         os.dup2(output, number)

@@ -1,4 +1,4 @@
-"""Tests what T12 says of what it has measured."""
+"""Table T12 (announcements of generations): its verdict and its rows."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ def measured(
 
 
 def test_the_verdict_sets_each_figure_against_its_target_and_the_floor() -> None:
-    told = _verdict(
+    verdict = _verdict(
         [
             measured("coordinator", 2000, joined_s=1.0, last_s=0.09),
             measured("bare grpcio", 2000, joined_s=0.5, last_s=0.06),
             measured("coordinator", 10_000, joined_s=6.0, last_s=0.5),
         ]
     )
-    assert told == (
+    assert verdict == (
         "10 000 joins 6.0 s (not reached); the last of 2000 told after 90 ms, bare grpcio 60 ms "
         "(reached); 83 bytes a member and change (reached)."
     )

@@ -1,4 +1,5 @@
-"""Tests what T8 counts: bytes on connections, allocations, and shares of the formulas."""
+"""Table T8 (traffic and memory): counts of bytes on connections and of allocations, compared with
+the formulas."""
 
 from __future__ import annotations
 
@@ -41,9 +42,9 @@ def test_memory_that_is_given_out_again_was_freed_unseen() -> None:
     live = Live()
     for address in (1000, 1100, 1200):
         live.changed(address, 100)
-    live.changed(1050, 100)  # over parts of the first two
+    live.changed(1050, 100)  # overlaps the first two blocks
     assert live.bytes == 200
-    live.changed(5000, -10)  # from before anybody looked
+    live.changed(5000, -10)  # a block that was allocated before the counting began
     assert live.bytes == 200
 
 

@@ -1,5 +1,5 @@
-"""The tables of CUDA devices, as far as they need none: what is refused, who takes part, what is
-waited for, their floor on the host."""
+"""The tables of CUDA devices, as far as they need no device: refused combinations, participating
+systems, synchronization, and the floor on the host."""
 
 from __future__ import annotations
 
@@ -106,7 +106,8 @@ def test_workers_that_share_a_gpu_are_told_so_and_have_sizes_for_the_loopback_in
 
 
 def test_processes_that_share_a_gpu_are_separate_machines_to_nccl_and_devices_to_shoal() -> None:
-    """A host without a GPU can check the values passed to NCCL and those that Shoal compares."""
+    """Processes that share a GPU look like separate machines to NCCL and like separate devices to
+    Shoal. The test checks the values that these compare, so it needs no GPU."""
     program = (
         "import os, types; from unittest import mock; from benchmarks.workers.shared_gpu import "
         "pass_for_a_machine\n"
@@ -118,14 +119,14 @@ def test_processes_that_share_a_gpu_are_separate_machines_to_nccl_and_devices_to
         "print(os.environ['NCCL_HOSTID'], os.environ['NCCL_SOCKET_IFNAME'], identity, sep=chr(10))"
     )
 
-    def told() -> list[str]:
+    def identities() -> list[str]:
         command = [sys.executable, "-c", program]
         answer = subprocess.run(
             command, cwd=REPOSITORY, capture_output=True, text=True, timeout=120, check=True
         )
         return answer.stdout.splitlines()
 
-    (first_host, interface, first), (second_host, _, second) = told(), told()
+    (first_host, interface, first), (second_host, _, second) = identities(), identities()
     assert interface == "lo"
     assert first_host != second_host
     assert first != second
@@ -161,7 +162,7 @@ def test_a_block_begins_and_ends_when_the_device_has_done_all_and_is_not_stopped
             while not log.done:
                 steps[0] += 1
                 log.committed(group=1, world_size=1, rank=0, step=steps[0])
-            log._gate._lines.close()  # a worker's process ends instead
+            log._gate._lines.close()  # stands in for the end of a worker's process
             log._gate._socket.close()
 
         worker = threading.Thread(target=train)

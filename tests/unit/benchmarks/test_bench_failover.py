@@ -1,4 +1,5 @@
-"""T11's reading of step logs, its account of pushes, and its table."""
+"""Table T11 (failover of a parameter server): pauses read from step logs, an account of lost and
+repeated pushes, and the rows of the table."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def commits(steps_ms: Sequence[float]) -> list[Commit]:
     return [Commit(round(moment * MS), 1, 2, 0, number) for number, moment in enumerate(moments)]
 
 
-# the first ones are no ordinary steps
+# the first steps are not ordinary ones
 BEFORE = commits([*[50] * (2 * STEPS_AROUND), *[10] * STEPS_AROUND])
 
 

@@ -1,4 +1,4 @@
-"""Reading the simulator's account of its runs."""
+"""The benchmark reads the simulator's account of its runs."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`make bench-gpu` as far as it needs no CUDA: what it counts in a trace, its steps on the host,
-its groups on a device without a GPU."""
+"""`make bench-gpu` as far as it needs no CUDA: counts in a trace, training steps on the host, and
+groups on a fake device."""
 
 from __future__ import annotations
 
@@ -35,9 +35,10 @@ def test_launches_waits_and_copies_are_counted_by_the_names_that_cuda_gives_them
             _event("cuda_driver", "cuLaunchKernelEx"),
             _event("cuda_runtime", "cudaStreamSynchronize"),
             _event("cuda_runtime", "cudaEventSynchronize"),
-            _event("cuda_runtime", "cudaEventQuery"),  # asks, and does not wait
+            _event("cuda_runtime", "cudaEventQuery"),  # queries without waiting
             _event("cuda_runtime", "cudaMemcpyAsync"),
-            _event("cuda_runtime", "cudaDeviceSynchronize", at=11.0),  # the profiler's own
+            # a call by the profiler itself
+            _event("cuda_runtime", "cudaDeviceSynchronize", at=11.0),
             _event("gpu_memcpy", "Memcpy DtoH (Device -> Pinned)", at=12.0),
             _event("gpu_memcpy", "Memcpy DtoH (Device -> Pageable)"),
             _event("gpu_memcpy", "Memcpy HtoD (Pageable -> Device)"),
@@ -78,7 +79,8 @@ def test_steps_are_taken_in_every_way(way: Way) -> None:
 def test_groups_of_one_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine()
     ones = groups.come_and_go(lambda: FakeCuda(machine, 0), groups=1)
-    monkeypatch.setenv("SHOAL_NCCL_SPLIT", "0")  # which it sets for parts, and the test undoes
+    # the benchmark sets it for subgroups; the test restores it
+    monkeypatch.setenv("SHOAL_NCCL_SPLIT", "0")
     parts = groups.come_and_go(lambda: FakeCuda(machine, 0), groups=1, split=True, finalize=True)
     assert len(parts.connect_s) == len(ones.connect_s)
     assert max(stream.splits for stream in machine.streams) == len(parts.connect_s)
@@ -133,7 +135,7 @@ def test_every_recipe_trains_the_same_model_on_the_same_samples(context: Context
     assert failures(table) == []
     losses = {row.name: float(row.cells["loss"]) for row in table.rows}
     assert len(losses) == len(large.RECIPES)
-    # to what bf16 has of digits
+    # with the precision of bf16
     assert losses == {name: pytest.approx(losses["torch"], abs=0.02) for name in losses}
 
 
@@ -204,7 +206,7 @@ def test_the_parts_of_a_recovery_are_told_apart_by_the_moments_of_a_worker() -> 
         Moment(time_ns=300, name=ENDED),
         Moment(time_ns=400, name=RESTED),
         Moment(time_ns=900, name=CONNECTING),
-        Moment(time_ns=950, name=ENDED),  # an attempt that failed
+        Moment(time_ns=950, name=ENDED),  # a failed attempt
         Moment(time_ns=1000, name=CONNECTING),
         Moment(time_ns=1500, name=CONNECTED),
         Moment(time_ns=9000, name=ENDED),  # a later death

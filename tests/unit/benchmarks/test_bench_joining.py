@@ -1,5 +1,5 @@
-"""Reading from step logs how long a join held the survivors up, and from what workers say how fast
-the state came."""
+"""The benchmark of joins reads from step logs how long a join stalled the survivors, and from
+workers' logs how fast the state was transferred."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def commits(
 
 
 def test_the_stall_is_the_step_that_took_the_joiner_in_beyond_the_median() -> None:
-    alone = commits([500, 10, 10, 10], world_size=2)  # the first is the pause at the death
+    alone = commits([500, 10, 10, 10], world_size=2)  # the first duration is the pause at the death
     together = commits([210, *[10] * STEPS_AROUND], world_size=3, begins_ms=530)
     stall, median = stall_s([*alone, *together], workers=3)
     assert stall == pytest.approx(0.2)
@@ -71,7 +71,7 @@ def test_what_a_joiner_says_about_its_state_is_read_as_bytes_and_seconds() -> No
     )
     assert taken(f"[2] {says}other\n[0] {says}") == [(805.3e6, 1.25)] * 2
     assert '"took %.1f MB of state from %d donor(s) in %.3f s"' in Path(TAKE).read_text(), (
-        "the benchmark reads this line: change both"
+        "the benchmark parses this log line: change both together"
     )
 
 

@@ -1,4 +1,4 @@
-"""The table of late writes says what the rounds found."""
+"""The table of late writes, computed from the results of its rounds."""
 
 from __future__ import annotations
 

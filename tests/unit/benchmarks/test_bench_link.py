@@ -1,4 +1,4 @@
-"""T9's table: what its runs say of each system, and what of the targets."""
+"""Table T9 (slow links): the rows of each system and the comparison with the targets."""
 
 from __future__ import annotations
 

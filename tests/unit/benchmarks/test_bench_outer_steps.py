@@ -1,4 +1,4 @@
-"""T16: its table, and that of its rows each is a way to train."""
+"""Table T16 (outer steps): its rows, each of which is a valid way to train."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The documentation's figures are written from what was measured."""
+"""The figures in the documentation are generated from measurements."""
 
 from __future__ import annotations
 

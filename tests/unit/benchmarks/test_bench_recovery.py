@@ -1,4 +1,4 @@
-"""Reading from step logs when workers are whole and when they have recovered."""
+"""The benchmark reads from step logs when all workers are training and when they have recovered."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def log(
 
 @pytest.fixture
 def killed(tmp_path: Path) -> tuple[Recovery, int]:
-    """Three workers in group 1, of which the one of rank 1 was killed; and when."""
+    """Three workers in group 1, of which rank 1 was killed, and the time of the kill."""
     now = time.monotonic_ns()
     for rank, pid in enumerate(WORKERS):
         log(tmp_path, pid, group=1, world_size=3, rank=rank, times_ns=[now] * SETTLED_STEPS)
@@ -129,7 +129,7 @@ def test_a_pause_is_compared_with_the_floor_by_their_medians() -> None:
 
 
 def test_the_verdict_names_each_row_that_has_a_target() -> None:
-    said = verdict(
+    text = verdict(
         [
             ("shoal", 1.3, 1.4),
             ("shoal, 8 ranks", 2.5, 2.0),
@@ -138,6 +138,6 @@ def test_the_verdict_names_each_row_that_has_a_target() -> None:
         ]
     )
     assert (
-        said == "Measured, p50 of the floor: shoal 1.30 x (reached); shoal, 8 ranks 2.50 x (not "
+        text == "Measured, p50 of the floor: shoal 1.30 x (reached); shoal, 8 ranks 2.50 x (not "
         "reached); shoal, fsdp not measured."
     )

@@ -1,4 +1,4 @@
-"""Tests when a group of workers is at full strength again after a kill."""
+"""The time at which a group of workers is at full strength again after a kill."""
 
 from __future__ import annotations
 

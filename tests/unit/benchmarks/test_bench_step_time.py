@@ -1,4 +1,4 @@
-"""T2 shows what elasticity costs a step, and what comparing the replicas does."""
+"""Table T2 (step time): the cost of elasticity per step, and that of comparing the replicas."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from benchmarks.workers.workload import Workload
 
 
 class Stage:
-    """Remembers the command that it was to start."""
+    """Records the command that it is asked to start."""
 
     command: Sequence[str]
 
@@ -26,7 +26,7 @@ class Stage:
 
 
 def worker_flags(side: Any, tmp_path: Path) -> Any:
-    """Returns what the side's worker is told."""
+    """Returns the flags of the side's worker."""
     stage = Stage()
     side.start(stage, Workload(log=tmp_path, ranks=2, width=4, batch=8))
     words = list(stage.command)
@@ -38,8 +38,10 @@ def test_on_two_ranks_shoal_is_measured_by_default_without_comparisons_and_with_
 ) -> None:
     sides = SIDES_OF_RANKS[2]
     assert {SHOAL, *CHECKING} <= set(sides)
-    told = [worker_flags(side, tmp_path).consistency_check_every for side in (SHOAL, NEVER, ALWAYS)]
-    assert told == [None, 0, 1]
+    settings = [
+        worker_flags(side, tmp_path).consistency_check_every for side in (SHOAL, NEVER, ALWAYS)
+    ]
+    assert settings == [None, 0, 1]
     assert [side.command.rpartition("=")[2] for side in CHECKING] == ["0", "1"]
 
 
@@ -63,12 +65,12 @@ def rows(always: Sequence[float]) -> list[Row]:
 
 
 def test_the_verdict_judges_the_default_alone_and_says_what_comparing_costs() -> None:
-    said = step_time._verdict(rows([0.0075] * 4))
-    assert said.startswith(
+    text = step_time._verdict(rows([0.0075] * 4))
+    assert text.startswith(
         "Measured: shoal, 2 ranks 1.010 x (reached), shoal, 3 ranks 1.040 x (not reached). "
     )
-    assert "over never: 1.010" in said
-    assert "1.500" in said
+    assert "over never: 1.010" in text
+    assert "1.500" in text
 
 
 @pytest.mark.parametrize("always", [[], [0.0075] * 2])

@@ -1,4 +1,5 @@
-"""T10: when a loss counts as reached, which learning rate a row has, and its table."""
+"""Table T10 (slow workers): when a loss counts as reached, which learning rate a row uses, and its
+verdict."""
 
 from __future__ import annotations
 
@@ -36,7 +37,7 @@ def test_a_loss_is_reached_when_it_stays_low_and_then_since_the_first_look_that_
 ) -> None:
     looks = Looks(0.2, every=every)
     for second, loss in enumerate([0.3, 0.19, 0.21, *[0.2] * (STAYS_STEPS // every)]):
-        looks.look(loss, 100.0 + second)  # the first one starts the clock
+        looks.look(loss, 100.0 + second)  # the first look starts the clock
         assert looks.reached_s is None
     looks.look(0.1, 150.0)
     assert looks.reached_s == 3.0
@@ -50,7 +51,8 @@ def test_all_processes_train_on_the_same_images_and_none_of_them_is_validated_on
 
 @pytest.fixture
 def seconds(monkeypatch: pytest.MonkeyPatch) -> tuple[dict[float, float | None], list[float]]:
-    """Durations of runs by learning rate (None: endless), and the limits that runs are given."""
+    """Durations of runs by learning rate (None: endless), and the time limits that the runs were
+    given."""
     takes: dict[float, float | None] = dict.fromkeys(LEARNING_RATES)
     allowed: list[float] = []
 
@@ -72,7 +74,7 @@ def test_a_row_has_the_learning_rate_that_reached_the_loss_soonest(
     find_learning_rate(found, LEARNING_RATES)
     assert found.learning_rate == LEARNING_RATES[2]
     assert allowed == [60.0, 16.0, 16.0, 10.0, 10.0]  # at most twice the best so far
-    assert found.runs == []  # the best of several is no sample
+    assert found.runs == []  # the best of several runs is not a fair sample
 
 
 def test_a_row_that_reaches_the_loss_at_no_learning_rate_says_so(

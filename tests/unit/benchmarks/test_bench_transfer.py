@@ -1,4 +1,5 @@
-"""Turns of systems that move tensors: one that polls takes no processor from the others."""
+"""Systems that move tensors take turns: one that polls uses no processor time during the turns of
+the others."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Freed memory stays with the process: buffers that come and go cause no page faults."""
+"""Freed memory stays with the process, so allocating and freeing buffers repeatedly causes no page
+faults."""
 
 from __future__ import annotations
 

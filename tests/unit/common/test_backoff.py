@@ -1,4 +1,4 @@
-"""Tests how long to wait before something is tried again."""
+"""Waiting times between attempts."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_who_refused_says_when_to_try_again_and_is_not_asked_before_that() -> No
     assert len(set(waits)) > 1
     assert Backoff(longest_s=1.0).next_s(UnavailableError("away")) <= 0.05
     assert Backoff(first_s=9.0, longest_s=9.0).next_s(busy) >= 4.5, (
-        "an own wait that is longer stays"
+        "a longer wait of the backoff itself is kept"
     )
 
 

@@ -1,5 +1,4 @@
-"""A client's end of the bulk channel against a server that is played by hand: what a refusal and a
-deadline make of an upload."""
+"""A client of the bulk channel with a scripted server: how refusals and deadlines end an upload."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ PAYLOAD = memoryview(bytes(2 * DATA_BYTES))
 
 
 class Server:
-    """The other end of a connection."""
+    """The server's end of a connection."""
 
     def __init__(self, connected: socket.socket, area: SharedArea | None) -> None:
         connected.settimeout(30)
@@ -38,7 +37,7 @@ class Server:
         self._area = area
 
     def frame(self) -> Frame:
-        """The next frame, whose message or payload is read as well."""
+        """Reads the next frame including its message or payload."""
         frame = parse_head(self._exactly(HEAD_BYTES))
         if frame.kind is Kind.DATA and self._area is not None:
             self._area.next_filled(frame.length)
@@ -48,7 +47,7 @@ class Server:
         return frame
 
     def until(self, kind: Kind) -> list[Kind]:
-        """The kinds of the frames before one of `kind`."""
+        """Reads up to a frame of `kind` and returns the kinds of the frames before it."""
         found: list[Kind] = []
         while (frame := self.frame()).kind is not kind:
             found.append(frame.kind)
@@ -72,7 +71,7 @@ class Server:
 
 
 def pair(transport: Transport) -> tuple[OpenedConnection, Server]:
-    """A connection that is ready, and its server's end."""
+    """Returns a connection that is ready and the server's end of it."""
     one, other = socket.socketpair()
     connection, area = OpenedConnection(one, "there:1", "a"), None
     if transport is Transport.MEMORY:
@@ -114,7 +113,7 @@ def test_an_upload_that_is_refused_is_sent_no_further_and_the_connection_serves_
         assert connection.is_usable
         (result,) = connection.upload(Kind.PUSH, [(header, PAYLOAD)], time.monotonic() + 30)
         assert result.version == 7
-        assert serving.result(30).count(Kind.DATA) <= 1  # what was on its way
+        assert serving.result(30).count(Kind.DATA) <= 1  # frames that were already on the way
 
 
 def test_an_upload_that_is_refused_by_a_server_that_goes_away_is_refused() -> None:
@@ -149,7 +148,7 @@ def test_who_connects_to_a_server_that_says_nothing_waits_no_longer_than_its_cal
         with pytest.raises(DeadlineError), channel.connection("job", "a", began + 0.1):
             pytest.fail("there is no connection")
         assert time.monotonic() - began < 2
-        assert not given_up  # that it was slow this time says nothing of the transport
+        assert not given_up  # one slow answer does not rule out the transport
         assert Transport.TCP not in channel._not_before
         channel.close()
 
@@ -158,7 +157,7 @@ def test_what_takes_grpc_in_the_end_has_what_is_left_of_its_callers_time() -> No
     left: list[float] = []
 
     def open_data(request: Any, context: Any) -> Any:
-        time.sleep(0.5)  # a server that is busy
+        time.sleep(0.5)  # simulates a busy server
         context.abort_with_status(to_status(LimitError("no more", reason="CONNECTIONS_EXHAUSTED")))
 
     def push(requests: Any, context: Any) -> bytes:
@@ -191,7 +190,7 @@ def test_what_takes_grpc_in_the_end_has_what_is_left_of_its_callers_time() -> No
         ):
             with ParameterServerClient(ChannelSettings(address=f"127.0.0.1:{port}")) as client:
                 call(client)
-        # it asked twice: for memory and for TCP
+        # the client asked twice: for shared memory and for TCP
         assert [each < 59.1 for each in left] == [True, True]
     finally:
         server.stop(None).wait(30)

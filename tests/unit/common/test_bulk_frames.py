@@ -1,5 +1,5 @@
-"""The bulk channel's framing: what is written is read, and nothing else is a frame. Its shared
-memory cannot be taken away."""
+"""The framing of the bulk channel: every written frame can be read, and other bytes are refused.
+The other side cannot take away its shared memory."""
 
 from __future__ import annotations
 
@@ -83,7 +83,8 @@ def test_pieces_go_from_side_to_side_in_turn() -> None:
 
 
 def test_the_other_side_cannot_take_pages_away() -> None:
-    """Else it could kill the server with a signal."""
+    """A client can neither shrink nor seal the shared memory, which would kill the server with a
+    signal. Holes that it punches are filled with new pages."""
     server, descriptor = SharedArea.make()
     client = mmap.mmap(descriptor, AREA_BYTES)
     for size in (0, AREA_BYTES - 1, AREA_BYTES + 1):
@@ -91,11 +92,11 @@ def test_the_other_side_cannot_take_pages_away() -> None:
             os.ftruncate(descriptor, size)
     with pytest.raises(PermissionError):
         fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)
-    # KEEP_SIZE, PUNCH_HOLE
+    # KEEP_SIZE and PUNCH_HOLE
     hole = ctypes.CDLL(None).fallocate(
         descriptor, 0x1 | 0x2, ctypes.c_long(0), ctypes.c_long(AREA_BYTES)
     )
-    assert hole == 0, "pages can be given back, and then there are new ones"
+    assert hole == 0, "punching a hole succeeds, and new pages replace the old"
     client[:4] = b"data"
     assert bytes(server.next_filled(4)) == b"data"
     server.close()

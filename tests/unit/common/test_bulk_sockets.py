@@ -1,4 +1,4 @@
-"""Tests who may be at the other end of a bulk channel on one machine, and when a vanished peer is
+"""Access to bulk channels on one machine by other processes, and the time until a vanished peer is
 noticed."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Certificates of Shoal's own making."""
+"""The certificates that Shoal generates."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_a_name_that_no_machine_has_is_refused(name: str) -> None:
 def handshake(
     server: ssl.SSLContext, client: ssl.SSLContext, name: str
 ) -> tuple[Exception | None, Exception | None]:
-    """Returns what went wrong on either side."""
+    """Performs a handshake and returns the errors of the server and the client."""
     here, there = socket.socketpair()
     problems: list[Exception | None] = [None, None]
 
@@ -90,7 +90,8 @@ def test_services_are_known_under_the_names_given(made: Path, name: str, good: b
 
 @pytest.mark.parametrize(("shown", "let_in"), [("client", True), ("server", True), (None, False)])
 def test_mutual_tls_works_with_them(made: Path, shown: str | None, let_in: bool) -> None:
-    """A parameter server calls the coordinator with the certificate that it serves with."""
+    """Mutual TLS accepts the client's and the server's certificate, and no missing one. A parameter
+    server calls the coordinator with the certificate that it serves with."""
     server = TlsSettings(
         certificate=made / "server.pem", key=made / "server.key", client_authority=made / "ca.pem"
     ).server_context()

@@ -1,4 +1,4 @@
-"""Tests what a client or server cannot be configured with."""
+"""Settings of clients and servers that are refused."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The layouts of compressed payloads: what is lost by each, and that no bytes can do worse than an
-error."""
+"""The layouts of compressed payloads: the error of each codec, and decoders that fail cleanly on
+arbitrary bytes."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ def test_what_is_too_large_for_float16_becomes_infinite():
     np.testing.assert_array_equal(out, [np.inf, -np.inf])
 
 
-# --- bytes from anywhere
+# --- arbitrary bytes
 
 
 @given(
@@ -187,12 +187,12 @@ def test_a_truncated_or_extended_payload_is_refused_or_is_another_valid_one(code
 @pytest.mark.parametrize(
     "damage",
     [
-        # values swapped: still valid, so not among the refused
+        # swapped values, which are still valid and must be decoded
         lambda p: p[:4] + p[8:12] + p[4:8] + p[12:],
-        lambda p: (5).to_bytes(4, "little") + p[4:],  # counts more than it holds
+        lambda p: (5).to_bytes(4, "little") + p[4:],  # the count exceeds the content
         lambda p: (2**32 - 1).to_bytes(4, "little") + p[4:],
-        lambda p: p[:20] + p[20:22] * 4,  # one place four times
-        lambda p: p[:26] + (400).to_bytes(2, "little"),  # a place outside of the tensor
+        lambda p: p[:20] + p[20:22] * 4,  # one position four times
+        lambda p: p[:26] + (400).to_bytes(2, "little"),  # a position outside the tensor
     ],
 )
 def test_topk_places_that_contradict_themselves_are_refused(damage):
@@ -251,7 +251,7 @@ PIECES = ((6, 10), (1, 7), (40, 9))
 
 
 def factored(ranks: tuple[int, ...], seed: int = 0) -> tuple[bytes, np.ndarray]:
-    """A payload, and what it stands for."""
+    """Returns a payload and the values that it encodes."""
     random, given, expected = np.random.default_rng(seed), [], []
     for (rows, columns), rank in zip(PIECES, ranks, strict=True):
         left = random.standard_normal((rows, rank), np.float32)
@@ -340,7 +340,7 @@ def test_a_size_that_no_ranks_give_is_refused_before_a_byte_is_there():
     [
         ({"offset": 0, "length": 60, "row": 10}, (6, 10)),
         ({"offset": 20, "length": 40, "row": 10}, (4, 10)),  # cut between rows
-        ({"offset": 5, "length": 60, "row": 10}, (1, 60)),  # within a row
+        ({"offset": 5, "length": 60, "row": 10}, (1, 60)),  # cut within a row
         ({"offset": 0, "length": 15, "row": 10}, (1, 15)),
         ({"offset": 0, "length": 9, "row": 1}, (1, 9)),
     ],

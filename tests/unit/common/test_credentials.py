@@ -1,4 +1,4 @@
-"""Tests what a caller shows and a service asks for, as flags, variables and files."""
+"""Credentials that callers present and services require, as flags, variables and files."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ ALL_ERRORS = [
 
 
 class FakeRpcError(grpc.RpcError):
-    """The client's view of a status: code, details, trailing metadata."""
+    """The client's view of a status: code, details and trailing metadata."""
 
     def __init__(self, code: grpc.StatusCode, details: str | None, metadata=()) -> None:
         self._seen = SimpleNamespace(code=code, details=details, metadata=metadata)
@@ -156,10 +156,10 @@ def test_an_error_info_of_another_domain_is_ignored():
 @pytest.mark.parametrize(
     ("code", "reason", "named", "expected"),
     [
-        # A server in another language knows the reasons, not our classes.
+        # A server in another language knows the reasons but not Shoal's classes.
         (grpc.StatusCode.FAILED_PRECONDITION, "STALE_GENERATION", "", StaleGenerationError),
         (grpc.StatusCode.INVALID_ARGUMENT, "OPTIMIZER_INVALID", "", InvalidRequestError),
-        # A class that contradicts the code is not believed.
+        # A class that contradicts the code is ignored.
         (grpc.StatusCode.NOT_FOUND, "X", "StaleGenerationError", errors.UnknownResourceError),
         (grpc.StatusCode.NOT_FOUND, "X", "SystemExit", errors.UnknownResourceError),
     ],
@@ -185,7 +185,7 @@ def test_without_a_believable_class_the_reason_and_then_the_code_decide(
         (None, None),
         (timedelta(milliseconds=1500), timedelta(milliseconds=1500)),
         (timedelta(seconds=-5), timedelta(0)),
-        # nobody waits for ever because another side says so
+        # another side cannot make a caller wait forever
         (timedelta(days=1), timedelta(minutes=1)),
     ],
 )

@@ -1,5 +1,5 @@
-"""Failpoints that are documented are in the code, and the other way round: a test that arms another
-one would wait for ever."""
+"""The documented failpoints are those in the code. A test that arms an unknown one would wait
+forever."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Tests which addresses of this machine others are told, and what errors say of those that cannot
-be used."""
+"""The addresses of this machine that other processes receive, and the errors for unusable ones."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ from shoal_common.system.own_address import (
 )
 
 HERE = ("127.0.0.1", 7000)
-FOREIGN = "192.0.2.77"  # RFC 5737: no machine has it
+FOREIGN = "192.0.2.77"  # reserved by RFC 5737: no machine has it
 
 
 def test_by_default_it_is_the_address_of_the_route_to_the_coordinator() -> None:
@@ -32,9 +31,9 @@ def test_by_default_it_is_the_address_of_the_route_to_the_coordinator() -> None:
     )
 
 
-@pytest.mark.parametrize("said", ["lo", "127.0.0.1", "localhost"])
-def test_an_interface_an_address_and_a_host_name_come_to_the_same(said: str) -> None:
-    assert OwnAddress.find(said, None, towards=HERE) == OwnAddress(
+@pytest.mark.parametrize("name", ["lo", "127.0.0.1", "localhost"])
+def test_an_interface_an_address_and_a_host_name_come_to_the_same(name: str) -> None:
+    assert OwnAddress.find(name, None, towards=HERE) == OwnAddress(
         announced="127.0.0.1", bound="127.0.0.1"
     )
 

@@ -1,5 +1,5 @@
-"""LAMB and row-wise Adagrad: equal to what their papers say, written out plainly, whatever shapes,
-types, groups and schedules."""
+"""LAMB, row-wise Adagrad and delayed Nesterov equal plain implementations of their papers for all
+shapes, types, groups and schedules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Numbers = list[float]
 
 
 class PlainLAMB:
-    """Algorithm 2 of You et al., 2020, of one flat tensor in Python's numbers."""
+    """Algorithm 2 of You et al., 2020, for one flat tensor in Python floats."""
 
     def __init__(
         self,
@@ -55,7 +55,7 @@ class PlainLAMB:
 
 
 class PlainRowWise:
-    """Row-wise Adagrad of one table, in Python's numbers."""
+    """Row-wise Adagrad of one table in Python floats."""
 
     def __init__(
         self,
@@ -91,7 +91,8 @@ def noise(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> tor
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("shape", [(7,), (5, 4), (3, 2, 2, 2), ()], ids=str)
 def test_lamb_is_what_its_paper_says(shape: tuple[int, ...], dtype: torch.dtype) -> None:
-    """With a group that has no decay, and a schedule."""
+    """LAMB computes what its paper says, also for a group without weight decay and under a
+    schedule."""
     decayed, free = (torch.nn.Parameter(noise(*shape, seed=seed, dtype=dtype)) for seed in (1, 2))
     optimizer = LAMB(
         [{"params": [decayed]}, {"params": [free], "weight_decay": 0.0, "lr": 0.02}],
@@ -166,7 +167,8 @@ def test_row_wise_adagrad_of_a_vector_is_adagrad() -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_delayed_nesterov_is_what_its_paper_says(dtype: torch.dtype) -> None:
-    """Algorithm 3 of Liu et al., 2024, with c = 0, in Python's numbers; with a schedule."""
+    """DelayedNesterov computes algorithm 3 of Liu et al., 2024, with c = 0, also under a
+    schedule."""
     parameter = torch.nn.Parameter(noise(5, dtype=dtype))
     optimizer = DelayedNesterov([parameter], 0.1, 0.8, every=3)
     values, momentum, total, rate = parameter.tolist(), [0.0] * 5, [0.0] * 5, 0.1
@@ -246,7 +248,8 @@ def test_sixteen_bit_parameters_are_rounded_once_a_step(
 
 
 def test_sums_over_rows_of_sixteen_bit_tables_go_on_growing_also_after_a_restart() -> None:
-    """In bfloat16, 256 + 1 is rounded to 256."""
+    """A row's sum keeps growing when the table is in bfloat16, where 256 + 1 would be rounded to
+    256."""
     table = torch.nn.Parameter(torch.ones(2, 3, dtype=torch.bfloat16))
     optimizer = RowWiseAdagrad([table], 0.0, initial_accumulator_value=256.0)
     table.grad = torch.ones_like(table)
@@ -271,7 +274,8 @@ def threads() -> Iterator[None]:
 def test_the_number_of_threads_does_not_change_a_bit(
     kind: Callable[..., torch.optim.Optimizer], shape: tuple[int, ...]
 ) -> None:
-    """A server that is recovered on another machine makes the same updates again."""
+    """The number of threads does not change the result, because a server that is recovered on
+    another machine must repeat the same updates."""
     found = []
     for count in (1, 2, 5):
         torch.set_num_threads(count)

@@ -1,4 +1,4 @@
-"""Chunks of a pull become the caller's buffers, or one clear error."""
+"""The chunks of a pull fill the caller's buffers or raise one clear error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_partition_nobody_wants_is_dropped_but_still_checked_for_length():
 
 
 def test_unchanged_partitions_ask_for_no_buffer():
-    receiver = PullReceiver(lambda _: pytest.fail("not asked for"))
+    receiver = PullReceiver(lambda _: pytest.fail("no buffer may be requested"))
     receiver.receive(pb.PullHeader(partition_id=3, unchanged=True), memoryview(b""))
     assert receiver.finish()[0].partition_id == 3
 

@@ -1,4 +1,4 @@
-"""Every RPC of both services has a client method, a decision about retries, and reaches the
+"""Every RPC of both services has a client method and a decision about retries, and reaches the
 stub."""
 
 from __future__ import annotations

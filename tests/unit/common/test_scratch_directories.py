@@ -1,4 +1,4 @@
-"""Tests what is removed for the dead, by whom, and what is not."""
+"""Scratch directories of dead processes are removed, and nothing else is."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def wait_empty(directory: Path) -> None:
 
 
 def owner(temporary: Path) -> tuple[subprocess.Popen[str], Path]:
-    """Another process with a directory."""
+    """Starts another process with a scratch directory. Returns the process and the path."""
     script = (
         "from shoal_common.system.scratch import ScratchDirectory; own = ScratchDirectory('test'); "
         "print(own.path, flush=True); input()"
@@ -112,7 +112,7 @@ def test_what_is_written_after_the_owners_death_goes_as_well(temporary: Path) ->
     give_up_at = time.monotonic() + 10
     while path.exists() and time.monotonic() < give_up_at:
         pass
-    path.mkdir()  # as by a server that makes its directory anew while the kernel ends it
+    path.mkdir()  # as a server may, which creates its directory again while the kernel ends it
     (path / "file").touch()
     wait_empty(temporary)
 

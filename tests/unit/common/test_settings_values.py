@@ -1,5 +1,5 @@
-"""Values that people write: durations, addresses, environment variables; and what they are told
-when those are wrong."""
+"""Values that people write: durations, addresses and environment variables, and the errors for
+wrong ones."""
 
 from __future__ import annotations
 

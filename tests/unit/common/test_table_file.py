@@ -1,4 +1,4 @@
-"""A bucket's file: any tool reads it, it comes back as it was, and what is no such file is
+"""The file of a bucket: other tools can read it, it is read back unchanged, and other files are
 refused."""
 
 from __future__ import annotations

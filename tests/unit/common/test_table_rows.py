@@ -1,5 +1,5 @@
-"""The rows of a table: found by id, stepped as torch steps sparse gradients, evicted alike wherever
-it is done again."""
+"""The rows of a sparse table are found by id, updated as torch updates sparse gradients, and
+evicted in the same way on every repetition."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def table(
 def steps(
     count: int, most_ids: int = 12, of: int = 40
 ) -> Iterator[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Ids, each once, and their gradients."""
+    """Yields distinct ids and their gradients for each step."""
     generator = np.random.default_rng(0)
     for _ in range(count):
         ids = np.unique(generator.integers(0, of, most_ids))
@@ -64,7 +64,7 @@ def test_rows_are_stepped_as_torch_steps_an_embedding_with_sparse_gradients(
         embedding.parameters(), **spec.declared.arguments(dict(spec.hyperparameters))
     )
     with warnings.catch_warnings():
-        # torch's own sparse gradients
+        # a warning of torch's own sparse gradients
         warnings.filterwarnings("ignore", "Sparse invariant checks", UserWarning)
         for step, (ids, gradients) in enumerate(steps(30), 1):
             reference.zero_grad()
@@ -128,7 +128,8 @@ def test_an_update_that_is_only_asked_for_changes_nothing() -> None:
     st.randoms(),
 )
 def test_rows_are_those_of_a_dictionary(pushes: list[list[int]], random: Any) -> None:
-    """Ids come in any order, with growth, eviction and restarts in between."""
+    """A table behaves like a dictionary from ids to rows, with ids in any order, growth, eviction
+    and restarts."""
     spec = table("sgd", {"lr": 1.0}, max_rows=50, buckets=1, initializer="zeros", scale=0.0)
     rows = Rows(spec, 2)
     kept: dict[int, tuple[float, int]] = {}
@@ -168,7 +169,7 @@ def test_rows_go_that_were_not_pushed_for_long() -> None:
     assert len(rows) == 3
     assert (rows.values(early) == Rows(spec, DIM).values(early)).all()
     rows.update(early[:1], np.ones((1, DIM), np.float32), 35)
-    assert (rows.values(early[:1]) == moved[:1]).all()  # as if for the first time
+    assert (rows.values(early[:1]) == moved[:1]).all()  # as if they were new
 
 
 @pytest.mark.parametrize(
@@ -193,7 +194,7 @@ def test_rows_that_were_saved_go_on_to_the_last_bit(optimizer: str, limits: dict
     assert {name: array.tobytes() for name, array in one.state.items()} == {
         name: array.tobytes() for name, array in other.state.items()
     }
-    assert 0 < len(whole) < len(pushed)  # some were evicted
+    assert 0 < len(whole) < len(pushed)  # some rows were evicted
 
 
 def test_who_chooses_ids_does_not_choose_where_they_are_looked_for() -> None:

@@ -1,4 +1,4 @@
-"""Tests what follows from ids alone is the same on every machine and in every release."""
+"""Values computed from ids alone are the same on every machine and in every release."""
 
 from __future__ import annotations
 
@@ -24,14 +24,13 @@ def test_initial_rows_never_change(initializer: str) -> None:
 
 
 def test_the_hash_is_splitmix64() -> None:
-    """The first outputs of the generator with seed 0, as its authors publish them: id 0 is its
-    first state."""
+    """The hash of id 0 is the first output of splitmix64 for seed 0 as published by its authors."""
     assert int(hashed(np.array([0]))[0]) == 0xE220A8397B1DCDAF
 
 
 def test_a_row_does_not_depend_on_the_others_asked_for() -> None:
     ids = np.arange(-500, 500)
-    # more than is made at once
+    # more rows than are computed at once
     whole = initial_rows(ids, 300, seed=3, initializer="normal", scale=1.0)
     for place in (0, 499, 873, 999):
         assert (
@@ -44,7 +43,7 @@ def test_normal_and_uniform_rows_are_distributed_as_they_say() -> None:
     normal = initial_rows(ids, 16, seed=1, initializer="normal", scale=2.0).astype(np.float64) / 2
     assert abs(normal.mean()) < 0.01
     assert abs(normal.std() - 1) < 0.01
-    assert 2.85 < (normal**4).mean() < 2.95  # 2.9, and 3 of a normal distribution
+    assert 2.85 < (normal**4).mean() < 2.95  # 2.9, where a normal distribution has 3
     assert np.abs(normal).max() < 6
     uniform = initial_rows(ids, 16, seed=1, initializer="uniform", scale=2.0).astype(np.float64) / 2
     assert abs(uniform.mean()) < 0.01

@@ -1,4 +1,5 @@
-"""The tensor codec against the generated classes, in both directions, and against garbage."""
+"""The tensor codec agrees with the generated protobuf classes in both directions, also on
+garbage."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ PULL_HEADERS = st.builds(
     checksum=UINT64,
 )
 
-# (message, encode, decode, headers, the error a malformed one gives)
+# (message, encode, decode, headers, error for malformed chunks)
 PUSH = (pb.PushChunk, wire.encode_push_chunk, wire.decode_push_chunk, InvalidRequestError)
 PULL = (pb.PullChunk, wire.encode_pull_chunk, wire.decode_pull_chunk, CorruptDataError)
 CHUNKS = st.one_of(
@@ -106,7 +107,7 @@ UNKNOWN_FIELDS = st.one_of(
 FIELDS = st.one_of(
     PUSH_HEADERS.map(lambda header: field(1, header.SerializeToString())),
     st.binary(max_size=200).map(lambda payload: field(2, payload)),
-    # Lengths and tags with more varint bytes than needed are valid too.
+    # Varints of lengths and tags that are longer than needed are valid too.
     st.binary(max_size=100).map(
         lambda payload: b"\x12" + bytes([len(payload) | 0x80, 0x80, 0x00]) + payload
     ),
@@ -129,7 +130,7 @@ def test_fields_in_any_order_repeated_and_unknown_mean_what_protobuf_says(fields
 @given(
     st.one_of(
         st.binary(max_size=80),
-        # Garbage that begins well.
+        # Garbage after a valid beginning.
         st.builds(
             lambda fields, tail: b"".join(fields) + tail,
             st.lists(FIELDS, max_size=3),

@@ -1,8 +1,8 @@
-"""All ranks of a world in one thread: each issues its part of a collective, and whoever waits
-first, when all have, completes it.
+"""Collectives among all ranks of a world in one thread. Each rank issues its part; after all have,
+the first wait completes the collective.
 
-Works for callers that issue on all ranks before they wait on any, as `reduce_together` does. Counts
-what a rank sends as `GradientCompressor.wire_bytes` does.
+Callers must issue on all ranks before they wait on any, as `reduce_together` does. The bytes that a
+rank sends are counted as by `GradientCompressor.wire_bytes`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Handle:
 
 
 class Rank:
-    """Has what exchanges need of a CommunicationBackend."""
+    """The methods of a CommunicationBackend that exchanges use."""
 
     def __init__(self, world: World, rank: int) -> None:
         self.world, self.rank, self.issued, self.sent = world, rank, 0, Fraction(0)
@@ -71,10 +71,10 @@ class Rank:
         number = self.issued
         self.issued += 1
         self.world.pending.setdefault(number, []).append((kind, output, tensor.clone()))
-        # not to be looked at before it is waited for
+        # must not be read before the wait
         output.fill_(torch.nan if output.is_floating_point() else 0xAB)
         assert self.world.pending[number][-1] is self.world.pending[number][self.rank], (
-            "ranks issue in the order of ranks"
+            "ranks must issue in rank order"
         )
         return Handle(lambda: self.world.complete(number))
 
@@ -92,8 +92,8 @@ def reduce_together(
     shapes: Sequence[Sequence[int]] | None = None,
     commit: bool = True,
 ) -> tuple[list[torch.Tensor], World]:
-    """One bucket summed over all ranks (given as copies), and committed. The world tells what was
-    sent."""
+    """Sums copies of one bucket over all ranks and commits. Returns the results, and the world,
+    which has counted the sent bytes."""
     world = World(len(ranks))
     started = [
         one.start(bucket.clone(), backend, index=index, step=step, shapes=shapes)

@@ -1,4 +1,5 @@
-"""Pushes to parameter servers: decoded without torch, and nothing is left out for good."""
+"""Compressed pushes to parameter servers: they are decoded without torch, and no part of a gradient
+is lost for good."""
 
 from __future__ import annotations
 
@@ -31,7 +32,7 @@ def encoded(worker: CompressedPushes, seed: int, *, sequence: int = 0) -> tuple[
 def served(
     push: tuple[int, memoryview], shapes: Mapping[int, tuple[int, int]] = SHAPES
 ) -> torch.Tensor:
-    """Returns what a server makes of it."""
+    """Returns the gradient that a server decodes."""
     out = np.empty(sum(rows * columns for rows, columns in shapes.values()), np.float32)
     codecs.decode(*push, out, tuple(shapes.values()))
     return torch.from_numpy(out)
@@ -82,7 +83,7 @@ def test_a_push_that_was_not_applied_never_was(name):
         each.settle(7, applied=True)
     encoded(worker, 9, sequence=2)
     worker.settle(7, applied=False)
-    for sequence in (2, 3):  # with what it owes, and with the factors that powersgd begins with
+    for sequence in (2, 3):  # first with the residual, then also with powersgd's initial factors
         one, two = (encoded(each, sequence) for each in (worker, other))
         assert bytes(one[1]) == bytes(two[1])
         for each in (worker, other):
@@ -112,8 +113,8 @@ def test_what_has_no_gradient_in_a_step_keeps_what_it_is_owed(name):
 
 
 def test_powersgd_pushes_go_on_from_the_last_factors_also_of_pieces_that_were_absent():
-    """With a gradient that stays, pushes without feedback come close to the best of their rank; a
-    piece that is left out loses nothing."""
+    """Without error feedback, pushes of a constant gradient approach the best approximation of
+    their rank, also for a piece that is absent in some steps."""
     compressor = PowerSGDCompressor(rank=2, error_feedback=False)
     worker, shapes = CompressedPushes(compressor, stream=1), {0: (40, 60), 1: (50, 40)}
     whole = torch.randn(4400, generator=torch.Generator().manual_seed(3))

@@ -1,5 +1,5 @@
-"""Sums of compressed buckets over all ranks of a world, what they leave behind, and when that
-counts."""
+"""Sums of compressed buckets over all ranks, the residuals that they leave, and when these are
+committed."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_every_rank_ends_with_the_same_bits_and_sent_what_the_formula_says(name,
 
 
 def test_bytes_per_element_are_those_of_the_table():
-    """The figures are for one 64 MiB bucket over 4 ranks. An uncompressed all-reduce sends 6 bytes
-    an element."""
+    """The bytes per element equal those of the documented table, for one 64 MiB bucket over 4
+    ranks. An uncompressed all-reduce sends 6 bytes per element."""
     numel = 16 << 20
     shapes = [(4096, 4096)]
     found = {
@@ -86,7 +86,8 @@ def test_sums_are_off_by_the_roundings_of_the_parts_and_of_the_sum(name, toleran
 
 
 def test_half_precision_sums_are_taken_in_float32():
-    """64 ranks with 1 + 1/128: bfloat16 would lose the fraction at the first addition beyond 2."""
+    """Sums of half-precision values are exact to the fraction. bfloat16 would lose the fraction of
+    64 values of 1 + 1/128 at the first sum above 2."""
     world = 64
     results, _ = reduce_together(
         reductions(made("bf16"), world), [torch.full((256,), 1 + 1 / 128) for _ in range(world)]
@@ -96,7 +97,7 @@ def test_half_precision_sums_are_taken_in_float32():
 
 @pytest.mark.parametrize("name", WITH_FEEDBACK)
 def test_nothing_is_ever_left_out_for_good(name):
-    """Sent gradients and residuals add up to all gradients."""
+    """Received sums and residuals add up to all gradients."""
     ranks, given, received = (
         reductions(made(name), 3),
         torch.zeros(NUMEL).double(),
@@ -144,8 +145,8 @@ def test_powersgd_is_exact_for_vectors_and_for_sums_of_its_rank():
 
 
 def test_powersgd_with_a_warm_start_closes_in_on_a_gradient_that_stays():
-    """Without error feedback: what is left of a constant matrix after a few steps of iteration is
-    that of its best approximation."""
+    """With a warm start and without error feedback, powersgd approaches the best approximation of a
+    constant matrix within a few steps."""
     matrix = torch.randn(60, 60, generator=torch.Generator().manual_seed(1))
     values = torch.linalg.svdvals(matrix)
     best = float(values[4:].square().sum())
@@ -161,7 +162,7 @@ def test_powersgd_with_a_warm_start_closes_in_on_a_gradient_that_stays():
     assert left[False] > 1.1 * best
 
 
-# --- steps that are lost
+# --- lost steps
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -230,7 +231,7 @@ def test_a_reduction_that_failed_says_so_when_it_is_asked_again():
         reduction.wait()
 
 
-# --- what is not finite
+# --- values that are not finite
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf])
@@ -249,7 +250,8 @@ def test_what_is_not_finite_on_one_rank_is_seen_by_all_and_forgotten_after(name,
 
 
 def test_a_part_that_is_not_finite_is_not_kept_when_the_result_was_never_seen():
-    """Peers may have applied a step that this rank saw fail: it commits, but not NaN."""
+    """A rank commits a step whose result it never saw, because its peers may have applied it, but
+    keeps no NaN of its own part as a residual."""
     ranks = reductions(made("sign"), 2)
     world = World(2)
     for rank, backend in zip(ranks, world.ranks, strict=True):
@@ -262,8 +264,8 @@ def test_a_part_that_is_not_finite_is_not_kept_when_the_result_was_never_seen():
 
 
 def test_a_rank_that_leaves_takes_only_what_it_owed_itself():
-    """Rank 2 of 3 is lost. The parts of sums move between the others, and they go on owing what
-    they owed."""
+    """The loss of rank 2 of 3 loses only that rank's residuals. The other ranks keep theirs,
+    although the parts of sums are assigned differently."""
     ranks = reductions(made("sign"), 3)
     reduce_together(ranks, gradients(3))
     survivors = ranks[:2]

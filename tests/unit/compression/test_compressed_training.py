@@ -1,5 +1,5 @@
 """`gradient_compression=` as users meet it: training on in-memory ranks with every compressor, its
-state in checkpoints, and refusals."""
+state in checkpoints, and refused settings."""
 
 from __future__ import annotations
 
@@ -40,7 +40,8 @@ QUICK = {
 
 
 def network() -> nn.Module:
-    """The same on every rank, whose threads share torch's generator."""
+    """Returns the same network on every rank, although the ranks' threads share torch's
+    generator."""
     generator = torch.Generator().manual_seed(0)
     net = nn.Sequential(
         nn.Linear(12, 40), nn.Tanh(), nn.Linear(40, 40), nn.Tanh(), nn.Linear(40, 3)
@@ -71,7 +72,7 @@ def train(
     lr: float = 0.2,
     **options: Any,
 ) -> tuple[float, float, Flat]:
-    """One rank's part: the loss on all samples before and after, and the parameters."""
+    """Trains one rank. Returns the loss on all samples before and after, and the parameters."""
     net, dataset = network(), data()
     model, optimizer = shoal.as_distributed(
         net,
@@ -149,7 +150,7 @@ def test_a_pair_of_optimizer_and_compressor_is_the_setting() -> None:
 def run(
     model: Any, optimizer: Any, steps: int, *, scaler: Any = None, overflow_at: int = -1
 ) -> Flat:
-    """A loop of its own; in `overflow_at` the gradients are infinite."""
+    """Trains in a loop without a loader. In step `overflow_at` the gradients are infinite."""
     x, y = data().tensors
     rank, size = shoal.rank(), 96 // shoal.world_size()
     for step in range(steps):
@@ -173,8 +174,8 @@ def run(
     ("strategy", "name"), [("ddp", "sign"), ("ddp", "powersgd"), ("zero2", "topk")]
 )
 def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
-    """Scales are powers of two, so that nothing else may differ; nor does a step that is skipped
-    leave anything behind."""
+    """A gradient scaler does not change the result of compressed training, because scales are
+    powers of two. A skipped step leaves no residuals behind."""
 
     def scaled(growth: int, overflow_at: int, steps: int) -> Flat:
         net = network()
@@ -194,7 +195,7 @@ def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
     plain = shoal.launch(scaled, 0, -1, 7, world_size=2)[0]
     growing = shoal.launch(scaled, 2, -1, 7, world_size=2)[0]
     skipping = shoal.launch(scaled, 2, 3, 8, world_size=2)[0]
-    if name == "powersgd":  # a QR decomposition may round otherwise at another scale
+    if name == "powersgd":  # a QR decomposition may round differently at another scale
         torch.testing.assert_close(growing, plain)
         torch.testing.assert_close(skipping, plain)
     else:
@@ -207,7 +208,8 @@ def test_residuals_follow_a_gradient_scaler(strategy: str, name: str) -> None:
 def test_residuals_of_several_models_follow_the_scaler_of_their_own(
     strategy: str, both: bool
 ) -> None:
-    """Scales are powers of two, so that nothing else may differ."""
+    """Each of several models may have a scaler of its own without a change of the result, because
+    scales are powers of two."""
 
     def scaled(growth: int) -> Flat:
         torch.manual_seed(0)
@@ -258,7 +260,7 @@ def test_residuals_of_several_models_follow_the_scaler_of_their_own(
     [
         ("ddp", "sign", False, 0),
         ("ddp", "powersgd", True, 0),
-        ("zero2", "topk", False, 4),  # and what each rank owes
+        ("zero2", "topk", False, 4),  # the residual of each rank as well
         ("zero2", "int8", False, 2),
     ],
 )
@@ -356,9 +358,10 @@ def test_two_compressors_for_one_model_are_refused() -> None:
 
     shoal.launch(refused, world_size=1)
     with pytest.raises(ConfigurationError, match=r"expected a torch\.optim\.Optimizer"):
-        shoal.GradientCompressionOptimizer(net, "topk")  # type: ignore[arg-type]  # what is tested
+        # type: ignore[arg-type]  # the wrong type is the test
+        shoal.GradientCompressionOptimizer(net, "topk")
     with pytest.raises(ConfigurationError, match="expected a compressor"):
-        # what is tested
+        # the wrong type is the test
         shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.1), None)  # type: ignore[arg-type]
 
 

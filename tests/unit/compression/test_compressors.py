@@ -1,5 +1,5 @@
-"""Each compressor by itself: the bound that its docstring states, its payload against the codec's
-definition, its random numbers."""
+"""Each compressor alone: the error bound in its docstring, its payload compared with the codec's
+definition, and its random numbers."""
 
 from __future__ import annotations
 
@@ -64,8 +64,8 @@ def test_int8_is_right_on_average_and_its_variance_is_within_the_bound():
     level = float(values.abs().max()) / 127
     rounds = 2000
     seen = torch.stack([round_trip(Int8Compressor(), values, step=step) for step in range(rounds)])
-    # Five standard deviations of the mean of that many values of variance level^2 / 4, for 256 of
-    # them.
+    # Five standard deviations of the mean of that many values with variance level^2 / 4, for each
+    # of 256 elements.
     assert (seen.mean(0) - values).abs().max() < 5 * level / 2 / rounds**0.5
     assert seen.var(0).max() <= level**2 / 4 * 1.01
 
@@ -248,14 +248,14 @@ def test_the_general_operations_that_devices_take_give_the_same(monkeypatch, nam
     )
     again = compressor.compress(values)
     found = compressor.decompress(again, values.shape)
-    if name == "int8":  # other random numbers
+    if name == "int8":  # int8 draws other random numbers
         assert (found - values).abs().max() < values.abs().max() / 127 * 1.001
         assert torch.equal(again, compressor.compress(values))
     else:
         torch.testing.assert_close(found, expected, rtol=1e-6, atol=0)
 
 
-# --- what is not finite
+# --- values that are not finite
 
 
 @pytest.mark.parametrize("bad", [torch.nan, torch.inf, -torch.inf])

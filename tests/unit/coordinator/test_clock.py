@@ -1,5 +1,5 @@
-"""The clock of leases and deadlines: time that the coordinator was stopped for does not count,
-Redis' time does."""
+"""The clock of leases and deadlines: time during which the coordinator was stopped does not count.
+Redis' clock includes it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from shoal_coordinator.membership.model.pulse import attached, expired
 from shoal_coordinator.service.clock import Clock
 
 LEASE_MS = 500
-"""The shortest that a job may have."""
+"""The shortest lease that a job may have."""
 
 
 class Monotonic:
@@ -36,7 +36,7 @@ def test_a_pause_longer_than_a_lease_ends_none() -> None:
     now = clock.now()
     assert expired(pulses, now.ms, LEASE_MS) == []
     assert now.unix_ms == 5_060_000
-    # It is read all the time from then on, and a member that is still silent is given up.
+    # From then on the clock is read regularly, and a member that stays silent is evicted.
     for _ in range(4):
         monotonic.ms += 100
         now = clock.now()

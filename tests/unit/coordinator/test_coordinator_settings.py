@@ -1,4 +1,4 @@
-"""The coordinator's flags and environment."""
+"""The coordinator's flags and environment variables."""
 
 from __future__ import annotations
 

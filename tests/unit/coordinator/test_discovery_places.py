@@ -1,5 +1,5 @@
-"""Tests what Prometheus is told of a job's processes: places, whose labels outlive their
-processes."""
+"""The targets that Prometheus discovers for a job's processes. Their labels name places, which
+outlive the processes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def member(
 
 
 def listed(*members: Member, ranks: str = "") -> dict[str, dict[str, Any]]:
-    """Address -> labels."""
+    """Returns the labels of each address."""
     placed = tuple(
         Rank(
             member_id=name,
@@ -75,7 +75,7 @@ def test_a_process_that_was_started_again_has_the_labels_of_the_one_before() -> 
     first, again = member("a"), member("b", joined=2)
     assert listed(first)["a:9"] == listed(again)["b:9"]
     assert listed(first, again) == listed(again), (
-        "the one before is not given up yet, and one place is one target"
+        "the old process is still a member, but its place is one target"
     )
 
 

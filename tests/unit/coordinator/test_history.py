@@ -1,4 +1,4 @@
-"""A job's history: as fine as it can be in so many points, and of its newest run alone."""
+"""A job's history covers its newest run as finely as the limit on points allows."""
 
 from __future__ import annotations
 
@@ -41,14 +41,14 @@ def test_what_was_read_does_not_change() -> None:
 def test_a_job_shows_the_mean_loss_and_speed_of_its_ranks_and_a_new_run_begins_anew() -> None:
     story = Story()
     story.unfold("job min=1 max=3\ntogether\nstart a b c\nend\n")
-    told = {
+    reported = {
         "a": Progress(step=7, loss=1.0, samples_per_s=10),
         "b": Progress(step=8, loss=3.0, samples_per_s=20),
         "c": Progress(step=8),
     }
     pulses = {
         member: replace(story.pulses[member], progress=progress)
-        for member, progress in told.items()
+        for member, progress in reported.items()
     }
     jobs: list[ObservedJob] = []
     histories = Histories(lambda: jobs)
@@ -67,9 +67,7 @@ def test_a_job_shows_the_mean_loss_and_speed_of_its_ranks_and_a_new_run_begins_a
     ]
     story.unfold("stop\nleft a drained\nleft b drained\nleft c drained\n")
     look(6_000)
-    assert len(histories.of("digits", story.state.run)) == 1, (
-        "a run that has ended has no further points"
-    )
+    assert len(histories.of("digits", story.state.run)) == 1, "a finished run adds no points"
     first = story.state.run
     story.unfold("create\nstart d\n")
     pulses = dict(story.pulses)

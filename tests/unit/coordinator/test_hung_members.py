@@ -1,5 +1,5 @@
-"""A member that hangs while its heartbeats go on: evicted, whatever the others' counts of progress
-say, and nobody else with it."""
+"""A member that hangs while its heartbeats continue is evicted, whatever the progress counts of the
+others are, and no other member is."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ BEAT_MS = 1_000
 
 
 class Run:
-    """A job of `world` members, stepped through milliseconds."""
+    """A job of `world` members, simulated in steps of milliseconds."""
 
     def __init__(self, world: int, random_: random.Random) -> None:
         self.ms = 0
@@ -37,7 +37,7 @@ class Run:
         )
         self.names = [f"m{index}" for index in range(world)]
         self.pulses: dict[str, Pulse] = {}
-        # Each process counts from its own start: a replacement is far behind a veteran.
+        # Each process counts from its own start, so a replacement is far behind a veteran.
         self.sequences = {
             name: random_.choice([1, 30, 100_000]) + random_.randrange(20) for name in self.names
         }
@@ -91,8 +91,8 @@ def test_the_member_that_hangs_is_put_out_and_those_that_wait_for_it_are_not(see
     run = Run(random_.randint(2, 6), random_)
     hung, *waiting = random_.sample(run.names, len(run.names))
     hangs_at = random_.randrange(2_000, 6_000)
-    # The others' collective runs into its deadline at the first of them, which ends its group and
-    # with that theirs.
+    # The first member whose collective reaches its deadline ends its group, which fails the others'
+    # collectives too.
     times_out_at = hangs_at + random_.choice([500, STALL_MS, 5 * STALL_MS])
     reports_at = {name: times_out_at + random_.randrange(400) for name in waiting}
     first = min(reports_at, key=reports_at.__getitem__)
@@ -112,8 +112,8 @@ def test_the_member_that_hangs_is_put_out_and_those_that_wait_for_it_are_not(see
             put_out_at = run.ms
     assert put_out_at is not None
     assert put_out_at >= times_out_at
-    # Its last movement is known by a heartbeat, which is one interval late at most; so is the look
-    # at it.
+    # The last movement is reported by the next heartbeat, at most one interval later. The check may
+    # be as late.
     assert (
         put_out_at
         <= max(times_out_at + Policy().timeout_settle_ms, hangs_at + STALL_MS + BEAT_MS)

@@ -1,5 +1,4 @@
-"""Tests what Prometheus is told of a job that does not go on as it should: gauges read from the
-state that the membership core is in."""
+"""Prometheus gauges of jobs with problems, computed from the state of the membership core."""
 
 import pytest
 from prometheus_client import CollectorRegistry
@@ -24,7 +23,7 @@ ONE_IS_STUCK = "does wait a c\ndoes work b\nlive 12000\n"
 
 
 def gauge(text: str, name: str, **labels: str) -> float | None:
-    """Its value after what `text` tells."""
+    """Returns the gauge's value after the story `text`."""
     story, registry = Story(), CollectorRegistry()
     story.unfold(text)
     now = Now(ms=story.ms, unix_ms=story.ms)
@@ -38,7 +37,7 @@ def gauge(text: str, name: str, **labels: str) -> float | None:
 
 def test_ranks_that_hold_the_others_back_are_counted_until_they_keep_up() -> None:
     assert gauge(THREE_RANKS, "stragglers") == 0
-    # it may be a moment's
+    # a short slowdown does not count
     assert gauge(THREE_RANKS + ONE_IS_SLOW.replace("9000", "4000"), "stragglers") == 0
     assert gauge(THREE_RANKS + ONE_IS_SLOW, "stragglers") == 1
     assert gauge(THREE_RANKS + ONE_IS_SLOW + ALL_ARE_QUICK, "stragglers") == 0
@@ -56,7 +55,7 @@ def test_the_time_without_progress_grows_while_no_rank_comes_to_another_step() -
     assert gauge(all_stand, "seconds_without_progress") == 9
     assert gauge(all_stand + "does train b\nlive 10000\n", "seconds_without_progress") == 0
     assert gauge("job min=2 max=2\nstart a\nat 90000\n", "seconds_without_progress") == 0, (
-        "a job that waits does not train"
+        "a waiting job is not expected to make progress"
     )
 
 

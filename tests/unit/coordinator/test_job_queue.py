@@ -1,5 +1,5 @@
-"""Tests what waits for a job's loop while Redis takes no changes: bounded, and gone when nobody
-waits for it any more."""
+"""Requests that wait for a job's loop while Redis accepts no changes: their number is bounded, and
+abandoned ones are dropped."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DRAIN = DrainRequested(member_id=None, rank=0, reason="drained")
 
 
 def stuck_loop() -> JobLoop:
-    """A loop that does not run, as one that waits for Redis does not."""
+    """Returns a loop that does not run, like one that waits for Redis."""
     return JobLoop(
         Stored(
             state=job_created(JobSpec(job_id="j", min_workers=1, max_workers=2), RunId()),
@@ -50,7 +50,7 @@ def test_requests_are_refused_when_too_many_wait(monkeypatch: pytest.MonkeyPatch
             await loop.ask(DRAIN, timeout_s=60)
         assert refusal.value.reason == "QUEUE_LIMIT"
         assert refusal.value.retry_after == timedelta(seconds=1)
-        # What the coordinator itself has noticed is not a request.
+        # The coordinator's own observations are not requests.
         loop.submit(StreamBroken(member_id="a"))
         assert outcomes == []
 

@@ -1,4 +1,4 @@
-"""Tests what a slow stream finds in its mailbox."""
+"""The messages that a slow stream finds in its mailbox."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests what holds after any sequence of events: the membership core under random stories, checked
-after each transition."""
+"""Invariants of the membership core under random sequences of events, checked after each
+transition."""
 
 from __future__ import annotations
 
@@ -67,8 +67,8 @@ def _fewest(state: JobState) -> int:
 
 
 class Membership(RuleBasedStateMachine):
-    """Random events, one or several in a transition; a disk that only sees what each transition
-    says it changed."""
+    """Random events, one or several per transition, and a disk that applies only the changes that
+    each transition reports."""
 
     @initialize(
         smallest=st.integers(min_value=1, max_value=3),
@@ -358,7 +358,7 @@ class Membership(RuleBasedStateMachine):
             return
         generation = state.generation
         assert generation is not None
-        assert formed == [generation], "what is written is what is announced, and once"
+        assert formed == [generation], "the generation is announced once, as it is stored"
         assert generation.number == state.number > before.number
         assert not before.is_over
         ids = [rank.member_id for rank in generation.ranks]
@@ -400,15 +400,15 @@ class Membership(RuleBasedStateMachine):
                 if m in state.members
             )
             assert all(m in state.members for m in left_out), (
-                "nobody who died is left out without an interruption"
+                "leaving out a dead member requires an interruption"
             )
 
     # ----------------------------------------------------------------------------------- invariants
 
     @property
     def recovering(self) -> bool:
-        """A generation is due for those that know of a lost one, and is written when they are
-        back."""
+        """True if a new generation is due after one was lost, and will be formed once the members
+        that know of the lost one are back."""
         return self.state.recovery is not None and self.state.recovery.until_ms is not None
 
     @invariant()

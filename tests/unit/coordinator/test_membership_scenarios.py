@@ -1,10 +1,10 @@
-"""Golden scenarios of the membership core: each file in scenarios/ tells a story a person can read,
-events in, decisions out.
+"""Golden scenarios of the membership core. Each file in scenarios/ is a readable story of events
+and decisions.
 
 A line that starts with `> ` is a decision; every other line is a command, a comment (#) or blank.
 The commands are the methods of Story. Times are milliseconds since the story's start; `at` runs
-every deadline that passes on the way, as the service does. To write the decisions anew after a
-change of rules, run with SHOAL_REWRITE_SCENARIOS=1 and read the diff.
+every deadline that passes, as the service does. To regenerate the decisions after a change of
+rules, run with SHOAL_REWRITE_SCENARIOS=1 and read the diff.
 """
 
 from __future__ import annotations
@@ -102,11 +102,11 @@ def test_scenario_unfolds_as_written(path: Path) -> None:
 
 @dataclass
 class Acting:
-    """An action of a member."""
+    """The current action of a member."""
 
     what: str
     since_ms: int
-    said: dict[str, str]
+    heartbeat: dict[str, str]
 
 
 class Story:
@@ -149,8 +149,8 @@ class Story:
         )  # type: ignore[arg-type]
 
     def create(self, run: str = "", resume: str = "", follow: str = "", **options: str) -> None:
-        """Someone creates the job that is there; `run`=number, or number@milliseconds when it
-        began. Options as in `job`, if others."""
+        """Creates a job that already exists. `run` is its number, or number@milliseconds with the
+        time when it began. Other options are as in `job`."""
         spec = replace(
             self.state.spec, **{_SPEC[key]: int(value) for key, value in options.items()}
         )  # type: ignore[arg-type]
@@ -172,7 +172,7 @@ class Story:
         self.out.append(", ".join([*past, newest]))
 
     def lost_by_redis(self) -> None:
-        """Redis has lost the job, and someone creates it anew now."""
+        """Simulates that Redis has lost the job and that it is created again now."""
         self.state = job_created(self.state.spec, RunId(number=1, began_unix_ms=self.ms))
         self.pulses = {}
 
@@ -188,8 +188,8 @@ class Story:
         self.ms = int(ms)
 
     def next_deadline(self) -> int | None:
-        """The service looks at leases, and for stalled steps, twice a second; here it does when
-        that can change something."""
+        """Returns the next time at which the service would act. The service checks leases and
+        stalled steps twice a second; here it does so only when the check can change something."""
         ended = [pulse.heard_ms + self.state.spec.lease_ms + 1 for pulse in self.pulses.values()]
         dues = [due if due > self.ms else self.ms + LOOK_MS for due in ended]
         if (
@@ -202,7 +202,7 @@ class Story:
         return min([*dues, *([] if wake is None else [wake])], default=None)
 
     def together(self) -> None:
-        """The events up to `end` are folded in one transition."""
+        """Collects the events up to `end` and folds them in one transition."""
         self.collected = []
 
     def end(self) -> None:
@@ -210,8 +210,8 @@ class Story:
         self.happen(*events)
 
     def restart(self) -> None:
-        """The coordinator is killed and started again: what is not in Redis is forgotten, and all
-        leases begin anew."""
+        """Kills and restarts the coordinator: it forgets everything that is not in Redis, and all
+        leases begin again."""
         self.state = decode_state(encode_changes(self.state, everything(self.state)).put)
         self.pulses = {
             member_id: detached(attached(None, self.ms), self.ms)
@@ -229,8 +229,12 @@ class Story:
         of: str = "0",
         run: str = "",
     ) -> None:
-        """`last`: the newest generation it knows; `of`: ranks of that; `run`: the run it belongs
-        to, as in `create`."""
+        """Makes a member join.
+
+        last: the newest generation that it knows.
+        of: number of ranks in that generation.
+        run: the run to which it belongs, as in `create`.
+        """
         identity = Identity(
             member_id=member,
             host=host,
@@ -252,7 +256,7 @@ class Story:
         self.happen(MemberReady(member_id=member))
 
     def start(self, *members: str, host: str = "h1") -> None:
-        """Members join and are ready at once."""
+        """Makes members join and report ready at once."""
         for member in members:
             self.join(member, host=host)
             self.ready(member)
@@ -261,7 +265,8 @@ class Story:
         self.happen(MemberLost(member_id=member, ending=Ending(how), detail=how.replace("_", " ")))
 
     def broken(self, *members: str) -> None:
-        """Their streams end without a leave message, one after another in this moment."""
+        """Breaks the members' streams without a leave message, one after another at the same
+        time."""
         for member in members:
             self.detach(member)
             self.happen(StreamBroken(member_id=member))
@@ -275,8 +280,8 @@ class Story:
         agreed: str = "0",
         **held: str,
     ) -> None:
-        """`held`: digests of what it held after its last step, by the names of groups of
-        tensors."""
+        """Makes a member leave. `held` has the digests of its tensors after its last step, by
+        tensor group."""
         replicas = None
         if held:
             digests = {group.replace("_", " "): int(digest) for group, digest in held.items()}
@@ -307,11 +312,12 @@ class Story:
         )
 
     def detach(self, member: str) -> None:
-        """The stream ends; within reconnect_grace that decides nothing."""
+        """Ends the member's stream, which has no effect within reconnect_grace."""
         self.pulses[member] = detached(self.pulses[member], self.ms)
 
     def fail(self, *words: str, generation: str, suspects: str = "") -> None:
-        """A collective failed at each member named; `timeout` among them says how."""
+        """Reports a failed collective from each named member. The word `timeout` means that it
+        timed out."""
         ranks = tuple(int(rank) for rank in suspects.split(",") if rank)
         for member in (word for word in words if word != "timeout"):
             self.happen(
@@ -339,8 +345,9 @@ class Story:
         spare: str = "",
         server: str = "0",
     ) -> None:
-        """Heartbeats; `waited`, `step` (the time of one), `busy` and `server` (the wait for one) in
-        seconds, `link`=rank:bytes-per-second, `unreached`=ranks."""
+        """Sends heartbeats. `waited`, `step` (duration of a step), `busy` and `server` (the wait
+        for one) are in seconds, `link` is rank:bytes-per-second, and `unreached` is a list of
+        ranks."""
         progress = Progress(
             sequence=int(sequence),
             waiting_s=float(waited),
@@ -359,15 +366,15 @@ class Story:
             self.pulses[member] = beaten(self.pulses[member], self.ms, int(generation), progress)
         self.happen()
 
-    def does(self, what: str, *members: str, **said: str) -> None:
-        """From now on, while they `live`, members train (steps go on), work (none of their own
-        ends), hang (no processor time either), wait for peers, or are cut off; `said` goes into
-        their heartbeats."""
+    def does(self, what: str, *members: str, **heartbeat: str) -> None:
+        """Sets what the members do from now on while time passes in `live`: train (steps end), work
+        (no steps end), hang (no processor time either), wait for peers, or cut (no heartbeats).
+        `heartbeat` is added to their heartbeats."""
         for member in members:
-            self.acting[member] = Acting(what=what, since_ms=self.ms, said=said)
+            self.acting[member] = Acting(what=what, since_ms=self.ms, heartbeat=heartbeat)
 
     def live(self, ms: str) -> None:
-        """Up to `ms`, with a heartbeat a second from all that do something."""
+        """Advances to `ms` with one heartbeat per second from each member that does something."""
         while self.ms < int(ms):
             self.at(str(min(self.ms + 1000, int(ms))))
             for member in [
@@ -385,13 +392,13 @@ class Story:
                     self.state.generation is not None and member in self.state.generation.rank_of
                 )
                 generation = self.state.number if ranked else 0
-                told = {
+                heartbeat = {
                     "generation": str(generation),
                     "sequence": str(sequence),
                     "waited": str(waited),
                     "cpu": str(cpu),
                 }
-                self.beat(member, **told | acting.said)
+                self.beat(member, **heartbeat | acting.heartbeat)
 
     def drain(self, member: str | None = None, rank: str | None = None) -> None:
         self.happen(
@@ -413,7 +420,8 @@ class Story:
         last: str = "0",
         holds: str = "",
     ) -> None:
-        """`last`: the newest generation it knows; `holds`: the place whose partitions it holds."""
+        """Registers a server. `last` is the newest generation that it knows; `holds` is the place
+        whose partitions it has."""
         address = f"{server}:{pid}" if serves == "yes" else ""
         event = ServerRegistered(
             server_id=server,
@@ -434,8 +442,8 @@ class Story:
         self.happen(ServerLost(server_id=server, ending=Ending.STREAM_BROKEN))
 
     def report(self, giver: str, move: str, what: str, life: str = "1") -> None:
-        """A giver's word on a move: `taken` by the receiver's process `life`, `kept` by the
-        receiver's fault, or by its own (`failed`)."""
+        """Reports a move to the coordinator as its giver: `taken` by the receiver's process `life`,
+        `kept` because of the receiver, or `failed` because of the giver itself."""
         taken = what == "taken"
         reasons = {
             "taken": "",
@@ -457,18 +465,18 @@ class Story:
         self.happen(ServerDrainRequested(server_id=server, reason="asked to"))
 
     def shares(self) -> None:
-        """Returns the partitions of each place in the shard map."""
+        """Prints the partitions of each place in the shard map."""
         assert self.state.layout is not None
         owned: dict[int, list[int]] = {}
         for number, partition in enumerate(self.state.layout.partitions):
             owned.setdefault(partition.primary, []).append(number)
-        told = " ".join(
+        shares = " ".join(
             f"{index}:{','.join(map(str, ids))}" for index, ids in sorted(owned.items())
         )
-        self.out.append(f"epoch {self.state.layout.epoch}: {told}")
+        self.out.append(f"epoch {self.state.layout.epoch}: {shares}")
 
     def declare(self, **tensors: str) -> None:
-        """name=elements, all float32; those with a name in capitals are never trained."""
+        """Declares float32 tensors as name=elements. Those with names in capitals are frozen."""
         specs = tuple(
             TensorSpec(name=name, shape=(int(size),), dtype="float32", frozen=name.isupper())
             for name, size in tensors.items()
@@ -528,23 +536,23 @@ class Story:
 
     def tell(self, events: Sequence[Event], decided: Transition) -> None:
         for event, outcome in zip(events, decided.outcomes, strict=True):
-            if (line := told_outcome(event, outcome)) is not None:
+            if (line := format_outcome(event, outcome)) is not None:
                 self.out.append(line)
         self.out.extend(
-            line for record in decided.records if (line := told_record(record)) is not None
+            line for record in decided.records if (line := format_record(record)) is not None
         )
         self.out.extend(
-            line for effect in decided.effects if (line := told_effect(effect)) is not None
+            line for effect in decided.effects if (line := format_effect(effect)) is not None
         )
 
 
 def run_id(text: str) -> RunId:
-    """From `2` or `2@500`."""
+    """Parses a run from `2` or `2@500`."""
     number, _, began = text.partition("@")
     return RunId(number=int(number), began_unix_ms=int(began or 0))
 
 
-def told_outcome(event: Event, outcome: Outcome) -> str | None:
+def format_outcome(event: Event, outcome: Outcome) -> str | None:
     who = getattr(event, "member_id", "") or (
         event.identity.member_id if isinstance(event, MemberJoined) else ""
     )
@@ -571,7 +579,7 @@ def told_outcome(event: Event, outcome: Outcome) -> str | None:
             return f"waits for servers: {outcome.registered} of {outcome.wanted} are registered"
         case ShardLayout():
             owners = [
-                f"{'+'.join(told_piece(outcome, piece) for piece in p.pieces)}@{p.primary}"
+                f"{'+'.join(format_piece(outcome, piece) for piece in p.pieces)}@{p.primary}"
                 for p in outcome.partitions
             ]
             return f"epoch {outcome.epoch}: {' '.join(owners)}"
@@ -585,32 +593,32 @@ def told_outcome(event: Event, outcome: Outcome) -> str | None:
             return None
 
 
-def told_piece(layout: ShardLayout, piece: Piece) -> str:
+def format_piece(layout: ShardLayout, piece: Piece) -> str:
     return (
         f"{layout.tensors[piece.tensor_index].name}[{piece.offset}:{piece.offset + piece.length}]"
     )
 
 
-def told_record(record: fx.Record) -> str | None:
-    """Entries of the event log that tell of moves, and of who is kept out."""
-    said = record.attributes
+def format_record(record: fx.Record) -> str | None:
+    """Formats the records of the event log about moves and quarantined members."""
+    attributes = record.attributes
     match record.kind:
         case "member_quarantined":
-            return f"member_quarantined: {said['who']}, rank {said['rank']}"
+            return f"member_quarantined: {attributes['who']}, rank {attributes['rank']}"
         case "server_draining" | "server_drained":
-            return f"{record.kind}: {said['server_id']}"
+            return f"{record.kind}: {attributes['server_id']}"
         case "partitions_moved":
             return (
-                f"partitions_moved: {said['partitions']} of {said['bytes']} bytes from "
-                f"{said['from']} to {said['to']}"
+                f"partitions_moved: {attributes['partitions']} of {attributes['bytes']} bytes from "
+                f"{attributes['from']} to {attributes['to']}"
             )
         case "move_failed":
-            return f"move_failed: {said['reason']}"
+            return f"move_failed: {attributes['reason']}"
         case _:
             return None
 
 
-def told_effect(effect: fx.Effect) -> str | None:
+def format_effect(effect: fx.Effect) -> str | None:
     match effect:
         case fx.AnnounceGeneration(generation=g):
             ranks = " ".join(

@@ -1,10 +1,10 @@
-"""Moves of partitions under random deaths: the coordinator's core as it is, and servers as a
-model that keeps to docs/explanation/parameter-servers.md#moving-partitions.
+"""Moves of partitions under random deaths: the real coordinator core with a model of the servers,
+which follows docs/explanation/parameter-servers.md#moving-partitions.
 
-A server here is what its disk holds: of each partition how many pushes were applied, what it has
-taken and not come to own, and what it has noted as leaving. What must hold is that of all servers
-one at most would answer for a partition, that it has each push that was acknowledged, once, and
-that moves come to an end when deaths do.
+A model server is the content of its disk: the number of pushes applied to each partition, the
+partitions taken but not owned yet, and the partitions recorded as leaving. Invariants: at most one
+server answers for a partition, it has applied each acknowledged push once, and moves end when no
+server dies for a while.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ from shoal_coordinator.state.codec import decode_state, encode_changes, everythi
 
 PARTITIONS = 6
 LARGEST_PARTITION = 2 << 20
-"""Elements of float32 in 8 MiB."""
+"""Number of float32 elements in 8 MiB."""
 NAMES = [f"s{number}" for number in range(4)]
 
 
 @dataclass
 class Leaving:
-    """A source's journal entry about leaving partitions."""
+    """A giver's journal entry about leaving partitions."""
 
     move: Move
     taken_by: str
@@ -53,19 +53,19 @@ class Disk:
     """A server's data after a crash."""
 
     applied: dict[int, int] = field(default_factory=dict)
-    """Partition -> pushes; of those that are its own, as far as it knows."""
+    """Number of pushes by partition, for the partitions that this server believes it owns."""
     taken: dict[int, dict[int, int]] = field(default_factory=dict)
-    """Move -> what came with it."""
+    """Content received with each move."""
     leaving: Leaving | None = None
 
 
 @dataclass
 class Copy:
-    """Partitions on their way from one process to another."""
+    """Partitions that are being sent from one process to another."""
 
     move: int
     giver: str
-    """Incarnations of both."""
+    """Incarnations of the giver and the receiver."""
     receiver: str
     values: dict[int, int]
 
@@ -80,13 +80,13 @@ class Process:
     inbox: dict[type[Effect], Effect] | None = None
     """Unread messages from the coordinator; None without a session."""
     asked: Move | None = None
-    """The move that it is at; its partitions are frozen."""
+    """The move that it is executing; the move's partitions are frozen."""
     heard: int = 0
-    """Settled moves."""
+    """Number of the last move that it knows to be settled."""
     handed_to: str = ""
-    """The process that has taken them."""
+    """The process that has taken the partitions."""
     given_up: int = 0
-    """The newest move that it has given up: it does not begin it anew."""
+    """The newest move that it has given up and will not begin again."""
 
     def serves(self, partition: int) -> bool:
         leaving = self.disk.leaving is not None and partition in self.disk.leaving.move.partitions
@@ -98,7 +98,7 @@ class Process:
 
 
 class Moving(RuleBasedStateMachine):
-    """Servers come, go, die and come back; partitions are pushed to all the while."""
+    """Servers start, leave, die and restart while partitions are pushed to."""
 
     @initialize(first=st.integers(min_value=1, max_value=3))
     def begin(self, first: int) -> None:
@@ -158,7 +158,7 @@ class Moving(RuleBasedStateMachine):
         return decided
 
     def owners(self) -> list[str]:
-        """The server of each partition, by the shard map."""
+        """Returns the server of each partition in the shard map."""
         assert self.state.layout is not None
         primaries = {
             server.index: server.server_id
@@ -197,7 +197,7 @@ class Moving(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def connect(self, name: str) -> None:
-        """Opens a session, or opens it anew."""
+        """Opens a new session with the coordinator."""
         process = self.processes.get(name)
         if process is None:
             return
@@ -222,20 +222,20 @@ class Moving(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def lose(self, name: str) -> None:
-        """The coordinator notices that a process is gone."""
+        """Makes the coordinator notice that a process is gone."""
         if name not in self.processes:
             self.happen(ServerLost(server_id=name, ending=Ending.STREAM_BROKEN))
 
     @rule(name=st.sampled_from(NAMES))
     def cut(self, name: str) -> None:
-        """The stream of a process that lives breaks, with what was on its way to it."""
+        """Breaks the stream of a living process, which loses the messages in it."""
         if name in self.processes:
             self.processes[name].inbox = None
             self.happen(ServerLost(server_id=name, ending=Ending.STREAM_BROKEN))
 
     @rule(choices=st.lists(st.integers(min_value=0, max_value=11), min_size=1, max_size=5))
     def go_on(self, choices: list[int]) -> None:
-        """Servers do what they can do next."""
+        """Lets servers take their next possible actions."""
         for choice in choices:
             able: list[tuple[Callable[[str], None], str]] = []
             for name, process in sorted(self.processes.items()):
@@ -252,7 +252,7 @@ class Moving(RuleBasedStateMachine):
                 act(name)
 
     def read(self, name: str) -> None:
-        """A server takes the coordinator's next word."""
+        """Makes a server process the coordinator's next message."""
         process = self.processes.get(name)
         if process is None or not process.inbox:
             return
@@ -263,7 +263,7 @@ class Moving(RuleBasedStateMachine):
                 self.hear_move(process, move)
             case StopServer():
                 assert not any(process.serves(partition) for partition in range(PARTITIONS)), (
-                    "it was to give away all first"
+                    "a server must give away all partitions before it stops"
                 )
                 self.kill(name, noticed=True)
 
@@ -274,7 +274,7 @@ class Moving(RuleBasedStateMachine):
             partition for partition, owner in enumerate(self.owners()) if owner == process.name
         }
         for number in sorted((number for number in disk.taken if number <= settled), reverse=True):
-            # older copies may come late
+            # older copies may arrive late
             came = disk.taken.pop(number)
             disk.applied.update(
                 {
@@ -301,7 +301,7 @@ class Moving(RuleBasedStateMachine):
             self.refuse(process, move)
 
     def hand_over(self, name: str) -> None:
-        """The giver sends a copy, if the receiver is there."""
+        """Makes the giver send a copy if the receiver is alive."""
         process = self.processes.get(name)
         if process is None or process.asked is None:
             return
@@ -327,8 +327,7 @@ class Moving(RuleBasedStateMachine):
                 return
 
     def arrive(self, position: int) -> None:
-        """A copy is on the receiver's disk, and the giver hears of it, as far as both are still
-        there."""
+        """Stores a copy on the receiver's disk and informs the giver, if both are still alive."""
         copy = self.on_their_way.pop(position)
         for receiver in self.processes.values():
             if receiver.incarnation == copy.receiver and copy.move > receiver.heard:
@@ -342,7 +341,7 @@ class Moving(RuleBasedStateMachine):
                         giver.handed_to = copy.receiver
 
     def note(self, name: str) -> None:
-        """The giver's journal says that they are leaving."""
+        """Records in the giver's journal that the partitions are leaving."""
         process = self.processes.get(name)
         if process is not None and process.asked is not None and process.handed_to:
             process.disk.leaving = Leaving(move=process.asked, taken_by=process.handed_to)
@@ -355,7 +354,8 @@ class Moving(RuleBasedStateMachine):
 
     @rule(name=st.sampled_from(NAMES))
     def give_up(self, name: str) -> None:
-        """The giver has noted nothing: it goes on, and says so, if it has a session."""
+        """Makes a giver that has recorded nothing continue to serve. It reports this if it has a
+        session."""
         process = self.processes.get(name)
         if process is not None and process.asked is not None:
             move, process.asked, process.handed_to = process.asked, None, ""
@@ -369,7 +369,7 @@ class Moving(RuleBasedStateMachine):
             )
 
     def report(self, name: str) -> None:
-        """The giver says that they were taken; it may say so again."""
+        """Makes the giver report that the partitions were taken. It may report repeatedly."""
         process = self.processes.get(name)
         if (
             process is not None
@@ -386,7 +386,7 @@ class Moving(RuleBasedStateMachine):
 
     @rule(partition=st.integers(min_value=0, max_value=PARTITIONS - 1))
     def push(self, partition: int) -> None:
-        """A worker with any shard map, old or new, pushes to whoever takes it."""
+        """Pushes to the server that accepts the partition, as a worker with any shard map does."""
         for process in self.processes.values():
             if process.serves(partition):
                 process.disk.applied[partition] += 1
@@ -434,7 +434,7 @@ class Moving(RuleBasedStateMachine):
     @precondition(lambda self: self.state.layout is not None)
     @rule()
     def calm(self) -> None:
-        """Nobody dies for a while: moves end, and all partitions are served by servers with equal
+        """Ends all deaths for a while: moves end, and all partitions are served with equal
         shares."""
         owning = {server.server_id for server in self.state.servers.values()}
         for name in sorted(owning):

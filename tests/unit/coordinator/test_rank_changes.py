@@ -1,4 +1,4 @@
-"""Tests how the table of a generation is told and written by its changes alone."""
+"""A generation's table of ranks is announced and stored by its changes only."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ class Job:
         self.disk = dict(encode_changes(self.state, everything(self.state)).put)
         self.written: dict[str, str] = {}
         self.work_in = 0
-        """The generation that all members' heartbeats tell."""
+        """The generation that all members' heartbeats report."""
         self._ms = 0
 
     def happen(self, *events: object, after_ms: int = 1) -> Transition:
@@ -290,8 +290,8 @@ def test_a_death_is_announced_to_a_large_world_in_less_than_two_hundred_bytes() 
     job.begin()
     job.lose("m17")
     assert job.state.generation is not None
-    told = announcement(job.state.generation)
-    messages = [told(position) for position in range(MEMBERS - 1)]
+    announced = announcement(job.state.generation)
+    messages = [announced(position) for position in range(MEMBERS - 1)]
     assert max(map(len, messages)) < 200
     read = [pb.MemberDirective.FromString(message) for message in messages]
     assert [each.rank for each in read] == list(range(MEMBERS - 1))
@@ -304,9 +304,9 @@ def test_a_death_is_announced_to_a_large_world_in_less_than_two_hundred_bytes() 
 
 
 def test_a_small_world_is_told_whole() -> None:
-    told = pb.MemberDirective.FromString(announcement(generation("abc"))(2))
-    assert [each.member_id for each in told.generation.ranks] == ["a", "b", "c"]
-    assert told.rank == 2
+    announced = pb.MemberDirective.FromString(announcement(generation("abc"))(2))
+    assert [each.member_id for each in announced.generation.ranks] == ["a", "b", "c"]
+    assert announced.rank == 2
 
 
 def test_a_member_of_a_generation_holds_state_also_for_a_restarted_coordinator() -> None:
@@ -315,7 +315,7 @@ def test_a_member_of_a_generation_holds_state_also_for_a_restarted_coordinator()
     job.work_in = 1
     job.lose("m0")
     assert sum(map(len, job.written.values())) < 1500, (
-        "that they have worked is not written for each of them"
+        "the flag that members have worked is not stored per member"
     )
     job.state, job.work_in = job.read(), 0
     job.lose("m1")
@@ -339,7 +339,7 @@ def test_while_thousands_come_those_that_wait_are_not_told_again_with_each_of_th
     job.state = job_created(
         JobSpec(job_id="j", min_workers=5000, max_workers=5000, join_grace_ms=0), RunId()
     )
-    told = 0
+    announced = 0
     for first in range(0, 4000, 400):
         numbers = range(first, first + 400)
         job.happen(
@@ -348,5 +348,5 @@ def test_while_thousands_come_those_that_wait_are_not_told_again_with_each_of_th
         decided = job.happen(
             *(MemberReady(member_id=f"m{number}") for number in numbers), after_ms=1000
         )
-        told += sum(isinstance(effect, SendStandby) for effect in decided.effects)
-    assert 0 < told < 4000
+        announced += sum(isinstance(effect, SendStandby) for effect in decided.effects)
+    assert 0 < announced < 4000

@@ -1,4 +1,5 @@
-"""Tests which partitions move next: moves end, with equal shares; who drains gives away all."""
+"""The choice of the next partitions to move: moves end with equal shares, and a draining server
+gives away everything."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ servers = st.integers(min_value=0, max_value=6)
 
 
 def layout_of(partitions: Collection[tuple[int, int, bool]]) -> ShardLayout:
-    """One tensor for each partition, given as its bytes, its owner and whether it is frozen."""
+    """Returns a layout with one tensor per partition, given as its bytes, its owner and whether it
+    is frozen."""
     return ShardLayout(
         epoch=1,
         tensors=tuple(
@@ -67,7 +69,7 @@ def rebalanced(
     receivers: Collection[int],
     draining: Collection[int] = (),
 ) -> tuple[ShardLayout, int]:
-    """The layout after all moves, and how many there were. Each move is checked."""
+    """Returns the layout after all moves and their number. Checks each move."""
     moves = 0
     while (
         plan := next_move(layout, givers=givers, receivers=receivers, draining=draining)
@@ -87,7 +89,7 @@ def rebalanced(
         )
         layout = layout.moved(plan.partitions, plan.receiver)
         moves += 1
-        assert moves <= 2 * len(layout.partitions), "partitions go to and fro"
+        assert moves <= 2 * len(layout.partitions), "partitions move back and forth"
     return layout, moves
 
 
@@ -160,7 +162,7 @@ def test_a_server_that_comes_gets_an_equal_share_and_no_byte_moves_twice() -> No
         if partition.primary != after.partitions[index].primary
     }
     assert all(after.partitions[index].primary == 3 for index in before)
-    assert moves <= 320 // 32 + 3, "as few as their size lets them be"
+    assert moves <= 320 // 32 + 3, "the number of moves is nearly minimal"
 
 
 def test_a_server_that_leaves_gives_to_whom_has_least() -> None:

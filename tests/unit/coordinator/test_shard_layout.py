@@ -1,5 +1,5 @@
-"""The shard map: every element once, small enough partitions, even loads, the same answer every
-time."""
+"""The shard map contains every element once, in small enough partitions with even loads, and is
+deterministic."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_each_element_lies_in_exactly_one_partition_of_at_most_eight_mebibytes(
     assert len(pieces) == count_pieces(tensors)
     covered = [0] * len(tensors)
     for piece in sorted(pieces, key=lambda piece: (piece.tensor_index, piece.offset)):
-        assert piece.offset == covered[piece.tensor_index], "without holes"
+        assert piece.offset == covered[piece.tensor_index], "pieces leave no gaps"
         covered[piece.tensor_index] += piece.length
     assert covered == [tensor.elements for tensor in tensors]
     assert all(

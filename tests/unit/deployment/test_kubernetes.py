@@ -1,8 +1,9 @@
-"""The manifests of docker/kubernetes: fields that exist, names that lead somewhere, pods that may
-do little.
+"""The manifests of docker/kubernetes: their fields exist, their names refer to something, and their
+pods have few privileges.
 
-Schemas are Kubernetes' own. Those of JobSet and of Kubeflow's Trainer are not at hand here: SCHEMAS
-is ours, of the fields that the manifests use, and the Jobs within are checked against Kubernetes'.
+The schemas are those of Kubernetes. The schemas of JobSet and of Kubeflow's Trainer are not
+available here. SCHEMAS covers the fields that the manifests use, and the Jobs within are checked
+against the schema of Kubernetes.
 """
 
 from __future__ import annotations
@@ -102,7 +103,8 @@ SCHEMAS: Final[dict[str, dict[str, Any]]] = {
 
 
 def check(document: Manifest) -> None:
-    """Raises where the resource has a field that does not exist, or a value of the wrong kind."""
+    """Raises an error if the resource has a field that does not exist or a value of the wrong
+    type."""
     own = SCHEMAS.get(f"{document['apiVersion']}/{document['kind']}")
     if own is None:
         kubernetes_validate.validate(document, VERSION, strict=True)
@@ -216,7 +218,7 @@ def test_services_start_as_their_images_start_them_and_servers_keep_each_jobs_da
         assert [*arguments, last.removesuffix(added)] in commands
         assert last.endswith(added)
         assert "command" not in by_name[name].container, (
-            "the image's entry point puts secrets into the environment"
+            "the image's entry point must run: it puts secrets into the environment"
         )
 
 

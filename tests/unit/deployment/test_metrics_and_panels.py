@@ -1,5 +1,5 @@
-"""Every metric that a service exports has a panel, or a reason to have none; panels and alerts read
-only metrics that exist."""
+"""Every exported metric has a panel or a reason to have none. Panels and alerts read only metrics
+that exist."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ MODULES = sorted(f"{path.parent.name}.metrics" for path in ROOT.glob("*/shoal*/m
 
 
 def registries() -> Iterator[CollectorRegistry]:
-    """One for each class that declares metrics: those of the services' metrics.py, and gRPC's."""
+    """Yields one registry per class that declares metrics: those in the services' metrics.py and in
+    gRPC's interceptors."""
     declaring = [ServerMetrics, ClientMetricsInterceptor]
     for name in MODULES:
         module = importlib.import_module(name)
@@ -55,7 +56,7 @@ SERIES = {
 
 
 def shown(expression: str) -> set[str]:
-    """The series that a PromQL expression reads."""
+    """Returns the series that a PromQL expression reads."""
     without_labels = re.sub(r"\{[^}]*\}|\b(?:by|on) \([^)]*\)", "", expression)
     return set(re.findall(r"\b(?:shoal|grpc)_\w+", without_labels))
 
@@ -74,7 +75,7 @@ def test_each_metric_has_a_panel_or_a_reason() -> None:
         for series in shown(expression)
     }
     wrong = [name for name in sorted(FAMILIES) if (name in panels) == (name in WITHOUT_PANEL)]
-    assert wrong == [], "a panel in docker/grafana/shoal_dashboards, or a line in WITHOUT_PANEL"
+    assert wrong == [], "add a panel in docker/grafana/shoal_dashboards or a line in WITHOUT_PANEL"
 
 
 def test_panels_show_only_series_that_exist() -> None:
@@ -106,8 +107,8 @@ def test_reasons_are_given_for_metrics_that_exist() -> None:
 
 @pytest.mark.parametrize("service", ["coordinator", "worker", "ps"])
 def test_a_service_has_a_dashboard_of_its_own(service: str) -> None:
-    """Each service's dashboard shows all its metrics, except those on the overview, which shows
-    only metrics of common interest."""
+    """A service's dashboard shows all metrics of the service except those on the overview, which
+    shows only metrics of common interest."""
     uid = {"coordinator": "shoal-coordinator", "worker": "shoal-workers", "ps": "shoal-servers"}[
         service
     ]
@@ -127,10 +128,8 @@ def test_a_service_has_a_dashboard_of_its_own(service: str) -> None:
 
 
 def test_lines_do_not_break_when_ranks_are_dealt_anew() -> None:
-    """A line with a rank or a member ID in its labels would become another line.
-
-    Both are in shoal_worker_info, which a table shows.
-    """
+    """No graph has lines with a rank or a member id in their labels, because such lines would break
+    at a re-ranking. The table of shoal_worker_info shows both."""
     breaking = [
         f"{board.uid}: {graph.title}"
         for board, graph in GRAPHS

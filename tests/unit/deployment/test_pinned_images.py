@@ -1,4 +1,4 @@
-"""`make pin-images`: the images of others by digest."""
+"""`make pin-images` pins the images of others by digest."""
 
 from __future__ import annotations
 
@@ -41,22 +41,22 @@ def test_every_service_is_pinned_by_its_image_or_by_the_one_that_it_is_built_fro
 
 
 @pytest.mark.parametrize(
-    ("image", "told"),
+    ("image", "digests"),
     [
         ("valkey/valkey:9.1.4", f'["docker.io/valkey/valkey@{SHA}"]'),
         ("python:3.11-slim", f'["other/python2@{SHA}", "docker.io/library/python@{SHA}"]'),
         ("registry:5000/a/b:1", f'["registry:5000/a/b@{SHA}"]'),
     ],
 )
-def test_the_digest_is_that_of_the_images_own_repository(image: str, told: str) -> None:
-    found = pin_images.by_digest(image, told)
+def test_the_digest_is_that_of_the_images_own_repository(image: str, digests: str) -> None:
+    found = pin_images.by_digest(image, digests)
     assert found.endswith(f"{image.rpartition(':')[0]}@{SHA}")
 
 
-@pytest.mark.parametrize("told", ["null", "[]", f'["localhost/other@{SHA}"]'])
-def test_an_image_without_a_digest_is_refused(told: str) -> None:
+@pytest.mark.parametrize("digests", ["null", "[]", f'["localhost/other@{SHA}"]'])
+def test_an_image_without_a_digest_is_refused(digests: str) -> None:
     with pytest.raises(pin_images.PinError, match="none of them is of valkey/valkey: pull it"):
-        pin_images.by_digest("valkey/valkey:9.1.4", told)
+        pin_images.by_digest("valkey/valkey:9.1.4", digests)
 
 
 def test_an_engine_that_is_not_there_is_named_with_the_remedy() -> None:

@@ -1,4 +1,4 @@
-"""The examples in the documents that are not a strategy's run, on two ranks."""
+"""The examples in the documents outside of docs/strategies run on two ranks."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def test_the_examples_of_a_page_run_one_after_the_other(
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp", "tensor"])
 def test_an_average_of_a_model_that_is_cut_is_that_of_one_process(strategy: str) -> None:
-    """The update of docs/guides/averages.md where parameters are cut, beside the same script on one
-    rank that holds all."""
+    """The averaging code of docs/guides/averages.md for sharded parameters gives the same averages
+    as its code for a single rank."""
     _, cut = re.findall(
         r"^```python\n(.*?)^```$",
         (DOCS / "guides/averages.md").read_text(),

@@ -1,4 +1,4 @@
-"""The GPT example: real text, every strategy by its flag."""
+"""The GPT example trains on real text under every strategy that its flag can select."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ GPT: dict[str, Any] = runpy.run_path(str(Path(__file__).parents[3] / "examples" 
 SMALL = ["--batch", "4", "--length", "16", "--width", "16", "--layers", "2", "--heads", "2"]
 OPTIONS = {"hybrid": ["--set", "tensor_parallel_size=2"]}
 RUN_BELOW = {"ddp", "zero1", "zero3", "fsdp", "pipeline", "tensor"}
-IN_LAUNCHES = sorted(set(registry.names()) - {"async_sgd"})  # its workers are processes
+# the workers of async_sgd are processes
+IN_LAUNCHES = sorted(set(registry.names()) - {"async_sgd"})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +33,7 @@ def run(*arguments: str, world_size: int = 1) -> list[float]:
 def test_it_learns_from_the_standard_library() -> None:
     (before,) = run("--steps", "1")
     (after,) = run("--steps", "30")
-    assert 7.5 < before < 8.5  # bits per byte; 8 is what guessing costs
+    assert 7.5 < before < 8.5  # bits per byte; guessing costs 8
     assert after < 7.0
 
 

@@ -1,4 +1,4 @@
-"""Past runs on disk: what is kept and removed, what cannot be read, and how two runs compare."""
+"""Past runs on disk: retention, unreadable records, and the comparison of two runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from shoal.launcher.workers.settings import RunSettings
 from shoal_common.errors import ConfigurationError, UnknownResourceError
 
 _GONE = 2**22 + 1
-"""Above any process's number."""
+"""Larger than any process id."""
 END = RunEnd(
     ended_unix_s=1090.0,
     exit_status=0,
@@ -73,7 +73,7 @@ SETTINGS = RunSettings(
 def kept(
     directory: Path, job_id: str, number: int, *, end: RunEnd | None = END, lives: bool = False
 ) -> RecordedRun:
-    """A run on disk. `lives`: this process runs it."""
+    """Writes a run to disk and returns it. `lives`: True if its process is this one."""
     own = directory / job_id / str(number)
     own.mkdir(parents=True)
     pid = os.getpid() if lives else _GONE
@@ -107,7 +107,7 @@ def test_the_oldest_beyond_the_number_or_the_size_are_removed_and_none_that_runs
         "3",
         "4",
     ]
-    assert to_remove([stored("large", 0, 5000)], limits) == [], "the newest is kept in any case"
+    assert to_remove([stored("large", 0, 5000)], limits) == [], "the newest run is always kept"
     running = [stored("old", -99, 5000, ended=False), *runs[:3]]
     assert to_remove(running, limits) == []
 
@@ -186,8 +186,8 @@ def test_launchers_that_begin_at_once_get_a_directory_each_and_keep_it(tmp_path:
 
 def test_limits_are_variables() -> None:
     assert Limits.load({}) == Limits(runs=100, nbytes=1 << 30)
-    told = {"SHOAL_HISTORY_RUNS": "7", "SHOAL_HISTORY_MIB": "2"}
-    assert Limits.load(told) == Limits(runs=7, nbytes=2 << 20)
+    values = {"SHOAL_HISTORY_RUNS": "7", "SHOAL_HISTORY_MIB": "2"}
+    assert Limits.load(values) == Limits(runs=7, nbytes=2 << 20)
     for text in ("-1", "many", "1.5"):
         with pytest.raises(ConfigurationError, match=f"SHOAL_HISTORY_RUNS='{text}': expected"):
             Limits.load({"SHOAL_HISTORY_RUNS": text})
@@ -230,12 +230,12 @@ def test_a_comparison_has_both_results_and_only_the_settings_that_differ(tmp_pat
     worse = replace(END, outcome=Outcome.FAILED, steps=150, ranks=1, loss=None, strategy="zero1")
     other = replace(one, number=2, arguments=("--lr", "0.2"), end=worse)
     results, settings = compare(one, other)
-    told = {row.name: (*row.values, row.change) for row in results}
-    assert told["outcome"] == ("completed", "failed", "")
-    assert told["steps"] == ("300", "150", "-50.0%")
-    assert told["steps/s"] == ("5", "2.5", "-50.0%")
-    assert told["loss"] == ("0.5", "-", "")
-    assert told["accuracy"] == ("0.75", "0.75", "")
+    values = {row.name: (*row.values, row.change) for row in results}
+    assert values["outcome"] == ("completed", "failed", "")
+    assert values["steps"] == ("300", "150", "-50.0%")
+    assert values["steps/s"] == ("5", "2.5", "-50.0%")
+    assert values["loss"] == ("0.5", "-", "")
+    assert values["accuracy"] == ("0.75", "0.75", "")
     assert {row.name: row.values for row in settings} == {
         "arguments": ("--lr 0.1", "--lr 0.2"),
         "strategy": ("ddp", "zero1"),
@@ -271,7 +271,7 @@ def test_the_output_of_a_run_is_kept_in_two_files_of_bounded_size(
     run = History().find("train")
     assert list(run.log_lines())[-3:] == ["[0]: line 17", "[0]: line 18", "[0]: line 19"]
     assert 2 <= len(list(run.log_lines())) <= 6
-    assert len(shown) == 21, "the terminal gets everything as it is"
+    assert len(shown) == 21, "the terminal gets all lines unchanged"
 
 
 def test_a_record_has_the_script_and_its_arguments_and_no_environment(

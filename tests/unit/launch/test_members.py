@@ -1,4 +1,4 @@
-"""A parameter server is killed only if it is the one that is meant."""
+"""A parameter server is killed only if it belongs to the right cluster and job."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ SERVER = f"shoal_ps_server --job {JOB} --server-id=server-0 --coordinator 127.0.
 
 @pytest.fixture
 def server() -> Iterator[subprocess.Popen[bytes]]:
-    """A process with the command line of a parameter server. It ends with its standard input."""
+    """A process with the command line of a parameter server. It ends when its standard input is
+    closed."""
     command = [sys.executable, "-c", "import sys; sys.stdin.read()", *SERVER.split()]
     with subprocess.Popen(command, stdin=subprocess.PIPE) as process:
         yield process

@@ -1,4 +1,4 @@
-"""From pipes to lines with a rank in front."""
+"""The bytes in workers' pipes become lines with a rank prefix."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_no_byte_but_lone_carriage_returns_is_lost_whatever_the_cuts(pieces: lis
 
 
 class Collector:
-    """A writer that remembers, and can be waited for."""
+    """A writer that stores its lines and can be waited for."""
 
     def __init__(self) -> None:
         self.lines: dict[Stream, bytes] = {Stream.OUT: b"", Stream.ERR: b""}

@@ -1,4 +1,4 @@
-"""Tests the picture of a run: what is in it, how smooth its throughput is, what its ticks say."""
+"""The plot of a run: its contents, the smoothness of its throughput, and its tick labels."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ BATCH, STEP_NS = 96, 30_000_000
 
 
 def figures(losses: list[float], *, samples: bool = True, **metrics: float) -> RunFigures:
-    """A run of steps of 30 ms, looked at every 200 ms or so, with a loss for each look."""
+    """Returns a run with steps of 30 ms, sampled about every 200 ms, with a loss for each
+    sample."""
     generator, points, at_ns = random.Random(0), [], 0
     for loss in losses:
         at_ns += round(generator.uniform(0.15, 0.25) * 1e9)
@@ -65,7 +66,8 @@ def texts(file: Path) -> list[str]:
 
 @pytest.mark.parametrize("samples", [True, False])
 def test_a_steady_run_has_a_steady_throughput(samples: bool) -> None:
-    """Single looks differ in their steps by up to a third."""
+    """The plotted throughput of a steady run is constant, although the numbers of steps between
+    samples vary by up to a third."""
     shown = rates(figures([0.5] * 300, samples=samples))
     expected = (BATCH if samples else 1) * 1e9 / STEP_NS
     assert len(shown) == 40
@@ -81,7 +83,7 @@ def test_a_short_run_has_fewer_intervals_and_the_shortest_none_too_many() -> Non
 @pytest.mark.parametrize(
     ("losses", "expected"),
     [
-        ([0.7, 0.6, 0.3], {"0.4", "0.6"}),  # of a logarithmic axis: 6 x 10^-1
+        ([0.7, 0.6, 0.3], {"0.4", "0.6"}),  # on a logarithmic axis: 6 x 10^-1
         ([50.0, 1.0, 0.02], {"0.1", "1", "10"}),
         ([3000.0, 2000.0], {"2,400", "3,000"}),
     ],

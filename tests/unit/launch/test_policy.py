@@ -1,4 +1,4 @@
-"""Tests what a launcher decides about exits, told as short stories of exits and actions."""
+"""The launcher's decisions about worker exits, tested as short stories of exits and actions."""
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ class TestAnElasticWorkerThatRaised:
         story.heard(JobEnd.COMPLETED)
         story.exited(ended(0, DONE), elastic=True)
         assert story.exited(ended(1, RAISED), elastic=True) is Action.NONE, (
-            "the others are about to end by themselves"
+            "the other workers are about to end by themselves"
         )
         assert story.fails_job
         story.exited(ended(2, DONE), elastic=True)

@@ -1,4 +1,4 @@
-"""Tests what `shoal.ray.run` asks for, refuses, and tells the launchers; without Ray."""
+"""`shoal.ray.run` without Ray: its requests, its refusals and the flags of its launchers."""
 
 from __future__ import annotations
 
@@ -94,9 +94,9 @@ def test_servers_beside_a_coordinator_of_others_are_refused() -> None:
 
 def test_without_ray_the_error_names_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
-    with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[ray\]'") as told:
+    with pytest.raises(ConfigurationError, match=r"pip install 'shoal\[ray\]'") as raised:
         shoal.ray.run("train.py")
-    assert told.value.reason == "RAY_NOT_INSTALLED"
+    assert raised.value.reason == "RAY_NOT_INSTALLED"
 
 
 def test_ray_is_not_imported_before_it_is_needed() -> None:

@@ -1,4 +1,4 @@
-"""Running clusters, found without an address."""
+"""Running clusters are found without an address."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests what a launcher makes of its workers' commits and the coordinator's events: pauses,
-figures, lines."""
+"""A launcher computes pauses, figures and log lines from its workers' commits and the coordinator's
+events."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Event:
 
 
 class Run:
-    """Workers that commit together, 10 ms a step."""
+    """Workers that commit together, with 10 ms per step."""
 
     def __init__(self, directory) -> None:
         self.clock = Clock()
@@ -149,7 +149,7 @@ def test_a_loss_and_a_join_are_told_with_their_pauses_and_the_step_from_which_it
     )
     assert figures.paused_s == pytest.approx(0.14)
     assert figures.longest_pause_s == pytest.approx(0.09)
-    assert figures.lost_s == pytest.approx(0.12)  # but for the steps of 10 ms
+    assert figures.lost_s == pytest.approx(0.12)  # the time without the regular steps of 10 ms
     assert figures_lines(figures) == [
         "50 steps, 4,800 samples in 0.6 s: 7,869 samples/s; loss 2",
         "1 fault, 1 join, 0 leaves: 2 pauses, 0.140 s in all, 0.090 s the longest; 0.120 s lost",
@@ -254,12 +254,12 @@ def test_a_rank_that_is_kept_out_counts_as_a_fault(run: Run) -> None:
     run.clock.ns += 30_000 * MS
     run.steps(21, 40, "a", generation=2)
     run.look(settle=True)
-    told = {
+    attributes = {
         "rank": "1",
         "who": "rank 1 (pid 7 on vm)",
         "reason": "it and a accused each other 2 times",
     }
-    kept_out = Event(kind="member_quarantined", generation=1, member_id="b", attributes=told)
+    kept_out = Event(kind="member_quarantined", generation=1, member_id="b", attributes=attributes)
     formed = Event(kind="generation_formed", generation=2, attributes={"world_size": "1"})
     (line,) = run.account.explain([FORMED, kept_out, formed], {}, run.clock.ns)
     assert line.startswith(
@@ -279,7 +279,7 @@ def test_steps_of_seconds_are_no_pauses_and_give_the_time_left(run: Run) -> None
     assert run.account.course.standstills == []
     run.account.explain([FORMED], {}, run.clock.ns)
     run.clock.ns += 2_000 * MS
-    assert not run.account.wants_events(run.clock.ns), "the coordinator is not asked in each step"
+    assert not run.account.wants_events(run.clock.ns), "events are not requested in each step"
     status = run.account.status
     assert status is not None
     assert status.left is not None
@@ -318,7 +318,7 @@ def test_a_batch_on_the_servers_counts_where_its_worker_died_before_counting_it(
     first, second, third, fourth = 2**64 - 1, 2**63, 7, 8  # keys have 64 bits
     push("a", 1, first)
     push("a", 2, second)
-    writers["a"].pushing(third)  # it is killed: the servers may have it
+    writers["a"].pushing(third)  # killed: the servers may have the batch
     push("b", 1, fourth)
 
     def tallies() -> dict[str, Tally]:
@@ -328,7 +328,7 @@ def test_a_batch_on_the_servers_counts_where_its_worker_died_before_counting_it(
 
     account.take(tallies(), clock.ns)
     assert (account.figures.steps, account.figures.samples) == (3, 12)
-    for batch in (second, third):  # both are dealt to b, which finds them there
+    for batch in (second, third):  # both batches are dealt to b, whose servers know them already
         writers["b"].pushing(batch)
         writers["b"].known(batch, 1, 4)
     account.take(tallies(), clock.ns, settle=True)
@@ -336,8 +336,8 @@ def test_a_batch_on_the_servers_counts_where_its_worker_died_before_counting_it(
 
 
 def test_inner_steps_count_once_their_round_is_on_the_servers(tmp_path) -> None:
-    """Rounds of three steps with four samples each, pushed by workers that progress meters
-    follow."""
+    """Steps count once the push of their round is acknowledged. Each round has three steps with
+    four samples each."""
     account, clock = RunAccount(), Clock()
     meters: dict[str, ProgressMeter] = {}
     steps = dict.fromkeys("ab", 0)
@@ -372,7 +372,7 @@ def test_inner_steps_count_once_their_round_is_on_the_servers(tmp_path) -> None:
     assert figures() == (6, 24)
     step("a")
     step("a")
-    meters["a"].pushing(3)  # it is killed: the servers may have the round
+    meters["a"].pushing(3)  # killed: the servers may have the round
     assert figures() == (6, 24)
     take_round("b", 3, known=True)
     assert figures() == (9, 36)
@@ -383,7 +383,7 @@ def test_inner_steps_count_once_their_round_is_on_the_servers(tmp_path) -> None:
     assert figures() == (12, 48)
     step("b")
     step("b")
-    meters["b"].round_pushed()  # optimizer.synchronize_parameters()
+    meters["b"].round_pushed()  # after optimizer.synchronize_parameters()
     assert figures() == (14, 56)
     step("b")
     assert figures() == (14, 56)

@@ -1,4 +1,4 @@
-"""Values of flags: what is understood, and what each mistake is told."""
+"""Values of flags: accepted forms, and the error for each mistake."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_wrong_numbers_of_workers_are_refused_by_name(text: str) -> None:
 
 
 def torch_that_sees(devices: str, directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The launcher's machine has a driver, and a torch that counts so many devices."""
+    """Simulates a machine with a driver and a torch that counts this many devices."""
     (directory / "torch.py").write_text(
         f"class cuda:\n    device_count = staticmethod(lambda: {devices})\n"
     )

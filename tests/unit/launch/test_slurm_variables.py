@@ -1,4 +1,4 @@
-"""Tests what SLURM says of an allocation, as a run's variables."""
+"""The run's variables that follow from a SLURM allocation."""
 
 from __future__ import annotations
 

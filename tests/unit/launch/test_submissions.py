@@ -1,4 +1,4 @@
-"""Records of runs in the background: what is kept, what counts as ended, and what is forgotten."""
+"""Records of background runs: which are kept, which count as ended, and which are ignored."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from shoal.launcher.run.submissions import (
 from shoal_common.errors import ConfigurationError, UnknownResourceError
 
 _GONE = 2**22 + 1
-"""Above any process's number."""
+"""Larger than any process id."""
 
 
 def record(directory: Path, job_id: str, run: int, *, pid: int = _GONE) -> Path:

@@ -1,4 +1,4 @@
-"""The account of a run that failed, as a person reads it."""
+"""The summary of a failed run, as a person reads it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Tests which commands are run by a warm process."""
+"""The commands that a warm process may run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The variables that worker processes get."""
+"""The environment variables that worker processes get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Costs of a schedule, counted on its order of computations."""
+"""Costs of a schedule, computed from its order of computations."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from shoal_worker.pipelining.schedule import Action, Kind, Schedule
 
 
 def in_flight(schedule: Schedule, rank: int) -> int:
-    """The most (stage, micro-batch) pairs whose activations that rank holds at once: from the
-    forward pass to the last part of the backward."""
+    """Returns the largest number of (stage, micro-batch) pairs whose activations the rank keeps at
+    once. A pair is kept from the forward pass to the last part of the backward pass."""
     held = most = 0
     for action in schedule.actions[rank]:
         if action.kind is Kind.FORWARD:
@@ -26,8 +26,8 @@ def bubble(
     backward_input: float = 1.0,
     backward_weight: float = 1.0,
 ) -> float:
-    """The share of the step in which ranks idle, on average, if a stage takes so long for each part
-    and communication nothing."""
+    """Returns the average fraction of the step in which ranks idle, given the time that a stage
+    takes for each part. Communication takes no time."""
     costs = {
         Kind.FORWARD: forward,
         Kind.BACKWARD: backward_input + backward_weight,
@@ -45,8 +45,8 @@ def bubble(
 
 
 def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[float]:
-    """Returns when each rank is done, every rank doing its computations in order, each as soon as
-    what it needs is there."""
+    """Returns when each rank is done. Every rank runs its computations in order, each as soon as
+    its inputs are there."""
     done: dict[Action, float] = {}
     waiting = [
         [action for action in actions if action.kind in costs] for actions in schedule.actions
@@ -68,7 +68,8 @@ def _finishing_times(schedule: Schedule, costs: Mapping[Kind, float]) -> list[fl
 
 
 def _ready_at(action: Action, stages: int, done: Mapping[Action, float]) -> float | None:
-    """Returns when what this needs of other ranks is there; None: not yet known."""
+    """Returns when the action's inputs from other ranks are there, or None if this is not known
+    yet."""
     if action.kind is Kind.FORWARD:
         return (
             0.0

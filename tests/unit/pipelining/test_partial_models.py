@@ -1,5 +1,5 @@
-"""Parts of layered models, put one after the other, compute what the model computes; or say why
-they cannot."""
+"""The parts of a layered model, run one after another, compute what the model computes. Unsupported
+models raise an error."""
 
 from __future__ import annotations
 
@@ -54,8 +54,8 @@ class Rotary(nn.Module):
 
 
 class LlamaLike(nn.Module):
-    """Nested, a rotary table registered after the layers, keyword arguments, a mapping as
-    output."""
+    """A nested model with a rotary table registered after the layers, keyword arguments, and a
+    mapping as output."""
 
     class Inner(nn.Module):
         def __init__(self) -> None:
@@ -90,8 +90,8 @@ class LlamaLike(nn.Module):
 
 
 class BertLike(nn.Module):
-    """An embedding module of several tables with a norm, an encoder with the layers, a pooler and a
-    classifier."""
+    """A model with an embedding module of several tables and a norm, an encoder with the layers, a
+    pooler and a classifier."""
 
     class Embeddings(nn.Module):
         def __init__(self) -> None:
@@ -286,8 +286,8 @@ def test_a_layer_of_an_earlier_stage_that_is_used_again_is_refused() -> None:
 
 
 def test_activation_checkpointing_around_and_within_layers_gives_the_same_gradients() -> None:
-    """A layer that runs again in the backward pass, after the stage has seen another micro-batch,
-    finds its own input."""
+    """A checkpointed layer that runs again in the backward pass uses its own input, although its
+    stage has processed another micro-batch in between."""
     torch.manual_seed(0)
     model = LlamaLike()
     for layer in model.model.layers:

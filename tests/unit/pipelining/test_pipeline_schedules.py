@@ -1,5 +1,5 @@
-"""The orders of computation, their micro-batches in flight and their bubbles, against the papers'
-figures."""
+"""The schedules' orders of computation, numbers of micro-batches in flight and bubbles, compared
+with the figures in the papers."""
 
 from __future__ import annotations
 
@@ -32,17 +32,19 @@ def _made(name: str, ranks: int = RANKS, micro_batches: int = MICRO_BATCHES) -> 
 
 
 def test_one_forward_one_backward_holds_as_many_micro_batches_as_stages_follow() -> None:
-    """Narayanan et al., PipeDream-2BW 2021, section 3.2; GPipe holds all."""
+    """1F1B keeps as many micro-batches in flight as there are stages from the rank's on (Narayanan
+    et al., PipeDream-2BW 2021, section 3.2). GPipe keeps all."""
     assert [in_flight(_made("1f1b"), rank) for rank in range(RANKS)] == [4, 3, 2, 1]
     assert [in_flight(_made("gpipe"), rank) for rank in range(RANKS)] == [MICRO_BATCHES] * RANKS
 
 
 def test_in_flight_of_schedules_with_two_stages_on_a_rank() -> None:
-    """In stages' activations, each half as large as with one stage on a rank.
+    """Schedules with two stages per rank keep the published numbers of activations in flight. These
+    are half as large as with one stage per rank.
 
-    Interleaved: 2(p - 1 - r) + (v - 1)p warm-up passes and one (Narayanan et al. 2021, section
-    2.2). ZBV: 2p, as 1F1B's p whole ones (Qi et al. 2024, section 6). Looped BFS: all (Lamy-Poirier
-    2022).
+    Interleaved: 2(p - 1 - r) + (v - 1)p warm-up passes, plus one (Narayanan et al. 2021, section
+    2.2). ZBV: 2p, as much as the p full-size ones of 1F1B (Qi et al. 2024, section 6). Looped BFS:
+    all (Lamy-Poirier 2022).
     """
     expected = [2 * (RANKS - 1 - rank) + RANKS + 1 for rank in range(RANKS)]
     assert [in_flight(_made("interleaved_1f1b"), rank) for rank in range(RANKS)] == expected
@@ -56,12 +58,13 @@ def test_in_flight_of_schedules_with_two_stages_on_a_rank() -> None:
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
 def test_the_bubble_is_p_less_one_over_m_and_p_less_one(name: str) -> None:
-    """Huang et al., GPipe 2019, section 2.3."""
+    """The bubble of GPipe and 1F1B is (p - 1) / (m + p - 1) (Huang et al., GPipe 2019, section
+    2.3)."""
     assert bubble(_made(name), 1, 1, 1) == pytest.approx((RANKS - 1) / (MICRO_BATCHES + RANKS - 1))
 
 
 def test_interleaving_divides_the_bubble_and_zero_bubble_schedules_nearly_end_it() -> None:
-    plain = bubble(_made("1f1b"), 2, 2, 2)  # stages twice as large
+    plain = bubble(_made("1f1b"), 2, 2, 2)  # stages that are twice as large
     stages = 2
     assert bubble(_made("interleaved_1f1b")) == pytest.approx(
         (RANKS - 1) / (stages * MICRO_BATCHES + RANKS - 1)
@@ -78,8 +81,8 @@ def test_interleaving_divides_the_bubble_and_zero_bubble_schedules_nearly_end_it
 def test_any_number_of_micro_batches_goes_through_in_an_order_that_cannot_deadlock(
     name: str, ranks: int, micro_batches: int
 ) -> None:
-    """Both sides of each pair of ranks transfer the same things in the same order, and waiting at
-    each one ends."""
+    """The two sides of each pair of ranks transfer the same things in the same order, and every
+    wait ends."""
     schedule = _made(name, ranks, micro_batches)
     assert schedule.micro_batches == micro_batches
     sent: dict[tuple[int, int], list[Action]] = {}
@@ -129,8 +132,8 @@ def test_stages_lie_in_rounds_or_forth_and_back_and_forward_passes_go_breadth_fi
 def test_messages_need_no_buffer_and_one_queue_on_each_rank(
     name: str, ranks: int, micro_batches: int
 ) -> None:
-    """On one NCCL communicator a rank's messages run in the order in which it issues them, each
-    when its other side is at it."""
+    """A schedule does not deadlock if each message must run when both sides reach it, as on one
+    NCCL communicator."""
     schedule = _made(name, ranks, micro_batches)
     queues = [
         [action for action in actions if action.kind not in _COMPUTES]
@@ -149,7 +152,7 @@ def test_messages_need_no_buffer_and_one_queue_on_each_rank(
 
 
 def _sender(action: Action) -> Action | str:
-    """The other side of a receive."""
+    """Returns the send that matches a receive."""
     if action.kind is Kind.RECEIVE_FORWARD:
         return Action(Kind.SEND_FORWARD, action.stage - 1, action.micro_batch)
     if action.kind is Kind.RECEIVE_BACKWARD:

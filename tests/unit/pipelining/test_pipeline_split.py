@@ -1,4 +1,4 @@
-"""Tests which stage holds what: pure values."""
+"""The assignment of modules to pipeline stages, tested on plain values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Makers of the values that these tests are about."""
+"""Factory of partitions, uploads and shards for the parameter server tests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal_ps_server.shard.shard import Shard
 
 
 class Make:
-    """Partitions, uploads and shards with sensible defaults."""
+    """Creates partitions, uploads and shards with sensible defaults."""
 
     def spec(
         self,
@@ -32,7 +32,7 @@ class Make:
         tensor: str = "weight",
         offset: int = 0,
     ) -> PartitionSpec:
-        """One piece."""
+        """Returns a partition with one piece."""
         return self.packed(partition_id, (tensor, length), dtype=dtype, offset=offset)
 
     def packed(
@@ -42,7 +42,8 @@ class Make:
         dtype: str = "float32",
         offset: int = 0,
     ) -> PartitionSpec:
-        """Several tensors; of each its name and elements."""
+        """Returns a partition with several pieces, given as tensor names and numbers of
+        elements."""
         return PartitionSpec(
             partition_id=partition_id,
             pieces=tuple(
@@ -75,8 +76,11 @@ class Make:
         absent: Sequence[int] = (),
         finished: Sequence[int] = (),
     ) -> Upload:
-        """`cuts`: byte positions between which the payload's pieces lie. `digest` None:
-        computed."""
+        """Returns a complete upload of `values`.
+
+        cuts: byte positions at which the payload is split into chunks.
+        digest: checksum in the header; None computes the right one.
+        """
         spec = spec or self.spec()
         data = bytes(bytes_of(torch.as_tensor(values, dtype=spec.element.torch)))
         edges = [0, *sorted(cuts), len(data)]
@@ -102,8 +106,8 @@ class Make:
     def bucket(
         self, partition_id: int = 0, *, dim: int = 4, rows: int = 0, number: int = 0, **table: Any
     ) -> PartitionSpec:
-        """A bucket of a table, the only one unless `buckets` says otherwise. `table`: fields of its
-        specification."""
+        """Returns a bucket of a sparse table, the only one unless `buckets` says otherwise. `table`
+        has fields of the table's specification."""
         defaults = {
             "buckets": 1,
             "seed": 7,
@@ -132,7 +136,8 @@ class Make:
         base_version: int = 1,
         batch: int = 0,
     ) -> Upload:
-        """A push of rows. `gradients`: `[len(ids), dim]`, or what all of it is."""
+        """Returns a push of rows to a sparse table. `gradients` has the shape `[len(ids), dim]` or
+        is broadcast to it."""
         spec = spec or self.bucket()
         assert spec.bucket is not None
         given = np.broadcast_to(np.asarray(gradients, np.float32), (len(ids), spec.bucket.dim))
@@ -160,7 +165,7 @@ class Make:
     def shard(
         self, *specs: PartitionSpec, optimizer: OptimizerSettings | None = None, values: Any = None
     ) -> Shard:
-        """With every partition at version 1: `values`, or zeros."""
+        """Returns a shard with every partition at version 1, filled with `values` or zeros."""
         layout = self.layout(*specs)
         shard = Shard(optimizer=optimizer or self.sgd())
         shard.adopt(layout)
@@ -176,7 +181,7 @@ class Make:
         return shard
 
     def values(self, shard: Shard, partition_id: int = 0) -> torch.Tensor:
-        """Returns what a pull would give."""
+        """Returns the values that a pull would return."""
         image = shard.image(partition_id)
         assert image is not None
         return image.values

@@ -1,4 +1,4 @@
-"""A server's state behind its journal, without RPCs: opened, changed, killed and recovered."""
+"""A server's state with its journal, without RPCs: tests open, change, kill and recover it."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ADAMW = {"lr": 0.1, "weight_decay": 0.01}
 
 
 class Journaled:
-    """`shard`, `layout`, `configuration` and `members`: what a server has."""
+    """The parts of a server that the journal records: shard, layout, configuration and members."""
 
     def __init__(self, directory: DataDirectory, fsync: Fsync) -> None:
         recovered = directory.recover(job_id=JOB, server_id=SERVER)
@@ -85,7 +85,7 @@ class Journaled:
         await asyncio.shield(self.changes.configure(configuration, effect))
 
     async def push(self, upload: Any) -> Outcome:
-        # as a stream does, whose caller may go away
+        # shielded as in an upload stream, whose caller may be cancelled
         return await asyncio.shield(await self.changes.push(upload))
 
     async def initialize(self, upload: Any) -> Outcome:
@@ -107,8 +107,8 @@ class Journaled:
 
 @asynccontextmanager
 async def opened(path: Path, fsync: Fsync = Fsync.GROUP) -> AsyncIterator[Journaled]:
-    """Recovers, and writes from then on. At the end nothing is written but what was said before: as
-    after a SIGKILL."""
+    """Opens a data directory: recovers the server, which then writes its journal. Leaving the
+    context writes nothing more, as if the process had been killed with SIGKILL."""
     with DataDirectory(path) as directory:
         server = Journaled(directory, fsync)
         try:
@@ -119,12 +119,12 @@ async def opened(path: Path, fsync: Fsync = Fsync.GROUP) -> AsyncIterator[Journa
 
 
 def state_of(shard: Shard) -> dict[int, Any]:
-    """All that a shard has, to be compared with `same`."""
+    """Returns the complete state of a shard, for comparison with `same`."""
     return {number: shard.image(number) for number in shard.partition_ids()}
 
 
 def same(left: dict[int, Any], right: dict[int, Any]) -> bool:
-    """To the last bit."""
+    """Returns whether two states are bitwise equal."""
     if left.keys() != right.keys():
         return False
     for one, other in zip(left.values(), right.values(), strict=True):
@@ -152,7 +152,7 @@ def same(left: dict[int, Any], right: dict[int, Any]) -> bool:
 
 
 def arrays_of(rows: Any) -> dict[str, tuple[Any, ...]]:
-    """A bucket's rows, to be compared to the last bit."""
+    """Returns a bucket's rows in a form that compares bitwise."""
     arrays = {"ids": rows.ids, "values": rows.values, "updated_at": rows.updated_at, **rows.state}
     return {name: (array.shape, array.dtype, array.tobytes()) for name, array in arrays.items()}
 
@@ -162,7 +162,7 @@ def run(test: Any) -> Any:
 
 
 def recovered(path: Path) -> dict[int, Any]:
-    """Returns what a server has that starts on a copy of the directory."""
+    """Returns the state that a server recovers from a copy of the directory."""
     copy = path.with_name(f"{path.name}.copy")
     shutil.rmtree(copy, ignore_errors=True)
     shutil.copytree(path, copy)
@@ -171,7 +171,8 @@ def recovered(path: Path) -> dict[int, Any]:
 
 
 async def begun(server: Journaled, make: Any, consistency: Consistency | None = None) -> None:
-    """Two partitions with values, of which one is of bfloat16, AdamW, and three members."""
+    """Sets up a server with two partitions that have values, one of them of bfloat16, AdamW, and
+    three members."""
     server.members = Members(generation=1, members=frozenset("abc"))
     specs = (make.spec(0), make.spec(3, length=4, dtype="bfloat16", tensor="bias"))
     server.adopt(make.layout(*specs))
@@ -183,14 +184,14 @@ async def begun(server: Journaled, make: Any, consistency: Consistency | None = 
 
 
 def file(path: Path) -> Path:
-    """The journal's only file."""
+    """Returns the only file of the journal."""
     (found,) = path.glob("journal.0*")
     return found
 
 
 @contextmanager
 def largest_file(nbytes: int) -> Iterator[None]:
-    """No file of this process can grow beyond it: what a full disk is to a journal."""
+    """Limits the size of all files that this process writes. To a journal, this is a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (nbytes, hard))
     try:

@@ -1,5 +1,5 @@
-"""Two servers of which one gives partitions to the other, without RPCs, and what each of them is to
-have."""
+"""Two servers, one of which gives partitions to the other, without RPCs, and the state that each is
+expected to have."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def specs(make: Any) -> tuple[PartitionSpec, ...]:
 
 
 def layout_of(make: Any, index: int, *, moved: bool) -> Layout:
-    """The map before the move (epoch 1), or after it (epoch 2), as one of the two servers sees
-    it."""
+    """Returns the shard map before the move (epoch 1) or after it (epoch 2) as seen by one of the
+    two servers."""
     owners = {
         spec.partition_id: int(moved and spec.partition_id in ORDER.partition_ids)
         for spec in specs(make)
@@ -69,7 +69,7 @@ def layout_of(make: Any, index: int, *, moved: bool) -> Layout:
 
 
 class GiverWithoutNetwork(Giver):
-    """Hands partitions over by `transfer`, where a test has set it."""
+    """Hands partitions over by calling `transfer`, which a test sets."""
 
     transfer: Callable[[MoveOrder, Callable[[], None]], Awaitable[str]] | None = None
 
@@ -78,14 +78,14 @@ class GiverWithoutNetwork(Giver):
 
 
 class Moved:
-    """A server of which partitions move: its journal, and what gives and takes."""
+    """A server that gives or receives partitions, with its journal, its giver and its receiver."""
 
     def __init__(self, server: Journaled, make: Any, index: int) -> None:
         self.server = server
         self.index = index
         self.make = make
         self.has_begun = False
-        """To send."""
+        """True if this server has begun to send partitions."""
         self.membership = Membership(
             fence=Fence(), clocks=Clocks(), admission_wait=timedelta(seconds=0.01)
         )
@@ -117,7 +117,7 @@ class Moved:
         await self.layouts.any()
 
     async def hand_over(self, receiver: Moved, order: MoveOrder = ORDER) -> None:
-        """Hands partitions over as `give` does, without a network."""
+        """Hands partitions over as `give` does, but without a network."""
         self.gives_to(receiver)
         assert await self.giver.give(order) == "receiver"
 
@@ -169,8 +169,8 @@ class Moved:
 
 
 class History:
-    """The state at each version of one server that applies the same pushes and gives no partition
-    away."""
+    """Records the state at each version of a server that applies the same pushes and gives no
+    partition away."""
 
     def __init__(self, make: Any) -> None:
         self._make = make
@@ -189,7 +189,7 @@ class History:
         )
 
     async def push(self, server: Journaled, sequence: int, partition_ids: Any = (0, 1, 3)) -> None:
-        """To a server, and here. Number 0 are the first values."""
+        """Pushes to `server` and to this record. Sequence number 0 initializes the values."""
         for spec in specs(self._make):
             number = spec.partition_id
             if number in partition_ids:
@@ -200,7 +200,8 @@ class History:
                 self._images[number][self.whole.version(number)] = self.whole.image(number)
 
     def has(self, shard: Shard) -> bool:
-        """Returns whether each partition of a shard that has values has those of its version."""
+        """Returns whether each partition in the shard that has values has the recorded values of
+        its version."""
         found = {number: image for number, image in state_of(shard).items() if image is not None}
         return same(
             found, {number: self._images[number][image.version] for number, image in found.items()}
@@ -209,8 +210,8 @@ class History:
 
 @asynccontextmanager
 async def two(tmp_path: Path, make: Any) -> AsyncIterator[tuple[Moved, Moved, History]]:
-    """The giver, which has values and AdamW's state, the receiver, which has nothing, and what is
-    to be."""
+    """Yields a giver with values and AdamW's state, an empty receiver, and the record of expected
+    states."""
     async with AsyncExitStack() as stack:
         giver, receiver = [
             Moved(await stack.enter_async_context(opened(tmp_path / name)), make, index)
@@ -225,8 +226,8 @@ async def two(tmp_path: Path, make: Any) -> AsyncIterator[tuple[Moved, Moved, Hi
         yield giver, receiver, history
 
 
-class Told:
-    """The coordinator, as a giver's reports reach it."""
+class ReportRecorder:
+    """Records the giver's reports to the coordinator."""
 
     def __init__(self, moved: Moved) -> None:
         self.reports: list[tuple[int, str, str]] = []
@@ -260,8 +261,8 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
-class Follows:
-    """Hears of records, and confirms none."""
+class SilentFollower:
+    """A follower of a journal that records the kinds of records and confirms none."""
 
     def __init__(self) -> None:
         self.heard: list[str] = []

@@ -1,4 +1,4 @@
-"""Tests where workers are told to reach a server, and Prometheus its metrics."""
+"""The addresses that a server advertises to workers and, for its metrics, to Prometheus."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ BASE = ("--coordinator", "127.0.0.1:7000", "--job", "job", "--server-id", "s")
 EVERYWHERE = (*BASE, "--listen", "0.0.0.0:0", "--http", "[::]:0")
 
 
-def told(settings: PsServerSettings) -> tuple[str, str]:
+def advertised(settings: PsServerSettings) -> tuple[str, str]:
     return settings.advertised(7), settings.advertised_http(8)
 
 
@@ -21,20 +21,23 @@ def without_variables(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_it_is_where_the_server_listens() -> None:
-    assert told(parse_command_line((*BASE, "--listen", "[::1]:0"))) == ("[::1]:7", "127.0.0.1:8")
+    assert advertised(parse_command_line((*BASE, "--listen", "[::1]:0"))) == (
+        "[::1]:7",
+        "127.0.0.1:8",
+    )
 
 
 def test_on_all_addresses_it_is_a_usable_name_or_the_address_that_reaches_the_coordinator() -> None:
     host = name_for_others() or "127.0.0.1"
-    assert told(parse_command_line(EVERYWHERE)) == (f"{host}:7", f"{host}:8")
+    assert advertised(parse_command_line(EVERYWHERE)) == (f"{host}:7", f"{host}:8")
 
 
 def test_what_is_advertised_may_be_a_name_that_only_others_know_or_an_interface() -> None:
-    assert told(parse_command_line((*EVERYWHERE, "--advertise", "servers.example"))) == (
+    assert advertised(parse_command_line((*EVERYWHERE, "--advertise", "servers.example"))) == (
         "servers.example:7",
         "servers.example:8",
     )
-    assert told(parse_command_line((*EVERYWHERE, "--advertise", "lo"))) == (
+    assert advertised(parse_command_line((*EVERYWHERE, "--advertise", "lo"))) == (
         "127.0.0.1:7",
         "127.0.0.1:8",
     )
@@ -44,10 +47,10 @@ def test_the_machines_variable_holds_where_the_server_listens_on_all_addresses(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("SHOAL_LOCAL_ADDR", "203.0.113.7")
-    assert told(parse_command_line(EVERYWHERE)) == ("203.0.113.7:7", "203.0.113.7:8")
-    assert told(parse_command_line(BASE)) == ("127.0.0.1:7", "127.0.0.1:8")
+    assert advertised(parse_command_line(EVERYWHERE)) == ("203.0.113.7:7", "203.0.113.7:8")
+    assert advertised(parse_command_line(BASE)) == ("127.0.0.1:7", "127.0.0.1:8")
     assert (
-        told(parse_command_line((*EVERYWHERE, "--advertise", "servers.example")))[0]
+        advertised(parse_command_line((*EVERYWHERE, "--advertise", "servers.example")))[0]
         == "servers.example:7"
     )
     monkeypatch.setenv("SHOAL_LOCAL_ADDR", "eth9")

@@ -1,4 +1,4 @@
-"""Tests which leased batches members have pushed: the server's memory, also over snapshots,
+"""A server remembers which leased batches its members have pushed, also across snapshots,
 recoveries and kills."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def test_batches_in_a_row_grow_together_whoever_has_finished_them() -> None:
         assert all(each in batches for each in keys[: number + 1])
     batches.add([0, 999, 2000])
     assert sorted(batches.runs()) == [(999, 1100), (2000, 2001)]
-    assert 0 not in batches, "none is no batch"
+    assert 0 not in batches, "0 means that a push has no batch"
     assert Batches(batches.runs()).runs() == batches.runs()
 
 
@@ -51,19 +51,22 @@ def test_the_oldest_runs_are_forgotten(monkeypatch) -> None:
 
 
 def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None:
-    """Two loaders in turns, as well: their batches come one from each."""
+    """A batch that a dead member has pushed is acknowledged again but not applied, also if that
+    member alternated between two loaders."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
     keys = [key for pair in zip(range(1000, 1200), range(5000, 5200), strict=True) for key in pair]
-    told: list[int] = []
+    acknowledged: list[int] = []
     for sequence, batch in enumerate(keys, 1):
         for spec in (make.spec(0), make.spec(1, tensor="bias")):
             if (batch, spec.partition_id) != (keys[-1], 1):
                 # it dies in the middle of its last push
                 shard.push(
-                    make.upload(torch.ones(6), spec, sequence=sequence, batch=batch, finished=told)
+                    make.upload(
+                        torch.ones(6), spec, sequence=sequence, batch=batch, finished=acknowledged
+                    )
                 )
-                told = []
-        told = [batch]
+                acknowledged = []
+        acknowledged = [batch]
     for sequence, batch in enumerate(keys, 1):
         for spec in (make.spec(0), make.spec(1, tensor="bias")):
             outcome = shard.push(
@@ -74,13 +77,13 @@ def test_a_batch_of_another_member_is_acknowledged_and_not_applied(make) -> None
                 make.upload(torch.ones(6), spec, member="b", sequence=sequence, batch=batch)
             )
             assert again.duplicate
-            assert again.known_batch is outcome.known_batch, "also when the answer was lost"
+            assert again.known_batch is outcome.known_batch, "a repeated push gets the same answer"
     assert [shard.version(number) for number in (0, 1)] == [1 + len(keys)] * 2
 
 
 def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(make) -> None:
-    """A member pushes a batch to one partition, is refused at the other, and goes on with another
-    batch. Whoever gets the first batch then pushes what is missing of it."""
+    """A batch that member a pushed to one partition but not to the other counts as pushed for the
+    first partition only. The next member that gets the batch pushes the missing part."""
     shard = make.shard(make.spec(0), make.spec(1, tensor="bias"))
     shard.push(make.upload(torch.ones(6), make.spec(0), batch=8))
     with pytest.raises(InvalidRequestError):
@@ -99,8 +102,8 @@ def test_a_batch_that_was_refused_or_left_half_done_is_not_taken_for_finished(ma
 
 
 def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: Path) -> None:
-    """Members push batch after batch to all partitions, dealt again when one dies, with snapshots
-    and kills in between: each is applied once."""
+    """Each batch is applied once, although members die, their batches are dealt again, and the
+    server is snapshotted and killed."""
     specs = [make.spec(number, tensor=f"t{number}") for number in range(3)]
 
     async def life(seed: int, state: dict[str, Any]) -> None:
@@ -118,7 +121,10 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
                 for batch in range(state["next"], state["next"] + generator.randrange(1, 6)):
                     state["next"] = batch + 1
                     state["sequences"][member] = sequence = state["sequences"].get(member, 0) + 1
-                    dies, told = generator.random() < 0.3, state["told"].pop(member, ())
+                    dies, acknowledged = (
+                        generator.random() < 0.3,
+                        state["acknowledged"].pop(member, ()),
+                    )
                     reached = generator.randrange(len(specs)) if dies else len(specs)
                     for spec in specs[:reached]:
                         gradient = torch.full((6,), float(batch))
@@ -129,11 +135,11 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
                                 member=member,
                                 sequence=sequence,
                                 batch=batch,
-                                finished=told,
+                                finished=acknowledged,
                             )
                         )
-                        told = ()
-                    state["told"][member] = (batch,)
+                        acknowledged = ()
+                    state["acknowledged"][member] = (batch,)
                     if generator.random() < 0.3:
                         await server.snapshots.write()
                     state["pushed"].setdefault(member, []).append(batch)
@@ -142,7 +148,7 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
                         break
 
     async def deal_again(state: dict[str, Any]) -> None:
-        """All that the dead ones had, as if nothing of it had been acknowledged."""
+        """Pushes all batches of the dead members again, as if none had been acknowledged."""
         async with opened(tmp_path / "data") as server:
             left = sorted(batch for member in state["dead"] for batch in state["pushed"][member])
             for sequence, batch in enumerate(left, 1):
@@ -170,7 +176,7 @@ def test_what_is_known_of_batches_is_the_same_after_a_recovery(make, tmp_path: P
         "dead": [],
         "pushed": {},
         "sequences": {},
-        "told": {},
+        "acknowledged": {},
     }
     for seed in range(8):
         asyncio.run(life(seed, state))

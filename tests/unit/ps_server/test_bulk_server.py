@@ -1,5 +1,5 @@
-"""The bulk channel's server on a loop of its own: who lets a stream stand still is cut off, and a
-server that stops lets streams end."""
+"""The bulk channel's server on its own event loop: it disconnects stalled streams, and lets streams
+end when it stops."""
 
 from __future__ import annotations
 
@@ -40,12 +40,13 @@ from shoal_ps_server.storage.changes import Changes
 from shoal_ps_server.storage.image import Members
 
 LENGTH = 3 << 20
-"""Elements of the partition: more bytes than sockets on loopback take without being read."""
+"""Number of elements of the partition: more bytes than loopback sockets buffer without being
+read."""
 PULL = pb.PullRequest(job_id="job", shard_map_epoch=1).SerializeToString()
 
 
 class Serving:
-    """One bulk server, one partition with values, members a and b in generation 1."""
+    """A bulk server with one partition that has values, and members a and b in generation 1."""
 
     def __init__(self, make, *, idle: timedelta, staging: int, tls: TlsSettings | None) -> None:
         layout = make.layout(make.spec(length=LENGTH))
@@ -97,10 +98,10 @@ class Serving:
         self.server.start("127.0.0.1", 0)
 
     async def _has_its_place(self) -> None:
-        """It has no backup."""
+        """Does nothing: the server has no backup."""
 
     async def connect(self, member_id: str = "a") -> socket.socket:
-        """A connection that is ready."""
+        """Opens a connection and returns it once it is ready."""
         loop = asyncio.get_running_loop()
         connected = socket.socket()
         connected.setblocking(False)
@@ -114,7 +115,7 @@ class Serving:
 
 @pytest.fixture
 def serving(make):
-    """serving(idle, staging, tls): a `Serving`, in an async with."""
+    """Returns `serve(idle, staging, tls)`, an async context manager that yields a `Serving`."""
 
     @asynccontextmanager
     async def serve(
@@ -133,7 +134,7 @@ def serving(make):
 
 
 def descriptors() -> int:
-    """Returns how many this process has open."""
+    """Returns the number of file descriptors that this process has open."""
     return len(list(Path("/proc/self/fd").iterdir()))
 
 
@@ -164,7 +165,7 @@ async def ends(connected: socket.socket) -> bool:
 
 
 def opening(member_id: str = "a") -> bytes:
-    """The beginning of a push."""
+    """Returns the frames that open a push."""
     header = pb.PushHeader(
         job_id="job",
         member_id=member_id,
@@ -278,7 +279,7 @@ def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_be
                 not (readings := list(made.shard._partitions[0].readings))
                 or not readings[0]._promised
             ):
-                # it waits within a frame
+                # it waits in the middle of a frame
                 await asyncio.sleep(0.01)
             for sequence in (1, 2):
                 made.shard.push(
@@ -289,7 +290,7 @@ def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_be
                         base_version=sequence,
                     )
                 )
-                # a second copy is one too many
+                # a second copy exceeds the limit
                 other = made.shard._partitions[0].read(pb.CODEC_RAW, made.shard._copies)
             answer = await frame(slow)
             assert answer.kind is Kind.PARTITION
@@ -297,7 +298,7 @@ def test_a_pull_that_is_given_up_in_the_middle_of_a_frame_ends_with_its_error_be
             frames = 0
             while (answer := await frame(slow)).kind is Kind.DATA:
                 assert not any(await exactly(slow, answer.length)), (
-                    "the values of the moment when it began"
+                    "the reader gets the values of the version that it began with"
                 )
                 frames += 1
             assert 0 < frames < 4 * LENGTH >> 20
@@ -342,7 +343,8 @@ def test_one_stranger_more_replaces_the_oldest_and_those_of_this_machine_have_th
             for oldest in strangers[:3]:
                 assert await ends(oldest)
             assert len(made.server._strangers[Transport.TCP]) == 5
-            (await made.connect()).close()  # with a ticket, and in the place of another one
+            # has a ticket, and takes the place of another connection
+            (await made.connect()).close()
             assert await ends(strangers[3])
             local = socket.socket(socket.AF_UNIX)
             local.setblocking(False)
@@ -366,7 +368,8 @@ def test_one_stranger_more_replaces_the_oldest_and_those_of_this_machine_have_th
 def test_handshakes_of_strangers_are_not_the_event_loops_work(
     serving, tmp_path, monkeypatch
 ) -> None:
-    """Nor does a silent one hold another one's handshake up."""
+    """TLS handshakes run outside of the event loop, and a client that never finishes its handshake
+    does not delay others."""
     threads: list[str] = []
 
     class Handshakes(ssl.SSLSocket):
@@ -412,7 +415,8 @@ def test_handshakes_of_strangers_are_not_the_event_loops_work(
 @pytest.mark.parametrize("kind", [Kind.PUSH, Kind.PULL])
 @pytest.mark.parametrize("over", [Transport.TCP, Transport.MEMORY])
 def test_a_peer_that_goes_away_while_its_stream_waits_is_noticed(serving, over, kind) -> None:
-    """gRPC cancels a call in this case. Here the stream waits for member b under bsp."""
+    """The server notices that a peer has closed its connection while its stream waits for another
+    member under bsp, as gRPC does by cancelling the call."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
@@ -478,22 +482,23 @@ def test_a_server_that_stops_lets_a_stream_end_and_cuts_idle_connections(serving
 
 @pytest.mark.parametrize("turns", range(5))
 def test_who_connects_in_the_moment_in_which_the_server_stops_is_hung_up_on(serving, turns) -> None:
-    """Not accepted and forgotten. It stops so many turns of the event loop after they have come."""
+    """A client that connects while the server stops is disconnected instead of being accepted and
+    forgotten. The server stops `turns` iterations of the event loop after the connection."""
 
     async def scenario() -> None:
         loop = asyncio.get_running_loop()
         async with serving() as made:
-            for _ in range(3):  # in which it begins to wait for somebody
+            for _ in range(3):  # in which the server begins to accept
                 await asyncio.sleep(0)
-            with socket.socket(socket.AF_UNIX) as comer:
-                comer.connect(f"\0{made.server.memory_name}")
-                comer.setblocking(False)
+            with socket.socket(socket.AF_UNIX) as client:
+                client.connect(f"\0{made.server.memory_name}")
+                client.setblocking(False)
                 for _ in range(turns):
                     await asyncio.sleep(0)
                 await made.server.drain_and_stop(timedelta(0))
                 async with asyncio.timeout(10):
                     with suppress(ConnectionResetError):
-                        assert await loop.sock_recv(comer, 1) == b""
+                        assert await loop.sock_recv(client, 1) == b""
 
     asyncio.run(scenario())
 
@@ -510,7 +515,7 @@ def test_descriptors_of_shared_memory_are_closed_with_their_connections(serving)
                 await loop.sock_sendall(
                     local, greeting(made.tickets.issue(Speaker(member_id=""), loop.time()))
                 )
-                # without taking the descriptor that comes along
+                # it closes without receiving the descriptor
                 assert (await frame(local)).kind is Kind.READY
                 local.close()
             while made.server._serving:

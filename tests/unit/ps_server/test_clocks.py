@@ -1,5 +1,5 @@
-"""asp, ssp and bsp: who may go on. The core is checked against what ssp and bsp promise, whatever
-the order of events."""
+"""The consistency modes asp, ssp and bsp decide which members may proceed. Their promises are
+checked for arbitrary orders of events."""
 
 from __future__ import annotations
 
@@ -70,8 +70,8 @@ def test_a_joiner_starts_where_the_slowest_stands_however_it_counts() -> None:
 
 
 def test_a_member_that_is_placed_anew_takes_part_when_it_has_read() -> None:
-    """Until then it may be placed on other servers still, and nobody is to find its own place by
-    it."""
+    """A member that was placed at a new clock takes part once it has read. Before that, other
+    servers may still place it, so no member is placed by its clock."""
     clocks = Clocks()
     clocks.follow(["a"])
     clocks.arrive("a", 3)
@@ -166,8 +166,8 @@ def test_under_bsp_who_pushes_has_read_before() -> None:
 def test_under_bsp_a_second_push_of_an_iteration_that_is_finished_here_belongs_to_the_next() -> (
     None
 ):
-    """Another server refused the first one, and the member caught the error: it does not count
-    on."""
+    """Under bsp, the second push of a member in an iteration that this server has finished counts
+    for the next iteration. This happens when another server has refused the first push."""
     clocks = Clocks()
     clocks.follow(["a", "b"])
     for member in ("a", "b"):
@@ -221,7 +221,7 @@ def test_an_emptied_job_goes_on_where_it_was() -> None:
 
 
 class StaleSynchronousParallel(RuleBasedStateMachine):
-    """Members that do what ssp allows them, joining and leaving at any time."""
+    """Members that do what ssp allows, joining and leaving at any time."""
 
     members = Bundle("members")
 
@@ -232,7 +232,8 @@ class StaleSynchronousParallel(RuleBasedStateMachine):
         self.iterations: dict[str, int] = {}
         """Number of finished iterations by member, as the member counts them."""
         self.begun: dict[str, int] = {}
-        """The clock at which each member last was let go on, and was then at most `bound` ahead."""
+        """Clock of each member when it last was allowed to proceed. It was then at most `bound`
+        ahead."""
         self.count = 0
         self.slowest_seen = 0
 
@@ -252,7 +253,8 @@ class StaleSynchronousParallel(RuleBasedStateMachine):
 
     @rule(member=members)
     def work(self, member: str) -> None:
-        """Pull (report, maybe wait) and, if let go on, finish an iteration."""
+        """Pulls, which reports the clock. If allowed to proceed, the member finishes an
+        iteration."""
         self.clocks.report(member, self.iterations[member])
         if not self.clocks.may_proceed(member, self.consistency):
             return
@@ -276,7 +278,8 @@ class StaleSynchronousParallel(RuleBasedStateMachine):
     @precondition(lambda self: self.iterations)
     @invariant()
     def nobody_is_more_than_one_iteration_beyond_the_bound(self) -> None:
-        """It begins one at most `bound` ahead, and so ends it at most bound + 1 ahead."""
+        """A member begins an iteration at most `bound` ahead, so it ends it at most `bound` + 1
+        ahead."""
         assert all(
             0 <= self.clocks.lead(member) <= self.consistency.bound + 1
             for member in self.iterations
@@ -310,12 +313,12 @@ class BulkSynchronousParallel(RuleBasedStateMachine):
         self.finished: dict[str, int] = {}
         """Number of finished iterations by member, as the member counts them."""
         self.has_values: dict[str, bool] = {}
-        self.let_in: list[int] = []
+        self.admitted: list[int] = []
         """Iterations of the admitted pushes."""
         self.under_way: dict[str, int] = {}
-        """Members whose push was let in and has not come whole."""
+        """Iteration of each member's push that was admitted and has not completely arrived."""
         self.values: dict[int, int] = {}
-        """Iteration -> how many pushes what it ended with has."""
+        """Number of pushes that are visible in the values read at each clock."""
         self.count = 0
 
     def _follow(self) -> None:
@@ -350,12 +353,12 @@ class BulkSynchronousParallel(RuleBasedStateMachine):
         if not self.clocks.may_proceed(member, BSP):
             return
         clock = self.clocks.members[member].clock
-        assert all(iteration <= clock for iteration in self.let_in), (
-            "it sees a push of a later iteration"
+        assert all(iteration <= clock for iteration in self.admitted), (
+            "the member reads a push of a later iteration"
         )
-        assert not self.under_way, "it sees a part of a push"
-        assert self.values.setdefault(clock, len(self.let_in)) == len(self.let_in), (
-            "others read something else in this iteration"
+        assert not self.under_way, "the member reads a partly applied push"
+        assert self.values.setdefault(clock, len(self.admitted)) == len(self.admitted), (
+            "others have read different values in this iteration"
         )
         self.clocks.has_read(member, self.finished[member])
         self.has_values[member] = True
@@ -368,7 +371,7 @@ class BulkSynchronousParallel(RuleBasedStateMachine):
         if self.clocks.awaited(iteration):
             return
         self.clocks.open(iteration)
-        self.let_in.append(iteration)
+        self.admitted.append(iteration)
         self.under_way[member] = iteration
 
     @rule(member=members)

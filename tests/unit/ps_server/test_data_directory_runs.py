@@ -1,4 +1,4 @@
-"""A data directory that is one run's, and what it keeps of runs that are over."""
+"""A data directory belongs to one run. It also keeps the data of earlier runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def fill(directory: Path, text: str) -> None:
         (directory / name).write_text(text)
 
 
-def held(directory: Path) -> list[str]:
+def contents(directory: Path) -> list[str]:
     return [
         path.read_text()
         for path in sorted(directory.glob("journal.*")) + sorted(directory.glob("snapshot*"))
@@ -45,12 +45,12 @@ def test_data_that_an_older_release_left_is_of_the_first_run(tmp_path: Path) -> 
 def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path) -> None:
     with DataDirectory(tmp_path) as data:
         for text, run in (("a", FIRST), *((text, SECOND) for text in "bcde")):
-            # Redis may have lost a job, and counts anew
+            # Redis may have lost the job and restarted its counter
             data.note_run(run)
             fill(tmp_path, text)
             folder = data.set_aside()
-            assert held(folder) == [text] * 3
-            assert held(tmp_path) == []
+            assert contents(folder) == [text] * 3
+            assert contents(tmp_path) == []
             assert data.run is None
     assert sorted(path.name for path in tmp_path.glob("run-*")) == [
         "run-2",
@@ -64,7 +64,8 @@ def test_what_is_set_aside_is_whole_and_the_newest_four_are_kept(tmp_path: Path)
 
 
 def test_runs_that_stored_nothing_push_out_none_of_what_is_kept(tmp_path: Path) -> None:
-    """A container that is started again and again, and fails before it trains."""
+    """Runs that stored nothing do not displace the kept data of other runs. Such runs occur when a
+    container restarts repeatedly and fails before it trains."""
     with DataDirectory(tmp_path) as data:
         data.note_run(FIRST)
         fill(tmp_path, "a")
@@ -75,9 +76,9 @@ def test_runs_that_stored_nothing_push_out_none_of_what_is_kept(tmp_path: Path) 
             data.segments.create(1, previous_end=0)
             assert data.set_aside() is None
             assert data.run is None
-            assert held(tmp_path) == []
+            assert contents(tmp_path) == []
     assert [path.name for path in tmp_path.glob("run-*")] == ["run-1"]
-    assert held(tmp_path / "run-1") == ["a"] * 3
+    assert contents(tmp_path / "run-1") == ["a"] * 3
 
 
 @pytest.mark.parametrize("moved", [0, 1, 2, 3, 4])
@@ -94,7 +95,7 @@ def test_a_kill_while_data_is_set_aside_is_made_good_by_the_next_server(
             nonlocal renamed
             if target.parent.name == "run-1":
                 if renamed == moved:
-                    raise KeyboardInterrupt  # a kill: nothing after it happens
+                    raise KeyboardInterrupt  # a kill: nothing after it is executed
                 renamed += 1
             return rename(path, target)
 
@@ -104,8 +105,8 @@ def test_a_kill_while_data_is_set_aside_is_made_good_by_the_next_server(
         monkeypatch.undo()
     with DataDirectory(tmp_path) as data:
         assert data.run is None
-    assert held(tmp_path) == []
-    assert held(tmp_path / "run-1") == ["a"] * 3
+    assert contents(tmp_path) == []
+    assert contents(tmp_path / "run-1") == ["a"] * 3
     assert (tmp_path / "run-1" / "run").read_text() == "1:10\n"
 
 

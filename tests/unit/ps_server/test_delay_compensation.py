@@ -1,4 +1,4 @@
-"""Delay compensation: what the paper says, nothing where there is no delay, and the same again
+"""Delay compensation follows the paper, changes nothing without delay, and gives the same bits
 after a crash."""
 
 from __future__ import annotations
@@ -80,8 +80,8 @@ def test_a_push_without_delay_is_applied_bit_for_bit_as_it_came(make, name) -> N
 
 
 def test_a_push_whose_base_is_not_known_is_applied_as_it_came(make) -> None:
-    """By a member that never pulled as itself, or that says it was computed on another version than
-    it pulled last."""
+    """A push is applied without compensation if its member never pulled under its own id, or if the
+    push names another version than the last one that the member pulled."""
     shard = make.shard(optimizer=settings())
     shard.note_pull(0, "b")
     shard.push(make.upload(torch.ones(6), member="a", sequence=1))
@@ -97,9 +97,9 @@ def test_copies_are_shared_counted_and_dropped(make) -> None:
     shard = make.shard(optimizer=settings())
     for member in "abc":
         shard.note_pull(0, member)
-    assert shard.summary().stored_bytes == 24  # of the version that is there, none
+    assert shard.summary().stored_bytes == 24  # none are stored of the current version
     shard.push(make.upload(torch.ones(6), member="a"))
-    assert shard.summary().stored_bytes == 48  # one, for all three
+    assert shard.summary().stored_bytes == 48  # one copy for all three members
     shard.note_pull(0, "a")
     shard.push(make.upload(torch.ones(6), member="d"))
     assert shard.summary().stored_bytes == 72
@@ -176,8 +176,8 @@ def test_it_is_not_for_maximize_and_not_below_zero() -> None:
 def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
     make, tmp_path, seed, monkeypatch
 ) -> None:
-    """Three members push and pull as they like, also while pushes of others are on their way;
-    snapshots come in between, a disk that fails now and then, a schedule, and a restart."""
+    """Recovery after any record gives the same bits, for members that push and pull in random
+    order, with snapshots, disk failures, a schedule and a restart."""
     data = tmp_path / "data"
     generator = random.Random(seed)
     spec = make.packed(0, ("a", 1), ("b", 3), ("c", 2))
@@ -213,7 +213,8 @@ def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
             )
             try:
                 outcome = await server.push(upload)
-            except UnavailableError:  # the disk failed; it is sent again, or another one instead
+            # the disk failed; the push is sent again, or another one instead
+            except UnavailableError:
                 continue
             sequences[member] = sequence
             compensated += outcome.staleness > 0
@@ -245,7 +246,7 @@ def test_a_crash_between_any_two_records_leaves_the_same_values_to_the_last_bit(
             for step in range(4):
                 await asyncio.sleep(0.01)
                 failing = False
-                with suppress(UnavailableError):  # a write before it failed
+                with suppress(UnavailableError):  # an earlier write failed
                     if step == 1:
                         await server.snapshots.write()
                     else:
@@ -301,7 +302,7 @@ def test_after_a_restart_members_are_compensated_for_what_a_snapshot_knows_that_
             await server.push(make.upload(torch.ones(6), member="b"))
             before = -0.25 - 0.25 * (1 + STRENGTH * -0.25)
             assert make.values(server.shard).tolist() == [before] * 6
-            # of which the journal does not know
+            # the journal does not know of this pull
             await server.push(make.upload(torch.ones(6), member="c", base_version=2))
             assert make.values(server.shard).tolist() == [before - 0.25] * 6
             server.shard.keep_bases_of(())

@@ -1,5 +1,5 @@
-"""The fence lets current members work on in older generations, and nothing through that was begun
-before a member was evicted."""
+"""The fence lets current members continue in older generations and refuses requests that a member
+began before it was evicted."""
 
 from __future__ import annotations
 
@@ -87,7 +87,8 @@ def test_who_passes_has_been_a_member_ever_since_the_generation_it_speaks_for(
         admitted = False
     else:
         admitted = verdict is Verdict.ADMITTED
-    # Before its first generation a member has sent nothing, so those may be spoken for too.
+    # Before its first generation a member has sent nothing, so requests for earlier generations are
+    # harmless.
     joined = next(
         (number for number, members in enumerate(history, start=1) if member in members),
         len(history) + 1,

@@ -1,5 +1,5 @@
-"""Upload streams share a server fairly: silent ones are ended, and all of them together hold a
-bounded number of partitions."""
+"""Upload streams share a server fairly: stalled streams are ended, and all streams together are
+limited to a number of partitions in memory."""
 
 from __future__ import annotations
 
@@ -25,8 +25,9 @@ from shoal_ps_server.storage.image import Members
 
 @pytest.fixture
 def made(make):
-    """make_intake(idle) -> (intake, shard): one partition of 6 floats with values, members a and b
-    in generation 1. `refusal`: what asking for the shard map raises."""
+    """Returns `make_intake(idle)`, which returns an intake and its shard. The shard has one
+    partition of 6 floats with values, and members a and b are in generation 1. `refusal` is the
+    error that a request for the shard map raises."""
 
     def make_intake(
         idle: timedelta = timedelta(seconds=30),
@@ -61,7 +62,7 @@ def made(make):
 
 
 def chunks(member: str) -> list[bytes]:
-    """One push in two chunks."""
+    """Returns one push in two chunks."""
     header = pb.PushHeader(
         job_id="job",
         member_id=member,
@@ -148,7 +149,8 @@ def test_a_stream_waits_when_too_much_is_being_received(made) -> None:
 
 
 def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
-    """However many of its streams stand still."""
+    """A member with 64 stalled streams uses only its own share of the memory, and another member's
+    push succeeds."""
 
     async def scenario() -> None:
         staging = Staging(nbytes=24 * SHARE * 2)
@@ -177,13 +179,14 @@ def test_a_member_that_stalls_takes_its_share_and_not_the_others(made) -> None:
             stream.cancel()
         await asyncio.gather(*streams, return_exceptions=True)
         async with asyncio.timeout(30):
-            (await staging.take("a", 48))()  # all of its share is there again
+            (await staging.take("a", 48))()  # its whole share is available again
 
     asyncio.run(scenario())
 
 
 def test_a_push_that_waits_for_another_member_takes_no_memory_that_this_one_needs(made) -> None:
-    """bsp: there is memory for one push, and each of the two waits until the other one has come."""
+    """Two pushes that wait for each other under bsp both succeed, although there is memory for only
+    one."""
 
     async def scenario() -> None:
         intake, shard = made(staging=Staging(nbytes=24), mode=ConsistencyMode.BSP)
@@ -202,7 +205,8 @@ def test_a_push_that_waits_for_another_member_takes_no_memory_that_this_one_need
 
 
 def test_a_push_that_is_known_waits_for_nobody(made) -> None:
-    """bsp: its answer was lost, and others are far from reading what it ended with."""
+    """Under bsp, a repeated push is acknowledged without waiting for other members to read the
+    values."""
 
     async def scenario() -> None:
         intake, shard = made(mode=ConsistencyMode.BSP)

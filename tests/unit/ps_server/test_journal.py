@@ -1,5 +1,5 @@
-"""The journal: what was acknowledged is there after a crash at any byte, once; a disk that does not
-take it changes nothing."""
+"""Acknowledged changes are in the journal once after a crash at any byte. A disk that refuses a
+write changes nothing."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ from tests.unit.ps_server.journaled import (
 def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(
     make, tmp_path, fsync
 ) -> None:
-    """Gradients, compressed by nothing, of two members, with a schedule's change of the learning
-    rate between them."""
+    """Acknowledged pushes of two members and changes of the learning rate are bitwise restored
+    after a crash."""
 
     async def test() -> None:
         async with opened(tmp_path / "data", fsync) as server:
@@ -85,8 +85,8 @@ def test_what_was_acknowledged_is_there_after_a_crash_to_the_last_bit(
 def test_factors_that_were_acknowledged_are_multiplied_to_the_same_bits_after_a_crash(
     make, tmp_path
 ) -> None:
-    """A push of powersgd is in the journal as it came; a piece without a gradient in a step is left
-    out of it."""
+    """Acknowledged powersgd pushes, which are journaled as received, are bitwise restored after a
+    crash, also if a piece was absent."""
     weight = PartitionSpec(
         partition_id=0,
         pieces=tuple(Piece(tensor=name, offset=0, length=640, row=16) for name in ("one", "two")),
@@ -144,7 +144,8 @@ def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one
                     )
                 )
                 states.append((file(data).stat().st_size, state_of(server.shard)))
-            # Known by its batch, from another member: its number is used up, and must stay so.
+            # The push is a duplicate by its batch, which another member has pushed. Its sequence
+            # number is used up, and must stay so after the crash.
             assert (
                 await server.push(make.upload(torch.randn(6), make.spec(0), member="b", batch=10))
             ).duplicate
@@ -166,7 +167,8 @@ def test_a_crash_at_any_byte_leaves_the_changes_before_it_and_nothing_of_the_one
 def test_a_file_that_is_written_over_an_older_one_ends_where_its_own_records_do(
     make, tmp_path
 ) -> None:
-    """At any byte, too: what is behind the tear is whole, and of an older file."""
+    """A reused journal file ends with its own last record after a crash at any byte. The complete
+    records after it belong to the older file."""
     data = tmp_path / "data"
     states: list[tuple[int, dict[int, Any]]] = []
 
@@ -179,7 +181,7 @@ def test_a_file_that_is_written_over_an_older_one_ends_where_its_own_records_do(
                 )
             await server.snapshots.write()
             spare = (data / "journal.spare").read_bytes()
-            await server.snapshots.write()  # its file is made of the spare
+            await server.snapshots.write()  # creates its journal file from the spare
             written = data / "journal.00000003"
             assert written.stat().st_size == len(spare)
             for step in (8, 9):
@@ -230,7 +232,8 @@ def test_after_a_torn_end_the_server_goes_on_and_recovers_again(make, tmp_path) 
 def test_what_is_recovered_is_on_disk_before_anything_is_built_on_it(
     make, tmp_path, monkeypatch
 ) -> None:
-    """A process that was killed may have written it and not synced it."""
+    """Recovery syncs the journal before the server continues, because the killed process may have
+    written records without syncing them."""
     data = tmp_path / "data"
     synced: list[str] = []
 
@@ -309,8 +312,8 @@ def test_the_journal_of_another_server_is_not_taken(make, tmp_path) -> None:
 def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
     make, tmp_path
 ) -> None:
-    """Partitions are copied at different moments; what the new file has of one that was copied
-    later is not applied twice."""
+    """A snapshot and the pushes made while it is written are restored. Pushes in the new journal
+    file that a copied partition already includes are not applied twice."""
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -354,8 +357,8 @@ def test_a_snapshot_takes_the_journals_place_also_of_pushes_that_come_meanwhile(
 
 
 def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_path) -> None:
-    """So ssp's bound holds also then. Of the last push nobody knows whether it came whole: it does
-    not count until its member says so."""
+    """After a crash, members are as far apart as before, so ssp's bound holds. A member's last push
+    counts only once the member reports it."""
 
     async def test() -> None:
         async with opened(tmp_path / "data") as server:
@@ -394,8 +397,8 @@ def test_members_are_as_far_apart_after_a_crash_as_they_were_before(make, tmp_pa
 def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(
     make, tmp_path
 ) -> None:
-    """So a joiner begins behind what was let in, by the count of who takes part, and nobody waits
-    for a member that has nothing to do."""
+    """After a crash, the server knows the open iteration of bsp and the members at rest. So a
+    joiner begins after that iteration, and no member waits for one at rest."""
     bsp = Consistency(mode=ConsistencyMode.BSP)
 
     def check(clocks: Clocks) -> None:
@@ -405,7 +408,7 @@ def test_which_iteration_of_bsp_is_open_and_who_rests_is_known_after_a_crash(
             for member, each in clocks.members.items()
         } == {
             "a": (2, False, True),
-            "b": (2, False, False),  # it was placed anew since its last push
+            "b": (2, False, False),  # it has been placed again since its last push
             "c": (0, True, False),
         }
         clocks.follow(["a", "b", "c", "joiner"])
@@ -449,7 +452,8 @@ def test_a_push_sent_twice_at_once_is_applied_once_and_both_are_answered_when_it
 def test_an_update_that_is_tried_first_waits_for_those_that_are_on_their_way(
     make, tmp_path
 ) -> None:
-    """And is not written when it comes out infinite; the others are."""
+    """An update that must be tried waits for earlier updates. If it would become infinite, it is
+    refused and not journaled."""
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -497,7 +501,7 @@ def test_an_optimizer_that_fails_halfway_leaves_no_half_of_a_state(make, monkeyp
 
     def failing(*arguments: Any, **options: Any) -> torch.Tensor:
         calls.append(arguments)
-        if len(calls) == 2:  # exp_avg was made, exp_avg_sq is not
+        if len(calls) == 2:  # exp_avg has been allocated, exp_avg_sq has not
             raise RuntimeError("can't allocate memory")
         return real(*arguments, **options)
 
@@ -573,8 +577,8 @@ def test_damage_to_the_first_record_of_the_file_that_a_snapshot_names_is_no_torn
 
 
 def test_a_record_within_a_payload_is_no_record(make, tmp_path) -> None:
-    """A gradient may be any bytes, also those of another journal, with a torn end right behind
-    it."""
+    """Recovery does not mistake bytes in a payload for a record, even if they come from another
+    journal and the journal's end is torn."""
     data, other = tmp_path / "data", tmp_path / "other"
 
     async def test(path: Path, payload: bytes) -> None:
@@ -595,6 +599,6 @@ def test_a_record_within_a_payload_is_no_record(make, tmp_path) -> None:
     stolen = stolen[stolen.rfind(b"\x89shoalR\n") :][:4096].ljust(8192, b"\0")
     run(test(data, stolen))
     whole = file(data).read_bytes()
-    assert whole.count(b"\x89shoalR\n") == 7  # one of them within a payload
+    assert whole.count(b"\x89shoalR\n") == 7  # one of them is in a payload
     file(data).write_bytes(whole[:-5])
     assert recovered(data)[0].version == 1

@@ -1,5 +1,5 @@
-"""A disk under the journal that is full, or fails: what was refused changes nothing, now or after a
-kill, and with room pushes go on."""
+"""A full or failing disk under the journal: refused changes have no effect, not even after a kill,
+and pushes continue once the disk has room."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_t
             await server.push(make.upload(torch.randn(6), make.spec(0)))
             before = state_of(server.shard)
             with largest_file(file(data).stat().st_size + 100):
-                # the next record begins, and does not end The last one is a repetition of one that
-                # is on its way, and no more acknowledged than that.
+                # There is room for only a part of the next record. The last upload repeats one that
+                # is in progress, and is refused like it.
                 uploads = [
                     make.upload(torch.randn(6), make.spec(0), sequence=step, base_version=2)
                     for step in (2, 3, 4, 3)
@@ -53,9 +53,9 @@ def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_t
                     assert error.reason == "JOURNAL_FAILED"
                     assert error.retry_after == timedelta(seconds=2)
                 assert same(state_of(server.shard), before)
-                with server.shard.reading(0) as reading:  # values can be read
+                with server.shard.reading(0) as reading:  # values can still be read
                     assert reading.version == 2
-            with largest_file(10):  # nor does a new file
+            with largest_file(10):  # there is no room for a new file either
                 with pytest.raises(UnavailableError):
                     await server.configure(
                         optimizer_settings(name="adamw", hyperparameters={"lr": 9.0})
@@ -102,8 +102,8 @@ def test_refusals_of_a_full_disk_are_logged_once_in_ten_seconds(make, tmp_path, 
 def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(
     make, tmp_path, monkeypatch
 ) -> None:
-    """The write went well, and the sync did not; the process is killed before anything else is
-    written."""
+    """A push whose sync failed is not restored, although the disk has it, and the process is killed
+    before anything else is written."""
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -133,8 +133,8 @@ def test_what_was_refused_is_not_made_by_a_recovery_although_the_disk_has_it(
 def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it(
     make, tmp_path, monkeypatch
 ) -> None:
-    """Also after a kill before anything else is written, when there is no room for a new file
-    either."""
+    """Changes that are written together are all refused by a disk with room for only some of them,
+    also after a kill and without room for a new file."""
     data = tmp_path / "data"
 
     async def test() -> None:
@@ -149,13 +149,13 @@ def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it
             syncing, synced = threading.Event(), threading.Event()
             real = os.fdatasync
 
-            def held(descriptor: int) -> None:
+            def delayed_sync(descriptor: int) -> None:
                 syncing.set()
                 synced.wait(10)
                 real(descriptor)
 
             with monkeypatch.context() as patched:
-                patched.setattr(os, "fdatasync", held)
+                patched.setattr(os, "fdatasync", delayed_sync)
                 first = asyncio.create_task(
                     server.push(
                         make.upload(torch.randn(6), make.spec(0), sequence=2, base_version=2)
@@ -163,7 +163,7 @@ def test_a_full_disk_with_room_for_a_part_of_what_goes_together_takes_none_of_it
                 )
                 await asyncio.to_thread(syncing.wait, 10)
                 size = file(data).stat().st_size
-                # while the first one is synced: they go together
+                # they arrive while the first one is synced, so they are written together
                 pushes = [asyncio.create_task(server.push(upload)) for upload in uploads]
                 await asyncio.sleep(0.01)
                 with largest_file(size + 450), monkeypatched_create():

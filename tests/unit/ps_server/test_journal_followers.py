@@ -1,5 +1,5 @@
-"""A journal that another server follows: it hears of each change once, in order, and changes wait
-for it when they have to."""
+"""A follower of a journal receives each change once and in order. Changes wait for it if they have
+to."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Following:
 
     def __init__(self) -> None:
         self.heard: list[tuple[str, int]] = []
-        """How, and of which push."""
+        """The event ("made" or "written") and the sequence number of its push."""
 
     def made(self, record: Record) -> None:
         self._hear("made", record)
@@ -44,7 +44,7 @@ class Following:
 
 
 async def followed(server: Journaled, make: Any) -> Following:
-    """From the next change on."""
+    """Attaches a follower that receives all later changes."""
     await begun(server, make)
     following = Following()
     await server.journal.append(None, lambda: server.journal.follow(following))
@@ -52,7 +52,7 @@ async def followed(server: Journaled, make: Any) -> Following:
 
 
 async def hold(server: Journaled, following: Following) -> None:
-    """Changes wait from here on."""
+    """Makes later changes wait for the follower."""
     heard = len(following.heard)
     await server.journal.append(None, lambda: server.journal.hold(position=heard, confirmed=heard))
 
@@ -141,7 +141,7 @@ def test_what_the_disk_refuses_behind_changes_that_wait_can_be_sent_again_and_co
             with largest_file(10):
                 refused = pushes(server, make, 2)
                 await asyncio.wait(refused, timeout=0.2)
-                assert not refused[0].done()  # what is before it is not made yet
+                assert not refused[0].done()  # an earlier change has not taken effect yet
                 server.journal.confirm(1)
                 await waiting[0]
                 with pytest.raises(UnavailableError) as caught:
@@ -167,7 +167,7 @@ def test_a_journal_that_gives_up_tells_who_waits_and_the_next_start_has_the_chan
             await hold(server, following)
             tasks = pushes(server, make, 1)
             await until_written(following, 1)
-            await server.changes.close()  # waits for no follower
+            await server.changes.close()  # does not wait for a follower
             with pytest.raises(UnavailableError):
                 await tasks[0]
             assert version(server) == 1

@@ -1,7 +1,7 @@
-"""Seeded schedules against the journal: pushes of whole partitions and of some of their pieces, a
-disk that fails at random, callers that go away, snapshots and settings in between, and a kill at
-any moment: whatever the directory holds then is recovered and compared with what was acknowledged
-and what was refused."""
+"""Seeded schedules for the journal: pushes of whole partitions and of some of their pieces, random
+disk failures, cancelled callers, and snapshots and settings in between. The process may be killed
+at any moment. The state recovered from each directory is compared with the acknowledged and the
+refused pushes."""
 
 from __future__ import annotations
 
@@ -31,24 +31,25 @@ from tests.unit.ps_server.journaled import JOB, SERVER, opened, same, state_of
 MEMBERS = "abc"
 PARTITIONS = 3
 PIECES = (("a", 1), ("b", 3), ("c", 2))
-"""Names and elements of the pieces of each partition."""
+"""Names of the pieces of each partition and their numbers of elements."""
 PUSHES = 40
 """Number of pushes of each member in each incarnation of the server."""
 
 
 @dataclass(kw_only=True)
 class Disk:
-    """Writes may come to a part of their bytes, or fail after it; syncs may fail; and between two
-    of them the process may be killed."""
+    """A disk with random failures. A write may be short, or fail after a part of its bytes. A sync
+    may fail. The process may be killed between any two of them."""
 
     generator: random.Random
     killed: Callable[[], None]
-    """Called in the middle of things, with nothing else writing: the directory is as a kill would
+    """Called at the time of a kill, while nothing else writes: the directory is as the kill would
     leave it."""
     failure: float = 0.0
     kill: float = 0.0
     due: int = 0
-    """So many kills come at once: how many writes there are goes by how fast the machine is."""
+    """Number of kills that happen at the next writes and syncs. It guarantees a minimum on slow
+    machines, which write fewer times."""
 
     def __post_init__(self) -> None:
         self._write, self._sync = os.pwritev, os.fdatasync
@@ -73,12 +74,12 @@ class Disk:
         self._sync(descriptor)
         self._maybe_kill()
 
-    def alone(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def held(*arguments: Any) -> Any:
+    def exclusive(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def locked(*arguments: Any) -> Any:
             with self._snapshots:
                 return call(*arguments)
 
-        return held
+        return locked
 
     def _maybe_kill(self) -> None:
         if self.generator.random() < self.kill or (self.kill and self.due):
@@ -92,16 +93,20 @@ def on(disk: Disk) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(os, "pwritev", disk.pwritev)
         patched.setattr(os, "fdatasync", disk.fdatasync)
-        patched.setattr("shoal_ps_server.storage.keeper.write_snapshot", disk.alone(write_snapshot))
         patched.setattr(
-            DataDirectory, "forget_journal_before", disk.alone(DataDirectory.forget_journal_before)
+            "shoal_ps_server.storage.keeper.write_snapshot", disk.exclusive(write_snapshot)
+        )
+        patched.setattr(
+            DataDirectory,
+            "forget_journal_before",
+            disk.exclusive(DataDirectory.forget_journal_before),
         )
         yield
 
 
 @dataclass(frozen=True, kw_only=True)
 class Kill:
-    """The files after a kill, and the members' knowledge at that moment."""
+    """The files after a kill, and what the members knew at that moment."""
 
     directory: Path
     acknowledged: dict[tuple[int, str], int]
@@ -113,14 +118,15 @@ class History:
 
     def __init__(self) -> None:
         self.acknowledged: dict[tuple[int, str], int] = {}
-        """Last sequence number that was acknowledged; those before it were too."""
+        """The last acknowledged sequence number. All earlier ones were acknowledged, too."""
         self.sent: dict[tuple[int, str], int] = {}
-        """Last one that may have been applied: sent, and neither refused nor answered."""
+        """The last sequence number that may have been applied: it was sent and neither refused nor
+        answered."""
 
     @staticmethod
     def gradient(partition: int, member: str, sequence: int) -> tuple[float, tuple[int, ...]]:
-        """The gradient of each element, and the pieces that have none. Sums of any of them are
-        exact in float32, and tell which they are of."""
+        """Returns the gradient of each element and the pieces without a gradient. All sums are
+        exact in float32 and identify their summands."""
         absent = ((), (0,), (1,), (0, 2))[(sequence + partition) % 4]
         return float(sequence * 4 + MEMBERS.index(member) + partition), absent
 
@@ -192,12 +198,12 @@ def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_th
                 push.cancel()
                 await asyncio.wait([push])
                 if push.cancelled():
-                    continue  # its caller does not know, and sends it again
+                    continue  # the caller has no answer and sends the push again
             try:
                 await push
             except UnavailableError:
-                # refused, as all that was sent of it before: that is said of the journal's failures
-                # alone
+                # The push was refused together with all unanswered pushes before it. Only failures
+                # of the journal guarantee this.
                 history.sent[key] = server.shard._partitions[partition].settled.sequences.get(
                     member, 0
                 )
@@ -229,7 +235,8 @@ def test_acknowledged_pushes_are_there_once_and_refused_ones_are_not_whatever_th
                             make.upload(torch.zeros(6), spec, sequence=0, base_version=0)
                         )
                 history.check(server.shard, history.acknowledged, history.sent)
-                for partition, member in list(history.sent):  # whatever came of what was under way
+                # pushes without an answer may have been applied
+                for partition, member in list(history.sent):
                     found = server.shard.image(partition).sequences.get(member, 0)
                     history.acknowledged[partition, member] = history.sent[partition, member] = (
                         found

@@ -1,4 +1,4 @@
-"""Tests what a server keeps of a shard map."""
+"""The parts of a shard map that a server keeps."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""The bound on a gradient's magnitudes, which decides whether it is finite and whether its update
-is tried first, never is too low."""
+"""The bound on the magnitudes of a gradient is never too low. It decides whether the gradient
+counts as finite and whether its update is tried first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_no_magnitude_is_above_the_bound_and_large_ones_are_told_exactly(
     tensor = torch.tensor(values, dtype=dtype)
     largest = float(tensor.abs().max()) if values else 0.0
     bound = bound_of(tensor)
-    assert bound >= largest * (1 - 1e-6) or largest < 1e-20  # whose square is 0
+    assert bound >= largest * (1 - 1e-6) or largest < 1e-20  # smaller values have a square of 0
     assert bound == largest if largest > 1e16 else bound <= 1e16
 
 

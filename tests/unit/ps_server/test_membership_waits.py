@@ -1,4 +1,4 @@
-"""Waits on the fence and the clocks: woken by news, ended by deadlines."""
+"""Waits on the fence and the clocks are woken by news and ended by deadlines."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def membership(*, bound: int = 0, admission_wait: timedelta = LONG) -> Membershi
 
 
 def in_step(*members: str, push_wait: timedelta = LONG) -> Membership:
-    """bsp, and members that have read the first values, but the last one."""
+    """Returns a bsp membership in which all members but the last have read the first values."""
     made = Membership(fence=Fence(), clocks=Clocks(), push_wait=push_wait)
     made.consistency = Consistency(mode=ConsistencyMode.BSP)
     made.learn(1, members)
@@ -32,7 +32,7 @@ def in_step(*members: str, push_wait: timedelta = LONG) -> Membership:
 
 
 async def settled(task: asyncio.Task[None]) -> None:
-    """Lets the task run until it waits."""
+    """Runs the event loop until the task waits."""
     for _ in range(5):
         await asyncio.sleep(0)
     assert not task.done()

@@ -1,5 +1,5 @@
-"""Partitions on their way between servers: whatever is killed, copied or followed meanwhile, one of
-them has all of it, to the last bit."""
+"""Partitions that move between two servers: whenever a server is killed, snapshotted or followed
+meanwhile, one of the two has all values, to the last bit."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ from tests.unit.ps_server.moving import ORDER, History, Moved, layout_of, specs,
 
 
 def cuts(path: Path, tmp_path: Path) -> list[tuple[int, Recovered]]:
-    """Returns what a server recovers that was killed after any of its journal's records, and how
-    many they were."""
+    """Recovers the server from the journal cut after each of its records. Returns pairs of the
+    number of preceding records and the recovered state."""
     data = memoryview(file(path).read_bytes())
     journal_id = int((path / "journal.id").read_text(), 16)
     found = []
@@ -56,8 +56,8 @@ def cuts(path: Path, tmp_path: Path) -> list[tuple[int, Recovered]]:
     return found
 
 
-def told(recovered: Recovered, make: Any, index: int, *, moved: bool) -> Shard:
-    """A recovered server hears how the move ended."""
+def after_the_decision(recovered: Recovered, make: Any, index: int, *, moved: bool) -> Shard:
+    """Tells a recovered server how the move ended and returns its shard."""
     layout = layout_of(make, index, moved=moved)
     members = recovered.members.members | recovered.members.put_out.keys()
     recovered.moves.adopt(layout, before=recovered.layout, members=members)
@@ -97,9 +97,9 @@ def test_a_crash_between_any_two_records_leaves_one_owner_with_all_that_was_ackn
                 with pytest.raises(UnavailableError, match="is moving"):
                     recovered.shard.push(history.upload(make.spec(1, offset=6), 3))
             if not noted and moved:
-                continue  # the coordinator has decided on nothing yet
+                continue  # the coordinator has not decided yet
             kept[index] += 1
-            shard = told(recovered, make, index, moved=moved)
+            shard = after_the_decision(recovered, make, index, moved=moved)
             assert not shard.frozen
             assert history.has(shard)
             if index == 1 or noted:
@@ -113,7 +113,7 @@ Step = Callable[[], Awaitable[object]]
 
 
 async def steps(giver: Moved, receiver: Moved, history: History) -> list[Step]:
-    """A move there and one back, with pushes in between."""
+    """Returns the steps of a move and of a move back, with pushes in between."""
     back = replace(ORDER, move=2, partition_ids=frozenset({3}), receiver_index=0)
 
     async def settle_back() -> None:
@@ -148,8 +148,8 @@ async def steps(giver: Moved, receiver: Moved, history: History) -> list[Step]:
 def test_snapshots_that_are_taken_while_partitions_move_have_all_of_them(
     make, tmp_path, at
 ) -> None:
-    """Each begins with one of the steps, and its partitions are copied during that and the next
-    ones."""
+    """A snapshot that begins at any step of a move and copies its partitions during the next steps
+    is complete."""
 
     async def test() -> tuple[list[dict[int, Any]], History]:
         async with two(tmp_path, make) as (giver, receiver, history):
@@ -210,7 +210,7 @@ def test_a_partition_that_leaves_and_returns_before_a_backup_has_it_keeps_all_it
                 await wait(*arguments)
 
             monkeypatch.setattr(follower._backup, "_until", later)
-            # it gets partition 0, and the others when it may go on
+            # It gets partition 0. It gets the others when the event is set.
             await until(lambda: giver.server.journal._follower is not None)
             for step in await steps(giver, receiver, history):
                 await step()
@@ -275,7 +275,7 @@ class Follower:
             yield await self._requests.get()
 
     async def caught_up(self, server: Journaled) -> None:
-        """Until it has what the server has."""
+        """Waits until the backup has the same state as the server."""
 
         def is_so() -> bool:
             if self._task.done():
@@ -295,7 +295,7 @@ class Follower:
 
 
 def seen(shard: Shard, moves: Moves) -> tuple[object, ...]:
-    """Returns what is on its way."""
+    """Returns the state of the moves in progress."""
     return (
         shard.frozen,
         moves.settled,
@@ -307,8 +307,8 @@ def seen(shard: Shard, moves: Moves) -> tuple[object, ...]:
 def test_a_partition_that_goes_before_its_turn_in_a_snapshot_is_copied_as_it_goes(
     make, tmp_path, monkeypatch
 ) -> None:
-    """The journal's new file has pushes of it, and so the snapshot must have what they were made
-    on."""
+    """A partition that moves away before a running snapshot has copied it is copied at that moment.
+    The new journal file already has pushes to it, which need the values before them."""
 
     async def test() -> History:
         async with two(tmp_path, make) as (giver, receiver, history):

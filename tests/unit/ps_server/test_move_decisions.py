@@ -1,5 +1,5 @@
-"""Tests who decides on a move: the giver until it has noted that partitions are leaving, and from
-then on the coordinator."""
+"""The giver decides on a move until it has recorded that the partitions are leaving. From then on,
+the coordinator decides."""
 
 from __future__ import annotations
 
@@ -20,11 +20,21 @@ from shoal_ps_server.storage.moves import Moves
 from shoal_ps_server.storage.recovery import LEAVING, PUSH
 
 from tests.unit.ps_server.journaled import largest_file, opened, run
-from tests.unit.ps_server.moving import ORDER, Follows, Moved, Told, layout_of, specs, two, until
+from tests.unit.ps_server.moving import (
+    ORDER,
+    Moved,
+    ReportRecorder,
+    SilentFollower,
+    layout_of,
+    specs,
+    two,
+    until,
+)
 
 
 def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
-    """Up to the note the giver decides by itself."""
+    """A giver continues to serve a partition that was not taken. Until it records that the
+    partition is leaving, it decides by itself."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, _, history):
@@ -39,11 +49,11 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
                 await giver.giver.give(ORDER)
             await history.push(giver.server, 3)
 
-            async def stands(order: MoveOrder, progress: Any) -> str:
+            async def stall(order: MoveOrder, progress: Any) -> str:
                 await asyncio.Event().wait()
                 raise AssertionError
 
-            giver.giver.transfer = stands
+            giver.giver.transfer = stall
             giver.giver._idle_limit_s = 0.01
             with pytest.raises(NotTaken, match=r"took nothing for 0\.01 s"):
                 await giver.giver.give(replace(ORDER, move=2))
@@ -83,7 +93,7 @@ def test_a_push_that_is_on_its_way_when_its_partition_is_frozen_goes_with_it(
 ) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
-            journal, following = giver.server.journal, Follows()
+            journal, following = giver.server.journal, SilentFollower()
             await journal.append(None, lambda: journal.follow(following))
             await journal.append(None, lambda: journal.hold(position=0, confirmed=0))
             under_way = await giver.server.changes.push(history.upload(make.spec(1, offset=6), 3))
@@ -116,28 +126,28 @@ def test_a_map_that_would_lose_values_without_a_word_is_refused(make) -> None:
         assert caught.value.reason == "LAYOUT_CONFLICT"
     moves.leave(1, ORDER.partition_ids)
     moves.check(fewer, before=before)
-    # it has lost what it held, and workers bring their values
+    # a server that has lost its values accepts the map, because workers send their values
     Moves(Shard()).check(more, before=None)
 
 
 def test_a_decision_that_comes_while_the_note_is_on_its_way_ends_the_freeze(make, tmp_path) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
-            server, told = giver.server, Told(giver)
-            following = Follows()
+            server, recorder = giver.server, ReportRecorder(giver)
+            following = SilentFollower()
             await server.journal.append(None, lambda: server.journal.follow(following))
             await server.journal.append(None, lambda: server.journal.hold(position=0, confirmed=0))
             giver.gives_to(receiver)
-            async with told.running() as mover:
+            async with recorder.running() as mover:
                 mover.ordered(ORDER)
                 await until(lambda: LEAVING in following.heard)
-                mover.settled(1, 1)  # the coordinator has decided without a word of this server's
+                mover.settled(1, 1)  # the coordinator has decided without a report from this server
                 await asyncio.sleep(0.01)
                 assert server.shard.frozen
                 server.journal.follow_no_more()
                 await until(lambda: not server.shard.frozen)
                 assert server.moves.settled == 1
-                assert not told.reports
+                assert not recorder.reports
             await history.push(server, 3)
             assert history.has(server.shard)
 
@@ -147,7 +157,7 @@ def test_a_decision_that_comes_while_the_note_is_on_its_way_ends_the_freeze(make
 def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None:
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
-            told, transfers = Told(giver), 0
+            recorder, transfers = ReportRecorder(giver), 0
             giver.gives_to(receiver)
             transfer = giver.giver.transfer
             assert transfer is not None
@@ -158,24 +168,24 @@ def test_a_move_is_ordered_again_and_again_and_made_once(make, tmp_path) -> None
                 return await transfer(order, progress)
 
             giver.giver.transfer = counted
-            async with told.running() as mover:
+            async with recorder.running() as mover:
                 mover.ordered(ORDER)
                 await until(lambda: bool(giver.server.shard.frozen))
                 mover.ordered(ORDER)
-                # Until the mover has left it, an order is passed over: the report is on its way.
-                # The coordinator orders again.
-                await until(lambda: bool(told.reports) and mover._giving is None)
-                assert told.reports == [(1, "receiver", "")]
+                # The mover ignores an order until it has finished with it: its report is being
+                # sent. The coordinator then orders again.
+                await until(lambda: bool(recorder.reports) and mover._giving is None)
+                assert recorder.reports == [(1, "receiver", "")]
                 mover.ordered(ORDER)  # the report was lost
-                await until(lambda: len(told.reports) == 2)
-                assert told.reports[1] == (1, "receiver", "")
+                await until(lambda: len(recorder.reports) == 2)
+                assert recorder.reports[1] == (1, "receiver", "")
                 assert transfers == 1
                 giver.of_coordinator = layout_of(make, 0, moved=True)
                 mover.settled(1, 2)
                 mover.ordered(ORDER)
                 await until(lambda: giver.server.moves.settled == 1)
                 await asyncio.sleep(0.01)
-                assert len(told.reports) == 2
+                assert len(recorder.reports) == 2
                 assert giver.server.shard.partition_ids() == (0,)
 
     run(test())
@@ -201,14 +211,14 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(
         port = server.add_insecure_port("127.0.0.1:0")
         await server.start()
         async with two(tmp_path, make) as (giver, _, history):
-            told = Told(giver)
+            recorder = ReportRecorder(giver)
             monkeypatch.setattr(giver.server.shard, "frozen_image", fails)
-            async with told.running() as mover:
+            async with recorder.running() as mover:
                 mover.ordered(replace(ORDER, receiver_address=f"127.0.0.1:{port}"))
-                await until(lambda: bool(told.reports))
-            assert told.reports[0][1] == ""
-            assert "could not be put together" in told.reports[0][2]
-            assert told.blames_itself
+                await until(lambda: bool(recorder.reports))
+            assert recorder.reports[0][1] == ""
+            assert "could not be put together" in recorder.reports[0][2]
+            assert recorder.blames_itself
             await history.push(giver.server, 3)
         await server.stop(None)
 
@@ -216,15 +226,16 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(
 
 
 def test_a_giver_says_whether_it_is_to_blame_that_partitions_were_not_taken(make, tmp_path) -> None:
-    """Else the receivers would be left out, one after another, for a giver whose disk is full."""
+    """A giver reports whether it or the receiver failed. Otherwise the coordinator would exclude
+    one receiver after another because of a giver with a full disk."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
-            told = Told(giver)
+            recorder = ReportRecorder(giver)
             giver.gives_to(receiver)
             takes = giver.giver.transfer
             assert takes is not None
-            async with told.running() as mover:
+            async with recorder.running() as mover:
                 with ExitStack() as disk:
 
                     async def taken_and_full(order: MoveOrder, progress: Callable[[], None]) -> str:
@@ -234,19 +245,19 @@ def test_a_giver_says_whether_it_is_to_blame_that_partitions_were_not_taken(make
 
                     giver.giver.transfer = taken_and_full
                     mover.ordered(ORDER)
-                    await until(lambda: bool(told.reports))
-                assert told.reports[0][:2] == (1, "")
-                assert told.reports[0][2].startswith("JOURNAL_FAILED")
-                assert told.blames_itself
+                    await until(lambda: bool(recorder.reports))
+                assert recorder.reports[0][:2] == (1, "")
+                assert recorder.reports[0][2].startswith("JOURNAL_FAILED")
+                assert recorder.blames_itself
 
                 async def refuses(order: MoveOrder, progress: Callable[[], None]) -> str:
                     raise UnavailableError("its disk is full, too", reason="JOURNAL_FAILED")
 
                 giver.giver.transfer = refuses
                 mover.ordered(replace(ORDER, move=2))
-                await until(lambda: len(told.reports) == 2)
-                assert told.reports[1] == (2, "", "JOURNAL_FAILED: its disk is full, too")
-                assert not told.blames_itself
+                await until(lambda: len(recorder.reports) == 2)
+                assert recorder.reports[1] == (2, "", "JOURNAL_FAILED: its disk is full, too")
+                assert not recorder.blames_itself
             await history.push(giver.server, 3)
             assert history.has(giver.server.shard)
 

@@ -1,4 +1,4 @@
-"""Tests what a receiver takes over of the partitions that it is sent, and what it refuses."""
+"""The partitions that a receiver accepts from a giver, and those that it refuses."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from tests.unit.ps_server.journaled import JOB, SERVER, run
 from tests.unit.ps_server.moving import (
     MEMBERS,
     ORDER,
-    Follows,
     Moved,
-    Told,
+    ReportRecorder,
+    SilentFollower,
     layout_of,
     specs,
     two,
@@ -68,12 +68,14 @@ def test_what_a_receiver_cannot_have_it_refuses_and_the_giver_serves_on(make, tm
             last = replace(ORDER, move=5)
             await giver.hand_over(receiver, last)
             await receiver.settle(moved=True, move=5)
-            for settled, reason in ((5, "MOVE_SETTLED"), (0, "LAYOUT_CONFLICT")):  # it has them
+            # the receiver has them
+            for settled, reason in ((5, "MOVE_SETTLED"), (0, "LAYOUT_CONFLICT")):
                 receiver.server.moves.settled = settled
                 with pytest.raises(PreconditionError) as caught:
                     await receiver.receiver.take(giver.giver._chunks(last, lambda: None))
                 assert caught.value.reason == reason
-                assert giver.server.shard.frozen  # it was noted: the coordinator will say so
+                # the move was recorded: the coordinator must decide
+                assert giver.server.shard.frozen
 
     run(test())
 
@@ -107,7 +109,8 @@ def test_a_stream_that_is_none_takes_nothing_over(make, tmp_path, damage) -> Non
 
 
 def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make, tmp_path) -> None:
-    """One that has values keeps its own clocks."""
+    """A receiver without values takes over the giver's clocks, fence and batches. One that has
+    values keeps its own clocks."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, history):
@@ -117,7 +120,7 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
                 clocks.report(member, finished)
             clocks.rest("c")
             clocks.open(5)
-            # by whose count a joiner finds out where it begins on each server
+            # clocks by which a joiner is placed on each server
             clocks.has_pushed("b")
             fence = Fence.restored(generation=4, members="abc", put_out={"z": 2, "a": 1})
             giver.server.members = Members.of(fence, clocks)
@@ -142,14 +145,14 @@ def test_a_fresh_receiver_goes_on_with_the_givers_clocks_fence_and_batches(make,
 def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_clocks(
     make, tmp_path
 ) -> None:
-    """No member tells it of clocks: neither before trained tensors come, nor after they have
-    gone."""
+    """A receiver that has only frozen tensors, for which members report no clocks, takes over the
+    giver's clocks when trained tensors arrive."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
 
             async def move(number: int, partition_id: int, there: set[int]) -> None:
-                """`there`: what the receiver has afterwards."""
+                """Moves one partition; afterwards the receiver has the partitions `there`."""
                 one, other = (giver, receiver) if partition_id in there else (receiver, giver)
                 await one.hand_over(
                     other,
@@ -203,7 +206,7 @@ def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_cloc
             assert receivers() == 5
             giver_is_at(7)
             await move(3, 0, {0, 1, 3})
-            assert receivers() == 5  # it has been told of clocks since
+            assert receivers() == 5  # it has trained tensors, so it keeps its own clocks
             await move(4, 0, {1, 3})
             await move(5, 1, {3})
             giver_is_at(9)
@@ -219,12 +222,12 @@ def test_a_receiver_that_holds_frozen_tensors_alone_goes_on_with_the_givers_cloc
 
 async def all_but_the_end(
     giver: Moved, receiver: Moved
-) -> tuple[asyncio.Task[None], Follows, asyncio.Event]:
-    """The receiver has all partitions, and hears that this is all when the event is set; its
-    changes wait for a backup."""
+) -> tuple[asyncio.Task[None], SilentFollower, asyncio.Event]:
+    """Sends the receiver all partitions but not the end of the stream, which follows when the
+    returned event is set. The receiver's changes wait for a backup."""
     giver.server.shard.freeze(ORDER.partition_ids)
     *first, last = [chunk async for chunk in giver.giver._chunks(ORDER, lambda: None)]
-    server, go, following = receiver.server, asyncio.Event(), Follows()
+    server, go, following = receiver.server, asyncio.Event(), SilentFollower()
 
     async def messages() -> AsyncIterator[bytes]:
         for chunk in first:
@@ -247,13 +250,14 @@ async def all_but_the_end(
 def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_starts_again(
     make, tmp_path
 ) -> None:
-    """Also while the decision waits for a backup."""
+    """A stream whose move has been settled meanwhile takes nothing over, also while the settlement
+    waits for a backup."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
-            server, told = receiver.server, Told(receiver)
+            server, recorder = receiver.server, ReportRecorder(receiver)
             taking, following, go = await all_but_the_end(giver, receiver)
-            async with told.running() as mover:
+            async with recorder.running() as mover:
                 mover.settled(1, 1)
                 await until(lambda: SETTLED in following.heard)
                 go.set()
@@ -271,7 +275,8 @@ def test_a_stream_whose_move_is_settled_meanwhile_takes_nothing_and_the_server_s
 
 
 def test_a_receiver_does_not_say_that_it_has_what_came_too_late(make, tmp_path) -> None:
-    """The decision comes while the last record of the stream is on its way."""
+    """A receiver does not acknowledge partitions if the move is settled while the last record of
+    their stream is being written."""
 
     async def test() -> None:
         async with two(tmp_path, make) as (giver, receiver, _):
@@ -302,7 +307,8 @@ def test_a_stream_without_partitions_is_refused(make, tmp_path) -> None:
 
 
 def test_a_record_of_a_move_that_nothing_came_of_takes_nothing(make) -> None:
-    """However it came into the journal: a server that could not make it again would never start."""
+    """Records of moves that ended without effect take nothing over. A server that could not apply
+    such a record again would never start."""
     shard = make.shard(*specs(make))
     image = shard.image(1)
     assert image is not None

@@ -1,5 +1,5 @@
-"""Rows that are put in the place of a bucket's are a change like a push: in one order with pushes,
-in the journal, once, and not while the bucket moves."""
+"""Restoring a bucket's rows is a change like a push: it is ordered with the pushes, journaled,
+applied once, and refused while the bucket moves."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_ps_server.shard.layout import PartitionSpec
 from shoal_ps_server.shard.shard import Restoration, Shard
 
 from tests.unit.ps_server.journaled import Journaled, file, opened, recovered, run, same, state_of
-from tests.unit.ps_server.test_table_partitions import begun, held, pushes
+from tests.unit.ps_server.test_table_partitions import begun, pushes, shard_with
 
 OPTIMIZER = {
     "optimizer": "sparse_adam",
@@ -80,7 +80,8 @@ def test_a_crash_between_any_two_records_leaves_what_was_put_in_place_and_what_f
 def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(
     make: Any, tmp_path: Any, snapshot_at: int
 ) -> None:
-    """Versions come twice: after the second restoration they are those of before."""
+    """A snapshot at any time and the journal after it restore the rows, although a restoration
+    resets version numbers, so that they repeat."""
     data = tmp_path / "data"
     spec = make.bucket(**OPTIMIZER)
 
@@ -104,8 +105,8 @@ def test_a_snapshot_of_any_moment_and_the_journal_after_it_are_the_rows(
 
 
 def test_pushes_that_come_at_the_same_time_stand_before_or_behind(make: Any, tmp_path: Any) -> None:
-    """Nobody waits for anybody; the server says in which order it was, and has it so in its
-    journal."""
+    """Pushes and restorations at the same time do not wait for each other. The server orders them
+    and journals that order."""
     data = tmp_path / "data"
     spec = make.bucket(**OPTIMIZER)
 
@@ -155,7 +156,7 @@ def test_first_rows_do_not_take_the_place_of_a_push_that_is_on_its_way(
 
 def test_a_bucket_that_moves_is_not_put_in_place(make: Any) -> None:
     spec = make.bucket(**OPTIMIZER)
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     wanted = restoration(shard, spec, 1)
     shard.freeze([0])
     with pytest.raises(UnavailableError) as caught:
@@ -167,11 +168,11 @@ def test_a_bucket_that_moves_is_not_put_in_place(make: Any) -> None:
 
 def test_what_cannot_be_written_is_not_made_and_pushes_go_on(make: Any) -> None:
     spec = make.bucket(**OPTIMIZER)
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     wanted = restoration(shard, spec, 1)
     assert shard.admit_restoration(wanted)
     (upload,) = pushes(make, [spec], 1)
-    assert shard.needs_trial(upload)  # it waits
+    assert shard.needs_trial(upload)  # it needs a trial, so it waits
     shard.refuse_restoration(wanted)
     assert not shard.needs_trial(upload)
     assert shard.push(upload).version == 2

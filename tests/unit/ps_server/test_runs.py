@@ -1,4 +1,4 @@
-"""A partition of many tensors is stepped as torch steps each of them alone, also those that have no
+"""A partition of many tensors is updated as torch updates each tensor alone, also when some have no
 gradient in some steps."""
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def torch_optimizer(
 @pytest.mark.parametrize("dtype", ["float32", "float64"])
 @pytest.mark.parametrize(("name", "hyperparameters"), OPTIMIZERS, ids=str)
 def test_each_tensor_is_stepped_as_if_it_were_alone(make, name, hyperparameters, dtype) -> None:
-    """Compares a partition of six tensors with torch's optimizer over the six: with parameter
-    groups, steps in which some have no gradient, a schedule, and a restart in the middle."""
+    """A partition of six tensors is updated as by torch's optimizer over the six, with parameter
+    groups, absent gradients, a schedule and a restart."""
     generator, noise = random.Random(7), torch.Generator().manual_seed(7)
     own = {
         "b": {"lr": 0.5, "weight_decay": 0.0},
@@ -180,14 +180,15 @@ def test_only_memory_that_an_update_needs_is_asked_for(make, monkeypatch) -> Non
 
 
 def test_many_pieces_that_are_left_out_cost_no_more_than_their_number(make) -> None:
-    """A search of a list for each of them compared the square of their number."""
+    """The number of comparisons for absent pieces is linear in their number. An earlier search in a
+    list made it quadratic."""
     compared = 0
 
     class Position(int):
         def __eq__(self, other: object) -> bool:
             nonlocal compared
             compared += 1
-            return int.__eq__(self, other)  # type: ignore[arg-type]  # what is compared are numbers
+            return int.__eq__(self, other)  # type: ignore[arg-type]  # only numbers are compared
 
         __hash__ = int.__hash__
 
@@ -248,7 +249,8 @@ def test_a_sum_over_a_row_that_would_come_out_infinite_names_its_row(make) -> No
 
 
 def test_each_tensor_has_a_trust_ratio_of_its_own(make) -> None:
-    """Also those that have not been stepped yet and lie side by side."""
+    """Each tensor has its own trust ratio, also tensors that are adjacent and have not been updated
+    yet."""
     spec = make.packed(0, ("a", 2), ("b", 3), ("c", 1))
     optimizer = PartitionOptimizer(
         torch.ones(6), spec, optimizer_settings(name="lamb", hyperparameters={})

@@ -1,5 +1,5 @@
-"""Server-side optimizers are torch's, and what torch would refuse is refused before anything
-changes."""
+"""Server-side optimizers compute what torch's do. Settings that torch would refuse are refused
+before anything changes."""
 
 from __future__ import annotations
 
@@ -293,9 +293,10 @@ def test_an_update_that_would_come_out_infinite_is_refused_and_changes_nothing(
 
 
 def test_ordinary_updates_are_not_tried_first(make, monkeypatch) -> None:
-    """It costs a copy of the partition."""
+    """Ordinary updates are applied without a trial, which would cost a copy of the partition."""
     monkeypatch.setattr(
-        "shoal_ps_server.shard.partition.Partition.check_trial", lambda *_: pytest.fail("it was")
+        "shoal_ps_server.shard.partition.Partition.check_trial",
+        lambda *_: pytest.fail("the update was tried first"),
     )
     sgd = {"lr": 10.0, "momentum": 0.99, "weight_decay": 0.1}
     for name, hyperparameters in (
@@ -319,7 +320,8 @@ def test_ordinary_updates_are_not_tried_first(make, monkeypatch) -> None:
 def test_values_that_grow_by_a_part_of_themselves_in_each_step_are_refused_before_they_overflow(
     make, dtype
 ) -> None:
-    """LAMB's steps are as long as the values are, however small the gradients."""
+    """LAMB's updates, which are proportional to the values, are refused before the values overflow,
+    however small the gradients are."""
     spec = make.spec(dtype=dtype)
     shard = make.shard(
         spec,
@@ -354,7 +356,8 @@ def test_what_is_on_its_way_counts_for_how_far_values_may_have_grown(make) -> No
     admitted = list(
         map(shard.admit_push, takewhile(lambda upload: not shard.needs_trial(upload), uploads))
     )
-    assert 15 < len(admitted) < 30  # 2 to the power of so many is what is left of the bound
+    # each admitted push may double the values until the bound is reached
+    assert 15 < len(admitted) < 30
 
 
 def test_a_row_that_is_cut_is_refused_by_name(make) -> None:
@@ -376,7 +379,7 @@ def test_a_row_that_is_cut_is_refused_by_name(make) -> None:
 
 
 def test_rows_of_frozen_tensors_may_be_cut() -> None:
-    """No optimizer updates these."""
+    """Rows of frozen tensors may be cut, because no optimizer updates them."""
     shard_map = coordinator_pb2.ShardMap(
         epoch=1,
         tensors=[

@@ -1,4 +1,4 @@
-"""A partition changes as a whole and once per sequence number, or not at all."""
+"""A partition applies each push completely and once per sequence number, or not at all."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_repeated_push_is_acknowledged_and_not_applied(make) -> None:
 def test_a_batch_that_a_dead_member_pushed_is_not_applied_again_by_whoever_gets_it(make) -> None:
     specs = make.spec(0), make.spec(1)
     shard = make.shard(*specs)
-    # it died before it came to partition 1
+    # it died before it pushed to partition 1
     shard.push(make.upload(torch.ones(6), specs[0], member="dead", batch=7))
     there = shard.push(make.upload(torch.ones(6), specs[0], member="heir", batch=7))
     missing = shard.push(make.upload(torch.ones(6), specs[1], member="heir", batch=7))
@@ -186,7 +186,7 @@ def test_readers_so_slow_that_their_copies_are_too_many_are_ended_the_first_ones
             torch.frombuffer(bytearray(reading.take(24)), dtype=torch.float32).tolist()
             == [reading.version - 1.0] * 6
         )
-    # They have read to their end, and are no burden any more.
+    # Both have read everything, so they no longer count.
     copies.detach(values, [fourth := Reading(values, version=4)])
     copies.detach(values, [fifth := Reading(values, version=5)])
     assert fourth.take(24).nbytes == fifth.take(24).nbytes == 24
@@ -251,8 +251,8 @@ def test_pieces_may_be_cut_anywhere(make, data) -> None:
 @settings(max_examples=60, deadline=None)
 @given(st.lists(st.tuples(st.sampled_from("abc"), st.integers(0, 2), st.booleans()), max_size=30))
 def test_retries_and_losses_leave_what_each_push_once_would_have(make, attempts) -> None:
-    """Each attempt is a member's next push, an old one again, or one with a gap; a damaged one in
-    between changes nothing."""
+    """Repeated pushes, pushes with gaps in their numbers and damaged pushes do not change the
+    result of applying each push once."""
     shard = make.shard(optimizer=make.sgd(lr=1.0))
     sent: dict[str, int] = {}
     for member, back, damaged in attempts:
@@ -369,4 +369,4 @@ def test_compressed_values_count_as_copies_while_somebody_reads_them() -> None:
             ended.take(1)
     assert (readings[2].take(12).nbytes, third.take(12).nbytes) == (12, 12)
     fourth = EncodedValues(torch.zeros(24, dtype=torch.uint8)).read(copies, version=4)
-    assert fourth.take(24).nbytes == 24  # what was read to its end is held no longer
+    assert fourth.take(24).nbytes == 24  # data that was read completely is released

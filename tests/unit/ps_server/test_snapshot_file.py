@@ -1,4 +1,4 @@
-"""A snapshot is read back exactly as it was written, or refused; never pickled, never half
+"""A snapshot is read exactly as it was written, or refused. It is never pickled and never partly
 written."""
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ CLOCKS = {"a": MemberClock(clock=12, origin=-100), "b": MemberClock(clock=10)}
 
 @pytest.fixture
 def image(make) -> ServerImage:
-    """Three trained partitions, of different types, one of two tensors with updates of their own;
-    and one without values."""
+    """Image of a server with three trained partitions of different types, one of which has two
+    tensors with separate updates, and a partition without values."""
     optimizer = optimizer_settings(
         name="adamw",
         hyperparameters={"lr": 0.1},
@@ -238,7 +238,7 @@ def test_another_programs_safetensors_file_is_refused_as_such(tmp_path) -> None:
 
 
 def rewritten(path: Path, **changes: object) -> None:
-    """The same file with other metadata, and the digest that belongs to it."""
+    """Rewrites the file with other metadata and the matching digest."""
     content = path.read_bytes()
     length = int.from_bytes(content[:8], "little")
     header = json.loads(content[8 : 8 + length])
@@ -284,7 +284,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, image) ->
     with pytest.raises(KeyError):
         write_snapshot(path, ServerImage(state=image.state, partitions=(broken,)))
     path.unlink()
-    path.mkdir()  # so that the rename fails
+    path.mkdir()  # makes the rename fail
     with pytest.raises(OSError, match="directory"):
         write_snapshot(path, image)
     assert [path.name for path in tmp_path.iterdir()] == ["snapshot"]

@@ -1,4 +1,5 @@
-"""Snapshots are written one after the other, also when nobody waits for the first one any more."""
+"""Snapshots are written one after another, even if the caller of the first one no longer waits for
+it."""
 
 from __future__ import annotations
 
@@ -19,13 +20,14 @@ from shoal_ps_server.storage.moves import Moves
 
 
 def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_path) -> None:
-    """A server that is asked to stop while it writes its periodic snapshot behaves in this way."""
+    """The last snapshot waits for an earlier one that was cancelled, as when a server is stopped
+    while it writes its periodic snapshot."""
     spec, directory = make.spec(), DataDirectory(tmp_path)
     shard = make.shard(spec)
-    # The first write stands still in opening this, until somebody reads it; then it fails, since a
-    # pipe cannot be synced.
-    standstill = Path(f"{directory.snapshot}.{os.getpid()}.tmp")
-    os.mkfifo(standstill)
+    # The first write blocks when it opens this pipe, until the test reads from it. Then it fails,
+    # because a pipe cannot be synced.
+    blocking_pipe = Path(f"{directory.snapshot}.{os.getpid()}.tmp")
+    os.mkfifo(blocking_pipe)
 
     async def test() -> None:
         changes = Changes(shard=shard, layout=lambda: make.layout(spec), members=Members)
@@ -44,10 +46,10 @@ def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_pa
         await end_tasks([first])
         shard.push(make.upload(torch.ones(6), spec))
         last = asyncio.create_task(keeper.write())
-        for _ in range(100):  # rounds of the loop, in which it could begin
+        for _ in range(100):  # iterations of the event loop in which it could begin
             await asyncio.sleep(0)
         writing = writers()
-        with standstill.open("rb") as pipe:
+        with blocking_pipe.open("rb") as pipe:
             pipe.read()
         await last
         assert writing == 1
@@ -64,7 +66,8 @@ def test_the_last_snapshot_waits_for_one_that_was_cancelled_halfway(make, tmp_pa
 
 
 def writers() -> int:
-    """Threads of the loop's executor: as many as have ever worked at once."""
+    """Returns the number of threads in the loop's executor, which is the largest number of
+    concurrent writes so far."""
     return sum(thread.name.startswith("asyncio_") for thread in threading.enumerate())
 
 

@@ -1,4 +1,4 @@
-"""Tests what a backup does with what its primary sends."""
+"""A backup applies and stores the stream from its primary."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from shoal_ps_server.storage.snapshot import partition_to_bytes
 
 
 def sent(make: Any, value: float) -> list[Item]:
-    """All that a primary with one partition has."""
+    """Returns all items that a primary with one partition sends."""
     spec = make.spec(0)
     shard = make.shard(spec, values=torch.full((6,), value))
     state = ServerState(
@@ -66,7 +66,7 @@ def test_what_one_stream_brought_is_on_disk_before_the_next_one_takes_its_place(
             backup = Standby(settings, directory)
 
             async def stream(value: float) -> standby._Stream:
-                await backup._kept()  # as each stream begins
+                await backup._kept()  # called at the beginning of each stream
                 stream = standby._Stream(pb.FollowBegin())
                 for item in sent(make, value):
                     backup._take(item, stream)
@@ -74,7 +74,7 @@ def test_what_one_stream_brought_is_on_disk_before_the_next_one_takes_its_place(
 
             await stream(1.0)
             await asyncio.to_thread(writing.wait)
-            # the first one has ended, and its snapshot is being written still
+            # the first stream has ended, and its snapshot is still being written
             second = asyncio.create_task(stream(2.0))
             await asyncio.sleep(0)
             go.set()
@@ -85,7 +85,7 @@ def test_what_one_stream_brought_is_on_disk_before_the_next_one_takes_its_place(
         with DataDirectory(data) as directory:
             recovered = directory.recover(job_id="job", server_id="backup")
             assert recovered.shard.image(0).values.tolist() == [2.0] * 6
-            assert recovered.backup  # it asks the coordinator before it serves
+            assert recovered.backup  # the server asks the coordinator before it serves
 
     asyncio.run(test())
 

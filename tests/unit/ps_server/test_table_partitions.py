@@ -1,5 +1,5 @@
-"""Buckets of sparse tables are partitions: pushed to exactly once, in the journal, in snapshots,
-and at other servers to the last bit."""
+"""Buckets of sparse tables are partitions: pushes are applied exactly once and journaled, and
+snapshots and copies on other servers are exact to the last bit."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ from tests.unit.ps_server.journaled import Journaled, file, opened, recovered, r
 
 
 def pulled(shard: Shard, *ids: int, partition_id: int = 0) -> np.ndarray[Any, Any]:
-    """Returns what a pull gives."""
+    """Returns the values that a pull returns."""
     data = bytes(shard.read_rows(partition_id, np.array(ids, np.int64)).take(1 << 20))
     return np.frombuffer(data, np.float32).reshape(len(ids), -1)
 
 
-def held(make: Any, *specs: Any) -> Shard:
-    """A server with these buckets."""
+def shard_with(make: Any, *specs: Any) -> Shard:
+    """Returns a shard with these buckets."""
     shard = Shard(optimizer=make.sgd())
     shard.adopt(make.layout(*specs))
     return shard
@@ -47,7 +47,7 @@ def held(make: Any, *specs: Any) -> Shard:
 
 def test_a_bucket_has_values_from_the_beginning_and_stores_what_is_pushed(make) -> None:
     spec = make.bucket(optimizer="sgd", hyperparameters={"lr": 0.5})
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     begun = initial_rows(np.array([3, -9]), 4, seed=7, initializer="normal", scale=0.1)
     empty = shard.summary().stored_bytes
     assert (pulled(shard, 3, -9) == begun).all()
@@ -61,7 +61,7 @@ def test_a_bucket_has_values_from_the_beginning_and_stores_what_is_pushed(make) 
 
 def test_a_push_counts_once_by_its_number_and_by_its_batch(make) -> None:
     spec = make.bucket(optimizer="sgd", hyperparameters={"lr": 1.0}, initializer="zeros", scale=0.0)
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     for _ in range(2):
         shard.push(make.rows([1, 2], 1.0, spec, batch=5))
     again = shard.push(make.rows([1, 2], 1.0, spec, member="b", batch=5))
@@ -72,7 +72,7 @@ def test_a_push_counts_once_by_its_number_and_by_its_batch(make) -> None:
 
 def test_a_refused_push_leaves_room_and_numbers_as_they_were(make) -> None:
     spec = make.bucket()
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     admitted = [shard.admit_push(make.rows([n], 1.0, spec, sequence=n)) for n in (1, 2)]
     for each in admitted:
         shard.refuse(each)
@@ -105,7 +105,7 @@ def test_rows_that_are_not_sound_are_refused_and_nothing_changes(
     make, ids, gradients, reason, words
 ) -> None:
     spec = make.bucket(rows=100)
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     shard.push(make.rows([3], 1.0, spec))
     before = state_of(shard)
     with pytest.raises(InvalidRequestError, match=words) as caught:
@@ -119,7 +119,7 @@ def test_rows_of_another_bucket_are_refused(make) -> None:
     spec = make.bucket(buckets=4, number=2)
     ids = np.arange(50)
     (own, *_), (other, *_) = ids[buckets_of(ids, 4) == 2], ids[buckets_of(ids, 4) != 2]
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     shard.push(make.rows([own], 1.0, spec))
     with pytest.raises(InvalidRequestError, match=f"id {other} is in another bucket"):
         shard.push(make.rows([other], 1.0, spec, sequence=2))
@@ -127,7 +127,7 @@ def test_rows_of_another_bucket_are_refused(make) -> None:
 
 def test_a_bucket_that_is_full_refuses_new_rows_and_takes_old_ones(make, monkeypatch) -> None:
     spec = make.bucket()
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     shard.push(make.rows(range(10), 1.0, spec))
     monkeypatch.setattr(
         table_rows, "LARGEST_BUCKET_BYTES", 10 * shard._partitions[0].rows.row_bytes
@@ -141,7 +141,7 @@ def test_a_bucket_that_is_full_refuses_new_rows_and_takes_old_ones(make, monkeyp
 
 def test_without_memory_new_rows_are_refused_before_anything_is_written(make, monkeypatch) -> None:
     spec = make.bucket()
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
 
     def none_left(more: int) -> None:
         raise MemoryError
@@ -154,9 +154,10 @@ def test_without_memory_new_rows_are_refused_before_anything_is_written(make, mo
 
 
 def test_room_is_made_for_rows_that_are_on_their_way(make) -> None:
-    """A journaled change must not fail for lack of memory."""
+    """Admitting a push reserves the memory for its rows, because a journaled change must not fail
+    for lack of memory."""
     spec = make.bucket()
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     rows = shard._partitions[0].rows
     admitted = [
         shard.admit_push(make.rows(range(100 * n, 100 * n + 100), 1.0, spec, sequence=n))
@@ -169,13 +170,13 @@ def test_room_is_made_for_rows_that_are_on_their_way(make) -> None:
 
 
 def copied(shard: Shard, partition_id: int, spec: Any) -> PartitionImage:
-    """A partition as another server gets it, who takes it for `spec`."""
+    """Returns a partition as another server receives it for `spec`."""
     entry, data = partition_to_bytes(shard.image(partition_id))
     return partition_from_bytes(entry, memoryview(data), spec, None)
 
 
 async def begun(server: Journaled, make: Any, *specs: Any) -> None:
-    """A server with these buckets and members a and b."""
+    """Sets up a server with these buckets and members a and b."""
     server.members = Members(generation=1, members=frozenset("ab"))
     server.adopt(make.layout(*specs))
     await server.configure(make.sgd())
@@ -261,7 +262,7 @@ def test_a_snapshot_and_the_journal_after_it_are_the_rows_to_the_last_bit(make, 
 
     after = run(test())
     assert same(recovered(data), after)
-    never_stopped = held(make, spec)
+    never_stopped = shard_with(make, spec)
     for upload in pushes(make, [spec], 20):
         never_stopped.push(upload)
     assert same(state_of(never_stopped), after)
@@ -284,14 +285,14 @@ def test_a_bucket_without_rows_is_in_snapshots_and_copies_too(make, tmp_path) ->
     before = run(test())
     assert same(recovered(data), before)
     assert before[0].version == 2
-    shard = held(make, *specs)
+    shard = shard_with(make, *specs)
     copies = {number: copied(shard, number, specs[number]) for number in shard.partition_ids()}
     assert same(copies, state_of(shard))
 
 
 def test_a_snapshot_with_other_rows_than_the_layout_says_is_refused(make) -> None:
     spec = make.bucket()
-    shard = held(make, spec)
+    shard = shard_with(make, spec)
     shard.push(make.rows([1, 2], 1.0, spec))
     assert same({0: copied(shard, 0, spec)}, state_of(shard))
     for other in (make.bucket(dim=3), make.bucket(optimizer="sparse_adam", hyperparameters={})):
@@ -300,9 +301,10 @@ def test_a_snapshot_with_other_rows_than_the_layout_says_is_refused(make) -> Non
 
 
 def test_a_backup_is_sent_the_rows_and_goes_on_with_them(make) -> None:
-    """The items of a copy, from one server to another: layout, rows, and the pushes after them."""
+    """A backup that receives a primary's layout and rows applies later pushes as the primary
+    does."""
     specs = [make.bucket(n, optimizer="sparse_adam", hyperparameters={"lr": 0.1}) for n in (0, 4)]
-    primary = held(make, *specs)
+    primary = shard_with(make, *specs)
     for upload in pushes(make, specs, 6):
         primary.push(upload)
     state = ServerState(
@@ -338,9 +340,9 @@ def test_the_layout_with_buckets_survives_json(make) -> None:
 
 
 def test_the_tables_optimizer_is_its_own(make, tmp_path: Path) -> None:
-    """A change of the job's learning rate is none of the tables'."""
+    """A table keeps its own optimizer when the job's learning rate changes."""
     spec = make.bucket(optimizer="sgd", hyperparameters={"lr": 1.0}, initializer="zeros", scale=0.0)
-    shard = held(make, spec, make.spec(1))
+    shard = shard_with(make, spec, make.spec(1))
     shard.initialize(make.upload(torch.zeros(6), make.spec(1), sequence=0, base_version=0))
     shard.push(make.rows([1], 1.0, spec))
     shard.configure(make.sgd(lr=100.0))

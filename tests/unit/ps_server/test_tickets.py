@@ -1,4 +1,5 @@
-"""Tickets open one connection each, for a while, for one member, and not too many."""
+"""A ticket opens one connection for one member within a few seconds. The numbers of tickets and
+connections are limited."""
 
 from __future__ import annotations
 
@@ -49,8 +50,8 @@ def test_a_member_has_so_many_connections_and_tickets_and_gets_more_when_one_end
     with pytest.raises(LimitError) as caught:
         tickets.issue(Speaker(member_id="a"), 0.0)
     assert caught.value.reason == "CONNECTIONS_EXHAUSTED"
-    tickets.issue(Speaker(member_id="b"), 0.0)  # another's are its own
-    tickets.issue(Speaker(member_id="a"), GOOD_FOR_S)  # in the place of the one that was not used
+    tickets.issue(Speaker(member_id="b"), 0.0)  # each member has its own limit
+    tickets.issue(Speaker(member_id="a"), GOOD_FOR_S)  # replaces the ticket that was not used
     tickets.closed("a")
     tickets.issue(Speaker(member_id="a"), GOOD_FOR_S)
 

@@ -1,5 +1,5 @@
-"""Streams are taken apart into whole partitions, or refused with a reason: whatever is in them, and
-however it is cut."""
+"""Upload streams are split into whole partitions or refused with a reason, whatever their content
+and however it is chunked."""
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ def chunk(opening: pb.PushHeader | None, payload: bytes = b"") -> bytes:
 def receive(
     layout, messages: Sequence[bytes], kind: UploadKind = UploadKind.PUSH
 ) -> tuple[list[Upload], ShoalError | None]:
-    """The partitions that came whole, and what the stream was refused with."""
+    """Returns the partitions that arrived completely and the error that refused the stream, if
+    any."""
     uploads: list[Upload] = []
 
     async def scenario() -> None:

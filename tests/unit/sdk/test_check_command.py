@@ -1,4 +1,4 @@
-"""`shoal check` on scripts that are right, and on scripts that are not."""
+"""`shoal check` on correct and on wrong scripts."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ for epoch in loader.epochs(3):
 
 
 def _found(before: str = "", inside: str = "") -> list[str]:
-    """Lines with findings of a script with code before its loop and at the end of each epoch."""
+    """Checks a script with the given code before its loop and at the end of each epoch. Returns the
+    lines with findings."""
     source = (
         _START + textwrap.dedent(before) + _LOOP + textwrap.indent(textwrap.dedent(inside), "    ")
     )

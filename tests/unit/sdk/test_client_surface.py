@@ -1,4 +1,4 @@
-"""The client's public surface: both clients have the same calls, and what they give are plain
+"""The client's public interface: both clients have the same calls, and their results are plain
 values."""
 
 from __future__ import annotations

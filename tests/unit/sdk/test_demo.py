@@ -37,7 +37,8 @@ def step(member: str, number: int, at_s: float, loss: float) -> CommittedStep:
 
 
 def test_the_digits_are_scikit_learns_each_in_one_of_the_sets() -> None:
-    from sklearn.datasets import load_digits  # takes a second: of this test alone
+    # imported here because only this test needs it, and it takes a second
+    from sklearn.datasets import load_digits
 
     train, test = digits.datasets()
     assert (len(train), len(test)) == (1437, 360)
@@ -64,7 +65,7 @@ def test_a_dragged_iteration_takes_a_multiple_of_its_fastest() -> None:
     for _ in range(2):
         drag.begin()
         began_s = time.perf_counter()
-        time.sleep(0.01)  # waits for nothing: the iteration's own work
+        time.sleep(0.01)  # not a wait: the work of the iteration
         drag.hold()
         drag.end()
     assert time.perf_counter() - began_s >= 0.04
@@ -116,7 +117,7 @@ def test_a_run_is_stopped_for_lack_of_progress_only(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     plan = replace(plans(sync_epochs=1, async_epochs=1)[0], patience=timedelta(seconds=1))
-    steps = iter(range(1, 10))  # one with each look, for longer than the patience
+    steps = iter(range(1, 10))  # one step per look, for longer than the patience
 
     def progressing(client: object, cluster: object) -> pb.GetJobResponse:
         return pb.GetJobResponse(

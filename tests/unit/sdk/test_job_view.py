@@ -1,4 +1,5 @@
-"""Tests what `shoal status` and `shoal up` say of a job: without members, and when it stands."""
+"""The output of `shoal status` and `shoal up` for a job, also without members and during a
+stall."""
 
 from __future__ import annotations
 
@@ -71,9 +72,9 @@ def test_a_step_that_stands_is_explained_above_the_ranks_that_wait() -> None:
     assert lines[3].split()[-3:] == ["ms", "12", "s"]
     assert lines[4].split()[-1] == "50%"
     assert lines[5] == "rank 1 (h1): no heartbeat for 13 s"
-    told = job_json(job_of(job))
-    assert told["waits_for"] == why
-    assert [m["note"] for m in told["members"]] == [None, "no heartbeat for 13 s"]
+    document = job_json(job_of(job))
+    assert document["waits_for"] == why
+    assert [m["note"] for m in document["members"]] == [None, "no heartbeat for 13 s"]
 
 
 def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
@@ -103,11 +104,11 @@ def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
         ["0", "primary", "s0", "-", "alive", "12", "90.0", "MiB"],
         ["2", "primary", "s1", "-", "gone,", "draining", "1", "8.0", "MiB"],
     ]
-    told = [
+    rows = [
         (server["partitions"], server["value_bytes"], server["draining"])
         for server in job_json(job_of(job))["servers"]
     ]
-    assert told == [(12, 90 << 20, False), (1, 8 << 20, True)]
+    assert rows == [(12, 90 << 20, False), (1, 8 << 20, True)]
 
 
 def test_a_rank_that_holds_the_others_back_is_named_once() -> None:
@@ -148,9 +149,9 @@ def test_the_run_and_how_the_last_ones_ended_are_shown() -> None:
         "6",
         "7",
     ]
-    told = job_json(job_of(job))
-    assert told["run"] == 8
-    assert told["past_runs"][-1] == {
+    document = job_json(job_of(job))
+    assert document["run"] == 8
+    assert document["past_runs"][-1] == {
         "run": 7,
         "began_unix_ms": 1000,
         "ended_unix_ms": 61_000,
@@ -202,9 +203,9 @@ def test_where_there_is_no_room_the_least_important_columns_are_left_out_and_non
 
 
 def test_a_loss_that_nobody_told_is_none() -> None:
-    silent, told = member(0, step=7, loss=math.nan), member(1, step=7, loss=0.0)
+    silent, reporting = member(0, step=7, loss=math.nan), member(1, step=7, loss=0.0)
     job = pb.GetJobResponse(
-        spec=pb.JobSpec(job_id="j"), members=[silent, told, pb.MemberStatus(member_id="new")]
+        spec=pb.JobSpec(job_id="j"), members=[silent, reporting, pb.MemberStatus(member_id="new")]
     )
     assert [each["loss"] for each in job_json(job_of(job))["members"]] == [None, 0.0, None]
 

@@ -1,5 +1,5 @@
-"""Epochs and evaluations of fewer batches than a dataset has, several loaders to validate with,
-weights from a file: all as under Lightning's own strategy."""
+"""Limited epochs and evaluations, several validation loaders and weights from a file behave as
+under Lightning's own strategy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.utils.data import DataLoader, StackDataset, TensorDataset
 
-# The import of Lightning takes some seconds.
+# importing Lightning takes some seconds
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("fresh_session"),
@@ -27,7 +27,7 @@ def make_net() -> Any:
     import lightning
 
     class Net(lightning.LightningModule):
-        """Notes the sizes of the batches of each kind."""
+        """A module that records the sizes of its batches by kind."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -83,8 +83,8 @@ def make_trainer(ours: bool, **arguments: Any) -> Any:
     return lightning.Trainer(**(common | quiet | strategy | arguments))
 
 
-def told(ours: bool, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns what a fit, a test and a prediction come to."""
+def results_of(ours: bool, arguments: dict[str, Any]) -> dict[str, Any]:
+    """Fits, tests and predicts, and returns the results."""
     net, trainer = make_net(), make_trainer(ours, **arguments)
     trainer.fit(
         net,
@@ -131,8 +131,9 @@ def told(ours: bool, arguments: dict[str, Any]) -> dict[str, Any]:
     ids=str,
 )
 def test_limits_are_those_of_lightnings_own_strategy(arguments: dict[str, Any]) -> None:
-    """A module that validates with several loaders, each of which is limited."""
-    ours, its = told(True, arguments), told(False, arguments)
+    """Limits have the same effect as under Lightning's own strategy, for a module with several
+    validation loaders."""
+    ours, its = results_of(True, arguments), results_of(False, arguments)
     assert ours.pop("seen") == its.pop("seen")
     assert ours.keys() == its.keys()
     assert ours == {name: pytest.approx(value, abs=1e-6) for name, value in its.items()}

@@ -1,5 +1,5 @@
-"""Tests what Shoal's strategy for Lightning refuses before it trains, each with what to do
-instead."""
+"""Shoal's strategy for Lightning refuses unsupported uses before it trains, with a remedy for
+each."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
-# The import of Lightning takes some seconds.
+# importing Lightning takes some seconds
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.usefixtures("fresh_session"),
@@ -30,8 +30,8 @@ def fit(
     loader: Any = None,
     **arguments: Any,
 ) -> Any:
-    """Fits a small module, whose class has the attributes that `arguments["module"]` gives; the
-    others are the Trainer's."""
+    """Fits a small module. Its class gets the attributes in `arguments["module"]`; the other
+    arguments are the Trainer's."""
     import lightning
     from shoal.integrations.lightning import ShoalStrategy
 

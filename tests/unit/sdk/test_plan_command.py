@@ -1,4 +1,4 @@
-"""`shoal plan`, as it is typed."""
+"""`shoal plan` on the command line."""
 
 from __future__ import annotations
 
@@ -53,8 +53,8 @@ def test_a_module_and_a_file_are_planned_and_the_json_has_all_rows(tmp_path: Pat
     assert shown.returncode == 0, shown.stderr
     assert shown.stderr == ""
     assert "recommended: shoal.as_distributed(model, optimizer, strategy=" in shown.stdout
-    told = _plan(tmp_path, "training.py:make", "--world_size", "4", "--json")
-    found = json.loads(told.stdout)
+    finished = _plan(tmp_path, "training.py:make", "--world_size", "4", "--json")
+    found = json.loads(finished.stdout)
     assert found["world_size"] == 4
     assert found["global_batch_size"] == 16
     ddp = next(each for each in found["strategies"] if each["strategy"] == "ddp")
@@ -73,7 +73,7 @@ def test_a_model_that_cannot_be_built_without_values_is_built_with_them_and_that
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (
             ("training", "--world-size", "2"),
@@ -100,7 +100,7 @@ def test_a_model_that_cannot_be_built_without_values_is_built_with_them_and_that
     ],
 )
 def test_what_cannot_be_planned_is_named(
-    tmp_path: Path, words: tuple[str, ...], told: str, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, words: tuple[str, ...], message: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "training.py").write_text(_MODULE)
     monkeypatch.chdir(tmp_path)
@@ -109,7 +109,7 @@ def test_what_cannot_be_planned_is_named(
     error = CliRunner().invoke(app, ["plan", *words]).exception
     sys.modules.pop("training", None)
     assert isinstance(error, ConfigurationError)
-    assert told in str(error)
+    assert message in str(error)
 
 
 def test_an_error_is_one_line_and_status_2(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""`import shoal`: every public name is there, and nothing is imported before it is used."""
+"""`import shoal` provides every public name and imports nothing before it is used."""
 
 from __future__ import annotations
 
@@ -12,12 +12,11 @@ import pytest
 import shoal
 
 _ALIASES = {"ElasticOptimizer": "ShardedOptimizer"}
-"""Second names: every strategy's optimizer is elastic."""
+"""Alternative names: the optimizer of every strategy is elastic."""
 
 
 def checked_imports() -> dict[str, str]:
-    """Returns what type checkers are told: name to module, of the imports that the interpreter
-    skips."""
+    """Returns the module of each name that only type checkers import."""
     tree = ast.parse(Path(shoal.__file__).read_text())
     block = next(node for node in tree.body if isinstance(node, ast.If))
     return {

@@ -1,5 +1,5 @@
-"""The table of names that Shoal owes (the specification's, in Python spelling): each is there, and
-has the methods that it is to have."""
+"""The names that the specification requires, in Python spelling. Each exists and has its required
+methods."""
 
 from __future__ import annotations
 

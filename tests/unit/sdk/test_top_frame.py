@@ -1,5 +1,5 @@
-"""A frame of `shoal top`: what is on it when the terminal is high or low, and when nobody
-answers."""
+"""A frame of `shoal top`: its contents for high and low terminals, and while the coordinator does
+not answer."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shoal_common.errors import UnavailableError
 from shoal_protos.v1 import coordinator_pb2 as pb
 
 
-class Told(Client):
+class FakeClient(Client):
     """Answers without a coordinator."""
 
     away = False
@@ -74,7 +74,7 @@ def lines_of(frames: Frames, *, height: int) -> list[str]:
 
 @pytest.mark.parametrize("height", [20, 40])
 def test_the_newest_events_fill_the_terminal_and_are_taken_once(height: int) -> None:
-    frames = Frames(Told(), "j", full_screen=True)
+    frames = Frames(FakeClient(), "j", full_screen=True)
     for _ in range(2):
         lines = lines_of(frames, height=height)
         assert len(lines) == height
@@ -87,12 +87,12 @@ def test_the_newest_events_fill_the_terminal_and_are_taken_once(height: int) -> 
 
 
 def test_what_was_known_stays_while_nobody_answers() -> None:
-    told = Told()
-    frames = Frames(told, "j", full_screen=True)
+    client = FakeClient()
+    frames = Frames(client, "j", full_screen=True)
     lines_of(frames, height=30)
-    told.away = True
+    client.away = True
     lines = lines_of(frames, height=30)
     assert "as of then: no answer" in lines[0]
     assert any("event099" in line for line in lines)
     with pytest.raises(UnavailableError, match="no answer"):
-        Frames(told, "j", full_screen=True).take()
+        Frames(client, "j", full_screen=True).take()

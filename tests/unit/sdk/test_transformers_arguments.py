@@ -1,5 +1,5 @@
-"""Tests what Shoal's Trainer for transformers refuses when it is made, and what its arguments tell
-transformers of the process."""
+"""Shoal's Trainer for transformers: the arguments that it refuses, and what its arguments tell
+transformers about the process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from shoal_common.errors import ConfigurationError, PreconditionError
 from torch import nn
 
-# The import of transformers takes most of ten seconds.
+# importing transformers takes almost ten seconds
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("fresh_session")]
 
 
@@ -94,7 +94,7 @@ def test_transformers_own_arguments_are_refused(tmp_path: Path) -> None:
 def test_a_worker_is_one_process_alone_to_transformers_whatever_the_launcher_says(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    trainer = make(tmp_path)  # opens a session of a process that is alone
+    trainer = make(tmp_path)  # opens a session for a single process
     for name, value in {
         "RANK": "1",
         "LOCAL_RANK": "1",
@@ -130,7 +130,8 @@ def test_a_data_loader_that_nobody_can_deal_is_refused(tmp_path: Path) -> None:
 def test_under_fp16_a_step_whose_gradients_overflow_counts_and_updates_nothing(
     tmp_path: Path,
 ) -> None:
-    """On a CPU, in float32, with the scaler that Accelerate makes on a GPU."""
+    """With fp16, a step whose gradients overflow counts but updates nothing. The test runs in
+    float32 on a CPU, with the scaler that Accelerate makes on a GPU."""
     from transformers import TrainerCallback
 
     trainer = make(tmp_path, max_steps=8, learning_rate=1e-3, optim="sgd")
@@ -153,4 +154,4 @@ def test_under_fp16_a_step_whose_gradients_overflow_counts_and_updates_nothing(
     for before, after, updated in zip(scales, scales[1:], updates[1:], strict=False):
         assert after == (before if updated else before / 2)
     expected = [1e-3 * (1 - sum(updates[1 : step + 1]) / 8) for step in range(9)]
-    assert rates == pytest.approx(expected), "the schedule waits for the first update"
+    assert rates == pytest.approx(expected), "the schedule starts with the first update"

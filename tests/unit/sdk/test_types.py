@@ -1,4 +1,4 @@
-"""The types that a type checker, and so an editor, knows of the public API."""
+"""The types of the public API that type checkers and editors see."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Ranks as threads of the test, with the three collectives that sharding needs and a count of the
-bytes they would send."""
+"""Ranks as threads of the test, with the collectives that sharding needs and a count of the bytes
+that they would send."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class _Done:
 
 
 class RankThread:
-    """One rank's collectives."""
+    """The collectives of one rank."""
 
     lost = False
 
@@ -32,7 +32,8 @@ class RankThread:
         self.world_size = world_size
         self.calls: list[tuple[str, int]] = []
         self.sent_bytes = 0
-        """By the optimal algorithms: (N-1)/N of the whole for a gathering or a scattering."""
+        """Bytes sent by the optimal algorithms: (N-1)/N of the full tensor for an all-gather or a
+        reduce-scatter."""
         self._slots = slots
         self._barrier = barrier
 
@@ -92,13 +93,14 @@ class RankThread:
     def exchange(self, payload: bytes) -> list[bytes]:
         self._slots[self.rank] = payload
         self._barrier.wait(_DEADLINE_S)
-        told = list(self._slots)
+        values = list(self._slots)
         self._barrier.wait(_DEADLINE_S)
-        return told
+        return values
 
 
 def run_ranks(world_size: int, body: Callable[[RankThread], Any]) -> list[Any]:
-    """Runs `body` once per rank; its results by rank. A rank that fails ends the others' waits."""
+    """Runs `body` once per rank and returns its results by rank. If a rank fails, the others' waits
+    end."""
     slots: list[Any] = [None] * world_size
     barrier = threading.Barrier(world_size)
 

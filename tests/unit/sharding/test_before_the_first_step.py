@@ -1,5 +1,5 @@
-"""Until the first step begins all ranks hold all parameters, and a model can be used as it is:
-nothing is lost by it."""
+"""Until the first step begins, all ranks have all parameters, and the model can be used as it is
+without losing anything."""
 
 from __future__ import annotations
 

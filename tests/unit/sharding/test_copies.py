@@ -1,5 +1,5 @@
-"""Tests which shards are copied to which ranks, so that two ranks of those that stay have each, and
-where shards are taken from then."""
+"""Copies of shards are placed so that each shard has two holders among the ranks that stay. Also
+tests where shards are taken from afterwards."""
 
 from __future__ import annotations
 
@@ -32,11 +32,12 @@ from shoal_worker.sharding.resharding import (
 from shoal_worker.sharding.whole_vectors import copy_singles
 
 
-def told(
+def holders_of(
     world_size: int, gone: Sequence[int] = (), copies: Sequence[tuple[int, int]] = ()
 ) -> ShardHolders[int]:
-    """A cut in which each rank holds its shard and mirrors the one before, without the ranks
-    `gone`; `copies`: (position, keeper)."""
+    """Returns the holders of a cut in which each rank has its own shard and mirrors the previous
+    one, without the ranks `gone`. `copies` has pairs of a position and its additional mirror
+    holder."""
     division = Division(world_size=world_size, shards=world_size)
     rows: list[list[int]] = []
     for rank in range(world_size):
@@ -58,22 +59,22 @@ def told(
 
 
 def test_what_a_rank_that_leaves_holds_is_copied_to_others() -> None:
-    copies = plan_copies(told(4), range(4), [1])
+    copies = plan_copies(holders_of(4), range(4), [1])
     assert [(copy.place, copy.sender) for copy in copies] == [(0, 0), (1, 1)]
     assert all(copy.mirror_holder in (2, 3) for copy in copies if copy.place == 0)
     assert all(copy.mirror_holder in (0, 3) for copy in copies if copy.place == 1)
 
 
 def test_nothing_is_copied_where_all_have_all() -> None:
-    assert plan_copies(told(2), range(2), []) == []
+    assert plan_copies(holders_of(2), range(2), []) == []
 
 
 def test_a_shard_that_is_copied_already_is_not_copied_again() -> None:
-    first = plan_copies(told(4, gone=[1]), [0, 2, 3], [])
+    first = plan_copies(holders_of(4, gone=[1]), [0, 2, 3], [])
     assert {copy.place for copy in first} == {0, 1}
     assert (
         plan_copies(
-            told(4, gone=[1], copies=[(copy.place, copy.mirror_holder) for copy in first]),
+            holders_of(4, gone=[1], copies=[(copy.place, copy.mirror_holder) for copy in first]),
             [0, 2, 3],
             [],
         )
@@ -83,12 +84,12 @@ def test_a_shard_that_is_copied_already_is_not_copied_again() -> None:
 
 def test_a_cut_that_has_lost_a_shard_is_lost() -> None:
     with pytest.raises(ShardsLostError, match="nobody holds 1 of the model's 4 shards"):
-        told(4, gone=[1, 2])
+        holders_of(4, gone=[1, 2])
 
 
 def test_where_nobody_has_told_of_a_shard_all_are_lost() -> None:
     with pytest.raises(ShardsLostError, match="nobody holds any shard"):
-        told(2, gone=[0, 1])
+        holders_of(2, gone=[0, 1])
 
 
 def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank_has_too_many() -> (
@@ -104,9 +105,11 @@ def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank
         left = [rank for rank in range(10) if rank not in gone]
         copies += [
             (copy.place, copy.mirror_holder)
-            for copy in plan_copies(told(10, gone, copies), left, [], most=MOST_COPIES)
+            for copy in plan_copies(holders_of(10, gone, copies), left, [], most=MOST_COPIES)
         ]
-        now = told(10, gone, copies)  # it would raise if a rank had more than it can tell
+        now = holders_of(
+            10, gone, copies
+        )  # raises an error if a rank has more copies than it can report
         assert all(len(now.having(position)) == 2 for position in range(10))
     counts = [
         sum(mirror_holder == rank for _, mirror_holder in copies) for rank in (0, 1, 2, 4, 6, 8)
@@ -115,9 +118,9 @@ def test_deaths_one_after_another_spread_their_copies_over_all_ranks_and_no_rank
 
 
 def test_a_copy_stands_behind_what_a_rank_holds_itself() -> None:
-    now = told(3, copies=[(0, 2)])
+    now = holders_of(3, copies=[(0, 2)])
     assert now.sources()[0] == [0, 1]
-    assert told(3, gone=[0, 1], copies=[(0, 2)]).sources()[0] == [2]
+    assert holders_of(3, gone=[0, 1], copies=[(0, 2)]).sources()[0] == [2]
 
 
 def test_what_a_rank_holds_and_copies_of_one_cut_are_told_as_one() -> None:
@@ -167,8 +170,8 @@ def test_ranks_of_a_mesh_keep_as_many_copies_as_there_are_shards_left() -> None:
 
 
 class TwoRanks(LocalChannel):
-    """A channel between two ranks, seen from rank 0; rank 1 holds no shard and answers so to
-    everything."""
+    """A channel between two ranks as seen by rank 0. Rank 1 has no shard and answers
+    accordingly."""
 
     rank, world_size = 0, 2
 

@@ -1,4 +1,4 @@
-"""Sums of squares do not depend on how the elements are spread."""
+"""Sums of squares do not depend on the distribution of the elements."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""hsdp: what is cut over the ranks of a replica, and summed over replicas."""
+"""hsdp shards state over the ranks of a replica and sums gradients over replicas."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def make(dtype: torch.dtype = torch.float64) -> nn.Sequential:
 def train(
     *, micro: bool, shard_size: int = 2, dtype: torch.dtype = torch.float64, **options: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], int]:
-    """Runs a rank. Returns the whole state, the metadata, and the elements of the optimizer's state
-    that it holds."""
+    """Trains one rank. Returns the full state, the metadata, and the number of elements of
+    optimizer state on this rank."""
     net = make(dtype)
     options = {"minimum_parameter_group_size": 64, "shard_size": shard_size, **options}
     model, optimizer = shoal.as_distributed(

@@ -1,4 +1,5 @@
-"""Ranks whose passes differ: what is refused, and what is not."""
+"""Ranks that issue different collectives in a pass: some differences are refused, others are
+allowed."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ class Net(nn.Module):
 def train(
     orders: Sequence[Sequence[int]], *, shifted: Sequence[bool], strategy: str
 ) -> dict[str, torch.Tensor]:
-    """`orders`, `shifted`: by rank."""
+    """Trains one rank. `orders` and `shifted` are given by rank."""
     rank = shoal.rank()
     torch.manual_seed(0)
     net = Net(orders[rank], shifted=shifted[rank]).double()

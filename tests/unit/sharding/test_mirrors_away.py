@@ -1,5 +1,5 @@
-"""Mirrors that are in the host's memory between updates: training, faults and checkpoints come to
-the same (the memory is a stand-in)."""
+"""Mirrors that are moved to host memory between updates do not change training, recovery or
+checkpoints. The memory is a stand-in."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRATEGIES = ("zero1", "zero2", "zero3", "fsdp")
 
 
 def mirrored(optimizer: Any) -> list[torch.Tensor]:
-    """Returns what a rank holds of others' shards, and of the optimizer's state of them."""
+    """Returns the shards that a rank mirrors, and the optimizer state of them."""
     held = optimizer._engine._held
     assert isinstance(held, ShardedState)
     found: list[torch.Tensor] = []
@@ -41,8 +41,8 @@ def mirrored(optimizer: Any) -> list[torch.Tensor]:
 
 
 def train(strategy: str, options: dict[str, Any], away: list[bool]) -> int:
-    """Returns what a rank does. Notes in each step, behind its passes, whether what it mirrors is
-    away."""
+    """Trains one rank. In each step, records after the passes whether the mirrors are in host
+    memory."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(6, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(net.parameters(), 0.01)
@@ -64,7 +64,7 @@ def train(strategy: str, options: dict[str, Any], away: list[bool]) -> int:
 
 @pytest.fixture
 def memories(monkeypatch: pytest.MonkeyPatch) -> list[MarkedMemory]:
-    """The ranks' memories beside their devices."""
+    """The memories used beside the ranks' devices."""
     made: list[MarkedMemory] = []
 
     def beside(device: torch.device) -> MarkedMemory:
@@ -90,9 +90,9 @@ def test_training_comes_to_the_same_bits_with_mirrors_in_the_hosts_memory(
 
 
 def train_two(strategy: str, where: str, away: list[bool]) -> int:
-    """A discriminator and a generator. In each step the discriminator's update is withdrawn and
-    reinstated, as where a rank asks its peers whether the step counts. Notes whether what the rank
-    mirrors of both is away behind their passes."""
+    """Trains a discriminator and a generator. In each step, the discriminator's update is withdrawn
+    and reinstated, as when a rank asks its peers whether the step counts. Records after the passes
+    whether the mirrors of both are in host memory."""
     torch.manual_seed(0)
     nets = [
         nn.Sequential(nn.Linear(3, 32), nn.Tanh(), nn.Linear(32, 6)),
@@ -153,12 +153,12 @@ def test_with_offload_it_is_refused() -> None:
     with pytest.raises(
         ConfigurationError, match=r"mirrors='disk': expected \"device\" or \"host\""
     ):
-        shoal.ShardingConfiguration(mirrors="disk")  # type: ignore[arg-type]  # what is refused
+        shoal.ShardingConfiguration(mirrors="disk")  # type: ignore[arg-type]  # the refused value
 
 
 @pytest.fixture
 def short_of_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[MarkedMemory]:
-    """All devices are, in runs without faults as well."""
+    """Makes all devices short of memory, also in runs without faults."""
     oracle.reference.cache_clear()
     memory = MarkedMemory(wanted=True)
     monkeypatch.setattr(mirrors, "memory_beside", lambda device: memory)

@@ -1,4 +1,4 @@
-"""Shards cut for one number of ranks arrive whole at another."""
+"""Shards cut for one number of ranks arrive complete at another number of ranks."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ def test_every_element_arrives_wherever_it_is_to_be_held(
 ) -> None:
     old, new = layout(numel, old_world), layout(numel, new_world)
     whole = torch.arange(old.padded_numel, dtype=torch.float64)
-    # Rank r held position r and its predecessor's; one rank is gone, the others are the first ranks
-    # of the new group.
+    # Rank r had position r and that of its predecessor. One rank is gone, and the others are the
+    # first ranks of the new group.
     alive = [r for r in range(old_world) if r != dead or old_world == 1][:new_world]
     held = {
         number: {

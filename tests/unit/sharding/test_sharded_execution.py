@@ -1,4 +1,4 @@
-"""Sharded training of several ranks against one process on the whole batch."""
+"""Sharded training on several ranks equals training by one process on the whole batch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ class Block(nn.Module):
 
 
 class Tied(nn.Module):
-    """A small language model: the embedding is the head, one block is checkpointed, one norm is
-    frozen, one layer is never used."""
+    """A small language model with a shared embedding and head, one checkpointed block, one frozen
+    norm, and one unused layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,8 @@ _START = Tied().double()
 
 
 def make() -> Tied:
-    """The same weights in every rank thread; threads share one random generator."""
+    """Returns a model with the same weights in every rank's thread, although threads share one
+    random generator."""
     return copy.deepcopy(_START)
 
 
@@ -108,8 +109,8 @@ def train(
     prefetch: int = 1,
     watch: Any = lambda execution: None,
 ) -> tuple[dict[str, torch.Tensor], RankThread]:
-    """`micro_batches`: how many each rank cuts its samples into. Returns the whole trained
-    state."""
+    """Trains one rank. `micro_batches` returns the number of micro-batches of each rank. Returns
+    the full trained state."""
     model = make()
     units = units_of(model, stage)
     execution = ShardedExecution(units, ranks, stage, prefetch=prefetch)
@@ -183,13 +184,13 @@ def test_no_more_blocks_are_gathered_ahead_than_is_said(ahead: int) -> None:
     most: list[int] = []
 
     def watch(execution: ShardedExecution) -> None:
-        blocks = execution._blocks[1:]  # the outermost stays
+        blocks = execution._blocks[1:]  # the outermost block stays gathered
         start = execution._start
 
         def started(units: Any) -> None:
             start(units)
             if len(units) == len(execution.units):
-                return  # all at once, for the state in the end
+                return  # all are gathered at once for the state at the end
             most.append(
                 sum(
                     any(unit._gathered or unit._gathering is not None for unit in block.units)
@@ -197,7 +198,7 @@ def test_no_more_blocks_are_gathered_ahead_than_is_said(ahead: int) -> None:
                 )
             )
 
-        # to see what is gathered at each moment
+        # records which blocks are gathered at each moment
         execution._start = started  # type: ignore[method-assign]
 
     run_ranks(
@@ -210,7 +211,7 @@ def test_no_more_blocks_are_gathered_ahead_than_is_said(ahead: int) -> None:
             watch=watch if ranks.rank == 0 else id,
         ),
     )
-    # between two blocks of a backward pass one is about to be freed
+    # between two blocks of a backward pass, one is about to be freed
     assert max(most) == min(3, 2 + ahead)
 
 

@@ -1,4 +1,4 @@
-"""Model and optimizer state stay what one process would have while it is cut for one number of
+"""Model and optimizer state stay equal to those of one process while they are cut for one number of
 ranks after another."""
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Rank:
-    """One rank's state, that steps on the whole batch."""
+    """The state of one rank, which trains on the whole batch."""
 
     def __init__(self, make_optimizer: Any) -> None:
         self.module = copy.deepcopy(_START)
@@ -74,8 +74,8 @@ class Rank:
         )
         self.execution.reduces_in_backward = False
         self.state = ShardedState(self.module, self.execution, Stage.OPTIMIZER)
-        said = True if isinstance(self.optimizer, MuonAndAdamW) else None
-        if takes_whole_tensors(self.optimizer, elementwise=False, whole_tensors=said):
+        whole = True if isinstance(self.optimizer, MuonAndAdamW) else None
+        if takes_whole_tensors(self.optimizer, elementwise=False, whole_tensors=whole):
             self.state.keep_tensors_whole()
         self.state.use_optimizer(self.optimizer)
 
@@ -168,14 +168,14 @@ def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
 def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be_made_from() -> (
     None
 ):
-    """Two ranks of three got the new shards; the third, that did not, has the others' old ones
-    alone, and one of the two dies."""
+    """After a failed re-sharding, a rank keeps the old cut, from which the next re-sharding can be
+    made. Two of three ranks got new shards, and one of these two dies."""
     ranks_of_three = [Rank(OPTIMIZERS["momentum"]) for _ in range(3)]
     for rank, own in enumerate(ranks_of_three):
         own.state.cut_whole(number=1, rank=rank, topology=topology_of(["h"] * 3))
         incomplete = hold(own.state.units, own.state._state, own.state.cut, [{}])
         own.state._before = incomplete
-        # of which two positions are nowhere
+        # two of its positions are on no rank
         own.state.cut = Cut(number=2, world_size=5, position=rank, mirrored=None)
 
     def again(ranks: RankThread) -> None:

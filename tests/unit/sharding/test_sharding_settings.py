@@ -1,5 +1,5 @@
-"""Settings of `ShardingConfiguration` about dtypes, memory and blocks: each trains as the plain
-path does, and costs what it says."""
+"""Settings of `ShardingConfiguration` about dtypes, memory and blocks. Training with each equals
+training without it, at the documented cost."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def make() -> nn.Sequential:
 
 
 def train(strategy: str, look: Any = None, **options: Any) -> tuple[State, Any]:
-    """Runs a rank. Returns the whole parameters, and what `look(model, optimizer)` says after the
-    last step."""
+    """Trains one rank. Returns the full parameters and the result of `look(model, optimizer)` after
+    the last step."""
     net = make()
     options = {"minimum_parameter_group_size": 64, **options}
     model, optimizer = shoal.as_distributed(
@@ -161,7 +161,7 @@ def test_offloaded_shards_and_optimizer_state_are_in_files(
     state, files = launch(strategy, look, offload=tmp_path / "shards")
     assert len(files) >= 4
     assert all(name is not None and name.startswith(str(tmp_path)) for name in files)
-    # they have no names, and go with the process
+    # the files are unlinked, so they vanish with the process
     assert list((tmp_path / "shards").iterdir()) == []
     assert max(differences(state, plain)) == 0.0
 
@@ -171,7 +171,7 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wante
 ) -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     placement = FilePlacement(tmp_path)
-    # else it ends the process that asks for too large a file
+    # otherwise the signal would end the process
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))
     try:
@@ -185,7 +185,8 @@ def test_a_disk_that_is_full_in_the_middle_of_a_run_is_named_with_what_was_wante
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         signal.signal(signal.SIGXFSZ, before)
     assert raised.value.reason == "OFFLOAD_FULL"
-    assert not isinstance(raised.value, GROUP_LOST)  # those make a rank form group after group
+    # those errors would make a rank form group after group
+    assert not isinstance(raised.value, GROUP_LOST)
     assert list(tmp_path.iterdir()) == []
     assert placement.empty(1000, torch.float32).sum() == 0
 
@@ -245,7 +246,8 @@ def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
 
 
 def test_what_the_host_updates_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All shards of gradients are told to come, and then the host waits for the device's stream."""
+    """The host starts the copies of all gradient shards and then waits only once for the device's
+    stream."""
     waits: list[torch.device] = []
 
     class Stream:
@@ -254,7 +256,7 @@ def test_what_the_host_updates_is_waited_for_once(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.setattr(torch.accelerator, "current_stream", lambda _: Stream())
     placement = HostPlacement()
-    # stands in for the host, and the host for a device: they differ
+    # "meta" stands in for the host and the host for a device, so that they differ
     placement.device = torch.device("meta")
     monkeypatch.setattr(
         HostPlacement, "empty", lambda _, numel, dtype: torch.empty(numel, dtype=dtype)

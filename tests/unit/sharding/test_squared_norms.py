@@ -1,4 +1,4 @@
-"""The norm of a rank's gradients: right where squares are beyond float32, and few kernels on a
+"""The norm of a rank's gradients is correct for squares beyond float32 and needs few kernels on a
 device."""
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Counted(TorchDispatchMode):
-    """Counts what would be kernels on a device."""
+    """Counts the operations that would be kernels on a device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,8 +33,8 @@ def test_squares_beyond_float32_are_summed(length: int) -> None:
 
 
 def test_on_a_device_a_shard_of_any_size_takes_a_few_kernels_and_nobody_waits_for_it() -> None:
-    """The meta device stands for one: it has shapes, and a value that was asked for would be an
-    error."""
+    """The norms of shards of any size need a few kernels and no wait for the device. The meta
+    device stands in for a real one: reading a value from it raises an error."""
     shards = [
         torch.empty(100_000_000, device="meta"),
         torch.empty(7, device="meta", dtype=torch.bfloat16),

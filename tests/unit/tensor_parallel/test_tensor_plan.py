@@ -1,5 +1,5 @@
-"""Plans: what is derived, what is refused and how, what is printed. Shapes alone count, so nothing
-here has values or a process group."""
+"""Tensor-parallel plans: derivation, refusals and printed tables. Only shapes matter, so the models
+have no values and there is no process group."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ def test_blocks_that_names_do_not_tell_are_found_by_tracing():
     assert styles(plan) == {**dict.fromkeys(columns, "column"), "delta": "row", "third": "row"}
     alone = make_plan(Odd(), 2, minimum_parameter_group_size=0)
     assert set(styles(alone).values()) == {"column_gathered"}, (
-        "without inputs each layer stands alone"
+        "without inputs, each layer is planned separately"
     )
     named = make_plan(
         Odd(), 2, minimum_parameter_group_size=0, example_inputs={"x": torch.zeros(1, 3, 16)}
@@ -208,7 +208,7 @@ def _narrow_heads():
 
 
 class Standardized(nn.Conv2d):
-    """A layer whose class computes something else than torch's."""
+    """A layer whose class computes something different from torch's class."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         return self._conv_forward(input, self.weight - self.weight.mean(), self.bias)

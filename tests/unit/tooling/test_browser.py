@@ -1,4 +1,4 @@
-"""The browser of the tests starts where other processes hold ports that its driver wants."""
+"""The browser of the tests starts even if other processes use the ports that its driver wants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""constraints.txt pins what `make` installs: all of it, and nothing that is no longer needed."""
+"""constraints.txt pins exactly the packages that `make` installs."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ PINNED = {
 
 
 def asked_for() -> Iterator[Requirement]:
-    """Returns what the developers' installation names: every distribution with all of its extras,
-    and the tools."""
+    """Yields the requirements of the developers' installation: every distribution with all its
+    extras, and the tools."""
     for project in PROJECTS.values():
         extras = [
             line for lines in project.get("optional-dependencies", {}).values() for line in lines
@@ -43,7 +43,7 @@ def asked_for() -> Iterator[Requirement]:
 
 
 def needed() -> set[str]:
-    """Names of all that is asked for, and of what that needs in turn on this machine."""
+    """Returns the names of all required packages and of their dependencies on this machine."""
     seen: set[tuple[str, frozenset[str]]] = set()
     pending = list(asked_for())
     while pending:
@@ -71,7 +71,7 @@ def test_every_package_that_make_installs_is_pinned_and_every_pin_is_needed() ->
         name for name in needed() if not name.startswith(("nvidia-", "cuda-")) and name != "triton"
     }
     assert wanted - set(PINNED) == set(), "not pinned: add them to constraints.txt"
-    assert set(PINNED) - wanted == set(), "needed by nothing: remove them from constraints.txt"
+    assert set(PINNED) - wanted == set(), "not needed: remove them from constraints.txt"
 
 
 def test_what_is_installed_here_is_what_is_pinned() -> None:
@@ -81,5 +81,5 @@ def test_what_is_installed_here_is_what_is_pinned() -> None:
         except PackageNotFoundError:
             continue
         assert installed.partition("+")[0] == version, (
-            f"{name}: constraints.txt pins {version}; make a new .venv"
+            f"{name}: constraints.txt pins {version}; recreate .venv"
         )

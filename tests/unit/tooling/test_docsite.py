@@ -1,5 +1,5 @@
-"""The site of docs/: its reference pages are what the code gives, complete, and its folders are in
-its navigation."""
+"""The site of docs/: its reference pages are up to date with the code, and all its pages are in the
+navigation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def test_every_variable_that_the_code_names_is_on_the_page() -> None:
         for name in VARIABLE.findall(path.read_text())
     }
     page = (REFERENCE / "environment.md").read_text()
-    inside = {"SHOAL_RAY_DIRECTORY"}  # between two processes of Shoal's own
+    inside = {"SHOAL_RAY_DIRECTORY"}  # used between two of Shoal's own processes
     assert len(named) > 20
     assert sorted(name for name in named - inside if f"`{name}`" not in page) == []
 
@@ -62,8 +62,8 @@ def test_every_page_is_in_the_navigation() -> None:
 
 
 def test_lists_stand_apart_from_what_is_before_them() -> None:
-    """GitHub shows a list that follows a line of text, or that is indented by less than four; the
-    site's Markdown does not."""
+    """A list follows an empty line and is indented by multiples of four spaces. GitHub accepts
+    other lists, but the site's Markdown does not."""
     fence = re.compile(r"^(`{3,}).*?^\1`*$", re.DOTALL | re.MULTILINE)
     item = re.compile(r"\s*([-*]|\d+\.) ")
     found = []

@@ -1,5 +1,5 @@
-"""Examples and pages count as users should: by the run's steps, which are alike on all workers, and
-not by a number of the script's own."""
+"""Examples and pages count the run's steps, which are equal on all workers, instead of keeping a
+counter of their own."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _SNIPPETS = {
 
 
 def own_counts(source: str) -> list[str]:
-    """Returns what in loops over a loader counts by itself."""
+    """Returns the counters that loops over a loader keep themselves."""
     found = []
     for loop in ast.walk(ast.parse(source)):
         if not isinstance(loop, ast.For):

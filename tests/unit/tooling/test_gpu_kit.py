@@ -1,5 +1,5 @@
-"""The kit for GPU machines without network: which wheels travel, how its stages run, and what it
-makes of a machine's Python."""
+"""The kit for GPU machines without a network: the wheels that it contains, the execution of its
+stages, and its use of the machine's Python."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def machine(python: str = "3.12.3", **installed: str) -> Machine:
     return Machine(python=python, installed=installed)
 
 
-# --- which wheels travel
+# --- the wheels in the kit
 
 
 @pytest.mark.parametrize(
@@ -166,7 +166,7 @@ def test_wheels_for_another_python_and_of_a_plan_that_was_cut_off_are_fetched_an
     assert not (tmp_path / MANIFEST).exists()
 
 
-# --- how stages run
+# --- the execution of stages
 
 
 def stage(
@@ -189,7 +189,7 @@ def stage(
 
 
 def run(directory: Path, *stages: Stage, limit_s: float = 120) -> tuple[bool, str]:
-    """Returns whether all ran and ended well, and the summary."""
+    """Returns whether all stages ran successfully, and the summary."""
     well = Runner(directory, limit_s=limit_s, directory=directory).run(stages)
     return well, (directory / SUMMARY).read_text()
 
@@ -221,7 +221,8 @@ def test_a_run_in_which_all_stages_end_well_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_stage_that_hangs_is_killed_with_all_that_it_has_started(tmp_path: Path) -> None:
-    """The child has a session of its own and ignores what ends its parent."""
+    """A stage that exceeds its limit is killed with its child, which has a session of its own and
+    ignores SIGINT."""
     deaf = (
         "import signal, time; signal.signal(signal.SIGINT, signal.SIG_IGN); print('deaf', "
         "flush=True); time.sleep(600)"
@@ -264,7 +265,7 @@ def test_all_stages_together_keep_the_limit_and_those_without_time_are_left_out(
 ) -> None:
     begun = time.monotonic()
     well, summary = run(tmp_path, stage("long", LASTING), stage("late", ""), limit_s=18)
-    # the machine may be slow; the stage alone would take 600 s
+    # the machine may be slow, but the stage alone would take 600 s
     assert time.monotonic() - begun < 18 + 20
     assert not well
     assert "started   long, for at most 12 s" in summary
@@ -327,14 +328,14 @@ def test_a_run_that_is_cut_off_leaves_the_results_so_far(tmp_path: Path) -> None
 
 
 def _kill_writers(file: Path) -> None:
-    """Ends the stage of a runner that was killed: the processes whose output goes to `file`."""
+    """Kills the stage of a killed runner: the processes whose output goes to `file`."""
     for folder in Path("/proc").iterdir():
         with contextlib.suppress(OSError):
             if folder.name.isdigit() and (folder / "fd" / "1").readlink() == file:
                 os.kill(int(folder.name), signal.SIGKILL)
 
 
-# --- the stages that there are
+# --- the existing stages
 
 
 def test_stages_name_tests_that_exist_and_fill_few_files() -> None:
@@ -398,7 +399,7 @@ def test_a_rehearsal_collects_the_tests_and_measures_at_tiny_sizes(tmp_path: Pat
 
 
 def project(directory: Path, python: str) -> Path:
-    """A root with Shoal's sources and a kit without wheels for that Python."""
+    """Creates a root directory with Shoal's sources and a kit without wheels for that Python."""
     for name in DISTRIBUTIONS:
         (directory / name).symlink_to(ROOT / name)
     (directory / KIT).mkdir()

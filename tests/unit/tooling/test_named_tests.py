@@ -1,6 +1,6 @@
-"""Pages name the tests that hold what they promise: those exist. So do the functions by which a
-page follows a step, and the files that the explanation pages name. The index of decisions names all
-of them, and a folder's docstring its modules."""
+"""References in pages and docstrings exist: the tests and functions that pages name, and the files
+that the explanation pages name. The index of decisions lists all decisions, and a folder's
+docstring its modules."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _WORKER = _ROOT / "worker/shoal_worker"
 _DECISIONS = _ROOT / "docs/decisions"
 _FOLDERS = sorted(path.parent for path in _WORKER.rglob("__init__.py") if path.parent != _WORKER)
 _OTHERS = ("parse_compression", "parallelize_module")
-"""Functions that folders' docstrings name."""
+"""Functions that docstrings of folders name."""
 _TESTS = sorted(
     path
     for path in (_ROOT / "tests").rglob("*")
@@ -50,11 +50,11 @@ def test_a_folders_docstring_is_its_table_of_contents(subtests: pytest.Subtests)
         with subtests.test(str(folder.relative_to(_WORKER))):
             docstring = ast.get_docstring(ast.parse((folder / "__init__.py").read_text())) or ""
             there = {path.stem for path in folder.iterdir() if _is_module(path)}
-            if folder.name == "strategies":  # those are listed in its registry
+            if folder.name == "strategies":  # the strategies are listed in the registry
                 there -= set(registry.names())
             named = set(re.findall(r"`([a-z]\w*)`", docstring))
-            assert there - named == set(), "modules that it leaves out"
-            assert named - there - set(_OTHERS) == set(), "names of modules that are not there"
+            assert there - named == set(), "modules missing in the docstring"
+            assert named - there - set(_OTHERS) == set(), "names of modules that do not exist"
 
 
 def _is_module(path: Path) -> bool:
@@ -134,7 +134,7 @@ def test_the_sections_of_pages_that_code_refers_to_exist() -> None:
 
 
 def _listed(*patterns: str) -> list[str]:
-    """Files of the repository."""
+    """Returns the files of the repository that match the patterns."""
     command = ["git", "ls-files", *patterns]
     ended = subprocess.run(command, cwd=_ROOT, capture_output=True, text=True, check=True)
     return ended.stdout.split()

@@ -1,5 +1,5 @@
-"""No modules import each other in a circle, annotations included. The layers in pyproject.toml hold
-the same of packages."""
+"""No modules import each other in a cycle, annotations included. The layers in pyproject.toml
+ensure the same for packages."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ import pytest
 def test_modules_import_each_other_in_no_circle(package: str) -> None:
     graph = grimp.build_graph(package, cache_dir=None)
     imports = {module: graph.find_modules_directly_imported_by(module) for module in graph.modules}
-    # raises CycleError, which names the circle
+    # raises CycleError, which names the cycle
     list(graphlib.TopologicalSorter(imports).static_order())

@@ -1,4 +1,4 @@
-"""Cases that stand for a product of axes have all pairs of its values."""
+"""The cases that represent a product of axes include all pairs of its values."""
 
 import itertools
 
@@ -16,7 +16,7 @@ def test_all_values_of_different_axes_meet_in_about_as_few_cases_as_can_be() -> 
         assert {(case[one], case[other]) for case in chosen} == {
             (case[one], case[other]) for case in PRODUCT
         }
-    assert 12 <= len(chosen) <= 14, "twelve pairs of strategies and kinds"
+    assert 12 <= len(chosen) <= 14, "there are twelve pairs of strategies and kinds"
 
 
 def test_all_cases_of_the_product_are_run_by_make_test_or_make_parity() -> None:

@@ -9,11 +9,12 @@ from pathlib import Path
 _ROOT = Path(__file__).parents[3]
 _COLUMNS = 100
 _UNBREAKABLE = re.compile(r"\s*(\||#|<|\[\^?[^\]]+\]: )")
-"""Rows of tables, headings, HTML, link definitions."""
+"""Rows of tables, headings, HTML and link definitions."""
 
 
 def too_long(page: str) -> list[int]:
-    """Numbers of the lines of prose that are longer than `_COLUMNS` and could be broken."""
+    """Returns the numbers of the lines of prose that are longer than `_COLUMNS` and could be
+    broken."""
     found, fence = [], ""
     for number, line in enumerate(page.splitlines(), 1):
         mark = re.match(r"\s*(```+|~~~+)", line)

@@ -1,5 +1,5 @@
-"""The animated terminal on README and the site's home page: drawn from its lines, small, legible
-without motion."""
+"""The animated terminal on README and the site's home page is generated from its recorded lines, is
+small, and is legible without animation."""
 
 from __future__ import annotations
 

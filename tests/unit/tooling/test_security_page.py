@@ -1,5 +1,5 @@
-"""docs/security.md says of every RPC who may call it, and of every listening flag what it is, as
-the code has it."""
+"""docs/security.md lists the callers of every RPC and describes every listening flag, in agreement
+with the code."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from typer.main import get_group
 ROOT = Path(__file__).resolve().parents[3]
 PAGE = (ROOT / "docs/security.md").read_text()
 LOCAL = {"up", "demo", "certs", "plan", "check", "history", "init"}
-"""Commands that speak to no cluster, or to their own alone."""
+"""Commands that contact no cluster, or only their own."""
 
 
 def rows() -> dict[str, set[str]]:
-    """RPC -> roles, as the page has them."""
+    """Returns the roles of each RPC on the page."""
     found = re.findall(
         r"^\| `(Coordinator|ParameterServer)/(\w+)` \|([^|]*)\|$", PAGE, re.MULTILINE
     )

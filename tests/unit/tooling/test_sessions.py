@@ -1,4 +1,4 @@
-"""Tests what the runner of pages' sessions takes for alike, and what it does not."""
+"""The runner of the pages' terminal sessions: which outputs it accepts as equal and which not."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SHOWN = (
             "17\n[0]: epoch 9: loss 12.5\n",
             True,
         ),
-        # it was killed between two steps
+        # killed between two steps
         ("killed rank 2 of job train-0f3912: SIGKILL to pid 17\n[0]: epoch 9: loss 12.5\n", True),
         (SHOWN.replace("epoch", "step"), False),
         (SHOWN + "Traceback\n", False),

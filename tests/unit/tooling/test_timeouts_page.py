@@ -1,4 +1,4 @@
-"""The page about elastic training names each timeout with its default: the code has the same."""
+"""The page about elastic training names each timeout with the default value in the code."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ SECONDS: Final[dict[str, list[float]]] = {
 
 
 def table() -> dict[str, str]:
-    """The page's timeouts, each with its default."""
+    """Returns the page's timeouts with their defaults."""
     lines = _PAGE.read_text().partition("## What each timeout means")[2].splitlines()
     rows = [
         [cell.strip() for cell in line.strip("|").split("|")]

@@ -1,4 +1,4 @@
-"""Scripts keep torch's own backends beside Shoal: "nccl" is what torch says it is."""
+"""Scripts can use torch's own backends beside Shoal: "nccl" remains torch's backend."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""torch's names that are not public are taken in one module, which says clearly what a torch
-without them is."""
+"""torch's private names are used in a single module, which reports clearly if a version of torch
+lacks one."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ INTERNALS = ROOT / "worker/shoal_worker/torch_internals.py"
 FOLDERS = [ROOT / name for name in ("worker", "sdk/shoal", "ps_server", "common")]
 SOURCES = [path for folder in FOLDERS for path in sorted(folder.rglob("*.py")) if path != INTERNALS]
 OPERATIONS = ("torch.ops.", "torch._foreach_", "torch._amp_")
-"""Names of operations, which begin with an underscore where they are not meant to be called by
-hand, and stay."""
+"""Prefixes of operations. Some begin with an underscore because they are not meant to be called
+directly; these are allowed."""
 
 
 def private_names(tree: ast.AST) -> Iterator[str]:
-    """Modules and names of torch with a leading underscore that are imported, or reached by
-    attributes from `torch` or from what is imported from it."""
+    """Yields the private modules and names of torch that are imported, or reached by attributes
+    from `torch` or from what is imported from it."""
     roots = {"torch"}
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").partition(".")[0] == "torch":
@@ -88,7 +88,8 @@ def test_a_torch_that_lacks_one_fails_the_import_with_its_name(
 def test_a_torch_beyond_the_tested_ones_is_warned_of_once(monkeypatch: pytest.MonkeyPatch) -> None:
     major, minor = TESTED[1]
     monkeypatch.setattr(torch, "__version__", f"{major}.{minor + 1}.0+cpu")
-    monkeypatch.setattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set(), raising=False)  # from 2.15 on
+    # exists from 2.15 on
+    monkeypatch.setattr(c10d, "_FR_SELF_RECORDING_BACKENDS", set(), raising=False)
     with pytest.warns(UserWarning, match="Shoal is tested with torch") as warned:
         runpy.run_path(str(INTERNALS))
     assert [str(one.message) for one in warned] == [
@@ -102,6 +103,6 @@ def test_the_page_on_installing_names_the_expected_versions() -> None:
 
 
 def test_a_world_of_one_thread_has_all_that_torchs_has() -> None:
-    derived = {"pg_config_info"}  # which torch computes for dumps
+    derived = {"pg_config_info"}  # computed by torch for dumps
     names = {name for name in dir(type(c10d._world)) if not name.startswith("_")} - derived
     assert {name for name in names if not hasattr(World(), name)} == set()

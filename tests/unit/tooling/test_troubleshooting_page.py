@@ -1,8 +1,7 @@
-"""docs/troubleshooting.md has an entry for each reason that an error of Shoal's can carry, and for
-no other.
+"""docs/troubleshooting.md has exactly one entry for each reason that an error of Shoal can carry.
 
-Reasons are read out of the code. An error whose reason is written in a form that is not known here
-fails the test, too.
+The reasons are extracted from the code. An error whose reason has an unknown form fails the test,
+too.
 """
 
 from __future__ import annotations
@@ -37,12 +36,12 @@ _MADE: Final = {
         if mode is not ConsistencyMode.ASP
     }
 }
-"""Reasons that are put together."""
+"""Reasons that are computed."""
 _PASSED_ON: Final = {
-    ("common/shoal_common/rpc/status.py", "reason"),  # of a status that came by gRPC
+    ("common/shoal_common/rpc/status.py", "reason"),  # of a status received by gRPC
     # a Refusal: why a member was evicted
     ("coordinator/shoal_coordinator/membership/members/leaving.py", "refusal"),
-    # a Refusal: of which run somebody is not
+    # a Refusal: of which run a process is not
     ("coordinator/shoal_coordinator/membership/runs.py", "reason"),
     # a Refusal: why a coordinator has ended
     ("coordinator/shoal_coordinator/service/jobs.py", "reason"),
@@ -52,18 +51,18 @@ _PASSED_ON: Final = {
 }
 """Places where a variable has the reason of another error or a member of Refusal."""
 _GRPCS_OWN: Final = {"UNIMPLEMENTED"}
-"""Names of gRPC's statuses that Shoal has no class for, and that people meet."""
+"""Names of gRPC's statuses that Shoal has no class for, and that users may see."""
 
 
 @functools.cache
 def _modules() -> dict[str, ast.Module]:
-    """Returns the modules of all packages, by their paths."""
+    """Returns the modules of all packages by path."""
     files = [file for package in _PACKAGES for file in sorted((_ROOT / package).rglob("*.py"))]
     return {str(file.relative_to(_ROOT)): ast.parse(file.read_text()) for file in files}
 
 
 def _own_constants(module: ast.Module) -> dict[str, str]:
-    """The module's names for strings."""
+    """Returns the module's own string constants."""
     found = {}
     for node in module.body:
         target = (
@@ -84,7 +83,7 @@ def _own_constants(module: ast.Module) -> dict[str, str]:
 
 
 def _constants(module: ast.Module) -> dict[str, str]:
-    """The names for strings that can be used in the module: its own, and imported ones."""
+    """Returns the string constants that can be used in the module: its own and imported ones."""
     found = _own_constants(module)
     for node in module.body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
@@ -102,7 +101,7 @@ def _constants(module: ast.Module) -> dict[str, str]:
 
 
 def _given(module: ast.Module) -> Iterator[ast.expr]:
-    """Returns what errors get as their reason: `reason=` where one is made, `default_reason` in its
+    """Yields the reasons of errors: `reason=` where an error is made, and `default_reason` in its
     class."""
     for node in ast.walk(module):
         if isinstance(node, ast.Call):
@@ -121,8 +120,8 @@ def _given(module: ast.Module) -> Iterator[ast.expr]:
 
 
 def _makes_an_error(kind: str, value: ast.expr) -> bool:
-    """`reason=` also says why somebody leaves or is drained, and where a part of a model comes
-    from."""
+    """Returns whether the call makes an error. Other calls use `reason=` for why a member leaves or
+    is drained, and for the origin of a part of a model."""
     constant = (
         isinstance(value, ast.Constant)
         and isinstance(value.value, str)
@@ -136,8 +135,8 @@ def _makes_an_error(kind: str, value: ast.expr) -> bool:
 
 
 def _reasons(value: ast.expr, constants: dict[str, str], file: str) -> set[str]:
-    """The reasons that an expression can be; empty: it passes on that of another error. Raises
-    LookupError for what is not known."""
+    """Returns the reasons that an expression can have, or an empty set if it passes on that of
+    another error. Raises LookupError for an unknown form."""
     text = ast.unparse(value)
     match value:
         case ast.Constant(value=str(name)):
@@ -158,7 +157,7 @@ def _reasons(value: ast.expr, constants: dict[str, str], file: str) -> set[str]:
 
 
 def _refusals() -> set[str]:
-    """The members of `Refusal` that the coordinator uses."""
+    """Returns the members of `Refusal` that the coordinator uses."""
     return {
         node.attr
         for module in _modules().values()
@@ -217,8 +216,8 @@ def test_every_entry_of_the_list_has_the_form_that_is_looked_for() -> None:
 
 
 def test_the_page_names_no_other_reason_anywhere() -> None:
-    """In its first part as well: what looks like a reason and is none is the name of a variable or
-    of a file."""
+    """No part of the page names an unknown reason. Other upper-case names on it are those of
+    variables or files."""
     known = set(_on_page()) | {
         name
         for name in re.findall(r"\b[A-Z]+(?:_[A-Z0-9]+)+\b", _PAGE)
@@ -257,7 +256,7 @@ def test_a_form_that_is_not_known_is_no_reason_to_overlook_one() -> None:
 
 
 def _anchors(page: str) -> set[str]:
-    """The anchors of a page's headings, as GitHub makes them."""
+    """Returns the anchors of a page's headings as GitHub generates them."""
     headings = re.findall(
         r"^#+ (.*)$", re.sub(r"```.*?```", "", page, flags=re.DOTALL), re.MULTILINE
     )

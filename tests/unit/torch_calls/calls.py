@@ -1,9 +1,8 @@
-"""torch's own calls on a distributed model, under every strategy: which are right, and which raise
-and name what to call instead.
+"""torch's own calls on a distributed model, under every strategy. Each is either correct or raises
+an error that names the call to use instead.
 
-docs/torch-calls.md is written from this (page.py), and the tests run it (test_torch_calls.py): each
-call is made on the distributed model and on a plain one that one process trains on the same
-samples.
+page.py generates docs/torch-calls.md from this table, and test_torch_calls.py runs it: each call is
+made on the distributed model and on a plain one that a single process trains on the same samples.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ LOOP: Final = "in the loop"
 
 @dataclass(frozen=True, kw_only=True)
 class Kind:
-    """Strategies under which ranks hold alike what torch looks at."""
+    """A group of strategies under which ranks have the same view of what torch uses."""
 
     says: str
     rows: Mapping[str, Mapping[str, Any]]
@@ -42,16 +41,16 @@ class Kind:
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """One thing that scripts do."""
+    """One call that scripts make."""
 
     says: str
     do: Callable[[Any, Any, Any], Any]
-    """Called with the model, the optimizer and the user's module; returns what is to be compared,
-    if anything."""
+    """Called with the model, the optimizer and the user's module. Returns the value to compare, if
+    any."""
     gradients: bool = False
-    """Between `backward()` and `step()`; else between steps."""
+    """True if the call is made between `backward()` and `step()`, otherwise between steps."""
     loops: bool = False
-    """It goes over the parameters: what it did before it was refused stays."""
+    """True if the call iterates over the parameters. Its changes before the refusal remain."""
     cut: str = RIGHT
     """Expected name where parameters are sharded."""
     state: str = RIGHT
@@ -111,7 +110,7 @@ KINDS: Final[Mapping[str, Kind]] = {
 
 
 def world_of(row: str) -> int:
-    """Returns how many ranks."""
+    """Returns the number of ranks for a row."""
     return 4 if row == "hsdp" or row.startswith(("hybrid-tensor", "hybrid-pipeline")) else 2
 
 
@@ -128,7 +127,7 @@ def _named(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
 
 
 def _other(net: nn.Module, prefix: str = "") -> dict[str, torch.Tensor]:
-    """Values for all parameters that it does not have."""
+    """Returns new values for all parameters."""
     return {
         f"{prefix}{name}": torch.full(p.shape, 0.01 * (i + 1), dtype=p.dtype)
         for i, (name, p) in enumerate(net.named_parameters())

@@ -1,5 +1,5 @@
-"""docs/torch-calls.md: the table of calls.py, which the tests run.
-`python -m tests.unit.torch_calls.page PATH` writes it."""
+"""Generates docs/torch-calls.md from the table in calls.py: `python -m tests.unit.torch_calls.page
+PATH`."""
 
 from __future__ import annotations
 
@@ -204,7 +204,7 @@ has a shape and a dtype, but raises when its values are read. In passes it is a 
 
 
 def page() -> str:
-    """The whole of docs/torch-calls.md."""
+    """Returns the text of docs/torch-calls.md."""
     rows = [["", *(kind.says for kind in KINDS.values())], ["---"] * (1 + len(KINDS))]
     for call in CALLS:
         when = (

@@ -1,5 +1,5 @@
-"""torch's own calls on a distributed model are right, or raise and name what to call instead: the
-table of calls.py."""
+"""torch's own calls on a distributed model are correct, or raise an error that names the call to
+use instead: runs the table in calls.py."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.unit.torch_calls.page import page
 
 BATCH = 8
 STEPS = len(CALLS) + 2
-"""The last one would end a round of local_sgd."""
+"""Number of steps. A round of local_sgd would end with the last one."""
 
 
 def network() -> nn.Module:
@@ -49,8 +49,8 @@ class Plain:
 
 
 def run(kind: str, options: dict[str, Any], *, micro: bool) -> list[str]:
-    """Makes each call in a step of its own. Returns what was neither right nor refused as it should
-    be."""
+    """Makes each call in a step of its own. Returns the calls that were neither correct nor refused
+    as expected."""
     net, plain, wrong = network(), Plain(), list[str]()
     model, optimizer = shoal.as_distributed(
         net,
@@ -111,7 +111,7 @@ def run(kind: str, options: dict[str, Any], *, micro: bool) -> list[str]:
 
 
 def differences(found: Any, expected: Any) -> list[str]:
-    """Returns what torch finds different."""
+    """Returns the differences that torch finds."""
     try:
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5, check_dtype=False)
     except AssertionError as error:
@@ -120,8 +120,8 @@ def differences(found: Any, expected: Any) -> list[str]:
 
 
 def _cases() -> list[object]:
-    """`make test` runs each strategy on two ranks, one in two with micro-batches; `make parity`
-    all."""
+    """Returns all cases. `make test` runs each strategy on two ranks, every second one with
+    micro-batches; `make parity` runs all."""
     rows = [(kind, row) for kind in KINDS for row in KINDS[kind].rows]
     return [
         pytest.param(
@@ -183,8 +183,8 @@ def test_a_penalty_on_parameters_that_are_freed_between_the_passes_is_refused_an
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])
 def test_ddp_reduces_gradients_that_were_given_other_memory(micro_batch_size: int | None) -> None:
-    """torch's `model.float()` gives parameters, and the gradients in them, other memory, and
-    forgets the hooks of both."""
+    """ddp still reduces gradients after torch's `model.float()` has moved them and the parameters
+    to other memory, which loses the hooks of both."""
 
     def rank() -> list[torch.Tensor]:
         net = network()

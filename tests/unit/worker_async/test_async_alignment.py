@@ -1,4 +1,5 @@
-"""Tests where a worker that comes while others train in step begins on each server."""
+"""The iteration at which a worker begins on each server when it joins while others train in
+step."""
 
 from __future__ import annotations
 
@@ -11,8 +12,8 @@ def at(clock: int, **by_others: int) -> Position:
 
 
 def test_a_worker_goes_to_the_furthest_of_its_places() -> None:
-    # On the second server, which counts from elsewhere, it was placed before an iteration began,
-    # and on the first one after that.
+    # The second server counts from another origin. There, the worker was placed before an iteration
+    # began, and on the first server after it.
     assert aligned([at(7, a=107), at(3, a=106), at(9, a=107)]) == [None, 4, None]
 
 
@@ -27,5 +28,5 @@ def test_servers_on_which_nothing_is_trained_are_left_out() -> None:
 
 
 def test_of_several_members_the_one_counts_that_has_the_places_closest_together() -> None:
-    # a has rested between the two answers, and was placed anew.
+    # a has rested between the two answers and was placed again.
     assert aligned([at(7, a=40, b=12), at(7, a=3, b=11)]) == [None, 8]

@@ -1,5 +1,5 @@
-"""A worker's blocks of leases against the coordinator's own ledger, with answers that are late,
-lost or refused."""
+"""A worker's blocks of leases, checked against the coordinator's ledger, with answers that are
+late, lost or refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FIRST_KEY = 1 << 40
 
 
 class FakeJob:
-    """A job of one or more members whose coordinator is its ledgers alone."""
+    """A job of one or more members whose coordinator consists of its ledgers."""
 
     def __init__(self, *, members: int = 1) -> None:
         self.ledgers: dict[tuple[str, int], Ledger] = {}
@@ -34,10 +34,10 @@ class FakeJob:
         self.away = threading.Event()
         self.refusal: Exception | None = None
         self.released = threading.Event()
-        """Answers are kept back until it is set."""
+        """Answers are held back until this event is set."""
         self.released.set()
         self.waiting = threading.Event()
-        """An answer is kept back."""
+        """Set while an answer is held back."""
         self.requests: list[dict[str, Any]] = []
 
     def departure(self) -> StopTraining:
@@ -57,7 +57,9 @@ class FakeJob:
             Ledger(Epoch(batches=request["batches_in_epoch"], first_key=FIRST_KEY)),
         )
         repeated = ledger.repeated("me", request["sequence"])
-        assert repeated is None or request["sequence"] == repeated.sequence, "numbers grow"
+        assert repeated is None or request["sequence"] == repeated.sequence, (
+            "sequence numbers increase"
+        )
         ledger.finish("me", request["finished"])
         ledger.take_back("me", request["returned"])
         batches = (
@@ -77,23 +79,23 @@ class FakeJob:
         )
 
     def leased(self, loader: str = "a", epoch: int = 0) -> tuple[int, ...]:
-        """Returns what the coordinator takes for this worker's."""
+        """Returns the batches that the coordinator considers leased to this worker."""
         return tuple(self.ledgers[loader, epoch].close().leased.get("me", ()))
 
 
 def train(seconds: float) -> None:
-    """A step's computing: the pace of finished batches is what leases go by, so it takes real
-    time."""
+    """Simulates the computation of a step. It takes real time because leases depend on the pace of
+    finished batches."""
     time.sleep(seconds)
 
 
 def stay_away(seconds: float) -> None:
-    """Time in which nothing is to happen, and the thread of the leases could have done it."""
+    """Waits long enough for the leases' thread to do something that it must not do."""
     time.sleep(seconds)
 
 
 class Loop:
-    """A loader's loop, a batch at a time."""
+    """A loader's loop that takes one batch per call."""
 
     def __init__(
         self, leases: CoordinatorLeases, *, loader: str = "a", epoch: int = 0, batches: int = 1000
@@ -171,19 +173,19 @@ def test_a_worker_that_stands_still_gives_back_what_it_has_not_begun(job: FakeJo
         loop.step()
         train(0.005)
     eventually(lambda: len(job.leased()) > 10, "a block")
-    eventually(lambda: job.leased() == (loop.batch,), "it to have the batch at hand alone")
+    eventually(lambda: job.leased() == (loop.batch,), "the worker to keep only its current batch")
     stay_away(0.3)
     assert job.leased() == (loop.batch,)
     for _ in range(10):
         loop.step()
-    eventually(lambda: len(job.leased()) > 5, "a block again")
+    eventually(lambda: len(job.leased()) > 5, "the next block")
 
 
 def test_a_worker_that_waited_long_for_its_next_batch_did_not_stand_still(
     job: FakeJob, make
 ) -> None:
-    """The worker keeps the batch that it gets then. Otherwise all waiting workers would pass the
-    last batches around forever."""
+    """A worker that waited long for its next batch keeps that batch. Otherwise all waiting workers
+    would pass the last batches around forever."""
     loop = Loop(make(0.1))
     loop.step()
     job.away.set()
@@ -215,15 +217,15 @@ def test_a_loop_that_is_left_with_a_batch_at_hand_keeps_that_alone(job: FakeJob,
     assert job.leased() == (19,)
     assert leases.at_hand("a") == FIRST_KEY + 19
     stay_away(0.3)
-    assert job.leased() == (19,), "none is leased ahead for a loop that was left"
+    assert job.leased() == (19,), "a loop that was left leases nothing ahead"
     assert loop.step() not in (None, 19)
     loop.leave()
     assert job.leased() == ()
 
 
 def test_a_stopped_job_ends_the_wait_and_what_is_finished_is_told(job: FakeJob, make) -> None:
-    """The job is stopped while the loop waits for a batch, and the coordinator's answer comes after
-    that: the batch goes back."""
+    """A loop's wait for a batch ends when the job is stopped, and the batch in the coordinator's
+    late answer is returned."""
     loop = Loop(make(0.0))
     assert [loop.step() for _ in range(3)] == [0, 1, 2]
     job.released.clear()
@@ -255,12 +257,13 @@ def test_a_worker_that_is_to_leave_and_cannot_say_so_goes_after_some_seconds(
     ):
         loop.leave()
     job.away.clear()
-    eventually(lambda: job.leased() == (), "it to hear of them all the same")
+    eventually(lambda: job.leased() == (), "the coordinator to learn of the batches")
 
 
 def test_epochs_and_loaders_in_turns_have_requests_of_their_own(job: FakeJob, make) -> None:
     leases = make(60.0)
-    for _ in range(2):  # the second time back in the first epoch, as after a state was loaded
+    # in the second pass the loop is back in the first epoch, as after loading a state
+    for _ in range(2):
         for epoch in range(2):
             loops = [Loop(leases, loader=loader, epoch=epoch, batches=6) for loader in "ab"]
             for _ in range(20):
@@ -279,7 +282,7 @@ def test_an_answer_that_comes_when_the_loop_was_left_leaks_nothing(job: FakeJob,
     job.released.clear()
     for batch in held[:3]:
         leases.lease(**place, finished=(batch,), want=1)
-    eventually(job.waiting.is_set, "a block to be on its way")
+    eventually(job.waiting.is_set, "a request for a block")
     threading.Timer(0.2, job.released.set).start()
     leases.lease(**place, finished=(), want=0)
     assert job.leased() == ()
@@ -305,7 +308,7 @@ def test_a_refusal_is_raised_also_with_batches_left(job: FakeJob, make) -> None:
 
 
 def test_with_batches_out_nobody_waits(job: FakeJob, make) -> None:
-    """A loader with data workers takes several at once."""
+    """A loader with data workers that already has batches does not wait for more."""
     leases = make(0.0)
     place: dict[str, Any] = {"loader": "a", "epoch": 0, "batches_in_epoch": 100}
     held = leases.lease(**place, finished=(), want=4).batches

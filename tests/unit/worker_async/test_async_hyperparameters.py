@@ -1,4 +1,4 @@
-"""The user's torch optimizer as the servers are to run it, and what schedulers change in it."""
+"""The user's torch optimizer as the servers run it, and the changes that schedulers make to it."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def test_parameter_groups_name_their_tensors() -> None:
 
 
 class Halving(torch.optim.SGD):
-    """A user's own optimizer, whose `step` may do anything."""
+    """A user's own optimizer, whose `step` is arbitrary."""
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_a_change_goes_to_each_group() -> None:
         (["p0"], 0.1),
         (["p1"], 0.4),
     ]
-    # It decides which state is kept, and servers refuse to be told it again.
+    # The setting decides which state is kept, so servers refuse to receive it again.
     assert all("amsgrad" not in group.hyperparameters for group in groups)
     assert isinstance(groups[0], pb.ParameterGroup)
 

@@ -1,4 +1,4 @@
-"""From the coordinator's shard map to the bytes that each server holds."""
+"""The mapping from the coordinator's shard map to the bytes on each server."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_what_is_received_goes_to_each_tensor_of_a_partition() -> None:
     targets = {tensor.name: tensor.target() for tensor in declared}
     packed.landing(targets).copy_(torch.tensor([-1.0, -2.0, -3.0, -4.0]))
     assert declared[0].parameter.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0, 5.0], (
-        "nothing, until all of it is there"
+        "values are written only when all have arrived"
     )
     packed.landed(targets)
     alone.landing(targets).copy_(torch.tensor([-5.0, -6.0]))

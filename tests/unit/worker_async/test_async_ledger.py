@@ -1,4 +1,4 @@
-"""Tests what a worker knows of its pushes and pulls, after a server said where it stands."""
+"""A worker's record of its pushes and pulls after a server has reported its own state."""
 
 from __future__ import annotations
 
@@ -14,12 +14,13 @@ def pulled(ledger: Ledger, version: int, *partitions: int) -> None:
     ledger.pulled(pb.PullHeader(partition_id=each, version=version) for each in partitions)
 
 
-def stands(*, sequence: int, version: int, partition: int = 1) -> list[pb.PartitionVersion]:
+def reported(*, sequence: int, version: int, partition: int = 1) -> list[pb.PartitionVersion]:
     return [pb.PartitionVersion(partition_id=partition, sequence=sequence, version=version)]
 
 
 def three_pushes() -> Ledger:
-    """Three acknowledged pushes of partitions 1 and 2; version 4 of both was pulled."""
+    """Returns a ledger with three acknowledged pushes of partitions 1 and 2. Version 4 of both was
+    pulled."""
     ledger = Ledger([1, 2])
     for _ in range(3):
         pushed(ledger, 1, 2)
@@ -38,7 +39,7 @@ def test_each_push_has_the_next_number_and_names_the_version_that_was_pulled() -
 
 def test_a_server_that_lost_pushes_gets_their_numbers_again_and_sends_its_values() -> None:
     ledger = three_pushes()
-    assert ledger.rewind(stands(sequence=1, version=2)) == 2
+    assert ledger.rewind(reported(sequence=1, version=2)) == 2
     assert ledger.next_push(1) == (2, 2)
     assert (ledger.held(1), ledger.held(2)) == (0, 4)
     assert ledger.next_push(2) == (4, 4)
@@ -46,16 +47,16 @@ def test_a_server_that_lost_pushes_gets_their_numbers_again_and_sends_its_values
 
 def test_a_push_in_progress_that_was_applied_is_sent_again_under_its_number() -> None:
     ledger = three_pushes()
-    assert ledger.rewind(stands(sequence=4, version=5)) == 0
+    assert ledger.rewind(reported(sequence=4, version=5)) == 0
     assert ledger.next_push(1) == (4, 4)
     assert (ledger.held(1), ledger.held(2)) == (4, 4)
-    assert ledger.ahead(stands(sequence=4, version=5)) == {1}
-    assert ledger.ahead(stands(sequence=3, version=4)) == frozenset()
+    assert ledger.ahead(reported(sequence=4, version=5)) == {1}
+    assert ledger.ahead(reported(sequence=3, version=4)) == frozenset()
 
 
 def test_values_that_went_back_without_a_lost_push_of_this_worker_are_news() -> None:
     ledger = three_pushes()
-    assert ledger.rewind(stands(sequence=3, version=3)) == 0
+    assert ledger.rewind(reported(sequence=3, version=3)) == 0
     assert ledger.held(1) == 0
     assert ledger.next_push(1) == (4, 3)
 
@@ -64,7 +65,7 @@ def test_a_server_without_values_is_given_some_before_a_gradient_is_computed_on_
     ledger = Ledger([1])
     assert not ledger.has_values(1)
     pulled(ledger, 4, 1)
-    ledger.rewind(stands(sequence=0, version=0))
+    ledger.rewind(reported(sequence=0, version=0))
     assert ledger.has_values(1)
     assert ledger.next_push(1) == (1, 4)
 
@@ -74,13 +75,13 @@ def test_a_push_is_in_doubt_until_it_is_acknowledged_or_looked_for() -> None:
     ledger.begun([1, 2], batch=7)
     pushed(ledger, 2)
     assert (ledger.doubt(1), ledger.doubt(2)) == (7, None)
-    ledger.rewind(stands(sequence=4, version=5))
+    ledger.rewind(reported(sequence=4, version=5))
     assert ledger.doubt(1) == 7
-    ledger.follow(stands(sequence=4, version=5))
+    ledger.follow(reported(sequence=4, version=5))
     assert ledger.doubt(1) is None
 
 
 def test_a_batch_that_is_given_up_goes_on_behind_what_the_server_took_of_it() -> None:
     ledger = three_pushes()
-    ledger.follow(stands(sequence=4, version=5))
+    ledger.follow(reported(sequence=4, version=5))
     assert ledger.next_push(1) == (5, 4)

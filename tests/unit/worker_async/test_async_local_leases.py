@@ -1,4 +1,4 @@
-"""Leases of a world of one."""
+"""Leases in a world of one."""
 
 from __future__ import annotations
 

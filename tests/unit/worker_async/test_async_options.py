@@ -1,4 +1,4 @@
-"""Each mistake in the options of async_sgd gets one error that names the value and the remedy."""
+"""Each mistake in the options of async_sgd raises one error that names the value and the remedy."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SGD = torch.optim.SGD([torch.zeros(1)])
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("options", "message"),
     [
         ({"consistency": "eventual"}, 'consistency=\'eventual\': expected "asp", "ssp" or "bsp"'),
         (
@@ -83,22 +83,24 @@ SGD = torch.optim.SGD([torch.zeros(1)])
         ({"pull_compression": 8}, "pull_compression=8; expected one of fp16, bf16, int8, or None"),
     ],
 )
-def test_options_that_cannot_work_are_refused(options: dict[str, Any], said: str) -> None:
+def test_options_that_cannot_work_are_refused(options: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         AsyncOptions(**options)
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         ({"deterministic": True}, "deterministic=True"),
     ],
 )
-def test_settings_that_need_a_common_step_are_refused(setting: dict[str, Any], said: str) -> None:
+def test_settings_that_need_a_common_step_are_refused(
+    setting: dict[str, Any], message: str
+) -> None:
     with pytest.raises(ConfigurationError) as refusal:
         check_configuration(ShardingConfiguration(**setting), "gloo")
-    assert said in str(refusal.value)
+    assert message in str(refusal.value)
 
 
 def test_a_misspelled_backend_is_refused_though_none_is_used() -> None:

@@ -1,5 +1,4 @@
-"""Tests what a worker does when partitions move at moments that only servers which keep to a script
-can choose."""
+"""A worker when partitions move at critical moments, which only scripted servers can choose."""
 
 from __future__ import annotations
 
@@ -25,7 +24,7 @@ from shoal_worker.parameter_servers.tensors import HostTensor, Iteration, Payloa
 from torch import nn
 
 NAMES = ("a", "b")
-"""Tensors; each is a partition, by its position."""
+"""Names of the tensors. Each tensor is one partition, numbered by its position."""
 
 
 @dataclass
@@ -39,17 +38,17 @@ class Held:
 
 @dataclass
 class Cluster:
-    """Servers 0, 1 and 2; all that they hold, in one place."""
+    """Servers 0, 1 and 2, with all their partitions in one list."""
 
     epoch: int = 1
     owners: list[int] = field(default_factory=lambda: [0, 1])
     held: list[Held] = field(default_factory=lambda: [Held(), Held()])
-    said: list[tuple[int, str]] = field(default_factory=list)
-    """(server, what it was told)."""
+    received: list[tuple[int, str]] = field(default_factory=list)
+    """Pairs of a server and the call that it received."""
     moving: set[int] = field(default_factory=set)
-    """Partitions on their way to another server."""
+    """Partitions that are moving to another server."""
     looked: Callable[[], None] = lambda: None
-    """Called after a server has said what it holds."""
+    """Called after a server has reported its partitions."""
     before: Callable[[int, str], None] = lambda server, what: None
     """Called before a server answers."""
 
@@ -79,7 +78,7 @@ class Cluster:
 
 
 class Client:
-    """Speaks to one server of the cluster."""
+    """A client of one server of the cluster."""
 
     def __init__(self, cluster: Cluster, server: int) -> None:
         self._cluster, self._server = cluster, server
@@ -169,12 +168,12 @@ class Client:
         self._cluster.before(self._server, what)
         if epoch != self._cluster.epoch:
             raise PreconditionError("partitions have moved", reason="STALE_SHARD_MAP")
-        self._cluster.said.append((self._server, what))
+        self._cluster.received.append((self._server, what))
 
 
 @contextmanager
 def member_of(cluster: Cluster) -> Iterator[tuple[ParameterServers, Mapping[str, nn.Parameter]]]:
-    """A worker with bsp that has pulled the first values of all partitions."""
+    """Yields a worker under bsp that has pulled the first values of all partitions."""
     parameters = {name: nn.Parameter(torch.zeros(2)) for name in NAMES}
     job = SimpleNamespace(
         job_id="job",
@@ -199,7 +198,7 @@ def member_of(cluster: Cluster) -> Iterator[tuple[ParameterServers, Mapping[str,
     )
     try:
         servers.start(has_values=False)
-        cluster.said.clear()
+        cluster.received.clear()
         yield servers, parameters
     finally:
         servers.close()
@@ -217,10 +216,10 @@ def test_with_bsp_nothing_is_pulled_again_that_others_may_have_pushed_to_since()
 
     def move_while_the_other_goes_on(server: int, what: str) -> None:
         if (server, what) == (1, "pull") and cluster.epoch == 1:
-            while (0, "has_read") not in cluster.said:
-                pass  # the other server's thread says so
+            while (0, "has_read") not in cluster.received:
+                pass  # waits until the other server's thread removes it
             cluster.move(1, to=2)
-            # another member's next iteration
+            # the next iteration of another member
             cluster.held[0] = Held(version=9, value=99.0, sequence=cluster.held[0].sequence)
 
     with member_of(cluster) as (servers, parameters):
@@ -228,14 +227,14 @@ def test_with_bsp_nothing_is_pulled_again_that_others_may_have_pushed_to_since()
         cluster.held[0].value = cluster.held[1].value = 2.0
         servers.exchange(iteration())
         assert [parameters[name].tolist() for name in NAMES] == [[2.0, 2.0], [2.0, 2.0]]
-        assert (2, "has_read") in cluster.said
+        assert (2, "has_read") in cluster.received
 
 
 def test_what_was_pushed_before_a_partition_moved_is_not_owed_as_if_it_had_been_pushed_after(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A push was given up, its server has it; the same batch is pushed again, and the partition
-    moves before that arrives."""
+    """A push that was given up although its server had applied it is settled as applied. The
+    repeated push, before which the partition moves, is settled as not applied."""
     cluster = Cluster()
     settled: list[tuple[int, bool]] = []
 
@@ -273,8 +272,10 @@ def test_while_a_partition_moves_what_stands_before_it_in_a_push_is_not_sent_aga
         cluster.looked = arrives_in_the_end
         servers.exchange(iteration(pull=False))
         assert len(looks) >= 4
-        # before, and after it has moved
-        assert [said for said in cluster.said if said[1] == "push"].count((0, "push")) == 2
+        # once before the move and once after it
+        assert [received for received in cluster.received if received[1] == "push"].count(
+            (0, "push")
+        ) == 2
         assert [each.sequence for each in cluster.held] == [1, 1]
 
 

@@ -1,4 +1,4 @@
-"""Waits of the training thread for its calls to servers, and the signals that come meanwhile."""
+"""The training thread waits for its calls to servers and handles signals meanwhile."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _LATE_S = 30.0
 
 @pytest.fixture
 def heard() -> Iterator[Future[str]]:
-    """Done when the handler of SIGUSR1 has run."""
+    """A future that the handler of SIGUSR1 completes."""
     future: Future[str] = Future()
     before = signal.signal(signal.SIGUSR1, lambda number, frame: future.set_result("heard"))
     yield future
@@ -23,7 +23,8 @@ def heard() -> Iterator[Future[str]]:
 
 
 def test_a_signal_that_did_not_wake_the_waiting_thread_is_heard(heard: Future[str]) -> None:
-    # As one that came just before the wait began: the main thread is not woken by it.
+    # The signal simulates one that arrives just before the wait begins, which does not wake the
+    # main thread.
     late = threading.Timer(
         _LATE_S, lambda: heard.done() or heard.set_result("only when the wait was over")
     )

@@ -1,4 +1,5 @@
-"""Modules built on the meta device get memory, and their optimizers stay theirs."""
+"""Modules built on the meta device receive memory, and their optimizers keep referring to their
+parameters."""
 
 from __future__ import annotations
 

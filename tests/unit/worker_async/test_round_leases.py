@@ -1,4 +1,4 @@
-"""Leases of rounds: what the coordinator deals as one batch is several to the loader."""
+"""Leases of rounds: one batch of the coordinator consists of several batches of the loader."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def test_batches_come_round_by_round_and_the_last_round_of_an_epoch_may_be_short
     assert source.round_of("a") == range(3)
     assert lease(finished=(0,), want=5).batches == (1, 2)
     assert lease(finished=(1,), want=5).batches == (), (
-        "none of the next round before this one is pushed"
+        "the next round begins only after this one is pushed"
     )
     assert lease(finished=(2,), want=2).batches == (3, 4)
     assert lease(finished=(3, 4), want=2).batches == (5,)

@@ -1,4 +1,4 @@
-"""Tests what reading and restoring rows repeats: what passes by itself, and nothing else."""
+"""Reading and restoring rows is retried after transient errors, and only after these."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""An optimizer on the parameter servers is a declaration: servers, workers and their errors know it
-by that alone."""
+"""An optimizer on the parameter servers is a declaration, from which servers, workers and error
+messages know it."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ NADAM = OptimizerDeclaration(
 
 @pytest.fixture
 def new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The declaration that somebody adds."""
+    """Adds a declaration named nadam."""
     monkeypatch.setitem(SERVER_OPTIMIZERS, "nadam", NADAM)
 
 

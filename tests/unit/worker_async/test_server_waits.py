@@ -1,5 +1,4 @@
-"""Waits for a parameter server excuse a worker without progress if they are the training
-thread's."""
+"""A worker without progress is excused if its training thread waits for a parameter server."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ class Clock:
 
 @contextlib.contextmanager
 def waiting_elsewhere(waits: ServerWaits, server: str) -> Iterator[None]:
-    """Lets a background thread wait for the server while open."""
+    """Lets a background thread wait for the server while the context is open."""
     waiting, over = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -122,25 +121,25 @@ def test_rows_that_are_read_ahead_are_a_wait_only_once_the_training_thread_needs
         if not awaited:
             assert waits.now == (0.0, "")
             return
-        told: list[str] = []
+        servers: list[str] = []
 
         def watch() -> None:
-            told.append(_first_told(waits))
+            servers.append(_first_reported(waits))
             over.set()
 
         watcher = threading.Thread(target=watch)
         watcher.start()
         reader.await_ahead(done)
         watcher.join()
-        assert told == ["parameter servers of sparse tables"]
+        assert servers == ["parameter servers of sparse tables"]
     finally:
         over.set()
         thread.join()
         reader.close()
 
 
-def _first_told(waits: ServerWaits) -> str:
-    """The first server that is reported within ten seconds."""
+def _first_reported(waits: ServerWaits) -> str:
+    """Returns the first server that is reported within ten seconds."""
     for _ in range(10_000):
         if (server := waits.now[1]) != "":
             return server

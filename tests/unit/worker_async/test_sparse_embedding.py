@@ -1,4 +1,4 @@
-"""Sparse tables as modules, in one process: what a user's model sees of them."""
+"""Sparse tables as modules in one process, as a user's model sees them."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def test_its_steps_are_those_of_torchs_embedding_with_sparse_gradients() -> None
     generator = torch.Generator().manual_seed(0)
     for _ in range(5):
         plain.zero_grad()
-        for _ in range(2):  # micro-batches, in which ids come twice
+        for _ in range(2):  # micro-batches with repeated ids
             ids = torch.randint(0, 50, (20,), generator=generator)
             for module in (users, reference):
                 module(ids).square().sum().backward()
@@ -112,12 +112,12 @@ def test_gradients_are_those_that_a_backward_pass_came_to_and_nobody_dropped() -
     with torch.no_grad():
         users(torch.tensor([3]))
     assert users.gradients() is None
-    users.apply_gradients()  # nothing to apply
+    users.apply_gradients()  # there is nothing to apply
     unused.sum().backward()
     users.zero_grad()
     assert users.gradients() is None
     output = users(torch.tensor([7, 7]))
-    users.zero_grad()  # between the two passes, as many loops have it
+    users.zero_grad()  # between the two passes, as in many loops
     output.sum().backward()
     found = users.gradients()
     assert found is not None

@@ -1,5 +1,5 @@
-"""Tests what backends refuse before anything is sent. A world of one over torch's in-memory store:
-no network is needed to be told no."""
+"""Arguments that backends refuse before sending anything. The world has one rank and uses torch's
+in-memory store, so no network is needed."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_backends_are_found_by_name() -> None:
 
 
 class NewBackend(GlooBackend):
-    """A user's additional backend."""
+    """A backend that a user adds."""
 
     name: ClassVar[str] = "new"
 
@@ -119,8 +119,8 @@ def test_ranks_of_different_address_families_are_told_so() -> None:
         return str(refused.value)
 
     with ThreadPoolExecutor(2) as ranks:
-        told = list(ranks.map(connect, range(2)))
-    for each in told:
+        errors = list(ranks.map(connect, range(2)))
+    for each in errors:
         assert (
             "rank 0 listens at 127.0.0.1 and rank 1 at ::1: Gloo connects ranks of one family alone"
             in each

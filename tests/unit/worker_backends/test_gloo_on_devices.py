@@ -1,5 +1,5 @@
-"""In which order a work of Gloo's finishes and is waited for where its tensors are on a device,
-whoever finishes it. No device is needed: what is asked of its streams is written down."""
+"""A Gloo work on device tensors is ordered correctly with the kernels before and after it,
+whichever thread completes it. No device is needed: the test records the calls to the streams."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from shoal_worker.backends.waits import Waits
 
 
 class Written:
-    """An order that writes down what it is asked for."""
+    """Records the calls to an order."""
 
     def __init__(self) -> None:
         self.what: list[str] = []
@@ -39,7 +39,7 @@ class Written:
 
 
 def native(done: Callable[[], bool]) -> Any:
-    """A work of Gloo's that is complete once `done` says so."""
+    """Returns a Gloo work that is complete once `done` returns True."""
     future: torch.futures.Future[list[int]] = torch.futures.Future()
 
     def wait(timeout: timedelta | None = None) -> bool:

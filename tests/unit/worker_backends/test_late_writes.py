@@ -1,5 +1,5 @@
-"""After a group has ended, no caller gets its tensors back while a thread of Gloo's may still write
-into them."""
+"""After a group has ended, no tensor is returned to its caller while one of Gloo's threads may
+still write into it."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from shoal_worker.replicated.buckets import Flight
 
 _NAME_OF_GLOOS_THREADS = b"pt_gloo_runloop"
 _LONG_S = 0.5
-"""Longer than an operation mostly takes to end; how long is nobody's to say, as where other
-processes have the cores."""
+"""Longer than an operation usually takes to end. There is no upper bound when other processes use
+the cores."""
 
 
 class BusyCollective:
-    """A collective whose thread in Gloo runs, and writes into its tensor in the end."""
+    """A collective whose Gloo thread is running and will write into its tensor at the end."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         self._tensor = tensor
@@ -52,7 +52,7 @@ class BusyCollective:
         return self._future
 
     def finish(self) -> None:
-        """It writes, and is over."""
+        """Lets the thread write and end."""
         self.may_write.set()
         self._thread.join()
 
@@ -79,10 +79,10 @@ class Owner:
         raise GroupEndedError("it has ended")
 
     def issued(self, work: object) -> None:
-        """Nobody counts."""
+        """Does nothing."""
 
     def finished(self, work: object) -> None:
-        """Nobody counts."""
+        """Does nothing."""
 
 
 class FlightGroup:
@@ -102,7 +102,8 @@ class FlightGroup:
 
 
 def test_gradients_are_not_handed_back_while_a_collective_of_an_ended_group_still_runs() -> None:
-    """The redo of the step uses released memory, so a late write would corrupt its sums."""
+    """A gradient is returned only when no collective of an ended group can write into it any more.
+    Otherwise a late write would corrupt the sums of the redo, which uses the same memory."""
     gradient = torch.zeros(4)
     native = BusyCollective(gradient)
     work = InterruptibleWork("all_reduce", cast(Any, native), cast(Any, Owner()), None)
@@ -135,7 +136,8 @@ def test_gradients_are_not_handed_back_while_a_collective_of_an_ended_group_stil
 
 
 def test_a_collective_of_an_ended_group_whose_thread_sleeps_is_not_waited_for() -> None:
-    """It would sleep until its timeout, as one does that is in the middle of a message."""
+    """Ending a group does not wait for a collective whose thread sleeps in the middle of a message,
+    because it would sleep until its timeout."""
     native = SimpleNamespace(
         is_completed=lambda: False, get_future=torch.futures.Future, wait=_never
     )
@@ -153,7 +155,7 @@ def test_a_collective_of_an_ended_group_whose_thread_sleeps_is_not_waited_for() 
     began, over = time.monotonic(), []
     end_works([work], "a peer is gone", lambda: over.append(work.is_completed()))
     assert time.monotonic() - began < 5
-    assert over == [False]  # drained before it is handed back
+    assert over == [False]  # the connection is drained before the tensor is returned
     with pytest.raises(GroupEndedError, match="a peer is gone"):
         work.wait()
     may_end.set()
@@ -161,7 +163,8 @@ def test_a_collective_of_an_ended_group_whose_thread_sleeps_is_not_waited_for() 
 
 
 def test_nothing_can_be_read_from_the_connections_of_an_ended_group_once_they_are_drained() -> None:
-    """The kernel keeps what had come before the end, and gives it to who reads after it."""
+    """Draining the connections of an ended group discards data that arrived before the end, which
+    the kernel would otherwise deliver to a later read."""
     before = set(listeners())
     with (
         socket.create_server(("127.0.0.1", 0)) as server,
@@ -175,7 +178,7 @@ def test_nothing_can_be_read_from_the_connections_of_an_ended_group_once_they_ar
             try:
                 peer.sendall(b"gradients" * 1000)
                 sockets.drain()
-                assert gloos.recv(9) == b"gradients"  # a group that lives keeps all
+                assert gloos.recv(9) == b"gradients"  # an open group keeps its data
                 sockets.shut_down()
                 assert gloos.recv(9) == b"gradients"
                 sockets.drain()
@@ -203,7 +206,7 @@ def test_connections_are_drained_before_their_copies_are_let_go() -> None:
 
 
 def _nothing() -> None:
-    """There are no connections."""
+    """Does nothing: there are no connections."""
 
 
 def _never(timeout: timedelta) -> bool:

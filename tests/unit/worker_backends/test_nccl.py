@@ -1,4 +1,4 @@
-"""The NCCL backend on a device without a GPU (tests/fake_device): ends, memory, errors and
+"""The NCCL backend on a fake device (tests/fake_device): group ends, memory, errors and
 connecting."""
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _SHORT = timedelta(seconds=0.2)
 ends_in_a_thread = pytest.mark.filterwarnings(
     "ignore:Exception in thread shoal-nccl-limit:pytest.PytestUnhandledThreadExceptionWarning"
 )
-"""Marks tests in which the process would also have ended by the thread that keeps the time of an
-abort."""
+"""Marks tests in which the thread that limits the time of an abort would also have ended the
+process."""
 
 
 @pytest.fixture(autouse=True)
@@ -45,7 +45,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(name)
 
 
-# --- what a collective is
+# --- collectives
 
 
 def test_ranks_connect_reduce_and_leave() -> None:
@@ -74,7 +74,7 @@ def test_a_collective_returns_before_it_has_run_and_a_wait_lasts_until_it_has() 
     tensors = [torch.ones(3), torch.ones(3)]
     works = [started(backend, tensor) for backend, tensor in zip(backends, tensors, strict=True)]
     assert tensors[0].tolist() == [1.0] * 3
-    tensors[1].fill_(5)  # which is still read
+    tensors[1].fill_(5)  # the collective still reads this tensor
     for work, tensor in zip(works, tensors, strict=True):
         work.wait()
         assert tensor.tolist() == [6.0] * 3
@@ -82,8 +82,7 @@ def test_a_collective_returns_before_it_has_run_and_a_wait_lasts_until_it_has() 
 
 
 def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
-    """Both ranks have queued work on the device that does not end: the other's kernel is another
-    one."""
+    """Sums between hosts complete while collectives on both devices never end."""
     ranks = Ranks(2)
     backends = ranks.form()
     started(backends[0], torch.ones(3))
@@ -101,8 +100,8 @@ def test_numbers_and_messages_of_hosts_do_not_wait_for_the_device() -> None:
 def test_parts_are_exchanged_with_equal_sizes_and_without(
     blocking: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch raises "operation in progress" where parts are equal, no sizes are given and the
-    communicator does not block."""
+    """All-to-all works with equal and with uneven parts. torch raises "operation in progress" for
+    equal parts without sizes on a non-blocking communicator."""
     monkeypatch.setenv("SHOAL_NCCL_BLOCKING", blocking)
     ranks = Ranks(2)
     backends = ranks.form()
@@ -113,7 +112,8 @@ def test_parts_are_exchanged_with_equal_sizes_and_without(
         backends[rank].all_to_all(by_backend, given)
         backends[rank].all_to_all(uneven, given, [1, 1] if rank == 0 else [3, 3], [1, 3])
         by_group = []
-        for name in ("all_to_all_single", "alltoall_base"):  # as torch's Python and C++ call it
+        # the names used by torch's Python and C++
+        for name in ("all_to_all_single", "alltoall_base"):
             by_group.append(torch.empty(4))
             getattr(backends[rank].process_group, name)(
                 by_group[-1], given, [], [], AllToAllOptions()
@@ -141,8 +141,8 @@ def test_parts_are_exchanged_with_equal_sizes_and_without(
 def test_an_exchange_of_tensors_that_do_not_match_is_refused(
     output: torch.Tensor, given: torch.Tensor
 ) -> None:
-    """NCCL is told one count and takes the pointers as they are: it would write past the end of a
-    shorter output."""
+    """An all-to-all of tensors that do not match is refused. NCCL would write past the end of a
+    shorter output, because it gets only one count."""
     backends = Ranks(2).form()
     for backend in backends:
         with pytest.raises(InvalidRequestError, match="expected as many elements of one dtype"):
@@ -152,7 +152,7 @@ def test_an_exchange_of_tensors_that_do_not_match_is_refused(
     close(backends)
 
 
-# --- how it ends
+# --- the end of a group
 
 
 @pytest.mark.parametrize("seed", SEEDS)
@@ -172,7 +172,8 @@ def test_memory_is_quiet_once_a_wait_has_failed(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
-    """No wait was in progress when the group ended: what leaves the group waits instead."""
+    """Leaving an ended group in which no wait was in progress waits until the memory is unused, so
+    that the redo in the next group has it exclusively."""
     ranks = Ranks(3, seed)
     backends = ranks.form()
     tensors = [torch.ones(3) for _ in range(2)]
@@ -194,7 +195,8 @@ def test_a_redo_in_the_next_group_has_the_memory_for_itself(seed: int) -> None:
 
 
 def test_a_peer_that_is_gone_ends_a_collective_that_spins() -> None:
-    """NCCL does not notice; the hosts' own group does."""
+    """The hosts' own group notices the loss of a peer and ends a spinning collective. NCCL does not
+    notice."""
     ranks = Ranks(2)
     backends = ranks.form()
     work = started(backends[0], torch.ones(3))
@@ -228,15 +230,15 @@ def test_an_abort_that_does_not_complete_ends_the_process() -> None:
     assert isinstance(ended, ProcessEnded)
     assert ended.args[0] == 75
     assert "cuda:0 did not come to rest within 0.2 s" in ended.args[1]
-    # nor is the memory given to the next group
+    # the next group does not get the memory either
     assert isinstance(outcome(backends[0].shutdown), ProcessEnded)
     ranks.machine.release_aborts()
     close(backends)
 
 
 def test_heartbeats_go_on_while_an_abort_takes_long() -> None:
-    """torch 2.11 asks a work under the mutex that an abort holds, and keeps the GIL: asked then, it
-    stops all threads of Python."""
+    """Heartbeats continue during a long abort. Shoal must not query a work at this time: torch 2.11
+    would keep the GIL while it waits for a mutex that the abort holds."""
     ranks = Ranks(2)
     ranks.machine.freeze_s = 3.0
     backends = ranks.form()
@@ -247,8 +249,8 @@ def test_heartbeats_go_on_while_an_abort_takes_long() -> None:
         waiting.start()
         backends[0].abort("a fault")
         eventually(lambda: stream_of(ranks, 0).aborting, "the abort to begin")
-        assert work.is_completed()  # as code of torch's asks
-        assert work.ended  # as the thread does that keeps the time
+        assert work.is_completed()  # as torch's code queries it
+        assert work.ended  # as the thread that measures the time queries it
         before = beats()
         eventually(lambda: beats() > before + 50, "heartbeats")
         assert waiting.is_alive()
@@ -261,8 +263,8 @@ def test_heartbeats_go_on_while_an_abort_takes_long() -> None:
 
 @contextlib.contextmanager
 def heartbeats() -> Iterator[tuple[Callable[[], int], Callable[[], float]]]:
-    """Runs a thread that beats a hundred times a second. Gives its beats so far, and the longest
-    pause between two in seconds."""
+    """Runs a thread that beats a hundred times a second. Yields functions that return the number of
+    beats and the longest pause between two in seconds."""
     done, pauses = threading.Event(), [0.0]
 
     def beat() -> None:
@@ -283,8 +285,8 @@ def heartbeats() -> Iterator[tuple[Callable[[], int], Callable[[], float]]]:
 
 @ends_in_a_thread
 def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_the_process() -> None:
-    """The issuing thread reads a loss behind the kernel that the abort does not end, and so reaches
-    no wait of Shoal's."""
+    """A stuck abort ends the process even if the main thread is blocked in the device and never
+    reaches one of Shoal's waits."""
     ranks = Ranks(2)
     backends = ranks.form(limit=_SHORT)
     ended: list[str] = []
@@ -304,7 +306,8 @@ def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_th
 
 
 def test_a_device_that_has_failed_ends_the_process_of_its_rank() -> None:
-    """Formed anew it would fail at once, for ever."""
+    """A failed device ends the process of its rank, because new groups on it would fail again and
+    again."""
     ranks = Ranks(2)
     backends = ranks.form()
     work = started(backends[0], torch.ones(3))
@@ -331,7 +334,7 @@ def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
     close([other])
 
 
-# --- how all leave
+# --- all ranks leave
 
 
 def test_where_all_ranks_leave_the_communicator_is_finalized_and_not_aborted() -> None:
@@ -354,14 +357,14 @@ def test_a_rank_that_leaves_alone_does_not_wait_for_long_and_aborts() -> None:
     backends = ranks.form()
     assert outcome(lambda: leave(backends[0], within=_SHORT)) is False
     assert (stream_of(ranks, 0).finalizing, stream_of(ranks, 0).aborted) == (False, True)
-    assert outcome(lambda: leave(backends[1])) is False  # for the first is gone
+    assert outcome(lambda: leave(backends[1])) is False  # because the first rank has left
     assert stream_of(ranks, 1).aborted
 
 
 @pytest.mark.parametrize("where", ["in the group", "in a part"])
 def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
-    """A step that one rank has begun and the others have not: its collective will never run, and a
-    finalization would wait for it. Nor is it waited for as long as a collective may take."""
+    """A group that all ranks leave during a step that only one rank has begun is aborted soon. A
+    finalization would wait forever for the collective of that step."""
     ranks = Ranks(2)
     wholes, parts = ranks.form(), ranks.form()
     started((wholes if where == "in the group" else parts)[0], torch.ones(3))
@@ -379,9 +382,9 @@ def test_what_is_not_done_when_all_leave_is_aborted(where: str) -> None:
 def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
     dies: str, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """torch holds the locks that an abort needs: nothing can free a finalization, and it is given
-    up. In the end torch's own time for it is over; then neither an abort nor the group's destructor
-    may touch what may be half destroyed."""
+    """Ranks give up a finalization after a while if another rank dies meanwhile. Nothing can end it
+    earlier, because torch holds the locks that an abort needs. Afterwards, no one touches the
+    half-destroyed communicator."""
     ranks = Ranks(2)
     backends = ranks.form(finalize_limit=_SHORT)
     monkeypatch.setenv("TORCH_NCCL_NONBLOCKING_TIMEOUT", "1")
@@ -390,16 +393,16 @@ def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
     own, other = stream_of(ranks, 0), stream_of(ranks, 1)
 
     def die() -> bool:
-        told = backends[1].all_leave(PATIENCE)
+        all_left = backends[1].all_leave(PATIENCE)
         if dies == "before":
             backends[1].abort("died")
-        return told
+        return all_left
 
     assert in_threads([lambda: leave(backends[0]), die]) == [True, True]
     assert "a group on cuda:0 was not finalized within 0.2 s" in caplog.text
     eventually(
         lambda: "a group on cuda:0 could not be finalized: NCCL timeout" in caplog.text,
-        "torch's time to be over",
+        "torch's timeout",
     )
     assert (own.finalizing, own.destroyed, own.aborting) == (True, False, False)
     assert not other.destroyed
@@ -409,7 +412,8 @@ def test_a_rank_that_dies_as_all_leave_holds_the_others_up_for_a_while_only(
 
 
 def test_an_abort_that_comes_after_a_finalization_has_begun_is_none() -> None:
-    """torch would hand NCCL a communicator that was destroyed: the process would crash."""
+    """An abort after a finalization has begun has no effect. torch would pass NCCL a destroyed
+    communicator, which would crash the process."""
     ranks = Ranks(2)
     backends = ranks.form()
     assert (
@@ -438,14 +442,14 @@ def test_a_finalization_after_an_abort_has_begun_is_none() -> None:
 
 
 def stream_of(ranks: Ranks, rank: int) -> Stream:
-    """Gives one rank's side of the communicator that it has connected first."""
+    """Returns one rank's side of the communicator that it connected first."""
     stream = ranks.devices[rank].natives[0]._stream
     assert isinstance(stream, Stream)
     return stream
 
 
 def leave(backend: NCCLBackend, within: timedelta = PATIENCE) -> bool:
-    """Returns whether all ranks did."""
+    """Leaves the group and returns whether all ranks did."""
     together = backend.all_leave(within)
     if together:
         backend.finalize()()
@@ -453,12 +457,13 @@ def leave(backend: NCCLBackend, within: timedelta = PATIENCE) -> bool:
     return together
 
 
-# --- what an error means
+# --- errors of NCCL
 
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_an_error_of_nccl_ends_the_group_and_leaves_memory_quiet(seed: int) -> None:
-    """The work counts as complete as soon as NCCL has noticed, though its kernel lives."""
+    """An error of NCCL ends the group, and its memory is unused afterwards, although torch reports
+    the work as complete while its kernel is still running."""
     ranks = Ranks(2, seed)
     backends = ranks.form()
     tensor = torch.ones(3)
@@ -508,12 +513,13 @@ def test_an_argument_that_cannot_work_is_the_callers_mistake_and_the_group_goes_
 
 
 def test_sparse_gradients_are_summed() -> None:
-    """NCCL's own answer is an error with "NCCL" in it, for which ranks formed anew for ever."""
+    """Sparse gradients are summed by Shoal. NCCL's own error for them would look like a failure of
+    the group, and the ranks would form new groups forever."""
     ranks = Ranks(3)
     backends = ranks.form()
     dense = [torch.zeros(5, 2) for _ in range(3)]
     dense[0][1] = dense[0][4] = 1.0
-    dense[2][4] = 2.0  # rank 1 has no row at all
+    dense[2][4] = 2.0  # rank 1 has no rows
 
     def reduce(rank: int) -> torch.Tensor:
         tensor = dense[rank].to_sparse(1)
@@ -525,7 +531,7 @@ def test_sparse_gradients_are_summed() -> None:
     close(backends)
 
 
-# --- what torch's watchdog does meanwhile
+# --- torch's watchdog
 
 
 def test_the_watchdog_neither_kills_nor_sleeps_whatever_the_user_has_set(
@@ -538,11 +544,11 @@ def test_the_watchdog_neither_kills_nor_sleeps_whatever_the_user_has_set(
     backends = ranks.form()
     natives = [device.natives[0] for device in ranks.devices]
     work = started(backends[0], torch.ones(3))
-    ranks.machine.pass_time(3600)  # as the first step does that compiles, or a peer that loads data
+    ranks.machine.pass_time(3600)  # as during a step that compiles, or while a peer loads data
     assert [(native.would_have_killed, native.would_have_slept_s) for native in natives] == [
         (None, 0.0)
     ] * 2
-    assert not work.is_completed()  # nor has it failed
+    assert not work.is_completed()  # it has not failed either
     natives[0]._stream.error = "remote process exited"
     ranks.machine.pass_time(1)
     assert (natives[0].would_have_killed, natives[0].would_have_slept_s) == (None, 0.0)
@@ -561,7 +567,7 @@ def test_a_debug_level_that_lets_the_watchdog_kill_is_refused() -> None:
 
 
 def test_without_nccl_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # some builds of torch have it
+    monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # some builds of torch have NCCL
     with pytest.raises(ConfigurationError, match="built without NCCL"):
         NCCLBackend()
 
@@ -575,7 +581,7 @@ def test_two_ranks_on_one_device_are_told_on_both() -> None:
         assert isinstance(refused, ConfigurationError)
         assert "ranks 0 and 2 are both on cuda:0 (GPU-0)" in str(refused)
         assert "--nproc-per-node gpu" in str(refused)
-    assert not any(device.natives for device in ranks.devices)  # NCCL was not asked
+    assert not any(device.natives for device in ranks.devices)  # NCCL was not called
 
 
 def test_a_peer_that_does_not_come_is_a_deadline_and_nccl_is_not_asked() -> None:
@@ -639,8 +645,9 @@ def test_connecting_ends_at_once_when_it_is_given_up() -> None:
 def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_that_connects(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nothing can abort what torch has no handle of. When the peer comes after all, the
-    communicator is aborted and never used."""
+    """With blocking communicators, only the connecting thread waits for a dead peer, because
+    nothing can abort the connection. If the peer connects after all, the communicator is aborted
+    and never used."""
     monkeypatch.setenv("SHOAL_NCCL_BLOCKING", "1")
     before = nccl_threads()
     ranks = Ranks(2)
@@ -660,7 +667,7 @@ def test_where_communicators_block_a_dead_peer_holds_nobody_up_but_the_thread_th
         assert isinstance(given_up, MembershipChanged)
     assert time.monotonic() - begun < PATIENCE.total_seconds() / 2
     for backend in backends:
-        backend.rest()  # nothing of the group uses memory: the next one may be formed
+        backend.rest()  # the group uses no memory any more, so the next one may form
     eventually(
         lambda: [each.name for each in nccl_threads() - before] == ["shoal-nccl-forming"] * 2,
         "the threads that abort to end",
@@ -694,8 +701,8 @@ def test_ranks_connect_and_reduce_where_communicators_block(
 def test_a_rank_that_does_not_come_to_a_split_holds_the_others_up_and_ends_none_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """torch holds meanwhile the lock that the abort of the whole needs; as long as that may be, it
-    is waited for."""
+    """Ranks that wait for another rank to join a split time out, and no process ends. Aborting the
+    parent group waits as long, because torch holds its lock."""
     monkeypatch.setenv("SHOAL_NCCL_SPLIT", "1")
     ranks, limit = Ranks(4), timedelta(seconds=2)
     wholes = ranks.form(limit=timedelta(seconds=1))

@@ -1,5 +1,5 @@
-"""Collectives that the device waits for and the host does not, until it asks once for all of them;
-on a device without a GPU."""
+"""Collectives that only the device waits for, until the host asks once for all of them, tested on a
+device without a GPU."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_a_collective_that_is_lost_raises_where_the_host_asks_and_memory_is_quie
     tensor = torch.ones(3)
     work = started(backends[0], tensor)
     threading.Thread(target=backends[1].abort, args=["a fault"]).start()
-    # by chance the end was noticed before
+    # the end may already have been noticed
     assert outcome(lambda: backends[0].order(work)) is None or not backends[0].is_initialized
     with pytest.raises(MembershipChanged):
         backends[0].settle()
@@ -92,8 +92,8 @@ def test_works_that_have_run_are_let_go_of_when_the_next_is_ordered() -> None:
 
 
 def test_a_host_that_is_held_up_behind_a_collective_is_freed_when_that_takes_too_long() -> None:
-    """A host that reads a loss waits for its device's stream, and the stream for a peer that stands
-    still."""
+    """A host that waits for its device, whose stream waits for a stalled peer, is freed when the
+    collective exceeds its timeout."""
     ranks = Ranks(2)
     backends = ranks.form(timeout=_SHORT)
     assert outcome(lambda: backends[0].order(started(backends[0], torch.ones(3)))) is None
@@ -106,18 +106,19 @@ def test_a_host_that_is_held_up_behind_a_collective_is_freed_when_that_takes_too
 
 
 def test_time_is_counted_from_when_a_collective_is_the_next_to_run() -> None:
-    """One that waits its turn behind others does not take long itself."""
+    """A collective's timeout begins when the collective is the next to run, so waiting behind
+    others does not count."""
     ranks = Ranks(1)
     (backend,) = ranks.form(timeout=_SHORT)
     for _ in range(2):
         backend.order(started(backend, torch.ones(3)))
-    # they have run, and the host has not asked
+    # the collectives have run, and the host has not asked
     assert not threading.Event().wait(2 * _SHORT.total_seconds())
     backend.settle()
     close([backend])
     eventually(
         lambda: not [t for t in threading.enumerate() if t.name == "shoal-nccl-time"],
-        "the looking thread to end",
+        "the thread that measures the time to end",
     )
 
 
@@ -134,7 +135,7 @@ def test_a_device_that_fails_behind_the_order_ends_the_process_of_its_rank() -> 
     )
 
 
-# --- a group, and its parts
+# --- a group and its subgroups
 
 
 def _generation(rank: int, size: int) -> Generation:
@@ -146,7 +147,7 @@ def _generation(rank: int, size: int) -> Generation:
 
 
 class Groups:
-    """Groups of a few ranks, that can be divided."""
+    """Groups of a few ranks that can be divided."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.ranks = Ranks(size, seed)
@@ -173,8 +174,8 @@ class Groups:
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(seed: int) -> None:
-    """The hosts' sum stands in for a commit all-reduce; hosts reach it while the device still
-    spins."""
+    """No rank closes a step if a collective in a subgroup was lost. The hosts' sum stands in for
+    the commit all-reduce, which the hosts reach while the device still runs."""
     made = Groups(3, seed)
 
     def step(rank: int) -> Any:
@@ -182,7 +183,8 @@ def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(
         part = group.subgroup([0, 1], "pair")
         if part is not None:
             tensor = torch.ones(3)
-            work = part.all_reduce_async(tensor) if rank == 0 else None  # rank 1 never comes to it
+            # rank 1 never joins this all-reduce
+            work = part.all_reduce_async(tensor) if rank == 0 else None
             if work is not None:
                 threading.Timer(0.1, part.abort, ["a fault"]).start()
                 part.order(work)
@@ -195,7 +197,8 @@ def test_no_rank_closes_a_step_whose_collective_in_a_part_of_the_group_was_lost(
 
 @pytest.mark.parametrize("seed", SEEDS)
 def test_who_is_told_that_a_group_is_over_has_the_memory_for_itself(seed: int) -> None:
-    """Also where the group was ended by another thread, and the collective is not waited for."""
+    """Once a rank is told that its group has ended, no kernel writes to its tensors, also if
+    another thread ended the group."""
     made = Groups(2, seed)
     tensor = torch.ones(3)
     work = made.groups[0].all_reduce_async(tensor)
@@ -211,7 +214,8 @@ def test_who_is_told_that_a_group_is_over_has_the_memory_for_itself(seed: int) -
 
 
 def test_waits_of_the_host_are_noted() -> None:
-    """Heartbeats report the waits that the tests above count."""
+    """A wait of the host is recorded in `Waits`, whose counts heartbeats report and other tests
+    check."""
     ranks = Ranks(2)
     backends = ranks.form()
     begun: list[str] = []

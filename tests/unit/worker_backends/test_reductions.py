@@ -1,4 +1,4 @@
-"""The arithmetic of reductions, and the memory they use again."""
+"""The arithmetic of reductions and the reuse of their memory."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def test_half_precision_is_summed_in_float32_and_rounded_once(dtype: torch.dtype
     out = torch.empty(1000, dtype=dtype)
     assert reduce_parts(values.unbind(0), op, out) is out
     torch.testing.assert_close(out, expected, rtol=torch.finfo(dtype).eps, atol=1e-6)
-    assert (out == expected).float().mean() > 0.99  # float32's own rounding may tip a tie
+    assert (out == expected).float().mean() > 0.99  # float32's own rounding may change ties
 
 
 @pytest.mark.parametrize(

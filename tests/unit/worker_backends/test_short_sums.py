@@ -1,4 +1,4 @@
-"""Sums of a few numbers over connections of their own. Ranks are threads here."""
+"""Sums of a few numbers over connections of their own. The ranks are threads here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _LONG = timedelta(seconds=60)
 def connected(
     size: int, timeout: timedelta = _LONG
 ) -> Iterator[tuple[list[ShortSums], ThreadPoolExecutor]]:
-    """So many ranks, and a thread for each."""
+    """Connects `size` ranks and yields them with an executor that has a thread for each."""
     sums = [ShortSums("127.0.0.1", rank, size) for rank in range(size)]
     doors = {rank: Door.parse(str(one.door)) for rank, one in enumerate(sums)}
     with ThreadPoolExecutor(size) as threads:
@@ -68,7 +68,7 @@ def test_all_ranks_get_the_sum_in_rank_order(size: int) -> None:
 
 
 def test_a_rank_may_be_a_sum_ahead() -> None:
-    """The last rank gets what it needs before others do, and sends for the next sum at once."""
+    """A rank that has its result may begin the next sum while other ranks still wait for theirs."""
     with connected(5) as (sums, threads):
 
         def three_sums(one: ShortSums) -> list[float]:
@@ -136,7 +136,7 @@ def test_a_rank_that_says_late_who_it_is_is_let_in() -> None:
         hello = struct.pack("<16sI", sums[0].door.token.encode(), 1)
         for part in (hello[:7], hello[7:]):
             assert not first.done()
-            # being late is the case: a rank that stands still, after it has connected
+            # the delay is what is tested: a rank that stalls after it has connected
             time.sleep(0.6)
             late.sendall(part)
         first.result(60)
@@ -197,21 +197,21 @@ def test_strangers_at_the_door_keep_nobody_out(behaviour: Callable[[socket.socke
 
 
 def test_a_forked_child_keeps_no_connection_open() -> None:
-    """Else peers would not notice that this rank has died, for as long as its DataLoader's workers
-    live."""
+    """A forked child closes its copies of the connections. Otherwise peers would not notice the
+    rank's death while its DataLoader workers live."""
     with connected(2) as (sums, threads):
-        release, told = os.pipe(), os.pipe()
+        release, ready = os.pipe(), os.pipe()
         child = os.fork()
         if child == 0:
-            os.write(told[1], b"x")
+            os.write(ready[1], b"x")
             os.read(release[0], 1)
             os._exit(0)
-        os.read(told[0], 1)
+        os.read(ready[0], 1)
         waiting: Any = threads.submit(sums[0].all_reduce, torch.ones(4))
         sums[1].close()
         with pytest.raises(OSError, match=r"ended|reset|pipe"):
             waiting.result(10)
         os.write(release[1], b"x")
         os.waitpid(child, 0)
-        for end in (*release, *told):
+        for end in (*release, *ready):
             os.close(end)

@@ -1,5 +1,5 @@
-"""Whole training steps over the NCCL backend on a device without a GPU: ranks as threads, with real
-sessions and loaders."""
+"""Complete training steps over the NCCL backend on a device without a GPU: the ranks are threads
+with real sessions and loaders."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def train(prototype: nn.Module, strategy: str, options: dict[str, Any]) -> dict[
 def on_devices(
     machine: Machine, prototype: nn.Module, strategy: str, options: dict[str, Any]
 ) -> list[Any]:
-    """Returns what each rank's training came to."""
+    """Returns the result of each rank's training."""
     store, own, done = dist.HashStore(), threading.local(), threading.Barrier(_WORLD)
 
     class Own(NCCLBackend):
@@ -120,8 +120,8 @@ def on_devices(
 
 
 def trained_as_by_one_process(strategy: str, options: dict[str, Any], *, sparse: bool) -> Machine:
-    """Trains on devices, checks that it comes to what one process does and leaves nothing behind,
-    and returns the devices."""
+    """Trains on devices and compares the result with that of one process. Checks that nothing is
+    left behind and returns the devices."""
     torch.manual_seed(0)
     prototype = model_with_rows(sparse=sparse)
     (expected,) = shoal.launch(train, prototype, "ddp", {}, world_size=1)
@@ -132,7 +132,7 @@ def trained_as_by_one_process(strategy: str, options: dict[str, Any], *, sparse:
         for name, value in expected.items():
             torch.testing.assert_close(trained[name], value, rtol=1e-4, atol=1e-6)
     assert not any(machine.busy(device) for device in range(_WORLD))
-    # the groups of parts, too, were finalized and not aborted
+    # the subgroups, too, were finalized and not aborted
     assert all(stream.destroyed for stream in machine.streams)
     assert not machine.crashes
     assert not machine.frozen
@@ -187,8 +187,8 @@ def test_parts_that_are_split_off_train_as_those_that_connect(
         ("zero2", {}, 0),
         ("zero3", {"shard_modules": [Block]}, 0),
         ("hsdp", {"shard_size": 2, "shard_modules": [Block]}, 0),
-        # Whether the ranks were given one batch, in each step; and in the first the forms of what
-        # goes between stages.
+        # The ranks compare their batches in each step and, in the first, exchange the shapes of the
+        # tensors between stages.
         ("pipeline", {"schedule": "1f1b", "micro_batches": 4}, _WORLD * _STEPS + _WORLD),
         ("local_sgd", {"sync_every": 3}, 0),
         ("local_sgd", {"sync_every": 3, "average_optimizer_state": True, "outer_momentum": 0.5}, 0),
@@ -197,8 +197,8 @@ def test_parts_that_are_split_off_train_as_those_that_connect(
 def test_the_host_waits_for_no_block_in_a_step(
     strategy: str, options: dict[str, Any], most: int
 ) -> None:
-    """Between steps it does: for parameters that are fetched after an update, and for the state in
-    the end."""
+    """Within a step, the host does not wait for blocks. Between steps it does, for parameters after
+    an update and for the state at the end."""
     torch.manual_seed(0)
     prototype = model_with_blocks()
     local = strategy == "local_sgd"

@@ -1,5 +1,5 @@
-"""`save_checkpoint(best=)`: the run's best checkpoint stays beside the newest, and is the one that
-`load_full_state(best=True)` reads."""
+"""`save_checkpoint(best=)` keeps the run's best checkpoint in addition to the newest.
+`load_full_state(best=True)` reads it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch import nn
 
 
 def write(directory: Path, step: int, metric: float | None, mode: str = "max", **info: Any) -> None:
-    """One checkpoint with keep=2; its model is its step."""
+    """Writes one checkpoint with keep=2. Its model consists of its step number."""
     described = CheckpointInfo(
         **{"step": step, "strategy": "ddp", "world_size": 1, "generation": 1, "run": "own"} | info,
         metric=metric,
@@ -56,7 +56,7 @@ def test_a_better_one_takes_its_place_and_one_that_was_never_written_does_not(
     tmp_path: Path,
 ) -> None:
     write(tmp_path, 1, 0.5)
-    write(tmp_path, 3, 0.4)  # step 2 had 0.9, and was given up with the rank that wrote it
+    write(tmp_path, 3, 0.4)  # step 2 had 0.9 and was given up with the rank that wrote it
     write(tmp_path, 4, 0.6)
     write(tmp_path, 5, 0.1)
     write(tmp_path, 6, 0.1)
@@ -107,8 +107,8 @@ def test_what_is_loaded_is_the_best(tmp_path: Path) -> None:
 def train(
     strategy: str, directory: Path, metrics: list[Any], *, mode: str | None = "max", steps: int = 0
 ) -> tuple[bool, dict[str, torch.Tensor]]:
-    """A step for each metric, after `steps` that were before; a save with it and keep=1. Returns
-    whether it resumed, and the state after the third step."""
+    """Trains one step per metric, after `steps` earlier ones, and saves each with its metric and
+    keep=1. Returns whether it resumed, and the state after the third step."""
     torch.manual_seed(0)
     net = nn.Linear(4, 2)
     model, optimizer = shoal.as_distributed(

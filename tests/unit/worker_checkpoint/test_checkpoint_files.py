@@ -1,5 +1,4 @@
-"""A checkpoint is there and whole or not there at all, and is read only if every byte is as it was
-written."""
+"""A checkpoint is either complete or does not exist. It is read only if every byte is unchanged."""
 
 import contextlib
 import json
@@ -155,7 +154,7 @@ def test_a_snapshot_is_apart_from_the_live_tensors(tmp_path):
     assert all(tensor.is_contiguous() for tensor in snapshot.tensors.values())
 
 
-# ------------------------------------------------------------------------------ which, and how many
+# ------------------------------------------------------------------- the newest, and number to keep
 
 
 def test_the_latest_is_the_highest_step(tmp_path):
@@ -186,7 +185,7 @@ def test_the_one_written_is_kept_though_older_than_the_rest(tmp_path):
 @pytest.mark.parametrize("exchange", [True, False])
 def test_a_checkpoint_of_the_same_step_is_replaced(tmp_path, monkeypatch, exchange):
     if not exchange:
-        # what a file system that cannot answers: EINVAL
+        # a file system without this operation returns EINVAL
         monkeypatch.setattr(manifest, "_RENAME_EXCHANGE", 1 << 20)
     write(tmp_path, {"a": 1})
     write(tmp_path, {"a": 2})
@@ -229,7 +228,8 @@ def test_a_disk_that_fails_is_told_and_leaves_what_was_there(tmp_path, monkeypat
 
 
 def test_a_tensor_file_that_cannot_grow_is_told(tmp_path):
-    """safetensors reports a write that fails in its own way."""
+    """A tensor file that cannot grow raises UnavailableError and leaves no checkpoint, although
+    safetensors raises an exception of its own."""
     write(tmp_path, {"model": torch.ones(3)}, 1)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, hard))
@@ -382,7 +382,7 @@ def test_a_pickle_in_a_checkpoints_place_is_never_loaded(pristine, tmp_path):
 # -------------------------------------------------------------------------------------------- kills
 
 
-def save_for_ever(directory, step, told):
+def save_for_ever(directory, step, channel):
     while True:
         step += 1
         state = {
@@ -390,14 +390,15 @@ def save_for_ever(directory, step, told):
             "step": step,
         }
         write(directory, state, step, keep=1)
-        told.send(step)
+        channel.send(step)
 
 
 @pytest.mark.slow
 def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path):
-    """With keep=1, where a mistake in the order of renaming and removing would leave none."""
-    # Not plain fork: other tests have left threads in this process, and a fork keeps the locks that
-    # they held.
+    """A writer that is killed at any time leaves a complete checkpoint, even with keep=1, where a
+    wrong order of renaming and removing would leave none."""
+    # The plain fork method is unsuitable: other tests have left threads in this process, and a fork
+    # would copy the locks that they held.
     forked = multiprocessing.get_context("forkserver")
     forked.set_forkserver_preload(["shoal_worker.checkpoint.files"])
     step = 0
@@ -407,8 +408,8 @@ def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path
         process.start()
         try:
             assert hear.poll(60)
-            told = hear.recv()
-            # no wait for a condition: the moment of the kill is what varies
+            reported = hear.recv()
+            # not a wait for a condition: the sleep varies the moment of the kill
             time.sleep(0.0033 * round_)
         finally:
             process.kill()
@@ -417,10 +418,10 @@ def test_kill_9_in_the_middle_of_saves_always_leaves_a_whole_checkpoint(tmp_path
         assert path is not None
         back = read_checkpoint(path).state
         step = back["step"]
-        assert step >= told
+        assert step >= reported
         assert all(tensor.eq(step).all() for tensor in back["model"].values())
     write(tmp_path, {"a": 1}, step + 1, keep=1)
-    assert listing(tmp_path) == [f"step-{step + 1}"], "leftovers of killed writers are still there"
+    assert listing(tmp_path) == [f"step-{step + 1}"], "leftovers of killed writers are removed"
 
 
 def test_what_a_killed_writer_has_left_makes_room_for_the_next(tmp_path):

@@ -1,5 +1,4 @@
-"""Tests what Prometheus is told of checkpoints: those that were written, and those that were
-not."""
+"""The metrics of checkpoints that were written and of those that failed."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from torch import nn
 pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
-def told(name: str, **labels: str) -> float | None:
+def metric(name: str, **labels: str) -> float | None:
     session = current_session()
     assert session is not None
     return session.metrics.registry.get_sample_value(f"shoal_worker_{name}", labels)
@@ -36,21 +35,25 @@ def save_a_model(directory: Path) -> None:
 def test_a_checkpoint_that_is_written_counts_with_its_time(tmp_path: Path) -> None:
     save_a_model(tmp_path)
     assert (
-        told("checkpoints_total", outcome="written"),
-        told("checkpoints_total", outcome="failed"),
+        metric("checkpoints_total", outcome="written"),
+        metric("checkpoints_total", outcome="failed"),
     ) == (1, 0)
-    assert told("checkpoint_seconds_count") == 1
-    assert (told("checkpoint_timestamp_seconds") or 0) > 1.7e9
+    assert metric("checkpoint_seconds_count") == 1
+    assert (metric("checkpoint_timestamp_seconds") or 0) > 1.7e9
 
 
 def test_one_that_cannot_be_written_counts_as_failed(tmp_path: Path) -> None:
-    """Its directory turns into a file behind it."""
+    """A checkpoint that cannot be written, because a file is in the place of its parent directory,
+    counts as failed."""
     place = tmp_path / "checkpoints"
     place.write_text("")
     with pytest.raises(ShoalError):
         save_a_model(place / "of-this-run")
-    assert (told("checkpoints_total", outcome="written"), told("checkpoint_timestamp_seconds")) == (
+    assert (
+        metric("checkpoints_total", outcome="written"),
+        metric("checkpoint_timestamp_seconds"),
+    ) == (
         0,
         0,
     )
-    assert told("checkpoints_total", outcome="failed") == 1
+    assert metric("checkpoints_total", outcome="failed") == 1

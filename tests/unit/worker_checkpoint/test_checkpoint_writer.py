@@ -1,4 +1,4 @@
-"""Checkpoints are written beside the training, one at a time, and no error is lost."""
+"""Checkpoints are written in the background, one at a time, and no error is lost."""
 
 import subprocess
 import sys

@@ -1,5 +1,4 @@
-"""Tests what a rank does at its end about the run's last checkpoint, where another rank completes
-it."""
+"""A rank that ends waits for the run's last checkpoint if another rank completes it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from shoal_worker.checkpoint.saving import _Elsewhere
 
 
 class Session:
-    """Knows who has gone."""
+    """A session that knows which members have left."""
 
     run = "this-run"
 

@@ -1,5 +1,5 @@
-"""Objects that a script makes anew in each epoch, or for each phase, have their own state after a
-resume, or are refused."""
+"""Objects that a script creates again in each epoch or phase have their own state after a resume,
+or are refused."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ STEPS_AN_EPOCH = 4
 
 
 class Training:
-    """A linear model, its optimizer and a loader with four steps an epoch."""
+    """A linear model, its optimizer and a loader with four steps per epoch."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -72,7 +72,7 @@ def test_a_scheduler_made_in_each_epoch_goes_on_with_its_own_state(
 
 
 def made_at(step: int, make: Callable[[Training], object]) -> None:
-    """Makes an object between two batches."""
+    """Creates an object between two batches."""
     training = Training()
     loader, kept = training.loader(), []
     for _ in loader.epochs(1):

@@ -1,5 +1,5 @@
-"""A learning rate that changes with the epochs is the run's, wherever in an epoch the checkpoint
-was written that it goes on from."""
+"""A resumed run has the original schedule of learning rates, wherever in an epoch its checkpoint
+was written."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ STEPS_AN_EPOCH = 2
 
 
 def train(directory: Path, loop: str, stop_at: int | None) -> list[float]:
-    """The learning rate of each step that was taken here. Stops behind the save of step
-    `stop_at`."""
+    """Trains and returns the learning rate of each step taken in this call. Stops after saving at
+    step `stop_at`."""
     torch.manual_seed(0)
     net = nn.Linear(2, 1)
     raw = torch.optim.SGD(net.parameters(), 1.0)

@@ -1,5 +1,5 @@
-"""Rows in a checkpoint's files: written share by share, read for any number of buckets, and refused
-where they are not as written."""
+"""Rows of sparse tables in a checkpoint: each rank writes its share, any number of buckets can read
+them, and changed files are refused."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def spec(buckets: int) -> TableSpec:
 
 
 def image(table: str, number: int, buckets: int) -> BucketImage:
-    """Rows of which each is known by its id."""
+    """Returns rows whose values are computed from their ids."""
     ids = IDS[buckets_of(IDS, buckets) == number]
     values = np.repeat(ids, 2).reshape(-1, 2).astype(np.float32)
     rows = RowsImage(ids=ids, values=values, state={"sum": values * 2}, updated_at=np.abs(ids))

@@ -1,5 +1,5 @@
-"""Checkpoints that the ranks write together: each its own shard, read whole by any strategy, any
-number of ranks, and by plain torch."""
+"""Checkpoints to which each rank writes its own shard. Any strategy, any number of ranks and plain
+torch can read them."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STRATEGIES = ["ddp", *IN_PARTS, "hsdp", "local_sgd", "tensor", "pipeline", "hybr
 
 
 class Layer(nn.Module):
-    """Two dtypes, a frozen parameter, buffers."""
+    """A layer with two dtypes, a frozen parameter and buffers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +50,7 @@ class Layer(nn.Module):
 
 
 class Net(nn.Module):
-    """Layers, tied weights, and sizes that no number of ranks divides."""
+    """A network with tied weights and sizes that no number of ranks divides."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,8 +82,8 @@ def make(strategy: str) -> tuple[Any, Any, Any]:
 
 
 def train(strategy: str, directory: Path, steps: int = STEPS, **options: Any) -> dict[str, Any]:
-    """Trains from the newest checkpoint, if there is one, and saves; returns what one process would
-    hold."""
+    """Trains from the newest checkpoint, if any, and saves. Returns the state that one process
+    would have."""
     model, optimizer, loader = make(strategy)
     scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
     shoal.register_state(scheduler=scheduler)
@@ -99,7 +99,7 @@ def train(strategy: str, directory: Path, steps: int = STEPS, **options: Any) ->
 
 
 def loaded(strategy: str, directory: Path) -> dict[str, Any]:
-    """Returns what one process would hold after a resume."""
+    """Resumes and returns the state that one process would have."""
     model, optimizer, _ = make(strategy)
     assert shoal.resume(directory)
     return {"model": model.full_state_dict(), "optimizer": optimizer.state_dict()}
@@ -110,7 +110,7 @@ def listing(path: Path) -> list[str]:
 
 
 def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
-    """Model and optimizer state, bit for bit."""
+    """Checks that two model and optimizer states are bitwise equal."""
     assert {n: t.tolist() for n, t in found["model"].items()} == {
         n: t.tolist() for n, t in expected["model"].items()
     }
@@ -120,7 +120,7 @@ def assert_alike(found: dict[str, Any], expected: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, Any]]:
-    """A checkpoint of zero3 on three ranks, and what was saved."""
+    """A checkpoint written by zero3 on three ranks, and the state that was saved."""
     directory = tmp_path_factory.mktemp("saved")
     states = shoal.launch(train, "zero3", directory, world_size=3)
     return directory / f"step-{STEPS}", states[0]
@@ -146,7 +146,7 @@ def test_a_plain_module_loads_it(saved: tuple[Path, dict[str, Any]]) -> None:
     assert shoal.load_full_state(path).keys() == net.state_dict().keys()
 
 
-# it says so in one process
+# the warning of a single process
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled:UserWarning")
 def test_torchs_own_checkpoint_reader_reads_the_shards(saved: tuple[Path, dict[str, Any]]) -> None:
     path, state = saved
@@ -175,13 +175,14 @@ def test_the_state_is_as_if_it_had_been_gathered(tmp_path: Path) -> None:
     assert "model.safetensors" in listing(tmp_path / "gathered" / f"step-{STEPS}")
     runs = [one.state.pop("run") for one in (parts, gathered)]
     assert runs == [parts.info.run, gathered.info.run]
-    assert runs[0] != runs[1]  # they are two
+    assert runs[0] != runs[1]  # the two runs have different ids
     assert state_digest(parts.state) == state_digest(gathered.state)
     assert dataclasses.replace(parts.info, run=gathered.info.run) == gathered.info
 
 
 def _loads() -> list[Any]:
-    """Every strategy saves once and loads once in `make test`; `make parity` has all pairs."""
+    """Returns pairs of saving and loading configurations. Under `make test`, every strategy saves
+    once and loads once; `make parity` runs all pairs."""
     cells = [
         (saver, savers, reader, readers)
         for s, saver in enumerate(STRATEGIES)
@@ -200,7 +201,8 @@ def test_any_strategy_and_world_size_loads_what_any_other_saved(
     tmp_path: Path, saver: str, savers: int, reader: str, readers: int
 ) -> None:
     (expected, *_) = shoal.launch(train, saver, tmp_path, world_size=savers)
-    if saver == "local_sgd":  # each rank's optimizer state is its own; what is saved is their mean
+    # each rank has its own optimizer state, and the checkpoint has their mean
+    if saver == "local_sgd":
         expected["optimizer"] = read_checkpoint(tmp_path / f"step-{STEPS}").state["optimizer"]
     for found in shoal.launch(loaded, reader, tmp_path, world_size=readers):
         assert_alike(found, expected)
@@ -216,8 +218,8 @@ def test_training_goes_on_from_it_as_if_it_had_not_stopped(tmp_path: Path) -> No
 def test_a_directory_that_not_all_ranks_see_is_refused_or_the_first_rank_writes_all(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # On machines of their own, one name means another place for each rank. Here these places have
-    # different names.
+    # On separate machines, one path is a different directory for each rank. Here, each rank gets a
+    # path of its own.
     monkeypatch.setattr(saving, "_check_alike", lambda *arguments: None)
 
     def own_directory(sharded: bool | None) -> None:
@@ -316,7 +318,7 @@ def _with_a_span_of_nothing(document: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("lie", "told"),
+    ("lie", "message"),
     [
         (_without_a_shard, "do not make up tensor"),
         (_of_a_petabyte, "is too small for the"),
@@ -325,7 +327,7 @@ def _with_a_span_of_nothing(document: dict[str, Any]) -> None:
     ],
 )
 def test_a_manifest_that_lies_is_told(
-    saved: tuple[Path, dict[str, Any]], tmp_path: Path, lie: Callable[[Any], None], told: str
+    saved: tuple[Path, dict[str, Any]], tmp_path: Path, lie: Callable[[Any], None], message: str
 ) -> None:
     damaged = tmp_path / saved[0].name
     shutil.copytree(saved[0], damaged)
@@ -333,7 +335,7 @@ def test_a_manifest_that_lies_is_told(
     lie(document)
     rest = {key: document[key] for key in ("files", "structure", "tensors")}
     write_manifest(damaged, CheckpointInfo(**document["info"]), "sharded", **rest)
-    with pytest.raises(shoal.CorruptDataError, match=told):
+    with pytest.raises(shoal.CorruptDataError, match=message):
         read_checkpoint(damaged)
 
 
@@ -359,8 +361,8 @@ def test_a_save_at_the_end_of_a_launch_is_complete_when_that_returns(tmp_path: P
 
 
 def shards_of(*numbers: int, state: dict[str, Any] | None = None) -> Shards:
-    """The part of one rank that writes these shards, of two that hold four elements each of a
-    vector with two tensors in it."""
+    """Returns the part of one rank that writes the given shards. Each of the two shards has four
+    elements of a vector that contains two tensors."""
     vector, values = torch.empty(7, device="meta"), torch.arange(8.0)
     model = {"a": vector[:3], "b": vector[3:].view(2, 2), "count": torch.tensor(5)}
     runs = {n: [Run(vector=vector, begin=4 * n, values=values[4 * n : 4 * n + 4])] for n in numbers}
@@ -380,7 +382,7 @@ def complete(directory: Path, mine: Shards, others: Shards | None, **options: An
 
 def test_shards_make_up_the_whole_and_replace_older_checkpoints(tmp_path: Path) -> None:
     (tmp_path / "step-6").mkdir()
-    # it is a path
+    # the result is a path
     shutil.copy(
         complete(tmp_path, shards_of(0), shards_of(1)) / "checkpoint.json", tmp_path / "step-6"
     )  # type: ignore[operator]
@@ -418,15 +420,16 @@ def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
 def test_a_rank_that_cannot_write_its_shard_failed_before_anyone_could_read_of_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By the times of failures the launcher says which one led to the others."""
+    """The recorded time of a rank's failure is before its peers could read of it. The launcher uses
+    these times to find the first failure."""
     temporary = begin(tmp_path, INFO.step)
     (temporary / "shard-00002-of-00002.safetensors").mkdir()
-    told_at: list[float] = []
-    monkeypatch.setattr(Shards, "_note", lambda *_: told_at.append(time.time()))
+    noted_at: list[float] = []
+    monkeypatch.setattr(Shards, "_note", lambda *_: noted_at.append(time.time()))
     with pytest.raises(shoal.UnavailableError) as raised:
         shards_of(1).write_aside(temporary)
     assert raised.value.failed_at is not None
-    assert raised.value.failed_at <= told_at[0]
+    assert raised.value.failed_at <= noted_at[0]
 
 
 def test_a_first_rank_that_cannot_write_its_shard_failed_then_and_not_when_it_is_told(
@@ -456,7 +459,7 @@ def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: 
             temporary, shards_of(0), INFO, gone=lambda _: False, fence=lambda: None, keep=1
         )
     with pytest.raises(ValueError, match="sparse"):
-        # at the next save of the rank, or when it leaves
+        # raised by the rank's next save, or when it leaves
         writer.wait(timedelta(seconds=30))
 
 
@@ -488,8 +491,8 @@ def test_a_part_of_what_was_given_up_is_dropped(tmp_path: Path) -> None:
 def test_what_is_given_up_is_gone_at_once_for_ranks_that_are_writing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One that found half of it removed would take that for its own disk's failure, and be named as
-    the first to fail."""
+    """An abandoned checkpoint is renamed before it is removed. A rank that found it half removed
+    would report a failure of its own disk."""
     temporary = begin(tmp_path, INFO.step)
     remove_tree = shutil.rmtree
 

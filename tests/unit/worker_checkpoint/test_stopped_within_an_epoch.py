@@ -1,5 +1,4 @@
-"""A run that stops within an epoch goes on there, wherever it saves; or it is warned that it does
-not."""
+"""A run that stops within an epoch resumes there, wherever it saves, or warns that it will not."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that wait for a disk within an operation may wait longer than a collective may take."""
+"""Ranks that wait for a disk in an operation may wait longer than a collective's timeout."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DISK_S = 1.3
 
 
 def operation(body: Any) -> Any:
-    """In a rank of a launch."""
+    """Runs an operation on a rank of a launch."""
     net = nn.Linear(1, 1)
     shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
     session = find_session()

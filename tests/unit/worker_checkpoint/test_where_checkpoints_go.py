@@ -1,5 +1,5 @@
-"""Checkpoints go where the script named, whatever its directory is later, and may be read by those
-whom the umask allows."""
+"""Checkpoints are written to the directory that the script named, even if it changes its working
+directory later. The umask decides who may read them."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A session that does only what a loader sees of one, and a world of ranks in one thread that it
-can be used in."""
+"""A session with only the parts that a loader uses, and a world of simulated ranks in one
+thread."""
 
 import contextlib
 from dataclasses import dataclass, field
@@ -11,15 +11,15 @@ from shoal_worker.elastic.session.worker_process import set_session
 
 
 class FakeSession:
-    """Grants step boundaries as it is told, and notes what the loader says."""
+    """Grants step boundaries as a test says, and records the loader's calls."""
 
     def __init__(self, placement=None):
         self.placement = placement or Placement(generation=0, rank=0, world_size=1)
         self.calls = []
         self.sources = {}
         self.waiting = {}
-        """States that begin_step hands to their sources: what a joiner or a rank behind gets from
-        its peers."""
+        """States that a joiner or a lagging rank receives from its peers. begin_step loads them
+        into their sources."""
         self.stopped = False
         self.coordinator = None
         self.sums = None
@@ -44,8 +44,8 @@ class FakeSession:
         self.calls.append(("assign", share))
 
     def sum_numbers(self, values, *, or_own=False):
-        """Sums over the ranks of a simulated world, which all come here (see
-        `test_stream_world.py`); alone, what is given."""
+        """Sums over the ranks of a simulated world, which all call it (see `test_stream_world.py`).
+        Without a world, returns the given values."""
         return [*values] if self.sums is None or or_own else self.sums(values)
 
     def begin_micro_batch(self, *, index, weight, key, weigh):
@@ -58,7 +58,7 @@ class FakeSession:
         self.calls.append(("finish",))
 
     def batch_passed(self, source):
-        """There is one model."""
+        """Does nothing, because there is only one model."""
 
     def loop_left(self, source):
         pass
@@ -77,7 +77,7 @@ class FakeSession:
         return False
 
     def passed_over(self, source):
-        """Nothing is registered."""
+        """Does nothing, because nothing is registered."""
 
     def end_epoch(self, source):
         self.calls.append(("end_epoch",))
@@ -90,12 +90,12 @@ class FakeSession:
         if what is not None:
             self.calls.append(("wait", what))
 
-    def said(self, kind):
+    def calls_of(self, kind):
         return [call for call in self.calls if call[0] == kind]
 
     @contextlib.contextmanager
     def current(self):
-        """This session is the process's."""
+        """Makes this session the process's current one."""
         set_session(self)
         try:
             yield self
@@ -104,7 +104,7 @@ class FakeSession:
 
 
 class FakeCoordinator:
-    """Leases first come first served."""
+    """Leases batches in the order of requests."""
 
     def __init__(self):
         self.free = {}
@@ -124,7 +124,7 @@ class FakeCoordinator:
         return Leases(batches=tuple(taken), epoch_done=not free and not held, retry_after_s=0.0)
 
     def drop(self, holder):
-        """A member died: what it held is free again."""
+        """Frees the batches of a member that has died."""
         for epoch, held in self.held.items():
             lost = [batch for batch, by in held.items() if by is holder]
             self.free[epoch] += lost
@@ -134,8 +134,8 @@ class FakeCoordinator:
 
 @dataclass
 class Rank:
-    """One rank of a simulated world: its session, its loader, and the training loop's place in
-    it."""
+    """One rank of a simulated world: its session, its loader, and the position of its training
+    loop."""
 
     session: FakeSession
     loader: ElasticDataLoader
@@ -143,7 +143,7 @@ class Rank:
     seen: list = field(default_factory=list)
 
     def take(self):
-        """The loop asks for its next batch (or batches, with steps()); None at the end of the
+        """Takes the loop's next batch (or batches, with steps()). Returns None at the end of the
         iteration."""
         with self.session.current():
             if self.iterator is None:
@@ -164,8 +164,8 @@ class Rank:
             return self.loader.committed(self.session.placement)
 
     def rest_of_first_epoch(self, most=None):
-        """Takes and commits the steps of the first epoch that are left, or so many; returns what
-        each had."""
+        """Takes and commits the remaining steps of the first epoch, at most `most`. Returns the
+        samples of each."""
         taken = []
         while self.loader.epoch == 0 and (most is None or len(taken) < most):
             taken.append(self.take())
@@ -182,7 +182,7 @@ def session():
 
 @pytest.fixture(scope="session")
 def make_rank():
-    """Makes a rank of a simulated world."""
+    """Returns a function that creates a rank of a simulated world."""
 
     def make(make_loader, placement, state=None):
         session = FakeSession(placement)

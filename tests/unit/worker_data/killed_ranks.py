@@ -1,4 +1,4 @@
-"""Ranks that are killed while they have data workers."""
+"""A check that data workers die with a killed rank."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import psutil
 
 
 def assert_workers_die_with(program: str) -> None:
-    """Runs a program that says "ready" when it has at least two data workers, kills it, and waits
-    for their end."""
+    """Runs a program that prints "ready" when it has at least two data workers, kills it, and waits
+    until the workers have ended."""
     process = subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:

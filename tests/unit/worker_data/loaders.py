@@ -1,10 +1,10 @@
-"""Loaders of numbers, and an epoch of one."""
+"""A loader of numbers, and a function that runs one of its epochs."""
 
 from shoal_worker.data.loader import ElasticDataLoader
 
 
 def loader_of(n=10, dataset=None, **options):
-    """A loader of the numbers below `n`, four in a step, in order."""
+    """Returns a loader of the numbers below `n`, in order and four per step."""
     return ElasticDataLoader(
         list(range(n)) if dataset is None else dataset,
         **{"global_batch_size": 4, "shuffle": False, **options},
@@ -12,7 +12,7 @@ def loader_of(n=10, dataset=None, **options):
 
 
 def run_epoch(loader, session):
-    """The batches of an epoch in which every step commits."""
+    """Runs an epoch in which every step commits. Returns its batches."""
     batches = []
     for batch in loader:
         batches.append(batch.tolist())

@@ -1,10 +1,11 @@
-"""Streams of whole numbers, as users write them."""
+"""Streams of integers, as users write them."""
 
 from torch.utils.data import IterableDataset
 
 
 class Numbers(IterableDataset):
-    """The numbers below `n`, another order each epoch; each time it is iterated it starts anew."""
+    """A stream of the numbers below `n` in a different order each epoch. Each iteration starts from
+    the beginning."""
 
     def __init__(self, n, step=7):
         self.n, self.step, self.epoch, self.read = n, step, 0, 0
@@ -22,7 +23,7 @@ class Numbers(IterableDataset):
 
 
 class Seeking(Numbers):
-    """One that goes on where its state says."""
+    """A stream that continues from its loaded state."""
 
     at = start = 0
 
@@ -42,8 +43,8 @@ class Seeking(Numbers):
 
 
 class Forgetful(Seeking):
-    """One whose state leads to another place than it was taken at, as that of a shuffle buffer
-    does."""
+    """A stream whose loaded state leads to another position than it was taken at, like that of a
+    shuffle buffer."""
 
     def load_state_dict(self, state):
         super().load_state_dict({**state, "at": state["at"] + 3})

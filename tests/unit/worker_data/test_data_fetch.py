@@ -1,5 +1,5 @@
-"""Batches made inline and by data workers are the same, and data workers never outlive, disturb or
-mislead the training."""
+"""Batches made by data workers equal those made inline. Data workers never outlive or disturb the
+training."""
 
 import os
 import random
@@ -98,7 +98,7 @@ def test_what_the_loop_draws_depends_on_the_step_alone_and_not_on_how_its_batch_
     assert len(set(inline)) == len(inline)
     again = iter(noisy())
     next(again), torch.rand(5), np.random.rand(5), random.random()
-    next(again)  # a redo of the first step
+    next(again)  # repeats the first step
     assert (torch.rand(1).item(), np.random.rand(), random.random()) == inline[0]
 
 
@@ -143,7 +143,7 @@ def test_the_ranks_may_change_while_batches_are_made_ahead(session):
     loader.committed(session.placement)
     seen.append(next(iterator).tolist())
     assert seen == [[0, 1, 2, 3], [6, 7], [5], [9]]
-    assert _children() == workers, "the data workers were started anew"
+    assert _children() == workers, "the data workers have not been restarted"
 
 
 def test_prefetch_goes_on_over_a_generation_that_leaves_this_rank_its_place(session):
@@ -174,7 +174,7 @@ def test_a_change_to_the_dataset_between_epochs_reaches_the_data_workers(session
 def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_was(
     session, workers, tmp_path, monkeypatch
 ):
-    # how long torch waits for one that was not told to end
+    # how long torch waits for a worker that was not asked to end
     monkeypatch.setattr(torch.utils.data._utils, "MP_STATUS_CHECK_INTERVAL", 100.0)
     broken = tmp_path / "broken"
     broken.touch()
@@ -191,7 +191,7 @@ def test_after_an_error_in_the_dataset_the_loop_can_be_entered_again_where_it_wa
         run_epoch(loader, session)
     broken.unlink()
     assert [batch.tolist() for batch in run_epoch(loader, session)] == [[2, 3]]
-    assert time.monotonic() - started < 50, "the data workers were not told to end"
+    assert time.monotonic() - started < 50, "the data workers end without a timeout"
 
 
 def test_no_data_worker_is_left_when_an_iteration_ends_or_is_left(session):
@@ -230,8 +230,9 @@ time.sleep(60)
 
 
 def test_data_workers_die_at_once_with_a_killed_rank():
-    """Else they would keep its sockets open, and its peers waiting."""
-    assert_workers_die_with(KILLED)  # they would wait for batches to make for ever
+    """Data workers end when their rank is killed. Otherwise they would keep the rank's sockets
+    open, and its peers would wait."""
+    assert_workers_die_with(KILLED)  # the workers would wait forever for batches to make
 
 
 class WorkerFacts(Dataset):
@@ -254,7 +255,7 @@ def test_data_workers_leave_ctrl_c_to_the_rank(session):
 
 
 def _workers(pid):
-    """Living children that are not multiprocessing's own."""
+    """Returns the process's living children, except those of multiprocessing itself."""
     found = psutil.Process(pid).children()
     return [
         c
@@ -268,7 +269,8 @@ def _children():
 
 
 def test_a_tensor_dataset_gives_the_batches_that_stacking_its_rows_gives():
-    """Plain ones are indexed by the whole batch at once; what was derived from them is not."""
+    """A TensorDataset gives the same batches as stacking its rows. A plain one is indexed by the
+    whole batch at once, a subclass is not."""
 
     class Scaled(TensorDataset):
         def __getitem__(self, index):

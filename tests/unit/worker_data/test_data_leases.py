@@ -1,5 +1,5 @@
-"""Leased batches: first come first served, one RPC a step, a dead member's dealt again, none handed
-out twice to one member."""
+"""Leased batches are dealt in the order of requests, with one RPC per step. A dead member's batches
+are dealt again, and no batch is dealt twice to one member."""
 
 import pytest
 import torch
@@ -42,27 +42,27 @@ def test_one_member_gets_every_batch_once_with_one_call_a_step(alone):
     assert seen == [[0, 1, 2], [3, 4, 5], [6, 7, 8], [9]]
     assert len(loader) == loader.global_step == 4
     left = ("lease", 0, (), 0)
-    assert alone.said("lease") == [
+    assert alone.calls_of("lease") == [
         ("lease", 0, (), 1),
         *[("lease", 0, (b,), 1) for b in range(4)],
         left,
     ]
     assert loader.state_dict()["epoch"] == 1
-    assert len(alone.said("end_epoch")) == 1
+    assert len(alone.calls_of("end_epoch")) == 1
 
 
 def test_a_leased_batch_weighs_for_itself(alone):
     next(iter(make()))
-    share = alone.said("assign")[0][1]
+    share = alone.calls_of("assign")[0][1]
     assert (share.weight, share.total_weight, share.micro_batches) == (3.0, 3.0, None)
-    assert alone.said("micro") == [("micro", 0, 3.0, (0, 0, 0, 0))]
+    assert alone.calls_of("micro") == [("micro", 0, 3.0, (0, 0, 0, 0))]
 
 
 def test_a_lost_batch_is_handed_out_again_without_a_new_lease(alone):
     iterator = iter(make())
     assert next(iterator).tolist() == [0, 1, 2]
     assert next(iterator).tolist() == [0, 1, 2]
-    assert len(alone.said("lease")) == 1
+    assert len(alone.calls_of("lease")) == 1
 
 
 def test_a_dead_members_batches_are_dealt_again(members, coordinator):
@@ -102,7 +102,7 @@ def test_leaving_the_loop_acknowledges_what_was_finished(alone, coordinator):
     for _ in loader:
         loader.committed(alone.placement)
         break
-    assert alone.said("lease")[-1] == ("lease", 0, (0,), 0)
+    assert alone.calls_of("lease")[-1] == ("lease", 0, (0,), 0)
     assert coordinator.held == {0: {}}
 
 
@@ -168,7 +168,7 @@ def test_the_record_of_leased_batches_tells_how_often_each_sample_was_trained_on
     monkeypatch.setenv("SHOAL_RECORD_DIR", str(tmp_path))
     one, two = members(2)
     one.take(), two.take()
-    two.commit()  # its push is applied, but it dies before the coordinator hears of it
+    two.commit()  # its push is applied, but it dies before it reports to the coordinator
     coordinator.drop(two.session)
     one.commit()
     while one.take() is not None:
@@ -184,7 +184,7 @@ def test_data_workers_make_leased_batches_ahead(alone, coordinator):
         seen.append(batch.tolist())
         loader.committed(alone.placement)
     assert seen == [list(range(start, min(start + 3, 20))) for start in range(0, 20, 3)]
-    assert alone.said("lease")[0] == ("lease", 0, (), 2)
+    assert alone.calls_of("lease")[0] == ("lease", 0, (), 2)
 
 
 def test_data_workers_go_on_after_they_ran_dry(alone, coordinator):

@@ -1,4 +1,4 @@
-"""The loader's promises to the training loop and to the session, one at a time."""
+"""The loader's guarantees to the training loop and to the session, one at a time."""
 
 import math
 
@@ -42,7 +42,7 @@ def test_each_rank_gets_its_part_and_a_rank_without_samples_a_stand_in_of_weight
         ([[4, 5], [6], [7]], [2, 1, 1]),
         ([[8], [9], [8]], [1, 1, 0]),
     ]
-    share = ranks[2].session.said("assign")[-1][1]
+    share = ranks[2].session.calls_of("assign")[-1][1]
     assert (share.weight, share.total_weight, share.micro_batches) == (0.0, 2.0, None)
 
 
@@ -51,7 +51,7 @@ def test_the_session_hears_everything_in_order(session):
     run_epoch(loader, session)
     kinds = [call[0] for call in session.calls]
     assert kinds == ["register", "begin", "assign", "micro", "end_micro", "end_epoch"]
-    assert session.said("micro") == [("micro", 0, 4.0, (0, 0, 0, 0))]
+    assert session.calls_of("micro") == [("micro", 0, 4.0, (0, 0, 0, 0))]
 
 
 def test_a_batch_that_was_not_committed_is_handed_out_again(session):
@@ -91,7 +91,7 @@ def test_a_rank_that_took_the_state_after_the_last_step_ends_its_epoch_like_the_
     session.calls.clear()
     loader.load_state_dict(ahead.state_dict())
     assert next(iterator, None) is None
-    assert session.said("end_epoch")
+    assert session.calls_of("end_epoch")
     assert run_epoch(loader, session) == [[0, 1, 2, 3]]
     assert loader.state_dict()["epoch"] == 2
 
@@ -222,7 +222,7 @@ def test_a_joiner_with_a_plain_range_of_epochs_passes_over_those_before_the_curs
     with joiner.session.current():
         counts = [len(run_epoch(joiner.loader, joiner.session)) for _ in range(4)]
     assert counts == [0, 0, 2, 3]
-    assert len(joiner.session.said("end_epoch")) == 2
+    assert len(joiner.session.calls_of("end_epoch")) == 2
 
 
 def test_members_move_their_cursor_to_a_new_epoch_ahead_of_the_border_where_joiners_are_fed(
@@ -232,12 +232,12 @@ def test_members_move_their_cursor_to_a_new_epoch_ahead_of_the_border_where_join
     for _ in loader:
         loader.committed(session.placement)
         break
-    told = []
+    epochs = []
     session.begin_step = lambda source: (
-        told.append(source.state_dict()["epoch"]) or session.placement
+        epochs.append(source.state_dict()["epoch"]) or session.placement
     )
     next(iter(loader))
-    assert told == [1]
+    assert epochs == [1]
 
 
 def test_stop_ends_the_iteration_and_the_epochs(session):
@@ -289,7 +289,7 @@ def test_steps_hand_out_whole_micro_batches_and_perhaps_none(make_rank):
         ([[8, 9], [], []], [2, 0, 0]),
     ]
     assert [call[0] for call in ranks[2].session.calls[1:4]] == ["begin", "assign", "finish"]
-    assert ranks[1].session.said("micro")[0] == ("micro", 1, 1.0, (0, 0, 0, 1))
+    assert ranks[1].session.calls_of("micro")[0] == ("micro", 1, 1.0, (0, 0, 0, 1))
 
 
 def test_the_session_hears_of_micro_batches_in_order(session):
@@ -312,7 +312,7 @@ def test_the_session_hears_of_micro_batches_in_order(session):
         "finish",
         "end_epoch",
     ]
-    share = session.said("assign")[0][1]
+    share = session.calls_of("assign")[0][1]
     assert (share.weight, share.total_weight, share.micro_batches) == (4.0, 4.0, 2)
 
 
@@ -343,17 +343,17 @@ def test_steps_without_micro_batches_hold_one_batch(session):
 def test_weight_fn_replaces_the_number_of_samples_and_leaves_the_total_open(session):
     loader = loader_of(4, weight_fn=lambda batch: batch.sum())
     next(iter(loader))
-    share = session.said("assign")[0][1]
+    share = session.calls_of("assign")[0][1]
     assert (share.weight, share.total_weight) == (6.0, None)
 
 
 def test_weight_fn_with_micro_batches_tells_each_weight(session):
     loader = loader_of(4, micro_batch_size=2, weight_fn=lambda batch: batch.sum())
     list(next(loader.steps()))
-    share = session.said("assign")[0][1]
+    share = session.calls_of("assign")[0][1]
     assert math.isnan(share.weight)
     assert share.total_weight is None
-    assert [call[2] for call in session.said("micro")] == [1.0, 5.0]
+    assert [call[2] for call in session.calls_of("micro")] == [1.0, 5.0]
 
 
 @pytest.mark.parametrize("weight", [-1.0, math.nan, math.inf])
@@ -390,8 +390,8 @@ def test_a_cursor_whose_rest_is_dropped_under_the_new_batch_size_moves_to_the_ne
 
 
 def test_a_cursor_within_an_epoch_of_another_split_of_the_dataset_is_refused(session):
-    """A joiner whose script splits without a seed has such a cursor. It ends alone, without its
-    peers."""
+    """A cursor within an epoch is refused if the dataset is another split, as in a joiner whose
+    script splits without a seed. The joiner ends, and its peers continue."""
     loader, other = (
         loader_of(name=name, dataset=Subset(range(20), indices))
         for name, indices in (("a", range(10)), ("b", range(10, 20)))
@@ -449,10 +449,10 @@ def test_a_state_that_is_none_is_corrupt_data(session, state):
 def test_a_loader_meets_each_session_once(session):
     loader = loader_of()
     run_epoch(loader, session)
-    assert session.said("register") == [("register", "loader")]
+    assert session.calls_of("register") == [("register", "loader")]
     with type(session)().current() as other:
         next(iter(loader))
-        assert other.said("register") == [("register", "loader")]
+        assert other.calls_of("register") == [("register", "loader")]
     with session.current():
         pass
 

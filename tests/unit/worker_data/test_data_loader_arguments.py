@@ -1,5 +1,5 @@
-"""Tests what a loader can be made of: samplers, datasets and arguments; and loaders for evaluation,
-which take no part in steps."""
+"""The samplers, datasets and arguments that a loader accepts or refuses, and loaders for
+evaluation, which take no part in steps."""
 
 import random
 
@@ -134,7 +134,7 @@ class Unsized(Dataset):
 
 
 class Sharded(IterableDataset):
-    """Iterable, but by position, too."""
+    """An iterable dataset that can also be indexed."""
 
     def __len__(self):
         return 3
@@ -274,7 +274,7 @@ def test_a_loader_made_of_a_dataloader_may_have_another_batch_size_and_evaluate(
 
 
 @pytest.mark.parametrize(
-    ("given", "said"),
+    ("given", "message"),
     [
         (lambda: [1, 2], "found a list; expected a torch.utils.data.DataLoader"),
         (lambda: DataLoader([1], batch_size=None), "give it batch_size="),
@@ -289,6 +289,6 @@ def test_a_loader_made_of_a_dataloader_may_have_another_batch_size_and_evaluate(
         ),
     ],
 )
-def test_a_dataloader_whose_samples_cannot_be_dealt_is_refused(given, said):
-    with pytest.raises(ConfigurationError, match=said):
+def test_a_dataloader_whose_samples_cannot_be_dealt_is_refused(given, message):
+    with pytest.raises(ConfigurationError, match=message):
         ElasticDataLoader.from_dataloader(given())

@@ -1,5 +1,5 @@
-"""Every position of an epoch is dealt exactly once, for any sizes and any sequence of world sizes,
-and the order is fixed for ever."""
+"""Every position of an epoch is dealt exactly once, for any sizes and any sequence of world sizes.
+The order never changes between releases."""
 
 import pytest
 from hypothesis import given, settings
@@ -22,7 +22,7 @@ def plans(draw):
 
 
 def walk(plan, world_of_step):
-    """Deals an epoch step by step, and returns each step's blocks by rank."""
+    """Deals an epoch step by step. Returns each step's blocks by rank."""
     cursor, steps = 0, []
     while step := plan.step(cursor):
         world = world_of_step(len(steps))

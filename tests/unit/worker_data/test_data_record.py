@@ -1,5 +1,5 @@
-"""The sample record survives SIGKILL line by line, and the audit counts what the rules of recovery
-say counts."""
+"""Each line of the sample record survives SIGKILL, and the audit counts samples by the rules of
+recovery."""
 
 import json
 import os
@@ -75,7 +75,8 @@ def test_a_dead_members_part_of_a_step_that_a_survivor_committed_counts(judge):
 
 
 def test_the_highest_generation_of_a_step_counts(judge):
-    """The dead member had applied the step; the survivors, who had not, did it again."""
+    """A step that a dead member had applied and the survivors repeated in a later generation counts
+    once."""
     epoch = judge(
         a=[
             dealt(1, 0, [0]),
@@ -90,8 +91,8 @@ def test_the_highest_generation_of_a_step_counts(judge):
 
 
 def test_what_a_later_generation_rolled_back_does_not_count_even_if_it_cuts_steps_otherwise(judge):
-    """Steps 0 and 1 of generation 1; then a checkpoint from the beginning, resumed with another
-    batch size."""
+    """Steps that a resume from an earlier checkpoint rolled back do not count, also if the later
+    generation divides the samples into other steps."""
     epoch = judge(
         a=[dealt(1, 0, [0, 1]), committed(1, 0), dealt(1, 1, [2, 3]), committed(1, 1)],
         b=[dealt(2, 0, [0, 1, 2, 3]), committed(2, 0)],
@@ -192,12 +193,12 @@ def test_every_line_written_before_a_sigkill_is_there(tmp_path):
     process = subprocess.Popen(
         [sys.executable, "-c", WRITER, str(tmp_path)], stdout=subprocess.PIPE, text=True
     )
-    told = [int(process.stdout.readline()) for _ in range(200)]
+    reported = [int(process.stdout.readline()) for _ in range(200)]
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     process.stdout.close()
     lines = (tmp_path / "m.jsonl").read_bytes().split(b"\n")
-    assert [json.loads(line)["step"] for line in lines[: len(told)]] == told
+    assert [json.loads(line)["step"] for line in lines[: len(reported)]] == reported
 
 
 def test_two_writers_of_one_member_do_not_overwrite_each_other(tmp_path):

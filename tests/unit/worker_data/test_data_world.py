@@ -1,5 +1,5 @@
-"""Whole runs of simulated ranks that die, join and lose steps at random: every sample counts
-exactly once, by the records they leave."""
+"""Whole runs of simulated ranks that die, join and lose steps at random. Every sample counts
+exactly once according to their records."""
 
 import itertools
 import tempfile
@@ -19,8 +19,8 @@ EPOCHS = 2
 
 
 class World:
-    """Ranks in lock-step, with faults by the session's rules: the highest state wins; a step that
-    no survivor applied is done again."""
+    """Ranks in lock-step, with faults by the session's rules: the highest state wins, and a step
+    that no survivor applied is repeated."""
 
     def __init__(self, directory, make_rank, n, options):
         self._directory = directory
@@ -36,7 +36,7 @@ class World:
         while True:
             taken = self._take_all()
             if taken[0] is None:
-                assert taken == [None] * len(taken), "some ranks have a step where others are done"
+                assert taken == [None] * len(taken), "some ranks have a step and others have none"
                 return
             self._happen(next(events, "commit"))
 
@@ -44,13 +44,14 @@ class World:
         if event == "lost":
             self._reform()
         elif event == "kill behind" and len(self.ranks) > 1:
-            # before its part arrived: the step is aborted everywhere
+            # before its contribution arrived, so the step is aborted everywhere
             self._kill(self.ranks[-1])
         elif event == "kill ahead" and len(self.ranks) > 1:
-            # it alone applied the step, and takes that with it
+            # it alone applied the step, which is lost with it
             self._commit(self.ranks[-1:])
             self._kill(self.ranks[-1])
-        elif event == "fall behind":  # the first applied the step; the others take its state
+        # the first rank applied the step, and the others take its state
+        elif event == "fall behind":
             self._commit(self.ranks[:1])
             for behind in self.ranks[1:]:
                 behind.loader.load_state_dict(self.ranks[0].loader.state_dict())
@@ -92,8 +93,8 @@ class World:
         return [self._take(rank) for rank in self.ranks]
 
     def _take(self, rank):
-        """The next batch in the first epochs; None when they are over. A joiner passes over epochs
-        before its cursor."""
+        """Takes the next batch in the first epochs. Returns None when they are over. A joiner skips
+        epochs before its cursor."""
         while rank.loader.state_dict()["epoch"] < EPOCHS:
             if (got := rank.take()) is not None:
                 return got

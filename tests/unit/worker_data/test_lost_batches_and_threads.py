@@ -1,4 +1,4 @@
-"""A data worker that cannot send its batch, and a helper thread that fails, are reported within
+"""A data worker that cannot send its batch and a helper thread that fails are reported within
 seconds."""
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class Numbers(Dataset[torch.Tensor]):
 
 @pytest.fixture
 def long_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A temporary directory with too long a name for sockets, before anybody has asked
-    multiprocessing for its own."""
+    """A temporary directory whose name is too long for sockets. multiprocessing has not created its
+    own directory yet."""
     directory = tmp_path / ("d" * 100)
     directory.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(directory))

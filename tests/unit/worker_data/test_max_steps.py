@@ -1,4 +1,4 @@
-"""`epochs(max_steps=)`: ends with the run's step of that number, wherever in an epoch that is."""
+"""`epochs(max_steps=)` ends with the run's step of that number, wherever in an epoch it is."""
 
 import sys
 
@@ -14,7 +14,8 @@ EPOCH = [[0, 1, 2, 3], [4, 5, 6, 7], [8, 9]]
 
 
 def run(loader, session, *, lose=(), **until):
-    """The batches of each epoch that were committed. `lose`: attempts that are not."""
+    """Runs the loop and returns the committed batches of each epoch. The steps with attempt numbers
+    in `lose` are lost."""
     attempt, epochs = 0, {}
     for epoch in loader.epochs(**until):
         taken = epochs.setdefault(epoch, [])
@@ -50,17 +51,20 @@ def test_a_step_that_is_lost_does_not_count(session):
 def test_a_resumed_run_counts_the_steps_before_and_goes_on_within_the_epoch(session):
     loader = loader_of()
     assert run(loader, session, max_steps=5) == {0: EPOCH, 1: EPOCH[:2]}
-    assert loader.gives_up is None, "saving now would warn of an epoch that is given up"
+    assert loader.gives_up is None, "saving now must not warn of an incomplete epoch"
     assert not loader.under_way
     resumed = loader_of(name="resumed")
     resumed.load_state_dict(loader.state_dict())
     assert run(resumed, session, max_steps=5) == {}
     assert run(resumed, session, max_steps=7) == {1: EPOCH[2:], 2: EPOCH[:1]}
-    assert run(loader, session, max_steps=7) == {1: EPOCH[2:], 2: EPOCH[:1]}, "in one process"
+    assert run(loader, session, max_steps=7) == {1: EPOCH[2:], 2: EPOCH[:1]}, (
+        "the loop continues in the same process"
+    )
 
 
 def test_steps_that_are_undone_as_the_loop_ends_are_taken_again(session):
-    """The ranks go back to a checkpoint in the operation that ends the last epoch."""
+    """Steps are repeated if the ranks return to an earlier checkpoint in the operation that ends
+    the last epoch."""
     loader, states, taken = loader_of(), [], {}
 
     def end_epoch(source):

@@ -1,6 +1,6 @@
-"""Tests what differs between versions of Python: data workers that are not forked (from 3.14 on
-they are started by "forkserver", which pickles what they need and imports the script again), and
-the bytecode by which `break` is recognized."""
+"""Differences between versions of Python. From 3.14 on, data workers are started by "forkserver",
+which pickles what they need and imports the script again. Also tests the bytecode by which `break`
+is recognized."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def spawning() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("spawning")
-@pytest.mark.filterwarnings("ignore:Got pickle error")  # torch's own, before the error
+@pytest.mark.filterwarnings("ignore:Got pickle error")  # raised by torch before the error
 def test_a_collate_function_that_cannot_be_pickled_is_one_clear_error() -> None:
     fetcher = Fetcher([1, 2], collate_fn=lambda rows: rows, num_workers=1, pin_memory=False)
     request = Request(epoch=0, indices=(0,), key=(0,))
@@ -51,13 +51,13 @@ def test_a_script_without_a_main_guard_is_refused_in_its_data_workers(
 
 
 def test_a_break_is_told_from_an_iterator_that_is_dropped_later() -> None:
-    told: list[bool] = []
+    left: list[bool] = []
 
     def rows() -> Iterator[int]:
         try:
             yield from range(3)
         except GeneratorExit:
-            told.append(_left_by_for())
+            left.append(_left_by_for())
             raise
 
     def batches() -> Iterator[int]:
@@ -66,7 +66,7 @@ def test_a_break_is_told_from_an_iterator_that_is_dropped_later() -> None:
     for row in batches():
         if row == 1:
             break
-    assert told == [True]
+    assert left == [True]
 
     def returning() -> int | None:
         for row in batches():
@@ -74,8 +74,8 @@ def test_a_break_is_told_from_an_iterator_that_is_dropped_later() -> None:
         return None
 
     returning()
-    assert told == [True, True]
+    assert left == [True, True]
     dropped = batches()
     next(dropped)
     del dropped
-    assert told == [True, True, False]
+    assert left == [True, True, False]

@@ -1,5 +1,5 @@
-"""A step with fewer samples than ranks: a rank without any gets a batch that says that it counts
-for nothing."""
+"""In a step with fewer samples than ranks, a rank without samples gets a placeholder batch of
+weight 0."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ ROWS = torch.arange(13.0)[:, None]
 
 
 def sums(world_size: int, **options: object) -> tuple[float, float]:
-    """Summed loss, and number of samples, as the guides add them up over batches and ranks."""
+    """Returns the summed loss and the number of samples, added up over batches and ranks as in the
+    guides."""
 
     def rank() -> tuple[float, float]:
         torch.manual_seed(0)

@@ -1,5 +1,5 @@
-"""Tests how a stream's batches are dealt for evaluation: each counts once, whatever dies on the
-way, and as few ranks as can be read a shard."""
+"""A stream's batches are dealt for an evaluation so that each counts once, whatever rank dies, and
+each shard is read by as few ranks as possible."""
 
 import functools
 import itertools
@@ -46,7 +46,7 @@ def test_each_item_counts_once_though_ranks_die_at_any_batch(seed):
         del ranks[dies]
     counted = {}
     for _, results in ranks:
-        assert not counted.keys() & results.keys(), "two ranks have computed a batch"
+        assert not counted.keys() & results.keys(), "no batch is computed by two ranks"
         counted.update(results)
     items = [item for _, batch in sorted(counted.items()) for item in batch]
     assert items == list(make())
@@ -65,8 +65,9 @@ def test_each_shard_is_read_by_one_rank_and_by_no_more_than_it_takes():
         for rank in range(world):
             batches = batches_of(shoal.ShardedStream(range(3), read), 2)
             list(batches.read(batches.deal((), (), rank, world)))
-        looks = world if world > 1 else 0  # at the first item of the first shard
-        assert [opened.count(shard) for shard in range(3)] == [times + looks, times, times]
+        # reads of the first item of the first shard, by which the ranks compare their streams
+        compared = world if world > 1 else 0
+        assert [opened.count(shard) for shard in range(3)] == [times + compared, times, times]
 
 
 def test_what_was_read_to_its_end_is_not_read_again():

@@ -1,5 +1,5 @@
-"""Streams of Hugging Face's `datasets` from local files, without a network: the same items after a
-resume, sought or passed over."""
+"""Streams of Hugging Face's `datasets` from local files, without a network. After a resume, they
+yield the same items, whether the loader seeks or skips."""
 
 import json
 from pathlib import Path
@@ -13,7 +13,7 @@ ROWS = 100
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    import pandas  # takes half a second: of these tests alone
+    import pandas  # imported here because only these tests need it, and it takes half a second
 
     folder = tmp_path_factory.mktemp("rows")
     for part in range(4):
@@ -76,9 +76,9 @@ def test_shards_of_a_stream_are_sought_in(files, make_rank, caplog, workers):
     first = rank()
     begun = first.rest_of_first_epoch(3)
     state = json.loads(json.dumps(first.loader.state_dict()))
-    assert all(place[4] for place in state["stream"]["lanes"]), "the shards' readers have no state"
+    assert all(place[4] for place in state["stream"]["lanes"]), "the shards' readers have states"
     first.iterator.close()
-    first.loader._supply._close_readers()  # its threads would be left running
+    first.loader._supply._close_readers()  # its threads would continue to run
     assert begun + rank(state).rest_of_first_epoch() == whole
     assert "passed over" not in caplog.text
     assert "passes over" not in caplog.text
@@ -100,11 +100,11 @@ def test_a_stream_goes_on_where_it_was_and_each_row_comes_once(files, make_rank,
     begun = first.rest_of_first_epoch(3)
     state = json.loads(json.dumps(first.loader.state_dict()))
     first.iterator.close()
-    first.loader._supply._close()  # its threads would be left running
+    first.loader._supply._close()  # its threads would continue to run
     rest = rank(state).rest_of_first_epoch()
     assert begun + rest == whole
     assert ("leads to another item" in caplog.text) == (kind == "shuffled"), (
-        "what is in a shuffle buffer is in no state_dict"
+        "a state_dict does not contain the shuffle buffer"
     )
 
 
@@ -125,7 +125,7 @@ def test_a_stream_is_shuffled_anew_each_epoch(files, make_rank):
 
 
 class Texts(list):
-    """A batch's texts."""
+    """The texts of a batch."""
 
     def __init__(self, rows):
         super().__init__(row["text"] for row in rows)

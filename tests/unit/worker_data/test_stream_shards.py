@@ -1,5 +1,5 @@
-"""Tests how a list of shards becomes steps, as plain values: seeded schedules of shards, lanes and
-owners."""
+"""The allotment of a list of shards to steps, tested on plain values: seeded schedules of shards,
+lanes and owners."""
 
 import json
 import random
@@ -10,7 +10,8 @@ from shoal_worker.data.streaming.lanes import Allotment, Place, Report, ShardsRe
 
 
 def settle(read, lengths, sizes):
-    """One step over shards of these lengths; the rounds that it took."""
+    """Runs one step over shards of these lengths. Returns the allotment and the number of
+    rounds."""
     allotment, rounds = Allotment(read, shards=len(lengths), sizes=sizes), 0
     while not allotment.settled:
         reports = []
@@ -55,12 +56,14 @@ def test_each_item_of_all_shards_comes_once_in_whole_steps(seed):
             sizes = [draw.randint(1, 6) for _ in range(draw.randint(1, 6))]
             read, steps = read.with_lanes(len(sizes)), []
             continue
-        assert items, "a step without items, and no end"
+        assert items, "a step without items must be the end"
         assert len(items) == sum(sizes) or read.is_over(len(lengths))
     assert sorted(seen) == [
         (shard, place) for shard, length in enumerate(lengths) for place in range(length)
     ]
-    assert all(step == sum(sizes) for step in steps[:-1]), "only an epoch's last step is short"
+    assert all(step == sum(sizes) for step in steps[:-1]), (
+        "only the last step of an epoch may be short"
+    )
 
 
 def test_a_step_takes_one_round_where_no_shard_ends():
@@ -73,10 +76,10 @@ def test_a_step_takes_one_round_where_no_shard_ends():
 def test_a_state_goes_with_its_shard_and_that_of_an_earlier_release_has_none():
     allotment, _ = settle(ShardsRead(lanes=(None, None)), [100, 100], [4, 4])
     allotment.hear_states(["here", None])
-    told = allotment.after.to_state()
-    assert ShardsRead.from_state(json.loads(json.dumps(told))) == allotment.after
+    state = allotment.after.to_state()
+    assert ShardsRead.from_state(json.loads(json.dumps(state))) == allotment.after
     assert allotment.after.lanes == (Place(0, 4, 4, 0, "here"), Place(1, 4, 4, 0))
-    earlier = {**told, "lanes": [place[:3] for place in told["lanes"]]}
+    earlier = {**state, "lanes": [place[:3] for place in state["lanes"]]}
     assert ShardsRead.from_state(earlier).lanes == (Place(0, 4, 4), Place(1, 4, 4))
 
 

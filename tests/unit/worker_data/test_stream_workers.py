@@ -1,5 +1,5 @@
-"""Data workers that read streams: the same items as without them, ahead, also over errors, deaths,
-states and epochs; none is left."""
+"""Data workers read streams ahead and yield the same items as a rank without them, also across
+errors, deaths, resumes and epochs. No worker is left behind."""
 
 import json
 import multiprocessing
@@ -32,14 +32,14 @@ _of_others = set()
 
 @pytest.fixture(autouse=True)
 def workers_of_other_tests():
-    """Data workers that are there before a test are none of its own."""
+    """Notes the data workers that exist before a test, which are not its own."""
     _of_others.clear()
     _of_others.update(each.pid for each in multiprocessing.active_children())
 
 
 def workers_of_this_test():
-    """Returns the living data workers of the test that calls it. Other children, such as the
-    zygote, are not looked at."""
+    """Returns the living data workers of the calling test. Other children, such as the zygote, are
+    ignored."""
     return [
         psutil.Process(each.pid)
         for each in multiprocessing.active_children()
@@ -48,7 +48,7 @@ def workers_of_this_test():
 
 
 def epochs(loader, session, n=2):
-    """The batches of all steps of these epochs."""
+    """Returns the batches of all steps of `n` epochs."""
     taken = []
     for _ in loader.epochs(n):
         for step in loader.steps():
@@ -102,7 +102,7 @@ def test_data_workers_change_nothing_and_none_is_left(session, make, workers, op
 
 
 class Where(Numbers):
-    """Says which process reads, and what a stream would split itself by."""
+    """Yields the process that reads, and the values by which a stream would split itself."""
 
     def __iter__(self):
         return (
@@ -138,9 +138,9 @@ def test_a_data_worker_reads_ahead_while_the_rank_trains(session, tmp_path):
     loader = shoal.ElasticDataLoader(Noting(1000), global_batch_size=10, num_workers=1)
     iterator = iter(loader)
     next(iterator)
-    eventually((tmp_path / "20").exists, "it to read ahead: a step, one item, and a step")
+    eventually((tmp_path / "20").exists, "the worker to read ahead: a step, one item, and a step")
     iterator.close()
-    assert not (tmp_path / "40").exists(), "it reads ahead without an end"
+    assert not (tmp_path / "40").exists(), "reading ahead is bounded"
 
 
 def kill_one():
@@ -165,9 +165,9 @@ def test_a_dead_data_worker_is_an_error_that_says_so_and_the_loop_can_be_entered
             if kills:
                 kill_one()
 
-    with pytest.raises(PreconditionError, match="SIGKILL") as told:
+    with pytest.raises(PreconditionError, match="SIGKILL") as raised:
         loop(kills=True)
-    assert told.value.reason == "DATA_WORKER_DIED"
+    assert raised.value.reason == "DATA_WORKER_DIED"
     assert len(seen) == 10
     loop(kills=False)
     assert len(seen) == len(set(seen)) == 100
@@ -189,10 +189,10 @@ def test_an_error_in_the_source_is_raised_where_its_item_is_asked_for_with_its_p
             seen.extend(batch.tolist())
             loader.committed(session.placement)
 
-    with pytest.raises(OSError, match="the network") as told:
+    with pytest.raises(OSError, match="the network") as raised:
         loop()
-    assert "Failing" not in str(told.value)
-    assert "in __iter__" in str(told.value.__cause__)
+    assert "Failing" not in str(raised.value)
+    assert "in __iter__" in str(raised.value.__cause__)
     assert seen == [0, 1, 2, 3]
     assert not workers_of_this_test()
 
@@ -244,7 +244,7 @@ def test_a_change_to_the_stream_between_epochs_reaches_its_data_worker(session):
             loader.committed(session.placement)
         stream.step = 3
     assert seen == [[0, 1, 2, 3], [1, 0, 3, 2]], (
-        "the second epoch is told its number, and has the other step"
+        "set_epoch is called before the second epoch, which has another order"
     )
 
 
@@ -283,7 +283,7 @@ def test_tensors_come_from_a_data_worker_as_they_were(session):
         (each.dtype, each.tolist()) for each in tensors
     ]
     for each in given:
-        each.zero_()  # it is the rank's own
+        each.zero_()  # modifies the rank's own copy
     steps.close()
 
 
@@ -312,7 +312,7 @@ time.sleep(60)  # until it is killed
 
 
 def test_data_workers_die_with_a_killed_rank():
-    assert_workers_die_with(KILLED)  # they would wait for questions for ever
+    assert_workers_die_with(KILLED)  # the workers would wait forever for requests
 
 
 def test_data_workers_end_with_a_process_that_leaves_its_loop_open():

@@ -1,4 +1,4 @@
-"""Whole runs of simulated ranks over streams, with deaths, joins and lost steps at random: every
+"""Whole runs of simulated ranks over streams, with deaths, joins and lost steps at random. Every
 item counts exactly once, and the steps are those of one rank."""
 
 import concurrent.futures
@@ -21,8 +21,8 @@ EVENTS = ["commit", "commit", "commit", "kill behind", "kill ahead", "fall behin
 
 
 class StreamWorld(World):
-    """Ranks that read streams. In a step they meet where the session sums their numbers: each takes
-    it on a thread of its own."""
+    """Ranks that read streams. Each takes its step on a thread of its own, and they meet where the
+    session sums their numbers."""
 
     def __init__(self, directory, make_rank, make_stream, options):
         self._make_stream = make_stream
@@ -45,8 +45,8 @@ class StreamWorld(World):
                 taken = list(threads.map(self._take_in_thread, self.ranks))
         if taken[0] is not None:
             loader = self.ranks[0].loader
-            weights = [rank.session.said("assign")[-1][1].weight for rank in self.ranks]
-            # nought: a stand-in
+            weights = [rank.session.calls_of("assign")[-1][1].weight for rank in self.ranks]
+            # weight 0 marks a placeholder
             items = [
                 item for part, weight in zip(taken, weights, strict=True) if weight for item in part
             ]
@@ -63,7 +63,7 @@ _thread = threading.local()
 
 @pytest.fixture(autouse=True)
 def session_of_thread(monkeypatch):
-    """A thread that takes a rank's step finds the rank's session."""
+    """Makes a thread that takes a rank's step find the rank's session."""
     of_process = iteration.current_loader_session
     monkeypatch.setattr(
         iteration,
@@ -101,7 +101,7 @@ def shards_of(lengths):
 
 
 def shards_read_by(kind, lengths, read=None):
-    """Shards whose readers are of this kind. `read`: takes all items that they give."""
+    """Returns shards whose readers are of this kind. `read` collects all items that they yield."""
 
     class Reader(kind):
         def __init__(self, shard):
@@ -202,8 +202,8 @@ def test_each_shard_is_read_by_one_rank(make_rank, tmp_path):
     world._join(world.ranks[0].loader.state_dict())
     world._join(world.ranks[0].loader.state_dict())
     world.run(iter([]))
-    looks = [0, 0, 0]  # of each rank at the first item of the first shard
-    assert sorted(opened) == sorted([*range(12), *looks] * EPOCHS)
+    compared = [0, 0, 0]  # reads of each rank of the first item of the first shard
+    assert sorted(opened) == sorted([*range(12), *compared] * EPOCHS)
 
 
 def test_what_a_stream_draws_is_the_same_after_it_was_passed_over(make_rank, tmp_path):
@@ -245,7 +245,7 @@ def test_a_source_with_a_state_is_sought_in_and_another_is_passed_over(make_rank
         )
         assert resumed.take() == stream.order()[30:]
         read[kind] = again.read
-    # the copy of it that seeks counts for itself
+    # the copy of a stream that seeks counts its own reads
     assert read == {Numbers: 40, Seeking: 0, Forgetful: 40}
 
 
@@ -273,12 +273,13 @@ def test_a_reader_of_a_shard_with_a_state_is_sought_in_and_another_is_passed_ove
         world._join(state)
     taken = [sorted(items) for items in world._take_all()]
     assert sorted(item for part in taken for item in part) == [*range(12, 16), *range(1012, 1016)]
-    in_vain = 1 if kind is Forgetful else 0  # the item that its state leads to
-    # at the first item of the epoch's first shard: in "death" both had before
-    looks = {"resume": 0, "death": 0, "join": 2}[how]
-    # the items of the step and one ahead; a rank that stays has one of them
-    one = 5 + passed_over + in_vain
-    assert len(read) == looks + (2 * one if how == "resume" else one + 4)
+    # the item at the wrong position to which its state leads
+    wasted = 1 if kind is Forgetful else 0
+    # the first item of the epoch's first shard; in "death" both ranks have read it before
+    compared = {"resume": 0, "death": 0, "join": 2}[how]
+    # the items of the step and one ahead; a rank that stays has already read one of them
+    one = 5 + passed_over + wasted
+    assert len(read) == compared + (2 * one if how == "resume" else one + 4)
     assert ("leads to another item" in caplog.text) == (kind is Forgetful)
 
 

@@ -1,5 +1,5 @@
-"""Streams in a loader: what is refused, what is found of a source that differs, state,
-evaluation."""
+"""Streams in a loader: unsupported uses are refused, differing sources are detected, and states and
+evaluation work."""
 
 import json
 
@@ -118,7 +118,7 @@ def test_an_error_in_the_source_ends_the_loop_and_the_epoch_goes_on_where_it_was
 
 
 class Changed(Numbers):
-    """Gives other items each time that it is made."""
+    """Yields different items each time it is created."""
 
     def __init__(self, n, other):
         super().__init__(n, 1)
@@ -129,7 +129,7 @@ class Changed(Numbers):
 
 
 @pytest.mark.parametrize(
-    ("there", "said"),
+    ("there", "message"),
     [
         (Changed(20, {1: 99}), "first 8 items"),
         (Changed(20, {8: 99}), "item 8"),
@@ -137,15 +137,15 @@ class Changed(Numbers):
         (Changed(8, {}), "ended after 8"),
     ],
 )
-def test_a_stream_that_gives_other_items_when_it_goes_on_is_an_error(make_rank, there, said):
+def test_a_stream_that_gives_other_items_when_it_goes_on_is_an_error(make_rank, there, message):
     first = make_rank(lambda: loader_of(Changed(20, {})), ALONE)
     for _ in range(2):
         first.take()
         first.commit()
     again = make_rank(lambda: loader_of(there), ALONE, first.loader.state_dict())
-    with pytest.raises(PreconditionError, match=said) as told:
+    with pytest.raises(PreconditionError, match=message) as raised:
         again.take()
-    assert told.value.reason == "STREAM_NOT_REPEATED"
+    assert raised.value.reason == "STREAM_NOT_REPEATED"
 
 
 def test_a_shard_that_gives_other_items_when_another_rank_goes_on_with_it_is_an_error(make_rank):
@@ -168,10 +168,10 @@ def test_what_a_rank_reads_is_compared_with_the_others(make_rank):
         rank.take()
         return rank.loader.dealing
 
-    # not read yet
+    # item 8 has not been read yet
     assert dealing(Changed(9, {})) == dealing(Changed(9, {})) == dealing(Changed(9, {8: 5}))
     assert dealing(Changed(9, {})) != dealing(Changed(9, {3: 5}))
-    assert dealing(Changed(4, {})) != dealing(Changed(9, {})), "it ends elsewhere"
+    assert dealing(Changed(4, {})) != dealing(Changed(9, {})), "the streams have different lengths"
     assert json.loads(dealing(Changed(4, {})))["what the stream gave"].endswith("an end after 4")
 
 
@@ -252,7 +252,7 @@ def test_a_state_of_something_else_is_refused(session, change, error, named):
 
 
 class Changeable(Numbers):
-    """Gives what a collate_fn can change in place: a tensor, a list, and an array within a
+    """Yields values that a collate_fn can change in place: a tensor, a list, and an array in a
     dictionary."""
 
     def __iter__(self):

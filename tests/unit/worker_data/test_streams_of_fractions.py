@@ -1,5 +1,5 @@
-"""Streams that give nothing but numbers with a fraction, which fingerprints leave out: one that
-splits itself by rank is told of."""
+"""Streams that yield only fractional numbers, which fingerprints ignore. A stream that splits
+itself by rank is reported."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def test_one_that_splits_itself_is_told_of_in_the_first_step(
 
 
 class Changed(torch.utils.data.IterableDataset[Any]):
-    """Numbered items, which a generator that nobody has seeded changes."""
+    """Numbered items that an unseeded generator changes."""
 
     def __iter__(self) -> Iterator[Any]:
         draw = np.random.default_rng()

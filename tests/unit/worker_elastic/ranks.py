@@ -1,5 +1,5 @@
-"""Ranks as threads of one process, for tests of what happens when a generation forms: a scripted
-coordinator, collectives between the threads, and real state over real sockets."""
+"""Ranks as threads of one process, for tests of the formation of generations: a scripted
+coordinator, collectives between the threads, and real state transfers over sockets."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ _PATIENCE_S = 60.0
 
 
 class Room:
-    """One generation's collectives. A rank that is gone fails those that it did not take part
-    in."""
+    """The collectives of one generation. After a rank has left, the collectives that it did not
+    take part in fail."""
 
     def __init__(self, size: int) -> None:
         self._size = size
@@ -45,18 +45,18 @@ class Room:
         self._gone = False
 
     def gather(self, number: int, rank: int, value: Any) -> list[Any]:
-        """The `number`-th collective of `rank`."""
+        """Runs the collective with this number for a rank and returns the values of all ranks."""
         with self._changed:
-            said = self._rounds[number]
-            said[rank] = value
+            values = self._rounds[number]
+            values[rank] = value
             self._changed.notify_all()
-            whole = (
-                self._changed.wait_for(lambda: len(said) == self._size or self._gone, _PATIENCE_S)
-                and len(said) == self._size
+            complete = (
+                self._changed.wait_for(lambda: len(values) == self._size or self._gone, _PATIENCE_S)
+                and len(values) == self._size
             )
-        if not whole:
+        if not complete:
             raise MembershipChanged("a rank is gone")
-        return [said[r] for r in range(self._size)]
+        return [values[r] for r in range(self._size)]
 
     def leave(self) -> None:
         with self._changed:
@@ -65,7 +65,7 @@ class Room:
 
 
 class RoomGroup:
-    """A rank's view of it."""
+    """One rank's view of a room."""
 
     def __init__(self, room: Room, generation: Generation) -> None:
         self._room = room
@@ -93,7 +93,7 @@ class RoomGroup:
 
 
 class Model(TrainingEngine):
-    """The least that the session takes for a strategy's model."""
+    """The smallest training engine that a session accepts."""
 
     strategy, backend_name, least_samples = "test", "gloo", 1
     data_parallel_rank, data_parallel_size, consistency_check_every = 0, 1, 0
@@ -146,7 +146,7 @@ class Model(TrainingEngine):
 
 
 class Member:
-    """One rank."""
+    """One rank, with its model, its committed state and its formation."""
 
     def __init__(
         self, model: Model, *, state: StateName | None = None, live: bool = True, torn: bool = False
@@ -190,8 +190,8 @@ class Member:
 
 
 def form(members: Sequence[Member], work: Callable[[Member], Any]) -> list[Any]:
-    """Has all `members` form one generation of the ranks in this order by doing `work`; returns
-    what it returned, or raised."""
+    """Makes all `members` form one generation, with ranks in the given order, by running `work` on
+    each. Returns what `work` returned or raised."""
     room = Room(len(members))
     for rank, member in enumerate(members):
         peers = tuple(
@@ -214,7 +214,7 @@ def form(members: Sequence[Member], work: Callable[[Member], Any]) -> list[Any]:
     def run(member: Member) -> Any:
         try:
             return work(member)
-        except Exception as error:  # whatever it is: an outcome
+        except Exception as error:  # any exception is an outcome
             room.leave()
             return error
 

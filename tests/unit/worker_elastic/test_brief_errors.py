@@ -1,4 +1,5 @@
-"""An error of Shoal that ends a script: its sentence, and the script's own lines."""
+"""The brief report of a Shoal error that ends a script: the error's message and the lines of the
+script."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 
 def script(line: str) -> BaseException:
-    """The exception that ends a script whose function has this line."""
+    """Returns the exception that ends a script whose function consists of `line`."""
     source = f"def main():\n    {line}\nmain()\n"
     names = {"state": RegisteredState(), "InternalError": InternalError}
     try:
@@ -24,7 +25,7 @@ def test_an_error_of_shoal_is_its_sentence_and_the_lines_of_the_script(
 ) -> None:
     error = script("state.register('a', object())")
     assert error.__traceback__ is not None
-    # without the frame of this file, which runs the script
+    # skips the frame of this file, which runs the script
     text = brief(error, error.__traceback__.tb_next) or ""
     assert text.splitlines() == [
         "ConfigurationError: register_state(a=...): object has no state_dict() and "

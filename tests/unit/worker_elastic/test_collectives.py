@@ -1,5 +1,5 @@
-"""Tests what scripts tell each other between steps: every rank gets the same, and what cannot be is
-one clear error on all of them."""
+"""Collectives that scripts call between steps: every rank gets the same result, and a wrong call is
+one clear error on all ranks."""
 
 from __future__ import annotations
 
@@ -39,23 +39,23 @@ def test_numbers_are_added_up_as_what_they_are():
     assert _launched(lambda rank: shoal.all_reduce(rank + 1, "mean")) == [2.0, 2.0, 2.0]
     assert _launched(lambda rank: shoal.all_reduce(0.5 * rank, "max")) == [1.0, 1.0, 1.0]
     assert _launched(lambda rank: shoal.all_reduce(2**60 + rank, "min")) == [2**60] * 3, (
-        "whole numbers stay exact"
+        "integers stay exact"
     )
 
 
 def test_tensors_and_what_holds_them_keep_their_shape_and_type():
     def run(rank):
-        told = {
+        values = {
             "hits": torch.tensor([rank, 1], dtype=torch.int32),
             "loss": (torch.tensor(0.5 * rank, requires_grad=True), [rank]),
         }
-        return shoal.all_reduce(told), shoal.all_reduce(told, "mean")
+        return shoal.all_reduce(values), shoal.all_reduce(values, "mean")
 
     for total, mean in _launched(run):
-        assert total["hits"].dtype == torch.int64, "a sum of small types does not wrap"
+        assert total["hits"].dtype == torch.int64, "sums of small integer types do not wrap"
         assert total["hits"].tolist() == [3, 3]
         assert (total["loss"][0].item(), total["loss"][1]) == (1.5, [3])
-        assert mean["hits"].tolist() == [1.0, 1.0], "a mean of whole numbers need not be one"
+        assert mean["hits"].tolist() == [1.0, 1.0], "the mean of integers is a float"
         assert mean["loss"][0].dtype == torch.float32
 
 
@@ -87,9 +87,9 @@ def test_gather_takes_values_that_differ():
             {"who": f"rank {rank}", "rows": torch.full((rank,), rank), "nothing": None}
         )
 
-    for told in _launched(run):
-        assert [each["who"] for each in told] == ["rank 0", "rank 1", "rank 2"]
-        assert [each["rows"].tolist() for each in told] == [[], [1], [2, 2]]
+    for result in _launched(run):
+        assert [each["who"] for each in result] == ["rank 0", "rank 1", "rank 2"]
+        assert [each["rows"].tolist() for each in result] == [[], [1], [2, 2]]
 
 
 def test_broadcast_gives_one_ranks_value_to_all():
@@ -154,14 +154,14 @@ def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
             call(rank)
         return shoal.all_reduce(1)
 
-    assert _launched(run) == [3, 3, 3], "and the ranks go on together"
+    assert _launched(run) == [3, 3, 3], "the ranks continue together after the error"
 
 
 def test_ranks_that_call_different_things_are_told_so():
     def run(rank):
-        with pytest.raises(shoal.PreconditionError, match="ranks diverged") as told:
+        with pytest.raises(shoal.PreconditionError, match="ranks diverged") as result:
             shoal.barrier() if rank == 0 else shoal.gather(rank)
-        return told.value.reason
+        return result.value.reason
 
     assert _launched(run) == ["RANKS_DIVERGED"] * 3
 
@@ -202,8 +202,8 @@ def _work(directory, name):
 
 @pytest.fixture
 def workers(tmp_path):
-    """workers("a", "b") -> processes that run what is within main_first, and stay in it until a
-    file NAME-go is there."""
+    """Starts processes as in `workers("a", "b")`. Each enters main_first and stays in it until the
+    file NAME-go exists."""
     made = []
 
     def start(*names):
@@ -227,10 +227,10 @@ def test_the_others_of_a_machine_wait_until_the_first_one_is_done(tmp_path, work
     eventually((tmp_path / "first-entered").exists, "the first one")
     others = workers("second", "third")
     eventually(lambda: len(list(tmp_path.glob("[st]*-comes"))) == 2, "the others")
-    time.sleep(0.3)  # what is not to happen has time to
-    assert not list(tmp_path.glob("[st]*-entered")), "nobody begins while the first one works"
+    time.sleep(0.3)  # leaves time for an early entry
+    assert not list(tmp_path.glob("[st]*-entered")), "entered while the first is inside"
     (tmp_path / "first-go").touch()
-    for name in ("second", "third"):  # both are in it at once
+    for name in ("second", "third"):  # both are inside at the same time
         eventually((tmp_path / f"{name}-entered").exists, f"{name}, with the other in it")
     assert (tmp_path / "first-done").exists()
     for name in ("second", "third"):
@@ -251,12 +251,12 @@ def test_when_the_first_one_dies_one_of_the_others_is_first(tmp_path, workers):
 
     eventually(
         lambda: entered() and len(list(tmp_path.glob("[st]*-comes"))) == 2,
-        "one of the others, and both there",
+        "one of the others to enter, and both to have arrived",
     )
-    time.sleep(0.3)  # what is not to happen has time to
+    time.sleep(0.3)  # leaves time for an early entry
     (alone,) = entered()
     (tmp_path / f"{alone}-go").touch()
-    eventually(lambda: len(entered()) == 2, "the other one, after it")
+    eventually(lambda: len(entered()) == 2, "the last one to enter")
     for name in entered():
         (tmp_path / f"{name}-go").touch()
     for worker in others:

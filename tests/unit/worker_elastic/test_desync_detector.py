@@ -1,5 +1,5 @@
-"""Tests who waits in vain: ranks that wait at one place of the run in different things, and nobody
-else."""
+"""The desync detector ends ranks that wait at one place of the run in different operations, and no
+others."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from shoal_worker.store.redis_store import RedisStore
 
 
 class Notes:
-    """The part of a RedisStore that a group's notes are."""
+    """The methods of a RedisStore that a group's notes use."""
 
     def __init__(self) -> None:
         self.values: dict[str, bytes] = {}
@@ -67,8 +67,8 @@ class Rank:
     def issued(self) -> bytes:
         return json.dumps(self.log).encode()
 
-    def compare_issued(self, told: Any) -> None:
-        IssuedCollectives.compare(told, "zero3")
+    def compare_issued(self, other: Any) -> None:
+        IssuedCollectives.compare(other, "zero3")
 
     def on_waiting(self, where: Any) -> None:
         self.waiting.where = where
@@ -115,8 +115,8 @@ def test_a_rank_in_an_operation_and_one_in_a_step_are_told_who_is_in_what(
 def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(
     ranks: list[Rank],
 ) -> None:
-    """One rank has caught an error in a forward pass and begun it again: else both would wait until
-    the collectives' deadline."""
+    """Ranks that have issued different collectives in one step are ended. Here, one rank has caught
+    an error in its forward pass and begun it again."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
@@ -130,7 +130,8 @@ def test_ranks_that_have_issued_different_collectives_in_one_step_are_told(
 
 @pytest.mark.parametrize("log", [[4, 0, 2, 1, 3], [4, 0], [5, 2]])
 def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: list[int]) -> None:
-    """Or which are not in the same step of the model."""
+    """Ranks continue to wait if one has only issued more collectives, or is in another step of the
+    model."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
@@ -141,7 +142,8 @@ def test_ranks_of_which_one_has_come_further_wait_on(ranks: list[Rank], log: lis
 
 
 def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[Rank]) -> None:
-    """One leaves out `optimizer.step()`."""
+    """The ranks are ended if rank 0 ends the step while rank 1 leaves out `optimizer.step()` and
+    sums further gradients."""
     one, other = ranks
     for rank, last in zip(ranks, (COMMIT, GRADIENTS), strict=True):
         rank.steps_of("train")
@@ -160,20 +162,21 @@ def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[
 def test_what_a_rank_issues_in_the_next_step_is_not_noted_for_the_step_that_it_waited_in(
     ranks: list[Rank], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rank goes on just when its detector has begun to look."""
+    """A rank that continues while its detector looks is not compared by the collectives of its next
+    step."""
     one, other = ranks
     for rank in ranks:
         rank.steps_of("train")
         rank.trace.begin(1, 4)
         rank.trace.add(GRADIENTS)
 
-    def goes_on() -> bytes:
+    def continues() -> bytes:
         one.waiting.__exit__()
         one.trace.begin(1, 5)
         one.trace.add(FORWARD)
         return b"[4]"
 
-    monkeypatch.setattr(one, "issued", goes_on)
+    monkeypatch.setattr(one, "issued", continues)
     with other.waiting:
         one.waiting.__enter__()
         look(one, other)
@@ -192,8 +195,8 @@ def test_ranks_of_which_one_has_come_further_in_its_course_wait_on(ranks: list[R
 
 
 def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -> None:
-    """Replicas of a sharded model may take different numbers of micro-batches and still end their
-    batch together."""
+    """Forward passes are compared only within a replica, because replicas may run different numbers
+    of micro-batches."""
     third = Rank(2, cast(Any, ranks[0].waiting._notes))
     for rank, replica, traces in zip(
         [*ranks, third],
@@ -231,7 +234,7 @@ def test_ranks_that_wait_in_the_same_thing_or_at_different_places_wait_on(
         look(one, other)
     one.operations.keep(None)
     one.steps_of("train")
-    with one.waiting, evaluating(other):  # the other one is behind
+    with one.waiting, evaluating(other):  # `other` is behind
         look(one, other)
     assert one.ended is other.ended is one.waiting.verdict is other.waiting.verdict is None
 
@@ -242,7 +245,7 @@ def test_an_operation_behind_collectives_of_its_step_is_not_compared(ranks: list
     other.steps_of("train")
     with one.waiting:
         look(one)
-    with other.waiting:  # for a moment
+    with other.waiting:  # a short wait
         pass
     with evaluating(other):
         look(other)

@@ -1,4 +1,4 @@
-"""Tests which device a rank has, by its number on its machine."""
+"""The device of a rank is chosen by its number on its machine."""
 
 from __future__ import annotations
 

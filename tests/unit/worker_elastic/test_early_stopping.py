@@ -1,4 +1,4 @@
-"""Early stopping counts for each metric and each optimizer by itself."""
+"""Early stopping counts separately for each metric and each optimizer."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A loop over epochs without an end is one whose length is not known; one that ends with a number
-of steps has that length. What the script reports is tallied beside."""
+"""A loop over epochs without an end has an unknown length. A loop that ends after a number of steps
+has that length. The numbers that the script reports are tallied as well."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from torch.utils.data import TensorDataset
 
 @pytest.mark.usefixtures("fresh_session")
 @pytest.mark.parametrize(
-    ("epochs", "max_steps", "told"),
+    ("epochs", "max_steps", "length"),
     [(3, None, 12), (sys.maxsize, None, 0), (None, 10, 10), (3, 10, 10), (3, 100, 12)],
 )
 def test_its_steps_are_tallied(
-    tmp_path: Path, epochs: int | None, max_steps: int | None, told: int
+    tmp_path: Path, epochs: int | None, max_steps: int | None, length: int
 ) -> None:
     net = nn.Linear(2, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -38,6 +38,6 @@ def test_its_steps_are_tallied(
         break
     tally = read_tally(tmp_path / "tally")
     assert tally is not None
-    assert (tally.steps, tally.counts.steps_in_all) == (4, told)
+    assert (tally.steps, tally.counts.steps_in_all) == (4, length)
     assert tally.metrics == {"accuracy": 0.5, "lr": 3.0}
-    assert progress.snapshot().steps_in_all == told
+    assert progress.snapshot().steps_in_all == length

@@ -1,5 +1,5 @@
-"""Tests what a process that did not catch an exception leaves to its launcher: an account, or an
-exit status that says it was no bug."""
+"""A process that ends with an uncaught exception writes an error file for its launcher, or exits
+with a status that means that it has no bug."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ raise {exception}
 
 
 def ended(zygote: Zygote, exception: str, tmp_path: Path) -> tuple[int, str, Path]:
-    """Runs a script that raises it: its exit status, what it said and where its account would
-    be."""
+    """Runs a script that raises the exception. Returns its exit status, its output and the path of
+    its error file."""
     account = tmp_path / "account.json"
     script = tmp_path / "script.py"
     script.write_text(SCRIPT.format(exception=exception))
@@ -55,8 +55,8 @@ def test_a_bug_leaves_an_account_in_the_form_of_torchs_record(
 def test_a_failure_that_is_raised_later_than_it_happened_is_accounted_for_at_its_own_time(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """A checkpoint written in the background fails in this way. A peer that was notified may raise
-    before this process does."""
+    """The error file has the time at which a background write failed, not when the error was
+    raised. A peer may raise its error in between."""
     failing = (
         "__import__('shoal_common.errors').errors.UnavailableError('the disk is full', "
         "reason='CHECKPOINT_NOT_WRITTEN')"

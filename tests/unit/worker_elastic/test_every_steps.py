@@ -1,4 +1,4 @@
-"""Tests what happens every k steps: `every_steps=` of `save_checkpoint` and `evaluate`."""
+"""`save_checkpoint` and `evaluate` with `every_steps=` run once every k steps."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def test_every_so_many_committed_steps_it_evaluates_and_else_says_none() -> None
         for batch in loader:
             take_step(model, optimizer, batch)
             found[loader.global_step] = shoal.evaluate(model, validation(), count, every_steps=5)
-    assert {step: told for step, told in found.items() if told is not None} == {
+    assert {step: result for step, result in found.items() if result is not None} == {
         5: {"samples": 24},
         10: {"samples": 24},
     }
@@ -67,7 +67,7 @@ def test_every_so_many_committed_steps_it_saves_also_over_a_resume(tmp_path: Pat
         set_session(None)
         if epochs == 1:
             assert sorted(path.name for path in tmp_path.iterdir()) == ["step-4"]
-    # The second run began at the checkpoint of step 4, and took steps 5 to 12.
+    # The second run began at the checkpoint of step 4 and took steps 5 to 12.
     assert sorted(path.name for path in tmp_path.iterdir()) == ["step-12", "step-4", "step-8"]
 
 
@@ -90,7 +90,8 @@ def test_steps_are_counted_without_a_loader_of_shoals_and_in_micro_batches() -> 
 def test_it_is_not_due_again_when_the_step_after_it_is_lost(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A lost step leaves the run where it was: behind the step that it was due after."""
+    """An evaluation is not due again after a lost step, which leaves the run at the step of the
+    last evaluation."""
     model, optimizer, loader = start()
     session = current_session()
     evaluated = []
@@ -146,9 +147,9 @@ def test_an_evaluation_in_which_the_ranks_go_back_to_a_checkpoint_is_of_the_chec
         return body(LocalChannel())
 
     monkeypatch.setattr(session, "operation", goes_back_on_the_way)
-    told = shoal.evaluate(model, validation(), lambda net, batch: {"weight": net.weight.sum()})
+    result = shoal.evaluate(model, validation(), lambda net, batch: {"weight": net.weight.sum()})
     assert saved[0][0] != saved[2][0]
-    assert told == {"weight": pytest.approx(3 * saved[0][0])}
+    assert result == {"weight": pytest.approx(3 * saved[0][0])}
 
 
 @pytest.mark.parametrize("every", [0, -1, 2.5, True, "5"])

@@ -1,4 +1,5 @@
-"""Files that several ranks of a machine write at the same time are noticed, and others are not."""
+"""Files that several ranks of one machine write at the same time cause a warning; other files do
+not."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Tests when a generation forms: whose state counts, who gives it to whom, and who speaks for
-all."""
+"""The ranks that form a generation agree on the valid state, on which rank sends it to which, and
+on which rank acts for all."""
 
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -89,13 +89,15 @@ def test_the_first_rank_must_have_values() -> None:
 
 
 def test_who_recovers_has_let_go_of_the_group_before_it_waits_for_the_next_one() -> None:
-    members, told = [Member(Model(4.0), state=OLD), Member(Model(4.0), state=OLD)], []
+    members, failed = [Member(Model(4.0), state=OLD), Member(Model(4.0), state=OLD)], []
     for member in members:
         reasons: list[str] = []
         member.membership.group = SimpleNamespace(abort=reasons.append)
-        member.membership.failed = lambda error, reasons=reasons: told.append((str(error), reasons))
+        member.membership.failed = lambda error, reasons=reasons: failed.append(
+            (str(error), reasons)
+        )
     form(members, lambda member: member.formation.recover(MembershipChanged("a peer is gone")))
-    assert told == [("a peer is gone", ["a peer is gone"])] * 2
+    assert failed == [("a peer is gone", ["a peer is gone"])] * 2
 
 
 def test_a_joiner_on_the_meta_device_gets_its_values_from_its_peers() -> None:

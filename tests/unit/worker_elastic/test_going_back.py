@@ -1,4 +1,4 @@
-"""Tests which checkpoints a running script can go back to."""
+"""The checkpoints to which a running script can return."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from shoal_worker.elastic.state.committed_state import CommittedState
 
 
 class Loader:
-    """A loader with a cursor only."""
+    """A loader that has only a cursor."""
 
     def __init__(self, name: str, epoch: int, step: int, *, under_way: bool) -> None:
         self.name, self.epoch, self.step, self.under_way = name, epoch, step, under_way
@@ -54,9 +54,9 @@ def test_a_script_can_take_the_steps_of_its_loop_again_and_no_others(
         for name, (epoch, step, under) in (("train", train), ("other", other))
     ]
     for loader in loaders:
-        held.add_source(loader)  # type: ignore[arg-type]  # as much of one as is looked at
+        held.add_source(loader)  # type: ignore[arg-type]  # has only the used parts
     sources = {name: {"epoch": epoch, "step": step} for name, (epoch, step) in then.items()}
     answer = held.cannot_return({"steps": 3, "sources": sources})
     assert answer is None if why_not is None else answer is not None and answer.startswith(why_not)
-    # there is no step to take again
+    # there is no step to repeat
     assert held.cannot_return({"steps": held.steps, "sources": sources}) is None

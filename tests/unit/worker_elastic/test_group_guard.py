@@ -1,4 +1,4 @@
-"""Sockets under a group's guard end with the group."""
+"""Sockets that a group guards are shut down when the group ends."""
 
 import socket
 

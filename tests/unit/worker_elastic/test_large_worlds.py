@@ -1,5 +1,5 @@
-"""The ranks of a large world, as a member knows them: told by what has changed, asked for where it
-has to know more."""
+"""A member of a large world learns the ranks from the changes that are announced, and asks for the
+ranks of other peers when it needs them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def entry(name: str, rank: int) -> pb.Rank:
 
 
 class Coordinator:
-    """Answers who is in the newest generation, and counts how often it was asked."""
+    """Answers which members are in the newest generation and counts the requests."""
 
     def __init__(self) -> None:
         self.asked: list[tuple[int, ...]] = []

@@ -1,5 +1,5 @@
-"""Tests what Prometheus is told of where a worker's metrics are: never an address at which they are
-not served."""
+"""The address of a worker's metrics that Prometheus is given: never one at which they are not
+served."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ ALONE = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
 
 
 @pytest.mark.parametrize(
-    ("listen", "own", "told"),
+    ("listen", "own", "expected"),
     [
         ("0.0.0.0:0", OWN, "10.0.0.1:9100"),
         ("[::]:0", OWN, "10.0.0.1:9100"),
@@ -24,5 +24,7 @@ ALONE = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
         ("[fd00::1]:0", OWN, "[fd00::1]:9100"),
     ],
 )
-def test_it_is_where_they_are_served_or_nothing(listen: str, own: OwnAddress, told: str) -> None:
-    assert metrics_address(listen, 9100, own) == told
+def test_it_is_where_they_are_served_or_nothing(
+    listen: str, own: OwnAddress, expected: str
+) -> None:
+    assert metrics_address(listen, 9100, own) == expected

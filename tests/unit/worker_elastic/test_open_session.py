@@ -1,4 +1,4 @@
-"""A process that does not become a member leaves nothing open."""
+"""A process that fails to join leaves no session and no threads behind."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def test_who_could_not_join_may_try_again() -> None:
             open_session(settings)
     deadline = time.monotonic() + 10
     while left := set(threading.enumerate()) - before:
-        # grpc may just be starting one, which cannot be joined yet
+        # grpc may be starting a thread, which cannot be joined yet
         assert time.monotonic() < deadline, [thread.name for thread in left]
         time.sleep(0.01)
     assert find_session() is None

@@ -1,5 +1,4 @@
-"""Tests that messages for which others wait are sent at once, and that the next stream repeats all
-of them."""
+"""Messages that other members wait for are sent at once, and a new stream repeats all messages."""
 
 from __future__ import annotations
 
@@ -15,34 +14,35 @@ FOR_EVER_S = 10_000.0
 
 
 def stream(outbox: Outbox) -> Iterator[str]:
-    """The kinds of the messages of one, which are due before any interval is over."""
+    """Yields the kinds of the messages that a stream sends before any heartbeat interval has
+    passed."""
     for message in outbox.messages(lambda works_in: pb.Join(works_in=works_in), lambda: FOR_EVER_S):
         yield str(message.WhichOneof("message"))
 
 
 def test_what_others_wait_for_goes_out_before_the_next_heartbeat_is_due() -> None:
     outbox = Outbox(threading.Condition())
-    said = stream(outbox)
-    assert next(said) == "join"
+    messages = stream(outbox)
+    assert next(messages) == "join"
     outbox.ready = True
-    assert next(said) == "ready"
+    assert next(messages) == "ready"
     outbox.generation = 1
-    assert next(said) == "heartbeat"
+    assert next(messages) == "heartbeat"
     outbox.last_step = 40
-    assert next(said) == "heartbeat"
+    assert next(messages) == "heartbeat"
     outbox.failure = failure_message(1, detail="x" * 5000, timed_out=False, suspects=[])
-    assert next(said) == "collective_failure"
+    assert next(messages) == "collective_failure"
     outbox.leaving = leave_message(LeaveReason.FINISHED, "", alone=False, steps=40)
-    assert list(said) == ["leave"]
+    assert list(messages) == ["leave"]
 
 
 def test_a_stream_that_waits_is_woken_by_a_change() -> None:
     changed = threading.Condition()
     outbox = Outbox(changed)
-    said = stream(outbox)
-    assert next(said) == "join"
+    messages = stream(outbox)
+    assert next(messages) == "join"
     heard: list[str] = []
-    waiting = threading.Thread(target=lambda: heard.append(next(said)))
+    waiting = threading.Thread(target=lambda: heard.append(next(messages)))
     waiting.start()
     with changed:
         outbox.last_step = 1

@@ -1,5 +1,4 @@
-"""Tests what a process's script is to its job: one phase at a time, and only the moves that have a
-name."""
+"""The phases of a process's script: it is in one at a time and changes it only by named moves."""
 
 import itertools
 
@@ -18,7 +17,7 @@ PATHS = {
     STOPPED: ("begin", "stop"),
     LEFT: ("leave",),
 }
-"""Calls that lead a joiner to each phase."""
+"""Calls that bring a joiner into each phase."""
 
 BUG = None
 MOVES = {
@@ -46,9 +45,10 @@ def take(phase: ScriptPhase, *moves: str) -> ScriptPhase:
 
 
 def invariant(phase: ScriptPhase) -> bool:
-    """Returns what the module says of `stopped`, and of who holds the job's state."""
-    told = {STOPPED: True, LEFT: True, TORN: phase.stopped is not None}.get(phase.now, False)
-    return (phase.stopped is not None) == told and phase.holds_state == (
+    """Returns whether `stopped` and `holds_state` fit the phase, as the module's docstring
+    promises."""
+    stopped = {STOPPED: True, LEFT: True, TORN: phase.stopped is not None}.get(phase.now, False)
+    return (phase.stopped is not None) == stopped and phase.holds_state == (
         phase.now not in (REPLAYING, LEFT)
     )
 

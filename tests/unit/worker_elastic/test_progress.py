@@ -1,4 +1,4 @@
-"""The rate that a worker tells of itself."""
+"""The progress that a worker reports: its rate, its waits, and the script's numbers."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.zygote.children import eventually
 
 
 class Clock:
-    """Stands until it is moved."""
+    """A clock that changes only when a test moves it."""
 
     now = 100.0
 
@@ -64,14 +64,14 @@ def test_the_time_that_a_rank_works_is_told_apart_from_the_time_that_it_waits_fo
     for step in range(10):
         clock.now += 0.2
         with meter.waits.of("all_reduce"):
-            with meter.waits.of("broadcast"):  # a wait within a wait is one
+            with meter.waits.of("broadcast"):  # nested waits count once
                 clock.now += 0.3
             clock.now += 0.5
         meter.committed(steps=step + 1, samples=1, loss=None)
-    told = meter.snapshot()
-    assert told.step_time_s == pytest.approx(1.0)
-    assert told.busy_time_s == pytest.approx(0.2)
-    assert told.waiting_s == 0
+    reported = meter.snapshot()
+    assert reported.step_time_s == pytest.approx(1.0)
+    assert reported.busy_time_s == pytest.approx(0.2)
+    assert reported.waiting_s == 0
 
 
 def test_a_step_that_takes_far_longer_than_those_before_is_told_before_it_ends() -> None:
@@ -83,10 +83,10 @@ def test_a_step_that_takes_far_longer_than_those_before_is_told_before_it_ends()
     clock.now += 1.0
     with meter.waits.of("all_reduce"):
         clock.now += 14.0
-        told = meter.snapshot()
-    assert (told.waiting_s, told.waiting_in) == (pytest.approx(14.0), "all_reduce")
-    assert told.step_time_s == pytest.approx(15.0)
-    assert told.busy_time_s == pytest.approx(1.0)
+        reported = meter.snapshot()
+    assert (reported.waiting_s, reported.waiting_in) == (pytest.approx(14.0), "all_reduce")
+    assert reported.step_time_s == pytest.approx(15.0)
+    assert reported.busy_time_s == pytest.approx(1.0)
 
 
 def test_the_processor_time_of_children_counts_as_that_of_their_process() -> None:
@@ -101,7 +101,7 @@ def test_the_processor_time_of_children_counts_as_that_of_their_process() -> Non
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         0.25,
         torch.tensor(0.25),
@@ -109,11 +109,11 @@ def test_the_processor_time_of_children_counts_as_that_of_their_process() -> Non
         torch.tensor(0.25, requires_grad=True) * 1,
     ],
 )
-def test_a_loss_is_told_as_a_number_or_as_a_tensor_of_one(told: float | torch.Tensor) -> None:
+def test_a_loss_is_told_as_a_number_or_as_a_tensor_of_one(reported: float | torch.Tensor) -> None:
     metrics = WorkerMetrics()
     meter = ProgressMeter(metrics)
     assert math.isnan(meter.snapshot().loss)
-    meter.loss.tell(told)
+    meter.loss.tell(reported)
     assert meter.snapshot().loss == 0.25
     assert metrics.registry.get_sample_value("shoal_worker_loss") == 0.25
 
@@ -127,7 +127,7 @@ def test_a_told_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -
 
 
 @pytest.mark.parametrize(
-    "told",
+    "reported",
     [
         torch.zeros(2),
         torch.zeros((), device="meta"),
@@ -136,11 +136,11 @@ def test_a_told_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -
         None,
     ],
 )
-def test_what_is_not_one_number_is_no_loss(told: Any) -> None:
+def test_what_is_not_one_number_is_no_loss(reported: Any) -> None:
     with pytest.raises(
         ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): found .*; expected one number"
     ):
-        ProgressMeter(WorkerMetrics()).loss.tell(told)
+        ProgressMeter(WorkerMetrics()).loss.tell(reported)
 
 
 def test_reported_numbers_are_in_the_heartbeat_by_their_names() -> None:
@@ -159,6 +159,6 @@ def test_numbers_of_too_many_names_are_refused() -> None:
     with pytest.raises(ConfigurationError, match=r"at most 16 names besides the loss; .*metric15"):
         meter.report({"one_more": 1.0})
     with pytest.raises(ConfigurationError, match=r"report\(metric3=\.\.\.\): found 'x'; expected"):
-        meter.report({"metric3": "x"})  # type: ignore[dict-item]  # what a user may do
+        meter.report({"metric3": "x"})  # type: ignore[dict-item]  # a user may do this
     with pytest.raises(ConfigurationError, match="expected a name of at most 64 characters"):
         ProgressMeter(WorkerMetrics()).report({"n" * 65: 1.0})

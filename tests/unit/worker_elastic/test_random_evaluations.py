@@ -1,4 +1,4 @@
-"""An evaluation that draws random numbers is the same on any number of ranks."""
+"""An evaluation that draws random numbers gives the same result on any number of ranks."""
 
 from __future__ import annotations
 
@@ -30,7 +30,8 @@ def noisy(model: nn.Module, batch: Any) -> dict[str, float]:
 
 
 def evaluations(kind: str) -> tuple[list[float], float]:
-    """The results of two evaluations in a row, and a number that the script draws afterwards."""
+    """Returns the results of two evaluations in a row and a random number that the script draws
+    afterwards."""
     torch.manual_seed(0)
     random.seed(0)
     np.random.seed(0)
@@ -46,7 +47,7 @@ def evaluations(kind: str) -> tuple[list[float], float]:
     for (rows,) in shoal.ElasticDataLoader(TensorDataset(ROWS[:6]), global_batch_size=6):
         model(0 * rows).mean().backward()
         assert optimizer.step()
-    torch.manual_seed(0)  # in a step each rank draws by itself
+    torch.manual_seed(0)  # in a step, each rank draws its own random numbers
     results = [shoal.evaluate(model, batches, noisy)["sum"] for _ in range(2)]
     return results, torch.rand(()).item()
 
@@ -54,8 +55,8 @@ def evaluations(kind: str) -> tuple[list[float], float]:
 @pytest.mark.usefixtures("fresh_session")
 @pytest.mark.parametrize("kind", ["shoal's", "torch's", "torch's, drawing"])
 def test_an_evaluation_that_draws_is_the_same_on_any_number_of_ranks(kind: str) -> None:
-    alone = evaluations(kind)  # without ranks, as `python train.py` does it
-    assert alone[0][0] != alone[0][1], "each evaluation draws numbers of its own"
+    alone = evaluations(kind)  # without ranks, like `python train.py`
+    assert alone[0][0] != alone[0][1], "the two evaluations draw different numbers"
     for world_size in (1, 2, 3):
         assert (
             shoal.launch(lambda: evaluations(kind), world_size=world_size) == [alone] * world_size

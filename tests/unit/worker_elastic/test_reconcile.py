@@ -1,4 +1,5 @@
-"""Tests who gives state to whom: worked cases, and invariants over arbitrary rank statuses."""
+"""Decisions about which ranks send state to which: worked cases, and invariants over arbitrary rank
+statuses."""
 
 from hypothesis import given
 from hypothesis import strategies as st

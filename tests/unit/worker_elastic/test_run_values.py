@@ -1,5 +1,5 @@
-"""Plain values that a script registers: they are read and written as attributes, and belong to the
-run's state."""
+"""Plain values that a script registers are read and written as attributes and belong to the run's
+state."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 
 def registered_with(**values: Any) -> tuple[RegisteredState, RunValues]:
-    """Returns what `register_state` makes of plain values."""
+    """Registers plain values as `register_state` does."""
     registered, made = RegisteredState(), values_in(values)
     for name, value in made.items():
         registered.register(name, value, copied=True)
@@ -54,10 +54,10 @@ def test_a_lost_step_puts_values_back() -> None:
 
 def test_a_name_that_was_not_registered_is_refused() -> None:
     _, run = registered_with(best=0.0, epoch=1)
-    said = r"'bset' is no value of the run's state; expected one that .* \(best, epoch\)"
-    with pytest.raises(AttributeError, match=said):
+    message = r"'bset' is no value of the run's state; expected one that .* \(best, epoch\)"
+    with pytest.raises(AttributeError, match=message):
         run.bset = 1.0
-    with pytest.raises(AttributeError, match=said):
+    with pytest.raises(AttributeError, match=message):
         _ = run.bset
     assert repr(run) == "RunValues(best=0.0, epoch=1)"
 

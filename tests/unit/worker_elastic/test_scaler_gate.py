@@ -1,4 +1,4 @@
-"""A registered GradScaler around a step that was lost: its scale and its books stay as they were
+"""A registered GradScaler around a lost step: its scale and its internal state stay as they were
 before the step."""
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 
 
 class Training:
-    """One parameter, trained with a registered scaler. `scale(...)` of a loss, `step()` and
-    `update()` as in a user's loop."""
+    """A parameter trained with a registered scaler. `step` calls the scaler as a user's loop does:
+    `scale(...)`, `step()` and `update()`."""
 
     def __init__(self) -> None:
         self.parameter = torch.nn.Parameter(torch.ones(1))
@@ -41,5 +41,5 @@ def test_the_scale_neither_grows_nor_shrinks_in_a_lost_step() -> None:
 def test_a_step_after_a_lost_one_can_be_unscaled_and_is_applied_once() -> None:
     training = Training()
     training.step(lost=True)
-    training.step(lost=False)  # torch refuses a second unscale_() of one step
+    training.step(lost=False)  # torch refuses a second unscale_() in one step
     assert torch.allclose(training.parameter, torch.tensor([0.9]))

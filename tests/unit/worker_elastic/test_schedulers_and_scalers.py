@@ -1,5 +1,5 @@
-"""Registered state: gates of schedulers and scalers after lost steps, and states that wait for
-their object."""
+"""Registered state: schedulers and scalers do not advance in lost steps, and a loaded state waits
+for its object to be registered."""
 
 import copy
 from typing import Any
@@ -48,13 +48,13 @@ def test_what_a_lost_step_did_to_a_registered_object_is_undone() -> None:
         registered.put_back_again()
         registered.step_begins()
         registered.step_taken(may_be_lost=True)
-        seen.samples += 1  # in place: a copy must have been made
+        seen.samples += 1  # in place, so a copy must have been made
         if lost:
             registered.step_aborted()
-            assert seen.samples.item() == 11  # after one step that counts
+            assert seen.samples.item() == 11  # one step has been committed
         else:
             registered.step_committed()
-        seen.samples += 10  # behind optimizer.step(), as in every turn of the loop
+        seen.samples += 10  # after optimizer.step(), as in every iteration of the loop
     assert seen.samples.item() == 22
 
 
@@ -224,7 +224,7 @@ def test_a_name_belongs_to_one_object() -> None:
 
 
 def run_of(registered: RegisteredState) -> torch.optim.lr_scheduler.StepLR:
-    """A scheduler of the run's optimizer."""
+    """Returns a scheduler of the run's optimizer."""
     lr = scheduler()
     registered.advance_with(lr.optimizer)
     registered.register("lr", lr)
@@ -259,7 +259,7 @@ def test_what_a_script_repeats_for_epochs_that_it_passes_over_does_not_advance_a
     after = RegisteredState()
     resumed = run_of(after)
     after.restore(before.capture())
-    for _ in range(2):  # epochs of which the loader gives no batches
+    for _ in range(2):  # epochs for which the loader yields no batches
         after.passed_over()
         resumed.step()
     assert resumed.last_epoch == 2
@@ -303,12 +303,12 @@ def test_the_digest_of_the_settings_follows_whatever_changes_them(lr: float | to
 
     def changed() -> bool:
         digests.append(registered.settings_digest())
-        assert digests[-1] == registered.settings_digest(), "twice the same settings"
+        assert digests[-1] == registered.settings_digest(), "equal settings, different digests"
         return digests[-1] != digests[-2]
 
     group = optimizer.param_groups[0]
     assert not changed()
-    group["lr"] *= 2  # in place, where it is a tensor
+    group["lr"] *= 2  # in place if it is a tensor
     assert changed()
     group["betas"] = (0.8, 0.99)
     assert changed()
@@ -341,7 +341,7 @@ def test_equal_numbers_have_one_digest_also_on_a_rank_that_came_later(
 def test_which_parameters_are_in_which_group_and_which_are_trained_is_among_the_settings() -> None:
     net = torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.Linear(2, 2))
     first, *others = net.parameters()
-    told = []
+    settings_seen = []
     for groups, frozen in (
         ([[first], others], False),
         ([[others[0]], [first, *others[1:]]], False),
@@ -353,7 +353,7 @@ def test_which_parameters_are_in_which_group_and_which_are_trained_is_among_the_
         registered.made_from(
             net.parameters(), torch.optim.SGD([{"params": group, "lr": 0.1} for group in groups])
         )
-        told.append(str(registered.settings))
-    assert len(set(told)) == len(told)
+        settings_seen.append(str(registered.settings))
+    assert len(set(settings_seen)) == len(settings_seen)
     registered.note_trained([True] * 4)
-    assert str(registered.settings) == told[0]
+    assert str(registered.settings) == settings_seen[0]

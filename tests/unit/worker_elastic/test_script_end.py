@@ -1,4 +1,4 @@
-"""Tests what is known of a script's end while its interpreter goes down; scripts as real
+"""The exit status that is known while a script's interpreter shuts down. The scripts run as real
 processes."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ SOURCE = (
         ("sys.exit(3)", 3, "sys.exit(3)"),
         ("sys.exit('bad data')", 1, "sys.exit('bad data')"),
         ("(lambda: sys.exit(3))()", 3, "sys.exit(3)"),
-        ("raise SystemExit(3)", 3, "None"),  # nobody can know here
+        ("raise SystemExit(3)", 3, "None"),  # the status cannot be known here
         ("raise SystemExit((lambda: 0)())", 0, "None"),
         ("raise ValueError('x')", 1, "ValueError: x"),
         ("try: sys.exit(3)\nexcept SystemExit: pass", 0, "None"),
@@ -46,7 +46,7 @@ SOURCE = (
             0,
             "None",
         ),
-        # A hook on a thread of autograd's, which hands the exception on.
+        # A hook on one of autograd's threads, which re-raises the exception.
         (
             "import concurrent.futures; backward = True\nwith "
             "concurrent.futures.ThreadPoolExecutor() as autograd:\n"

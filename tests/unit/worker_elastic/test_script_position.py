@@ -1,4 +1,4 @@
-"""Tests where scripts stand: ranks that mean different steps are found out by a sum."""
+"""Positions of scripts: a sum over the ranks reveals whether they are at different steps."""
 
 import pytest
 import torch

@@ -1,4 +1,4 @@
-"""The session in a world of one: what scripts do around the loop must not disturb the steps in
+"""The session in a world of one: calls of the script around the loop do not disturb the steps in
 it."""
 
 from collections.abc import Iterator, Sequence
@@ -98,8 +98,8 @@ def test_a_loop_left_before_the_step_was_finished_may_still_finish_it() -> None:
 
 
 def arriving() -> ScriptPhase:
-    """Makes this process one that was given the job's state, and whose script has not come to its
-    peers' place."""
+    """Puts this process into the state of a joiner that has received the job's state but whose
+    script has not reached its peers' position."""
     phase: ScriptPhase = current_session()._held.phase
     phase.now = Phase.ARRIVING
     return phase
@@ -184,15 +184,15 @@ def test_a_batch_that_weighs_nothing_may_hold_anything() -> None:
             model(batch).square().mean().backward()
         assert optimizer.step()
         optimizer.zero_grad()
-        if step.number == 0:  # all of it weighs nothing: nothing happens
+        if step.number == 0:  # its whole batch has weight 0, so there is no update
             assert same(before, list(model.full_state_dict().values()))
     assert not same(before, list(model.full_state_dict().values()))
     assert all(t.isfinite().all() for t in model.full_state_dict().values())
 
 
 def run_two_loaders(resumed_from: Any = None) -> Iterator[tuple[tuple[str, int, int], Any]]:
-    """A script with two loops inside a loop over epochs. After each step: where that was, and the
-    state of the run."""
+    """Runs a script with two loops inside a loop over epochs. After each step, yields its position
+    and the state of the run."""
     set_session(None)
     model, optimizer, second = start(name="second")
     first = shoal.ElasticDataLoader(second.dataset, global_batch_size=12, name="first")
@@ -224,7 +224,8 @@ def test_a_run_with_two_loaders_resumes_from_any_step_where_it_was() -> None:
 def test_a_step_whose_inner_loop_was_left_early_is_refused_before_it_is_applied(
     strategy: str, taken: int
 ) -> None:
-    """Its other samples would count as trained on."""
+    """A step whose inner loop was left early is refused, because its remaining samples would count
+    as trained on."""
     model, optimizer, loader = start(micro_batch_size=4, strategy=strategy)
     before = [t.clone() for t in model.gather_full_parameters().values()]
     step = next(loader.steps())
@@ -251,7 +252,8 @@ def test_an_inner_loop_that_took_all_its_micro_batches_need_not_ask_for_another(
 
 
 def test_an_inner_loop_whose_step_ended_inside_it_says_where_the_step_belongs() -> None:
-    """Other ranks have other numbers of micro-batches, perhaps none."""
+    """Stepping inside the inner loop raises an error that names the right place. Other ranks may
+    have other numbers of micro-batches, even none."""
     model, optimizer, loader = start(micro_batch_size=8)
     batches = iter(next(loader.steps()))
     x, y = next(batches)
@@ -263,7 +265,8 @@ def test_an_inner_loop_whose_step_ended_inside_it_says_where_the_step_belongs() 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_a_deterministic_model_may_be_called_before_the_loop(strategy: str) -> None:
-    """A dry run or a summary of the model is no step, so it needs no micro-batches."""
+    """A deterministic model may be called before the loop without micro-batches, because a dry run
+    is not a step."""
     trained = []
     for warms_up in (False, True):
         set_session(None)

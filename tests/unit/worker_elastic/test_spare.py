@@ -1,4 +1,4 @@
-"""Tests what a rank says that waits as a spare: who is missing, and why."""
+"""The log lines of a waiting spare: how many ranks are missing, and why."""
 
 import itertools
 import logging
@@ -23,7 +23,7 @@ from tests.unit.worker_elastic.ranks import Member, Model
 
 
 class Part(Model):
-    """Several ranks hold one together."""
+    """A model that several ranks hold together."""
 
     replica_size = 1
 
@@ -33,7 +33,8 @@ class Part(Model):
 
 
 def waits(member: Member, seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Stands by for so long by the clock of the lines, and is asked to leave then."""
+    """Makes the member wait as a spare for `seconds` of the fake clock, after which it is asked to
+    leave."""
     clock = itertools.count()
     monkeypatch.setattr(waiting, "time", SimpleNamespace(monotonic=lambda: float(next(clock))))
 
@@ -92,8 +93,7 @@ def test_a_spare_beside_all_replicas_that_were_asked_for_says_so(
 
 
 class Client:
-    """A coordinator that has recorded `events`, and answers with those after the one that is
-    named."""
+    """A coordinator that has recorded `events` and returns those after a given one."""
 
     def __init__(self, *events: tuple[str, str, dict[str, str]]) -> None:
         self.events = list(events)

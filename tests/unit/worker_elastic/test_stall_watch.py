@@ -1,5 +1,5 @@
-"""Tests what is found out while a collective stands: which peers are out of reach, and which
-connections are busy."""
+"""The stall watch finds out which peers are unreachable and which connections are busy while a
+collective stalls."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ from tests.zygote.children import eventually
 
 
 class Link:
-    """The reports of a stall watch to the coordinator."""
+    """The stall watch's reports to the coordinator."""
 
     notice = ""
     apart_from = ""
     newest_generation = None
 
     def __init__(self) -> None:
-        self.told: list[tuple[int, ...]] = []
+        self.reports: list[tuple[int, ...]] = []
 
     def cannot_reach(self, ranks: Sequence[int]) -> None:
-        self.told.append(tuple(ranks))
+        self.reports.append(tuple(ranks))
 
 
 def generation(*addresses: str) -> Generation:
@@ -82,7 +82,7 @@ def test_a_collective_that_stands_because_a_peer_is_out_of_reach_is_ended_and_th
         link, waits = watched(group)
         with waits.of("all_reduce"):
             eventually(lambda: group.broken, "the end of the group")
-    assert link.told[0] == (2,)
+    assert link.reports[0] == (2,)
     with pytest.raises(
         MembershipChanged, match=r"all_reduce timed out: rank 2 \(gone\) out of reach"
     ):
@@ -96,9 +96,9 @@ def test_a_collective_that_stands_while_all_peers_are_reached_goes_on_standing(
         group = Group(generation("", address(there)), None, None)
         link, waits = watched(group)
         with waits.of("all_reduce"):
-            eventually(lambda: len(link.told) >= 4, "several looks")
+            eventually(lambda: len(link.reports) >= 4, "several reports")
     assert group.broken is None
-    assert set(link.told) == {()}
+    assert set(link.reports) == {()}
 
 
 def test_short_waits_are_not_looked_into(watched: Any) -> None:
@@ -107,7 +107,7 @@ def test_short_waits_are_not_looked_into(watched: Any) -> None:
     for _ in range(200):
         with waits.of("all_reduce"):
             pass
-    assert not link.told
+    assert not link.reports
     assert group.broken is None
 
 

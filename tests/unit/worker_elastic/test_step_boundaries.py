@@ -1,5 +1,5 @@
-"""Tests what a rank does at a border: obeys what all ranks agreed on in the step vote, and
-leaves when it was evicted."""
+"""At a step boundary, a rank obeys what all ranks agreed on in the step vote, and leaves if it was
+evicted."""
 
 from collections.abc import Mapping, Sequence
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ from tests.unit.worker_elastic.ranks import Member, Model, form
 
 
 class Strategy(Model):
-    """Engine whose commit all-reduce adds votes given by a test."""
+    """An engine whose commit all-reduce adds votes given by a test."""
 
     steps: StepLifecycle
     others: tuple[float, float] = (0.0, 0.0)
@@ -80,15 +80,15 @@ def test_a_rank_that_was_told_of_a_stop_takes_one_more_step_with_those_that_were
 ) -> None:
     assert take_step(rank)
     rank.link.stopped = "enough"
-    assert take_step(rank)  # its step vote tells the others
+    assert take_step(rank)  # its step vote informs the others
     with pytest.raises(StopTraining, match="enough"):
         rank.steps.begin_step(None)
 
 
 def test_a_stop_before_there_is_a_model_is_obeyed() -> None:
     held = CommittedState(live=True)
-    told: Any = SimpleNamespace(link=SimpleNamespace(finished_steps=0))
-    departure = Departure(told, held)
+    membership: Any = SimpleNamespace(link=SimpleNamespace(finished_steps=0))
+    departure = Departure(membership, held)
     departure.obey(StopTraining("enough"))
     assert departure.stopped == "enough"
 
@@ -112,7 +112,8 @@ def test_a_member_that_was_put_out_lets_go_of_its_group_and_says_why(rank: Simpl
 def test_state_that_was_damaged_on_the_way_is_asked_for_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The peer's state is intact, so the run continues. A damaged file would end it."""
+    """State that is damaged in transfer raises UnavailableError, so that it is requested again. A
+    damaged file would end the run."""
 
     def damaged(*_: Any, **__: Any) -> None:
         raise CorruptDataError("a checksum is wrong", reason="STATE_DAMAGED")
@@ -152,10 +153,10 @@ def test_a_loop_that_is_left_at_a_lost_step_leaves_registered_objects_to_the_scr
     registered.register("seen", seen, copied=True)
     registered.step_begins()
     registered.step_taken(may_be_lost=True)
-    seen.count += 1  # in the pass of a step that is lost
+    seen.count += 1  # during a step that is lost
     registered.step_aborted()
     rank.steps.loop_left(source)
     assert seen.count == 0
-    seen.count = 100  # behind the loop
+    seen.count = 100  # after the loop
     assert take_step(rank)
     assert seen.count == 100

@@ -1,4 +1,4 @@
-"""Parts of a generation's group: who is in them, and how they end together."""
+"""Subgroups of a generation's group: their members, and how failures end them together."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ from torch.distributed import HashStore, PrefixStore
 
 WORLD = 4
 CONNECT_TIMEOUT = timedelta(seconds=10)
-"""Gloo's thread that waits for a rank which never comes lives for so long."""
+"""Timeout for connecting. Gloo's thread that waits for a rank which never connects lives as
+long."""
 TIMEOUT = timedelta(seconds=60)
 BACKENDS = [InMemoryBackend, GlooBackend]
 
@@ -31,7 +32,7 @@ BACKENDS = [InMemoryBackend, GlooBackend]
 def ranks(
     make_backend: Callable[[], CommunicationBackend], do: Callable[[Group], Any]
 ) -> list[Any]:
-    """Returns what `do(group)` gives on each of four ranks, or how it fails."""
+    """Runs `do(group)` on each of four ranks and returns its results or errors."""
     store, results, done = HashStore(), [None] * WORLD, threading.Barrier(WORLD)
     configuration = GroupConfiguration(
         make_backend=make_backend,
@@ -54,7 +55,7 @@ def ranks(
         group = Group(generation, backend, own, configuration)
         try:
             results[rank] = do(group)
-        except Exception as error:  # told to the test
+        except Exception as error:  # returned to the test
             results[rank] = error
         done.wait(60)
         group.close()
@@ -68,7 +69,7 @@ def ranks(
 
 
 def two_axes(group: Group) -> tuple[Group, Group]:
-    """Ranks 0 1 / 2 3: this rank's row and column."""
+    """Arranges the ranks as 0 1 / 2 3 and returns this rank's row and column."""
     rows = [group.subgroup([2 * row, 2 * row + 1], f"row {row}") for row in range(2)]
     columns = [group.subgroup([column, column + 2], f"column {column}") for column in range(2)]
     (row,), (column,) = ([part for part in parts if part is not None] for parts in (rows, columns))
@@ -105,8 +106,8 @@ def test_each_axis_sums_over_its_own_ranks(
 def test_connections_of_one_name_are_apart(
     make_backend: Callable[[], CommunicationBackend],
 ) -> None:
-    """Several models each connect the ranks for their own passes, under one name: what goes over
-    one connection never meets another's."""
+    """Messages of one connection never reach another, although several models connect the ranks
+    under the same name."""
 
     def do(group: Group) -> Any:
         again = [group.connected_again("the models") for _ in range(2)]
@@ -134,10 +135,10 @@ def test_connections_of_one_name_are_apart(
 def test_messages_of_which_few_are_long_come_whole_and_in_order(
     make_backend: Callable[[], CommunicationBackend],
 ) -> None:
-    said = [b"short", bytes(range(256)) * 5000, b"", b"other"]
+    payloads = [b"short", bytes(range(256)) * 5000, b"", b"other"]
 
     def do(group: Group) -> Any:
-        return group.exchange(said[group.rank]) == said
+        return group.exchange(payloads[group.rank]) == payloads
 
     assert ranks(make_backend, do) == [True] * WORLD
 
@@ -169,7 +170,7 @@ def test_a_rank_that_waits_for_another_to_come_to_a_part_is_freed_when_its_group
     waiting, group_of_0 = threading.Event(), []
 
     def make() -> CommunicationBackend:
-        if group_of_0:  # of the part
+        if group_of_0:  # this backend is for the subgroup
             waiting.set()
         return make_backend()
 
@@ -242,7 +243,7 @@ def test_a_group_that_its_backend_has_ended_is_over() -> None:
         if group.rank == 0:
             backend.abort("a peer has gone")
         with contextlib.suppress(MembershipChanged):
-            while True:  # until the end has been noticed
+            while True:  # until the rank notices that the group has ended
                 group.rendezvous()
         return group.broken
 

@@ -1,4 +1,4 @@
-"""The examples of docs/talking.md run, and torchmetrics works as the page says."""
+"""The examples of docs/talking.md run, and torchmetrics works as the page describes."""
 
 from __future__ import annotations
 
@@ -46,7 +46,8 @@ def test_the_pages_example_of_torchs_own_functions_runs(capsys: pytest.CaptureFi
 
 
 def test_a_metric_of_torchmetrics_is_that_of_all_ranks() -> None:
-    import torchmetrics  # takes more than a second: of this test alone
+    # imported here because only this test needs it, and it takes more than a second
+    import torchmetrics
 
     predictions = torch.arange(20) % 4
     targets = torch.arange(20) % 3

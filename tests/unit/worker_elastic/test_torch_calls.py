@@ -1,5 +1,5 @@
-"""torch.distributed's own calls with shoal.process_group(): what plain process groups give, and
-errors on all ranks alike."""
+"""torch.distributed's calls with shoal.process_group() return what plain process groups return.
+Errors are raised on all ranks alike."""
 
 from __future__ import annotations
 
@@ -51,9 +51,9 @@ def test_all_reduce_is_in_place(op, expected, dtype):
         assert work.wait()
         return values
 
-    for told in _launched(run):
-        assert told.dtype == dtype
-        assert told.tolist() == torch.tensor(expected, dtype=dtype).tolist()
+    for result in _launched(run):
+        assert result.dtype == dtype
+        assert result.tolist() == torch.tensor(expected, dtype=dtype).tolist()
 
 
 def test_every_collective_gives_what_torch_says():
@@ -167,19 +167,19 @@ def test_what_cannot_be_is_one_error_on_all_ranks(call, kind, message):
         dist.all_reduce(total := torch.ones(1), group=group)
         return total.item()
 
-    assert _launched(run) == [3, 3, 3], "and the ranks go on together"
+    assert _launched(run) == [3, 3, 3], "the ranks continue together after the error"
 
 
 def test_a_rank_that_was_told_otherwise_stops_the_call_on_all_ranks():
     def run(rank, group):
         if rank == 1:
-            group._asked = (1, 4)  # what a fault leaves behind
+            group._asked = (1, 4)  # the state after a fault
         values = torch.ones(1)
         with pytest.raises(
             shoal.MembershipChanged, match="Ask get_rank and get_world_size"
-        ) as told:
+        ) as result:
             dist.all_reduce(values, group=group)
-        assert told.value.reason == "RANKS_CHANGED"
+        assert result.value.reason == "RANKS_CHANGED"
         assert values.item() == 1
         dist.barrier(group=group)
         assert dist.get_world_size(group) == 3
@@ -240,22 +240,23 @@ def test_a_default_group_of_the_scripts_own_is_refused():
         _begin()
         world = c10d._world
         default = world.default_pg
-        assert default is not None, "a launch has one, with the same ranks"
+        assert default is not None, "a launch has a default group with the same ranks"
         world.default_pg = dist.ProcessGroup(shoal.world_size() - 1 - shoal.rank(), 2)
         try:
             with pytest.raises(
                 shoal.PreconditionError, match=r"Leave out torch\.distributed\.init_process_group"
-            ) as told:
+            ) as result:
                 shoal.process_group()
         finally:
             world.default_pg = default
-        return told.value.reason
+        return result.value.reason
 
     assert shoal.launch(rank, world_size=2) == ["DEFAULT_GROUP_EXISTS"] * 2
 
 
 def test_a_metric_of_torchmetrics_takes_the_group():
-    import torchmetrics  # takes more than a second: of this test alone
+    # imported here because only this test needs it, and it takes more than a second
+    import torchmetrics
 
     predictions, targets = torch.arange(20) % 4, torch.arange(20) % 3
 

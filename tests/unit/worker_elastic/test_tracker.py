@@ -1,5 +1,5 @@
-"""Tests which step each figure of a tracked run belongs to, however the script tells its loss; and
-that no sink stops the training."""
+"""Each figure of a tracked run belongs to the right step, however the script reports its loss, and
+a failing sink does not stop the training."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ STEPS = 10
 
 
 class Memory:
-    """A sink that keeps all in memory."""
+    """A sink that stores everything in memory."""
 
     def __init__(self) -> None:
         self.opened: list[int] = []
@@ -46,7 +46,7 @@ class Memory:
         raise AssertionError("alone nothing happens")
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Does nothing, because nothing is buffered."""
 
     def close(self, *, ended: bool) -> None:
         self.closed += 1
@@ -61,7 +61,7 @@ def begin(*sinks: Any, **options: Any) -> tuple[Any, Any, shoal.ElasticDataLoade
 
 
 def train(style: str, sink: Any, **options: Any) -> None:
-    """The loss of step n is n, told in one of the ways in which scripts do."""
+    """Trains with loss n in step n, which `style` reports in one of several ways."""
     model, optimizer, loader = begin(sink, **options)
     for (x,) in loader:
         number = loader.global_step + 1

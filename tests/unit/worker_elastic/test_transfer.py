@@ -1,4 +1,5 @@
-"""State over TCP: whole, checksummed, from several donors, and never from a stranger."""
+"""State transfer over TCP: the state is checked by checksums, comes from several donors, and is
+never sent to or taken from strangers."""
 
 import contextlib
 import json
@@ -107,7 +108,7 @@ def test_a_damaged_block_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
         transfer, "_digest", lambda data: honest(data) if len(data) < 1000 else b"\0" * 8
     )
-    # The donor sends the false checksum; only the receiver's own view is honest.
+    # The donor sends a wrong checksum; only the receiver computes it correctly.
     monkeypatch.setattr(
         transfer,
         "_check",
@@ -131,8 +132,8 @@ def test_donors_that_differ_are_not_mixed(caplog: pytest.LogCaptureFixture) -> N
 def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The host's donors share the work, though one on a device has equal tensors under another
-    digest."""
+    """A digest computed on a device is not compared with digests computed on the host, so donors of
+    both kinds cause no warning about different states."""
     same = {"x": torch.arange(3_000_000.0)}
     made = transfer._encode_header
 
@@ -159,7 +160,7 @@ def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
 
 
 def taken_from(*states: Any) -> Any:
-    """The state that is taken from donors which offer these."""
+    """Returns the state received from donors that each offer one of `states`."""
     with contextlib.ExitStack() as stack:
         donors = []
         for each in states:
@@ -209,9 +210,9 @@ def test_a_receiver_that_hangs_holds_no_donor_up(donor: StateDonor) -> None:
     with connect(donor) as hung:
         with donor.offering({"x": torch.zeros(16 << 20)}, NONCE):
             hung.sendall(request())
-            assert hung.recv(1)  # it is served, and takes no more
+            assert hung.recv(1)  # it is being served and reads no more
             started = time.monotonic()
-        assert time.monotonic() - started < 20.0  # a block may take 30 s
+        assert time.monotonic() - started < 20.0  # a single block may take 30 s
 
 
 def test_a_stranger_is_turned_away_at_its_first_bytes(donor: StateDonor) -> None:
@@ -252,7 +253,7 @@ def test_a_donor_outlives_a_lack_of_descriptors(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with socket.socket() as waiting:
         host, _, port = donor.address.rpartition(":")
-        lowest = os.dup(waiting.fileno())  # the lowest that is free
+        lowest = os.dup(waiting.fileno())  # the lowest free descriptor
         os.close(lowest)
         resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
         try:
@@ -302,9 +303,9 @@ def test_a_donor_that_gets_on_too_slowly_is_given_up(monkeypatch: pytest.MonkeyP
                 connection.sendall(
                     transfer._U64.pack(len(header)) + header + transfer._digest(header)
                 )
-                while True:  # a byte now and then: no single read times out
+                while True:  # a byte now and then, so that no single read times out
                     connection.sendall(b"x")
-                    time.sleep(0.05)  # waits for nothing: the donor's slowness
+                    time.sleep(0.05)  # not a wait: this is the donor's slowness
 
         thread = threading.Thread(target=serve)
         thread.start()
@@ -316,7 +317,7 @@ def test_a_donor_that_gets_on_too_slowly_is_given_up(monkeypatch: pytest.MonkeyP
 
 
 def test_whoever_guards_a_transfer_can_end_it(donor: StateDonor) -> None:
-    """The donor never answers: its offer does not come."""
+    """A receiver that waits for a donor without an offer is ended by the owner of its guard."""
     guarded: queue.SimpleQueue[socket.socket] = queue.SimpleQueue()
 
     def end() -> None:
@@ -332,7 +333,7 @@ def test_whoever_guards_a_transfer_can_end_it(donor: StateDonor) -> None:
 
 def _is_closed(connection: socket.socket) -> bool:
     connection.settimeout(60)
-    with contextlib.suppress(ConnectionResetError):  # ended by the guard
+    with contextlib.suppress(ConnectionResetError):  # the guard has shut it down
         return connection.recv(1) == b""
     return True
 
@@ -349,7 +350,7 @@ def _offers(servers: list[StateDonor], offered: object):
 
 @pytest.fixture
 def secure() -> Iterator[StateDonor]:
-    """A donor that asks for TLS."""
+    """A donor that requires TLS."""
     donor = StateDonor("127.0.0.1", secure=True)
     yield donor
     donor.close()
@@ -439,8 +440,8 @@ def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way(secure: StateDono
 
 
 def test_a_connection_that_is_shut_down_stays_one_of_tls() -> None:
-    """A sender at that moment fails and sends no plain text. SSLSocket's own method would forget
-    that the connection speaks TLS."""
+    """A TLS connection that is shut down stays a TLS connection, so a concurrent sender fails
+    instead of sending plain text, as after SSLSocket's own method."""
     here, there = socket.socketpair()
     listening = threading.Thread(
         target=lambda: channels.put(PairContexts.listener("k").wrap_socket(there, server_side=True))

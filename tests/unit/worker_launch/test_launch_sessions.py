@@ -1,5 +1,5 @@
-"""Ranks of `shoal.launch` are Shoal's ranks: what the public API does there, and how a launch ends
-when one of them fails."""
+"""Ranks of `shoal.launch` are full ranks: the public API works on them, and a launch ends when one
+of them fails."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def sums(model: nn.Module, batch: Any) -> dict[str, Any]:
 def run_with_all(
     strategy: str, directory: Path, epochs: int
 ) -> tuple[dict[str, torch.Tensor], dict[str, float], list[bool], int, float]:
-    """A training script that uses the whole of the API."""
+    """Runs a training script that uses the whole API."""
     model, optimizer = distribute(strategy, deterministic=True, minimum_parameter_group_size=1)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
     shoal.register_state(scheduler=scheduler)
@@ -65,7 +65,7 @@ def run_with_all(
         found = shoal.evaluate(
             model, shoal.ElasticDataLoader(DATA, global_batch_size=8, train=False), sums
         )
-        # each rank's own metric; they average to the loss
+        # each rank's own metric; their average is the loss
         own = 2 * shoal.rank() - (shoal.world_size() - 1)
         stops.append(
             optimizer.should_early_stop(found["loss"] + 1e6 * own, min_delta=1e3, patience=2)
@@ -75,8 +75,7 @@ def run_with_all(
 
 
 def train(strategy: str, before_step: Any) -> int:
-    """A short training run; `before_step(steps)` is called in each step, ahead of
-    optimizer.step()."""
+    """Runs a short training. Calls `before_step(steps)` in each step before optimizer.step()."""
     model, optimizer = distribute(strategy)
     loader = shoal.ElasticDataLoader(DATA, global_batch_size=10)
     for x, y in loader:
@@ -92,7 +91,7 @@ def train(strategy: str, before_step: Any) -> int:
 
 
 def test_each_rank_has_a_session_of_its_own_and_so_have_its_threads() -> None:
-    def tell() -> Any:
+    def describe_session() -> Any:
         shoal.init()
         with ThreadPoolExecutor(1) as pool:
             assert pool.submit(current_session).result() is current_session()
@@ -105,9 +104,9 @@ def test_each_rank_has_a_session_of_its_own_and_so_have_its_threads() -> None:
         )
 
     before = find_session()
-    told = shoal.launch(tell, world_size=3)
-    assert [one[:4] for one in told] == [(rank, 3, 1, False) for rank in range(3)]
-    assert len({id(one[4]) for one in told}) == 3
+    sessions = shoal.launch(describe_session, world_size=3)
+    assert [one[:4] for one in sessions] == [(rank, 3, 1, False) for rank in range(3)]
+    assert len({id(one[4]) for one in sessions}) == 3
     assert find_session() is before
 
 
@@ -138,7 +137,7 @@ def test_nothing_of_a_launch_stays_behind() -> None:
     assert set(threading.enumerate()) <= before
 
 
-# --- what a training script does
+# --- a training script
 
 
 @pytest.mark.parametrize("strategy", STRATEGIES)
@@ -148,7 +147,7 @@ def test_a_run_resumed_on_other_ranks_ends_bitwise_as_one_rank_ends(
     (expected,) = shoal.launch(run_with_all, "ddp", tmp_path / "one", 3, world_size=1)
     shoal.launch(run_with_all, strategy, tmp_path / "several", 2, world_size=3)
     assert len(list((tmp_path / "several").glob("step-*"))) == 2, (
-        "saves are whole when launch returns"
+        "saves are complete when launch returns"
     )
     for state, found, stops, steps, rate in shoal.launch(
         run_with_all, strategy, tmp_path / "several", 3, world_size=2
@@ -181,7 +180,7 @@ def test_a_rank_that_raises_ends_the_others_with_its_reason(strategy: str) -> No
     def be_rank() -> None:
         try:
             train(strategy, fail)
-        except Exception as error:  # whatever it is: looked at below
+        except Exception as error:  # any exception; it is checked below
             outcomes[shoal.rank()] = error
             raise
 
@@ -225,7 +224,7 @@ def test_ranks_that_train_the_same_module_are_told_to_make_their_own() -> None:
             shoal.launch(share, world_size=2)
 
 
-# --- waiting for other ranks otherwise than in collectives
+# --- waiting for other ranks without collectives
 
 
 def test_an_errand_waits_for_another_ranks_turn() -> None:
@@ -260,8 +259,8 @@ def test_an_errands_error_is_its_ranks_and_a_failing_rank_ends_the_wait() -> Non
 
 
 def test_ctrl_c_ends_ranks_that_compute() -> None:
-    """Threads that were left computing in torch would end the process by SIGABRT when the
-    interpreter finalizes."""
+    """Ctrl-C ends ranks that compute. Threads that continued in torch while the interpreter
+    finalizes would end the process by SIGABRT."""
 
     def compute() -> None:
         if dist.get_rank() == 0:

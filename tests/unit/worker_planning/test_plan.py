@@ -1,4 +1,4 @@
-"""Tests what a plan says, where it can be known without a run."""
+"""The parts of a plan that can be checked without a run."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def _plan(**options: Any) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("options", "told"),
+    ("options", "message"),
     [
         ({"world_size": 0}, "world_size=0: expected a number of ranks, at least 1"),
         ({"device_memory": "80 bananas"}, "device_memory='80 bananas': expected bytes above 0"),
@@ -68,8 +68,8 @@ def _plan(**options: Any) -> Any:
         ({"config": ShardingConfiguration(gradient_compression="bf16")}, "plans do not know it"),
     ],
 )
-def test_values_that_cannot_work_are_named(options: dict[str, Any], told: str) -> None:
-    with pytest.raises(ConfigurationError, match="(?s)" + told.replace("(", r"\(")):
+def test_values_that_cannot_work_are_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigurationError, match="(?s)" + message.replace("(", r"\(")):
         _plan(**options)
 
 
@@ -80,7 +80,7 @@ def test_a_model_without_parameters_and_an_optimizer_of_another_model_are_refuse
     with pytest.raises(ConfigurationError, match="are not the model's"):
         plan(nn.Linear(2, 2), optimizer, world_size=2)
     with pytest.raises(ConfigurationError, match=r"model=int: expected a torch\.nn\.Module"):
-        # a mistake, which is to be named
+        # a mistake that the error must name
         plan(3, optimizer, world_size=2)  # type: ignore[arg-type]
 
 
@@ -185,7 +185,7 @@ def test_optimizers_that_are_not_elementwise_are_planned_where_parameters_stay_w
         "Adafactor is not known to treat each element by itself" in by_name["tensor tp2 dp1"].reason
     )
     assert by_name["zero1"].fits
-    # Of a matrix Adafactor keeps a row and a column.
+    # Adafactor keeps one row and one column of a matrix.
     assert by_name["ddp"].memory.optimizer < by_name["ddp"].memory.parameters / 10
 
 
@@ -231,7 +231,7 @@ def test_checkpointed_blocks_keep_their_inputs_and_one_of_them_all_and_compute_t
     kept = passes.kept()
     in_blocks = sum(size for path, size in kept.items() if path.startswith("layers."))
     saved = ddp["whole"].memory.activations - ddp["again"].memory.activations
-    # Of four blocks three are spared, but for their inputs.
+    # Three of the four blocks keep only their inputs.
     inputs = 4 * 2 * blocks.TOKENS * 64 * 4
     assert in_blocks * 3 / 4 - inputs <= saved <= in_blocks * 3 / 4
     assert ddp["again"].estimate.computing > 1.15 * ddp["whole"].estimate.computing
@@ -279,7 +279,7 @@ def test_tables_fit_a_hundred_columns_with_columns_one_below_the_other() -> None
     heads = [
         i for i, line in enumerate(lines) if line.lstrip().startswith(("KiB a rank", "MiB a rank"))
     ]
-    assert len(heads) == 2  # those that fit, and those that are too large
+    assert len(heads) == 2  # one for those that fit, and one for those that are too large
     head = heads[0]
     rows = [
         row
@@ -310,12 +310,12 @@ def test_where_nothing_fits_nothing_is_recommended() -> None:
 
 def test_a_plan_as_json_holds_what_the_table_does() -> None:
     found = _plan(device_memory="80GB")
-    told = json.loads(json.dumps(found.to_json()))
-    first = told["strategies"][0]
+    document = json.loads(json.dumps(found.to_json()))
+    first = document["strategies"][0]
     assert first["recommended"]
     assert first["memory"]["total"] == pytest.approx(found.recommended.memory.total)
     assert first["sent"] == pytest.approx(found.recommended.sent)
-    assert told["device_memory"] == 80 * 10**9
+    assert document["device_memory"] == 80 * 10**9
 
 
 @pytest.mark.parametrize(
@@ -355,8 +355,8 @@ _CUT = ("zero1", "zero2", "zero3", "fsdp")
     ids=["AdamW", "Adafactor"],
 )
 def test_roles_of_a_plan_are_what_ranks_hold(make: Any, labels: tuple[str, ...]) -> None:
-    """In this process, over `shoal.launch`; with real processes and sockets in
-    tests/integration/worker_planning."""
+    """The memory that a plan predicts is the memory that ranks use, in one process over
+    `shoal.launch`. tests/integration/worker_planning has real processes."""
     from benchmarks.workers.account import _at_rest, _note_gradients, before_update
 
     words = torch.zeros(2, blocks.TOKENS, dtype=torch.long)

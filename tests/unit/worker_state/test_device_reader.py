@@ -1,5 +1,5 @@
-"""State that lies on a device: copied while training goes on, sent to a joiner, and compared (the
-device is a stand-in)."""
+"""State on a device is copied while training continues, sent to a joiner, and compared. The device
+is a stand-in."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TIMEOUT = timedelta(seconds=60)
 
 @pytest.fixture
 def lane(monkeypatch: pytest.MonkeyPatch) -> LateLane:
-    """All tensors lie on a device, and this is the way from it."""
+    """Puts all tensors on a simulated device and yields the lane from it."""
     one = LateLane()
     monkeypatch.setattr(device_reader, "lane_of", lambda device: one)
     return one
@@ -57,7 +57,7 @@ def test_a_snapshot_holds_what_was_there_when_it_was_taken_though_it_arrives_lat
     live = state()
     before = state_digest(live)
     snapshot = Snapshot.take(live)
-    assert lane.sent == 0  # nobody has waited
+    assert lane.sent == 0  # nothing has been waited for
     for tensor in live.values():
         tensor.zero_()
     assert state_digest(snapshot.state()) == before
@@ -65,7 +65,7 @@ def test_a_snapshot_holds_what_was_there_when_it_was_taken_though_it_arrives_lat
     assert all(
         tensor.is_contiguous() and not tensor.is_conj() for tensor in snapshot.tensors.values()
     )
-    assert lane.sent == snapshot.nbytes  # it arrives once
+    assert lane.sent == snapshot.nbytes  # the snapshot is copied once
 
 
 def test_what_a_device_has_no_room_to_copy_is_waited_for() -> None:
@@ -196,7 +196,7 @@ def test_a_donor_whose_device_fails_gives_nothing_and_the_receiver_is_told(
     donor.close()
     eventually(
         lambda: "cannot be read from the device: CUDA error" in caplog.text,
-        lambda: f"a word in the log: {caplog.text!r}",
+        lambda: f"a line in the log: {caplog.text!r}",
     )
 
 
@@ -213,7 +213,7 @@ def test_a_sum_made_on_the_device_tells_one_bit_and_two_places_that_were_exchang
         torch.zeros(130, dtype=torch.uint8),
     ):
         sum_of = int(mixed_sum(tensor))
-        assert int(mixed_sum(tensor)) == sum_of  # which has left it as it was
+        assert int(mixed_sum(tensor)) == sum_of  # which leaves the tensor unchanged
         if tensor.numel() < 2:
             continue
         flat = tensor.resolve_conj().contiguous().view(-1).clone()
@@ -238,7 +238,9 @@ def test_what_ranks_compare_of_a_device_is_read_as_one_number_a_tensor(
         digest,
         "bytes_of",
         lambda tensor: (
-            memoryview(b"x") if tensor.dim() == 0 else pytest.fail("it was brought here")
+            memoryview(b"x")
+            if tensor.dim() == 0
+            else pytest.fail("the tensor was copied to the host")
         ),
     )
     one, other = (

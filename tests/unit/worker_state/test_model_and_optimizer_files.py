@@ -1,5 +1,5 @@
-"""Models and optimizers as bytes and files: what is damaged, foreign, of another model, or not the
-same on all ranks changes nothing."""
+"""Models and optimizers as bytes and files: data that is damaged, foreign, of another model, or
+different between ranks is refused and changes nothing."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_one_flipped_bit_or_a_cut_anywhere_is_found(place: int, bit: int, cut: b
         tensors, metadata = load_tensors(bytes(damaged))
     except shoal.CorruptDataError:
         return
-    # JSON may be written in more than one way.
+    # Some changes are harmless, because equal JSON can be written in several ways.
     assert metadata == {"format": 1, "strategy": "ddp", "world_size": 2}
     assert state_digest(tensors) == state_digest(
         {"w": torch.arange(6.0).view(2, 3), "b": torch.tensor(3)}

@@ -1,5 +1,5 @@
-"""Equal states have equal digests; any change of a type, a value, an order that counts or a single
-bit gives another."""
+"""Equal states have equal digests. Any change of a type, a value, a significant order or a single
+bit changes the digest."""
 
 import subprocess
 import sys

@@ -42,7 +42,7 @@ def round_trip(state):
 
 
 def same(a, b) -> bool:
-    """Equal in type, order and every bit."""
+    """Returns whether two states are equal in type, order and every bit."""
     if type(a) is not type(b):
         return False
     if isinstance(a, torch.Tensor):

@@ -1,4 +1,4 @@
-"""Tests what init_method="redis://..." URLs mean, and what is said about wrong ones."""
+"""The meaning of init_method="redis://..." URLs and the errors for wrong ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_credentials_tls_and_database_reach_the_server_url() -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "environment", "said"),
+    ("url", "environment", "message"),
     [
         ("redis://h:1", {"RANK": "0", "WORLD_SIZE": "1"}, "redis://HOST:PORT/JOB"),
         ("redis:///job", {"RANK": "0", "WORLD_SIZE": "1"}, "redis://HOST:PORT/JOB"),
@@ -50,9 +50,9 @@ def test_credentials_tls_and_database_reach_the_server_url() -> None:
     ],
 )
 def test_a_url_that_cannot_work_is_refused_with_its_remedy(
-    url: str, environment: dict[str, str], said: str
+    url: str, environment: dict[str, str], message: str
 ) -> None:
-    with pytest.raises(ConfigurationError, match=said):
+    with pytest.raises(ConfigurationError, match=message):
         parse(url, environment)
 
 

@@ -1,4 +1,4 @@
-"""Store errors derive from Shoal's errors and torch's at once."""
+"""Store errors are both Shoal errors and torch errors."""
 
 from __future__ import annotations
 

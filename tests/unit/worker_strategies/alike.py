@@ -1,4 +1,4 @@
-"""States that are the same but for rounding."""
+"""Comparison of states that may differ by rounding errors."""
 
 from __future__ import annotations
 
@@ -12,5 +12,5 @@ def assert_alike(found: dict[str, torch.Tensor], expected: dict[str, torch.Tenso
             value,
             rtol=1e-10,
             atol=1e-10,
-            msg=lambda told, name=name: f"{name}: {told}",
+            msg=lambda message, name=name: f"{name}: {message}",
         )

@@ -1,5 +1,5 @@
-"""Models for tests of tensor, pipeline and hybrid, that all three can cut; their data; and what one
-process makes of them."""
+"""Models and data for the tests of tensor, pipeline and hybrid, and reference results of training
+them in one process. All three strategies can split these models."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    """The output layer's weight is the embedding's; one bias is frozen."""
+    """A language model whose output layer shares the embedding's weight. One bias is frozen."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -69,7 +69,7 @@ class Gpt(nn.Module):
 
 
 def make(name: str = "gpt", dtype: torch.dtype = torch.float64) -> nn.Module:
-    """The same each time."""
+    """Returns the model with the same initial weights in every call."""
     torch.manual_seed(3)
     if name == "gpt":
         return Gpt().to(dtype)
@@ -84,7 +84,7 @@ def make(name: str = "gpt", dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def data(name: str = "gpt", dtype: torch.dtype = torch.float64) -> TensorDataset:
-    """The same each time."""
+    """Returns the same samples in every call."""
     generator = torch.Generator().manual_seed(5)
     if name == "gpt":
         text = torch.randint(11, (SAMPLES, 7), generator=generator)
@@ -101,8 +101,8 @@ def loss_of(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 def alone(
     name: str, optimizer: str, size: int = BATCH
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Parameters and optimizer state after training in one process, accumulating parts of
-    `size`."""
+    """Trains in one process and returns the parameters and the optimizer state. Each batch is
+    processed in micro-batches of `size` samples, whose gradients are accumulated."""
     net, samples = make(name), data(name)
     stepper = OPTIMIZERS[optimizer](net.parameters())
     for start in [*range(0, SAMPLES, BATCH)] * EPOCHS:

@@ -1,4 +1,4 @@
-"""The problem that tests of strategies train in a world of one."""
+"""A small problem for tests that train in a world of one."""
 
 from __future__ import annotations
 

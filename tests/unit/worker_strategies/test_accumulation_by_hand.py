@@ -1,5 +1,5 @@
-"""A loop that accumulates gradients by hand, over several batches and one optimizer.step(), is told
-how that is done."""
+"""A loop that accumulates gradients over several batches before one optimizer.step() fails with an
+error that recommends micro-batches."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_batch_without_a_step_names_micro_batches(strategy):
     shoal.launch(rank, world_size=2)
 
 
-# whose gradients are a rank's own
+# under local_sgd, a rank applies its own gradients without a sum
 @pytest.mark.parametrize(
     "strategy", [strategy for strategy in STRATEGIES if strategy != "local_sgd"]
 )

@@ -1,5 +1,5 @@
-"""Gradients of micro-batches are added up at once, to what one addition after the other makes of
-them."""
+"""Gradients of several micro-batches are added in one operation. The sum is bitwise equal to that
+of successive additions."""
 
 from __future__ import annotations
 

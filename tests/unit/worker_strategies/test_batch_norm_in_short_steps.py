@@ -1,4 +1,4 @@
-"""Batch normalization, and a last step with fewer than two samples for each rank."""
+"""Batch normalization when an epoch's last step has fewer than two samples per rank."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch import nn
 
 
 def train(strategy: str, samples: int, batch: int) -> list[int]:
-    """Sizes of the batches that this rank got and that counted."""
+    """Returns the sizes of this rank's batches, with 0 for a batch that has weight 0."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model, optimizer = shoal.as_distributed(
@@ -76,7 +76,7 @@ class Numbers(torch.utils.data.IterableDataset[torch.Tensor]):
 
 
 def train_on(stream: Any, **sizes: Any) -> list[int]:
-    """Sizes of the batches that this rank got and that counted."""
+    """Returns the sizes of this rank's batches, with 0 for a batch that has weight 0."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 1))
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))

@@ -1,4 +1,4 @@
-"""Blocks that take and return objects of the user's own train as in one process."""
+"""Models whose blocks take and return objects of user-defined classes train as in one process."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Slotted:
 
 
 class Hiding:
-    """Shows its tensor to nobody but who calls it."""
+    """Hides its tensor in a closure, so that only its property can return it."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self._give = lambda: x
@@ -75,7 +75,7 @@ class Block(nn.Module):
 
 
 class Writing(nn.Module):
-    """Writes to its input, and returns nothing."""
+    """Modifies its input in place and returns nothing."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -86,7 +86,7 @@ class Writing(nn.Module):
 
 
 class Appending(nn.Module):
-    """Returns one tensor, and appends another to its input."""
+    """Returns one tensor and appends another to its input."""
 
     def __init__(self, kind: Any) -> None:
         super().__init__()
@@ -95,12 +95,12 @@ class Appending(nn.Module):
     def forward(self, features: list[torch.Tensor]) -> torch.Tensor:
         x = features[-1]
         output: torch.Tensor = self.b(x).tanh()
-        features.append(self.a(x).tanh())  # made last, so that its gradient comes first
+        features.append(self.a(x).tanh())  # computed last, so its gradient is computed first
         return output
 
 
 class Keeping(nn.Module):
-    """Returns one tensor, and keeps another as an attribute, as layers with an auxiliary loss
+    """Returns one tensor and stores another in an attribute, as layers with an auxiliary loss
     do."""
 
     def __init__(self, kind: Any) -> None:
@@ -117,8 +117,8 @@ class Keeping(nn.Module):
 
 
 class Collecting(nn.Module):
-    """Uses what its blocks return last, and what they left beside it first, in the backward
-    pass."""
+    """Adds up the blocks' returned tensors first and the tensors that they stored or appended last,
+    so that the backward pass visits them in the opposite order."""
 
     def __init__(self, block: Any) -> None:
         super().__init__()
@@ -230,7 +230,7 @@ class Dataset:
 
 
 class Context:
-    """Leads to a dataset, and to a mapping that reads a file."""
+    """Refers to a dataset and to a mapping that would read a file."""
 
     def __init__(self, x: torch.Tensor) -> None:
         self.dataset, self.file, self.x = Dataset(50_000), ReadFromFile(), [x]

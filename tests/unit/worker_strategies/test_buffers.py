@@ -1,4 +1,5 @@
-"""Buffers that a step changes: also behind its backward pass, and by whole numbers of any size."""
+"""Buffers that change during a step, also after its backward pass, and integer buffers with changes
+of any size."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -49,9 +50,12 @@ def train(
     short: bool = False,
     **options: Any,
 ) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Three steps of 8 samples. `change` is called between backward() and step(). `closed_before`:
-    the step is over for the ranks then. `short`: of the last batch one rank has nothing. Returns
-    the buffers, and a weight."""
+    """Trains three steps of 8 samples and returns the two buffers and a weight.
+
+    change: is called between backward() and step().
+    closed_before: uses `train_step`, so that the ranks have closed the step before `change`.
+    short: gives the last batch only one sample, so that one rank has none.
+    """
     net = Counting(by)
     model, optimizer = shoal.as_distributed(
         net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy, **options
@@ -172,7 +176,7 @@ def test_buffers_are_summed_beside_compressed_gradients() -> None:
 
 
 class Features(nn.Module):
-    """Random features: a table that no state dict has, and that each process draws anew."""
+    """Random features: a table that is in no state dict and that each process draws at random."""
 
     def __init__(self, drawn_by: int) -> None:
         super().__init__()
@@ -208,14 +212,15 @@ def with_features(strategy: str, directory: Path, drawn_by: int) -> torch.Tensor
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3", "tensor", "hybrid"])
 def test_tables_that_no_state_dict_has_are_the_first_ranks(strategy: str, tmp_path: Path) -> None:
-    """After a resume, too: those of this run, as in one process."""
+    """All ranks use the unsaved table of rank 0, also after a resume, which uses the newly drawn
+    table."""
     for drawn_by in (1, 5):
         first, second = shoal.launch(with_features, strategy, tmp_path, drawn_by, world_size=2)
         assert torch.equal(first, second)
 
 
 class Masked(nn.Module):
-    """An expanded buffer, of which several elements are one place in memory."""
+    """A model with an expanded buffer: several elements share one memory location."""
 
     def __init__(self, scale: float) -> None:
         super().__init__()
@@ -255,8 +260,8 @@ def test_expanded_buffers_are_resumed(strategy: str, apart: bool, tmp_path: Path
 
 
 class Seen(nn.Module):
-    """Notes in a buffer which classes it has seen, how often, or how many samples; each rank of its
-    own samples."""
+    """Records in a buffer which classes occurred, how often each did, or the number of samples.
+    Each rank counts its own samples."""
 
     seen: torch.Tensor
 

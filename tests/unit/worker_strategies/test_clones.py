@@ -1,4 +1,4 @@
-"""Clones: copies of the whole model, apart from training."""
+"""Clones: copies of the unsharded model that are independent of training."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_a_clone_is_the_whole_model_and_stays_as_it_was(strategy: str) -> None:
         before = {name: value.clone() for name, value in state.items()}
         epoch()
         assert all(value.equal(before[name]) for name, value in state.items()), (
-            "what was gathered has been trained on"
+            "training changed the gathered state"
         )
         plain = getattr(clone, "module", clone)
         assert plain[-1].weight is plain[0].weight

@@ -1,5 +1,5 @@
-"""`torch.compile(model)` and `model.compile()` of what as_distributed returned: results are those
-without, and graphs are compiled."""
+"""`torch.compile(model)` and `model.compile()` on a distributed model: the results equal those
+without compilation, and graphs are compiled."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shoal import ConfigurationError
 from torch import nn
 from torch.utils.data import TensorDataset
 
-# torch.compile's, of what it looks at
+# raised by torch.compile when it inspects tensors
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 
 X = torch.randn(24, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
@@ -45,7 +45,7 @@ class Net(nn.Module):
 
 
 def trained(way: str, options: dict[str, Any]) -> tuple[list[float], dict[str, torch.Tensor], int]:
-    """Losses, values, and how many graphs were compiled."""
+    """Returns the losses, the trained values and the number of compiled graphs."""
     graphs: list[Any] = []
 
     def backend(graph: Any, _: Any) -> Any:
@@ -100,7 +100,7 @@ def test_a_compiled_model_trains_as_one_that_is_not(way: str, options: dict[str,
     for (losses, values, _), (its_losses, its_values, _) in zip(compiled, plain, strict=True):
         assert losses == pytest.approx(its_losses, abs=1e-12)
         torch.testing.assert_close(values, its_values)
-    if options["strategy"] != "tensor":  # whose layers are left as they are
+    if options["strategy"] != "tensor":  # tensor does not compile its layers
         assert sum(graphs for _, _, graphs in compiled) > 0
 
 
@@ -112,8 +112,8 @@ def with_compiled_blocks() -> nn.Module:
 
 
 def with_a_forward_of_its_own() -> nn.Module:
-    """Returns a network whose first layer was patched, so that it computes something other than its
-    class, as some libraries do."""
+    """Returns a network whose first layer has a patched `forward` that computes something different
+    from its class, as some libraries do."""
     net = Net()
     first = net.blocks[0].up
     plain = first.forward

@@ -1,5 +1,5 @@
-"""Values that change on one rank alone, as when its memory fails, stop the run with that rank's
-name."""
+"""The consistency check stops a run when values change on one rank only, for example through a
+memory fault, and names that rank."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ STRATEGIES: dict[str, tuple[int, dict[str, Any]]] = {
 
 
 def train(strategy: str, options: dict[str, Any], broken: int | None) -> int:
-    """A run of eight steps in which a bit of one rank's state flips after the third. Returns the
-    steps that it took."""
+    """Trains eight steps and returns their number. After the third step, one bit of the state of
+    rank `broken` is flipped."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     model, optimizer = shoal.as_distributed(
@@ -65,7 +65,7 @@ def train(strategy: str, options: dict[str, Any], broken: int | None) -> int:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_rank_whose_values_change_by_themselves_is_named_and_the_run_stops(strategy: str) -> None:
     world, options = STRATEGIES[strategy]
-    if strategy == "local_sgd":  # its average takes the damage over, alike on all ranks
+    if strategy == "local_sgd":  # its average gives all ranks the same damaged values
         assert shoal.launch(train, strategy, options, 1, world_size=world) == [8] * world
         return
     with pytest.raises(ShoalError, match="after step 4") as stopped:
@@ -96,8 +96,10 @@ def test_only_what_several_ranks_hold_can_differ() -> None:
 
 
 def shift_on_rank_1(net: nn.Sequential) -> None:
-    """Changes values on one rank, as under `if rank == 0:`. Ranks hold them whole or in part, so
-    all of them change."""
+    """Changes all parameters on one rank, like a script's code under `if rank == 0:`.
+
+    The change covers every element because a rank may own only part of a parameter.
+    """
     if shoal.rank() == 1:
         with inside():
             for parameter in net.parameters():
@@ -105,7 +107,7 @@ def shift_on_rank_1(net: nn.Sequential) -> None:
 
 
 def train_until(strategy: str, every: int, steps: int, shift_after: int) -> None:
-    """Trains so many steps. Rank 1 changes its weights after one of them."""
+    """Trains `steps` steps. Rank 1 changes its weights after step `shift_after`."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     model, optimizer = shoal.as_distributed(
@@ -128,14 +130,14 @@ def train_until(strategy: str, every: int, steps: int, shift_after: int) -> None
 def test_a_script_that_changes_weights_on_one_rank_is_told_which_since_when_and_why() -> None:
     with pytest.raises(ShoalError) as stopped:
         shoal.launch(train_until, "ddp", 4, 12, 5, world_size=3)
-    said = str(stopped.value)
-    assert said.startswith(
+    message = str(stopped.value)
+    assert message.startswith(
         "after step 5 rank 1 holds other values of '0.weight' (the parameters) than ranks 0 and 2 "
         "(4 of 4 tensors there differ)"
     )
-    assert "a script that changes values on some ranks alone" in said
-    assert "After step 4 all agreed" in said
-    assert "memory" not in said
+    assert "a script that changes values on some ranks alone" in message
+    assert "After step 4 all agreed" in message
+    assert "memory" not in message
 
 
 def test_a_rank_with_one_wrong_element_is_told_that_its_memory_may_have_failed() -> None:
@@ -170,7 +172,7 @@ def test_a_number_of_steps_that_is_none_is_refused() -> None:
 
 
 def test_no_step_counts_after_a_verdict_that_the_script_has_caught() -> None:
-    told: list[str] = []
+    errors: list[str] = []
 
     def rank() -> None:
         torch.manual_seed(0)
@@ -187,12 +189,12 @@ def test_no_step_counts_after_a_verdict_that_the_script_has_caught() -> None:
             try:
                 optimizer.step()
             except ShoalError as error:
-                told.append(f"{error.reason} in step {loader.global_step}")
+                errors.append(f"{error.reason} in step {loader.global_step}")
 
     with pytest.raises(ShoalError, match="after step 4") as stopped:
         shoal.launch(rank, world_size=2)
     assert stopped.value.reason == "REPLICAS_DIVERGED"
-    assert set(told) == {"REPLICAS_DIVERGED in step 4"}
+    assert set(errors) == {"REPLICAS_DIVERGED in step 4"}
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero3"])
@@ -237,8 +239,9 @@ def test_ranks_that_train_other_parameters_are_told_so_before_a_step_is_applied(
 def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_next_step(
     strategy: str, setting: str, other: float
 ) -> None:
-    """Each is shown its own settings, and nobody applies the step in which they differ."""
-    said: dict[int, str] = {}
+    """Ranks with different hyperparameters raise an error in the next step that shows each rank its
+    own setting, and no rank applies the step."""
+    errors: dict[int, str] = {}
     weights: dict[int, list[torch.Tensor]] = {}
 
     def rank() -> None:
@@ -258,7 +261,7 @@ def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_nex
             try:
                 optimizer.step()
             except ShoalError as error:
-                said[shoal.rank()] = f"{error.reason} in step {loader.global_step}: {error}"
+                errors[shoal.rank()] = f"{error.reason} in step {loader.global_step}: {error}"
                 weights[shoal.rank()] = [
                     parameter.detach() - old
                     for parameter, old in zip(net.parameters(), before, strict=True)
@@ -271,16 +274,17 @@ def test_ranks_that_train_with_different_hyper_parameters_are_told_so_in_the_nex
     ) as stopped:
         shoal.launch(rank, world_size=2)
     assert stopped.value.reason == "RANKS_DIVERGED"
-    assert {number: text.partition(":")[0] for number, text in said.items()} == dict.fromkeys(
+    assert {number: text.partition(":")[0] for number, text in errors.items()} == dict.fromkeys(
         (0, 1), "RANKS_DIVERGED in step 2"
     )
-    assert f"'{setting}': {other}" in said[1]
-    assert f"'{setting}': {other}" not in said[0]
+    assert f"'{setting}': {other}" in errors[1]
+    assert f"'{setting}': {other}" not in errors[0]
     assert not any(change.any() for changes in weights.values() for change in changes)
 
 
 class LostAfterTheFirst:
-    """Two ranks of a group that is lost after their first exchange."""
+    """The exchanges of a group of two ranks; the second exchange fails because the peer has
+    left."""
 
     def __init__(self) -> None:
         self.exchanges = 0
@@ -297,9 +301,9 @@ class LostAfterTheFirst:
 def test_a_difference_counts_although_a_peer_leaves_before_the_tensor_is_known() -> None:
     held = SimpleNamespace(agreed=2, steps=4)
     in_common = {"the model": {"'weight'": torch.zeros(2)}}
-    said = replicas_compared._compare(held, in_common, LostAfterTheFirst())  # type: ignore[arg-type]
-    assert said is not None
-    assert said.startswith(
+    message = replicas_compared._compare(held, in_common, LostAfterTheFirst())  # type: ignore[arg-type]
+    assert message is not None
+    assert message.startswith(
         "after step 4 ranks 0 and 1 hold different values of a tensor (the model). After step 2 "
         "all agreed"
     )
@@ -317,7 +321,8 @@ def test_a_tensor_is_compared_in_64_parts_if_it_has_as_many_elements(
 # --------------------------------------------------------------------------------- the end of a run
 
 Script = Callable[[nn.Sequential, Any, Callable[[torch.Tensor], None]], None]
-"""Trains to the end of a run. Gets the module, a loader of seven steps, and what takes a step."""
+"""A training loop that runs to its end. Takes the module, a loader of seven steps and a function
+that trains one step."""
 
 
 def take_all(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
@@ -368,8 +373,7 @@ def run_to_the_end(
     wrong_after: int = 0,
     afterwards: Callable[[nn.Sequential], None] | None = None,
 ) -> None:
-    """A run of two or three ranks. After step `wrong_after` rank 1 changes its values in the
-    loop."""
+    """Runs a training script on one rank. Rank 1 changes its values after step `wrong_after`."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 4))
     model, optimizer = shoal.as_distributed(
@@ -400,7 +404,8 @@ def test_values_that_differ_after_the_last_comparison_fail_the_run_at_its_end(
     loop: Script, strategy: str
 ) -> None:
     last = 7 if loop in (take_all, take_epochs) else 6
-    with pytest.raises(ShoalError) as stopped:  # what was written before is found in the next step
+    # changes before the last step are found by that step
+    with pytest.raises(ShoalError) as stopped:
         shoal.launch(run_to_the_end, strategy, 4, loop, last, world_size=2)
     assert str(stopped.value).startswith(f"after step {last}, the last one, ranks ")
     assert "after step 4 all agreed" in str(stopped.value)
@@ -417,7 +422,7 @@ def test_nothing_is_compared_at_the_end_that_was_compared_or_is_not_to_be(every:
 
 
 def load_weights_on_rank_0(net: nn.Sequential) -> None:
-    """Loads weights like a script that keeps the best weights on one rank."""
+    """Loads weights on rank 0 only, like a script that restores its best weights there."""
     if shoal.rank() == 0:
         with inside():
             net.load_state_dict(
@@ -442,7 +447,8 @@ def test_sound_ranks_end_well_however_their_loop_ends(loop: Script, strategy: st
 
 
 def test_an_iterator_that_the_script_lets_go_of_late_tells_nothing_of_the_last_step() -> None:
-    """The script has changed the model since."""
+    """Closing the iterator after the script has changed the model does not compare the last
+    step."""
 
     def loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
         batches = iter(loader)
@@ -454,7 +460,8 @@ def test_an_iterator_that_the_script_lets_go_of_late_tells_nothing_of_the_last_s
 
 
 def test_a_pass_before_the_loop_is_left_is_no_difference_between_ranks() -> None:
-    """Batch normalization changes its statistics in a step that is never taken."""
+    """A forward pass without a step before the loop is left, in which batch normalization updates
+    its statistics, is not reported as a difference."""
 
     def loop(net: nn.Sequential, loader: Any, step: Callable[[torch.Tensor], None]) -> None:
         for (batch,) in loader:

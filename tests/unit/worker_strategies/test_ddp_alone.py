@@ -1,5 +1,5 @@
-"""ddp in a world of one: the user's script without a cluster gives what plain torch gives, and
-mistakes get one clear error."""
+"""ddp in a world of one: without a cluster, a user's script computes what plain torch computes, and
+each mistake raises one clear error."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -136,7 +136,8 @@ def test_the_ranks_add_up_the_losses_of_micro_batches_by_the_weights_that_they_h
         global_batch_size=8,
         micro_batch_size=2,
         shuffle=False,
-        weight_fn=lambda b: 0.0 if b[0].isnan().any() else float(b[0][0, 0] + 1),  # 1, 0, 17, 25
+        # the micro-batches weigh 1, 0, 17 and 25
+        weight_fn=lambda b: 0.0 if b[0].isnan().any() else float(b[0][0, 0] + 1),
     )
     for step in loader.steps():
         for (batch,) in step:
@@ -155,13 +156,13 @@ def test_train_step_in_micro_batches_returns_each_ones_loss_and_the_step_has_the
     model, optimizer = _pair()
     loader = shoal.ElasticDataLoader(data(12), global_batch_size=12, micro_batch_size=5)
     for step in loader.steps():
-        told = [
+        losses = [
             (float(model.train_step(x, y, nn.functional.cross_entropy)), len(x)) for x, y in step
         ]
-        assert [count for _, count in told] == [5, 5, 2]
+        assert [count for _, count in losses] == [5, 5, 2]
         assert optimizer.step()
     assert current_session().progress.snapshot().loss == pytest.approx(
-        sum(loss * count for loss, count in told) / 12
+        sum(loss * count for loss, count in losses) / 12
     )
 
 
@@ -317,7 +318,7 @@ def test_a_lost_step_puts_back_the_buffers_as_they_were_when_it_began() -> None:
     model(x).square().sum().backward()
     optimizer.step()
     norm = model.module[1]
-    norm.running_mean.fill_(5.0)  # the user's own change, between two steps
+    norm.running_mean.fill_(5.0)  # a change by the user between two steps
     model(x).square().sum().backward()
     assert float(norm.running_mean[0]) != 5.0
     model.engine.discard_step()
@@ -503,10 +504,10 @@ def test_torchrun_without_a_coordinator_is_refused(monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.parametrize(
-    ("clears", "told"), [("never", True), ("first", False), ("last", False), ("by hand", False)]
+    ("clears", "warned"), [("never", True), ("first", False), ("last", False), ("by hand", False)]
 )
 def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_word(
-    clears: str, told: bool, caplog: pytest.LogCaptureFixture
+    clears: str, warned: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     net = network()
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
@@ -524,4 +525,4 @@ def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_w
             for parameter in net.parameters():
                 parameter.grad = None
     assert outcomes == [True, True, False, True, True]
-    assert ("gradients of the steps before" in caplog.text) is told
+    assert ("gradients of the steps before" in caplog.text) is warned

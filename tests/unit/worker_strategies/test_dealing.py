@@ -1,5 +1,5 @@
-"""Tests what ranks deal from is compared in every step: where it differs, samples would count twice
-and others never, without a word."""
+"""Ranks compare in every step what they deal samples from. If their loaders differed without an
+error, some samples would count twice and others never."""
 
 import itertools
 import random
@@ -21,7 +21,7 @@ EVERY_NUMBER = torch.arange(SAMPLES)
 
 
 class Numbers(Dataset[torch.Tensor]):
-    """The numbers below 160. It tells nothing of itself but its length."""
+    """A dataset of the numbers below 160 that exposes only its length."""
 
     def __len__(self) -> int:
         return SAMPLES
@@ -31,7 +31,11 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 class Drawn(Sampler[int]):
-    """Draws by a generator of its own; `held`: one that it holds, so that it can be found."""
+    """A sampler that draws from a generator of its own.
+
+    held: True if the generator is an attribute, where the loader can find it; otherwise it is
+    hidden in a closure.
+    """
 
     def __init__(
         self, draw: Callable[[Any], list[int]], generator: Any = None, *, held: bool = True
@@ -54,7 +58,7 @@ def permuted(generator: Any) -> list[int]:
 def train(
     make_loader: Callable[[], shoal.ElasticDataLoader], *, epochs: int = 2
 ) -> list[Counter[int]]:
-    """The samples of each epoch, on this rank."""
+    """Returns the samples that this rank received in each epoch."""
     net = nn.Linear(1, 1)
     model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
     loader = make_loader()
@@ -74,7 +78,7 @@ def train(
 
 
 def unequal_generator(kind: str) -> Any:
-    """Another one on each rank."""
+    """Returns a generator with a different seed on each rank."""
     number = 1000 + shoal.rank()
     made = {
         "torch": lambda: torch.Generator().manual_seed(number),
@@ -103,7 +107,7 @@ def test_a_sampler_with_its_own_generator_draws_alike_on_all_ranks_and_anew_in_e
 
 
 def unequal(kind: str) -> shoal.ElasticDataLoader:
-    """Another loader on each rank."""
+    """Returns a loader that differs between ranks in the way named by `kind`."""
     drawn = random.Random(shoal.rank())
     labels = torch.randint(10, (SAMPLES,), generator=torch.Generator().manual_seed(shoal.rank()))
     made: dict[str, Callable[[], tuple[Any, dict[str, Any]]]] = {
@@ -195,7 +199,7 @@ def test_a_dataset_whose_fractions_machines_rounded_otherwise_is_the_same_one() 
 
 
 def unequal_evaluation(kind: str) -> Any:
-    """Another loader on each rank."""
+    """Returns an evaluation loader that differs between ranks in the way named by `kind`."""
     split = random_split(Numbers(), [100, 60], torch.Generator().manual_seed(shoal.rank()))[1]
     made: dict[str, Callable[[], Any]] = {
         "another split": lambda: shoal.ElasticDataLoader(split, global_batch_size=16, train=False),
@@ -234,8 +238,8 @@ UNEQUAL_EVALUATIONS = {
 def test_ranks_that_would_evaluate_different_batches_are_told_so_by_the_name_of_the_difference(
     kind: str, named: str
 ) -> None:
-    """Each computes its share of what it takes for the batches: some samples would count twice,
-    others never."""
+    """Ranks whose evaluation loaders differ raise an error that names the difference. Otherwise
+    some samples would count twice and others never."""
 
     def rank() -> None:
         shoal.init()
@@ -269,7 +273,7 @@ def test_torchs_loader_with_a_sampler_that_draws_is_refused_for_an_evaluation(sa
 
 
 class Shuffled(torch.utils.data.Sampler[int]):
-    """A sampler of a user's, that draws."""
+    """A user's sampler that draws from the global generator."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -297,7 +301,7 @@ def test_so_is_one_whose_batch_sampler_draws(sampler: Any) -> None:
 
 
 class MoreThanItSays:
-    """A loader that gives a last, short batch, which it does not count."""
+    """A loader that yields a short last batch which its length does not include."""
 
     def __len__(self) -> int:
         return SAMPLES // 48

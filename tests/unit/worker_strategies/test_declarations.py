@@ -1,5 +1,5 @@
-"""A strategy is a declaration: whatever lists strategies asks those, and a new one is a file and a
-line in the registry."""
+"""A strategy is a declaration. All code that lists strategies reads the declarations, so a new
+strategy needs one file and one line in the registry."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from torch import nn
 
 _TABLE = Path(__file__).parents[3] / "docs/strategies/README.md"
 _DEEPEST = 4
-"""Classes above one another, that of torch's included."""
+"""Maximum depth of an inheritance chain, including torch's class."""
 
 
 class NewModel(shoal.ShardedModel):
-    """A user's additional model class."""
+    """A model class that a user adds for a strategy named `new`."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="new",
@@ -42,12 +42,12 @@ class NewModel(shoal.ShardedModel):
 
 
 class NewOptimizer(shoal.ShardedOptimizer):
-    """The optimizer class of that model class."""
+    """The optimizer class that belongs to `NewModel`."""
 
 
 @pytest.fixture
 def new(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The line in the registry."""
+    """Registers the strategy `new` by adding its line to the registry."""
     monkeypatch.setitem(registry._STRATEGIES, "new", (__name__, "NewModel", "NewOptimizer"))
 
 
@@ -100,8 +100,10 @@ def test_the_table_of_strategies_is_what_they_declare() -> None:
         for line in _TABLE.read_text().splitlines()
         if line.startswith("| [")
     ]
-    told = {name: row[1:] for row in rows for name in re.findall(r"\[(\w+)\]\(\w+\.md\)", row[0])}
-    assert told == {
+    documented = {
+        name: row[1:] for row in rows for name in re.findall(r"\[(\w+)\]\(\w+\.md\)", row[0])
+    }
+    assert documented == {
         one.name: [one.memory, one.sent, one.a_death] for one in registry.declarations()
     }
 
@@ -111,7 +113,8 @@ def test_a_declaration_has_the_name_of_its_line() -> None:
 
 
 def depth(kind: type) -> int:
-    """Returns how many classes stand above one another, from the first that is not the worker's."""
+    """Returns the length of the inheritance chain from `kind` up to the first class that is not the
+    worker's."""
     plain = (
         object,
         *(base for base in kind.__mro__ if base.__module__ in ("abc", "typing", "builtins")),

@@ -1,5 +1,5 @@
-"""`optimizer.optimize(data)`: a whole fit in one call, the same on every strategy and number of
-ranks."""
+"""`optimizer.optimize(data)` trains a model in one call, with the same result under every strategy
+and number of ranks."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def fit(
 
 @pytest.fixture(scope="module")
 def alone() -> tuple[shoal.OptimizationResult, Any]:
-    """In a world of one; its training is plain torch's, as the parity matrix shows."""
+    """Result of a fit in a world of one. The parity matrix shows that such training equals plain
+    torch's."""
     return shoal.launch(fit, world_size=1)[0]
 
 
@@ -98,7 +99,7 @@ def test_it_stops_when_the_metric_does_not_improve(strategy: str) -> None:
     ):
         assert result.stopped_early
         assert result.best_epoch == 0
-        assert len(result.history) == 4  # the first is the best
+        assert len(result.history) == 4  # the first epoch has the best metric
 
 
 def test_the_metric_may_be_any_and_may_have_to_rise() -> None:
@@ -135,7 +136,7 @@ def test_it_goes_on_from_a_checkpoint_with_all_that_it_had_found(tmp_path: Path)
 
 
 class Pairs(torch.utils.data.Dataset[Any]):
-    """Targets are a dict of one entry, whatever the batch's size."""
+    """A dataset whose targets are dicts with one entry, whatever the batch size."""
 
     def __init__(self, x: torch.Tensor, y: torch.Tensor) -> None:
         self._x, self._y = x, y
@@ -232,7 +233,7 @@ def test_a_fit_of_so_many_steps_ends_within_an_epoch_and_records_it(
     alone: tuple[shoal.OptimizationResult, Any],
 ) -> None:
     (found, _), *_ = shoal.launch(functools.partial(fit, epochs=None, max_steps=5), world_size=2)
-    assert (found.steps, found.samples) == (5, 40 + 2 * 16)  # 3 steps an epoch
+    assert (found.steps, found.samples) == (5, 40 + 2 * 16)  # an epoch has 3 steps
     assert [record.epoch for record in found.history] == [0, 1]
     assert math.isclose(found.history[0].metric, alone[0].history[0].metric, rel_tol=1e-9)
     assert found.history[1].metric != alone[0].history[1].metric

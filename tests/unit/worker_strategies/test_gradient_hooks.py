@@ -1,4 +1,4 @@
-"""Hooks on parameters' gradients (register_hook, register_post_accumulate_grad_hook): called as in
+"""Gradient hooks on parameters (register_hook, register_post_accumulate_grad_hook) are called as in
 one process, or refused."""
 
 from collections.abc import Callable
@@ -35,7 +35,11 @@ def noting(net: nn.Module, called: list[str]) -> None:
 def train(
     strategy: str | None, register: Register, when: str
 ) -> tuple[dict[str, torch.Tensor], list[str]]:
-    """when: before as_distributed, after it, or within the first step."""
+    """Trains three steps and returns the parameters and the hook calls of this rank.
+
+    when: "before" registers the hooks before as_distributed, "after" after it, and any other value
+    within the first step.
+    """
     torch.manual_seed(0)
     net = nn.Sequential(
         nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)

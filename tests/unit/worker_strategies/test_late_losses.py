@@ -1,5 +1,5 @@
-"""`train_step` asks for the number of a loss on a device when the step is closed, and not before
-the backward pass is queued."""
+"""`train_step` reads a loss from the device only when the step is closed, after the backward pass
+has been queued."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from torch import nn
 
 
 class Asked:
-    """A loss that notes whether its gradients had come when its number was asked for."""
+    """A loss that records whether its gradient was already computed when its value was read."""
 
     def __init__(self, loss: torch.Tensor, came: list[bool]) -> None:
         self.loss, self.came, self.gradients = float(loss.detach()), came, 0
@@ -38,18 +38,18 @@ def train(strategy: str, micro_batch_size: int | None) -> list[float]:
     )
     x = torch.randn(24, 4, generator=torch.Generator().manual_seed(1))
     dataset = torch.utils.data.TensorDataset(x, x.sum(1, keepdim=True))
-    told = []
+    losses = []
     if micro_batch_size is None:
         for batch in shoal.ElasticDataLoader(dataset, global_batch_size=8, shuffle=False):
-            told.append(float(model.train_step(*batch, nn.functional.mse_loss)))
+            losses.append(float(model.train_step(*batch, nn.functional.mse_loss)))
             optimizer.step()
     else:
         for step in shoal.ElasticDataLoader(
             dataset, global_batch_size=8, micro_batch_size=micro_batch_size, shuffle=False
         ).steps():
-            told += [float(model.train_step(*batch, nn.functional.mse_loss)) for batch in step]
+            losses += [float(model.train_step(*batch, nn.functional.mse_loss)) for batch in step]
             optimizer.step()
-    return told
+    return losses
 
 
 @pytest.mark.parametrize("micro_batch_size", [None, 2])

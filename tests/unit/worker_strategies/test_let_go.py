@@ -1,4 +1,4 @@
-"""A model that nobody needs any more is freed: a notebook trains one after the other."""
+"""A model without references is freed, so that a notebook can train one model after another."""
 
 from __future__ import annotations
 
@@ -35,5 +35,5 @@ def test_a_model_is_freed_with_its_last_reference(strategy: str) -> None:
         gc.collect()
         return all(one() is None for ones in left for one in ones)
 
-    # torch lets go of what a thread computed last when the system has ended the thread
+    # torch releases the results that a thread computed last only after that thread has ended
     eventually(all_are_freed, "the models to be freed", within_s=10)

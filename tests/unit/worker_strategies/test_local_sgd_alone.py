@@ -1,4 +1,5 @@
-"""local_sgd in a world of one, what it refuses, and the means that its ranks take."""
+"""local_sgd in a world of one, the options that it refuses, and the averages that its ranks
+compute."""
 
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -112,7 +113,7 @@ def test_a_rank_without_optimizer_state_learns_the_mean_of_the_others() -> None:
 
     def rank(number: int) -> dict[int, dict[str, Any]]:
         ends = Ends(room, number)
-        return mean_optimizer_state(states[number], ends.tell, ends.add, torch.device("cpu"))
+        return mean_optimizer_state(states[number], ends.exchange, ends.add, torch.device("cpu"))
 
     room = Room(3)
     with ThreadPoolExecutor(3) as pool:
@@ -126,14 +127,14 @@ def test_a_rank_without_optimizer_state_learns_the_mean_of_the_others() -> None:
 
 
 class Ends:
-    """One rank's ends of the lines to the others."""
+    """One rank's connections to the other ranks."""
 
     def __init__(self, room: Room, rank: int) -> None:
         self._room, self._rank, self._number = room, rank, -1
 
-    def tell(self, value: Any) -> list[Any]:
+    def exchange(self, value: Any) -> list[Any]:
         self._number += 1
         return self._room.gather(self._number, self._rank, value)
 
     def add(self, tensor: torch.Tensor) -> None:
-        tensor.copy_(torch.stack(self.tell(tensor.clone())).sum(0))
+        tensor.copy_(torch.stack(self.exchange(tensor.clone())).sum(0))

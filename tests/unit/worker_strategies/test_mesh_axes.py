@@ -1,4 +1,4 @@
-"""Tests how tensor and pipeline divide ranks where no size is given."""
+"""Default sizes of the mesh axes when the user of tensor or pipeline sets none."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.unit.worker_strategies import mesh_models as models
 @pytest.mark.parametrize(
     ("strategy", "axis", "sizes"),
     [
-        ("tensor", "tensor", [1, 2, 2, 4, 4, 4, 4, 4, 4]),  # of its four attention heads
-        ("pipeline", "pipeline", [1, 2, 3, 4, 4, 4, 4, 4, 4]),  # of its four blocks
+        ("tensor", "tensor", [1, 2, 2, 4, 4, 4, 4, 4, 4]),  # the model has four attention heads
+        ("pipeline", "pipeline", [1, 2, 3, 4, 4, 4, 4, 4, 4]),  # the model has four blocks
     ],
 )
 def test_ranks_that_come_leave_no_rank_with_more_of_the_model_and_those_over_are_spares(

@@ -1,5 +1,5 @@
-"""Gradients that the replicas hold whole: added up by weight, normed, handed out; alone and over
-several replicas."""
+"""Gradients that each replica owns unsharded: weighted sums, norms and distribution to parameters,
+with one replica and with several."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def test_passes_count_by_weight_and_what_they_left_is_not_written_to(
     passes: int, averages: bool
 ) -> None:
     gradients = gradients_of(averages=averages)
-    for _ in range(2):  # the second step knows nothing of the first
+    for _ in range(2):  # the second step must not depend on the first
         gradients.begin()
         left = [found(seed) for seed in range(passes)]
         for weight, one in enumerate(left, start=1):

@@ -1,5 +1,5 @@
-"""Ranks that divide a model anew when some are gone: whatever fails on the way, no part is lost
-that a living rank holds."""
+"""The remaining ranks of a mesh reshard the model after others have left. No failure during this
+loses a shard that a living rank owns."""
 
 from __future__ import annotations
 
@@ -21,15 +21,19 @@ from tests.unit.worker_strategies import mesh_models as models
 LEFT = [0, 2, 3]
 SPARE = 2
 EXCHANGES = 3
-"""In which the ranks say whether there are parts, who has which, and send them."""
+"""Exchanges in which the ranks report whether there are shards, report which shards they own, and
+send them."""
 USES = EXCHANGES + 4 + 1 + 1 + 1
-"""And groups to connect, a seed to be told, an all-reduce as the layers are laid out, and that all
-have theirs."""
+"""Number of times that resharding uses the group: besides the exchanges, it connects four groups,
+receives a seed, runs an all-reduce while the layers are laid out, and confirms that all ranks have
+their shards."""
 
 
 class NextGeneration:
-    """The next generation of a launch, with the ranks `left`. Every rank loses it at its `over`-th
-    use of the group."""
+    """The next generation of a launch, with the ranks `left`.
+
+    over: number of the use of the group at which every rank loses the generation; None for never.
+    """
 
     def __init__(
         self, launch: Group, members: Group, left: Sequence[int], number: int, over: int | None
@@ -81,7 +85,7 @@ class NextGeneration:
         return self._members.process_group
 
     def abort(self, reason: str) -> None:
-        """The launch goes on."""
+        """Does nothing: the launch continues."""
 
 
 class Part(NextGeneration):
@@ -96,8 +100,8 @@ class Part(NextGeneration):
 def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_living_rank_holds() -> (
     None
 ):
-    """Rank 1 of two replicas of two ranks is gone: rank 2 is to get the part that rank 3 alone
-    holds, and rank 3 is to be a spare."""
+    """A failure at any use of the group during resharding loses no shard. Rank 1 has left; rank 2
+    receives the shard that only rank 3 still owns, and rank 3 becomes a spare."""
 
     def rank() -> Any:
         net = models.make()
@@ -120,8 +124,8 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
         if members is None:
             return None
         for attempt in range(1, USES + 1):
-            # A spare uses the group for the parts, and once more when all have theirs; in between
-            # the others connect and lay out.
+            # A spare uses the group for the exchanges and once more to confirm. In between, the
+            # other ranks connect groups and lay out the layers.
             over = min(attempt, EXCHANGES + 1) if members.rank == SPARE else attempt
             with pytest.raises(MembershipChanged, match="a peer is gone"):
                 model.engine.reshard(
@@ -133,7 +137,7 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
         return before, dict(model.local_shard), model.engine.idle
 
     first, _, second, spare = shoal.launch(rank, world_size=4)
-    assert not spare[1], "a spare holds nothing"
+    assert not spare[1], "a spare owns no shard"
     assert [of[2] for of in (first, second, spare)] == [False, False, True]
     torch.testing.assert_close(first[1], first[0], rtol=0, atol=0)
     torch.testing.assert_close(second[1], spare[0], rtol=0, atol=0)
@@ -152,8 +156,8 @@ def test_a_failure_at_any_moment_of_dividing_the_ranks_loses_no_part_that_a_livi
 def test_what_a_rank_that_leaves_held_outlives_the_death_of_the_only_other_holder(
     options: dict[str, Any],
 ) -> None:
-    """Rank 1 leaves, and a rank that holds the same dies before the others have divided the state
-    anew."""
+    """The shards of a leaving rank survive if the only other rank with the same shards dies before
+    the remaining ranks have resharded."""
     leaver, dead = 1, 3 if options.get("pipeline_parallel_size") or options.get("shard_size") else 2
     left = [rank for rank in range(4) if rank not in (leaver, dead)]
 
@@ -236,7 +240,7 @@ def test_copies_of_what_a_script_has_replaced_since_are_not_taken(
 
 
 def test_what_was_held_before_the_ranks_were_divided_anew_is_let_go() -> None:
-    """DTensor keeps each mesh that it has seen."""
+    """Resharding frees the old parameters, although DTensor keeps every mesh that it has seen."""
 
     def rank() -> list[bool]:
         net = models.make()

@@ -1,5 +1,5 @@
-"""The state of models that several ranks hold together: saved, loaded, resumed under other
-strategies and on other ranks; and settings."""
+"""The state of a model that is sharded over several ranks can be saved, loaded, and resumed under
+other strategies and on another number of ranks. Also tests the settings."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ IN_SHARDS = {"strategy": "hybrid", "pipeline_parallel_size": 2, "data_parallel_s
 
 
 def distribute(**options: Any) -> tuple[Any, Any]:
-    """Two parameter groups: one process's order of parameters is not the model's."""
+    """Distributes the model with two parameter groups, so that the optimizer's parameter order
+    differs from the model's."""
     net = models.make()
     biases, others = (
         [p for p in net.parameters() if p.dim() == 1],
@@ -40,7 +41,8 @@ def distribute(**options: Any) -> tuple[Any, Any]:
 def run(
     directory: Path, epochs: int, **options: Any
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any], list[float], list[bool]]:
-    """A training script with checkpoints."""
+    """Runs a training script that resumes from `directory` and saves a checkpoint after each
+    epoch."""
     model, optimizer = distribute(**options)
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2)
     shoal.register_state(scheduler=scheduler)
@@ -133,7 +135,7 @@ def test_what_is_saved_and_read_is_whole(
             "checkpoint", lambda channel: assembled.update(model.engine.assemble(channel))
         )
         assert list(assembled) == (["model", "optimizer"] if shoal.rank() == 0 else []), (
-            "one rank alone has room for the whole"
+            "only rank 0 assembles the full state"
         )
 
         held = sum(p.numel() for p in model.local_shard.values())
@@ -258,7 +260,7 @@ def test_settings_that_do_not_apply_are_refused_by_name(
 
 def test_a_shard_that_neither_its_rank_nor_its_mirror_holds_any_more_is_lost() -> None:
     def unused(axes: Axes) -> Any:
-        pytest.fail(f"what was lost was looked for in {axes}")
+        pytest.fail(f"lost shards were searched for in {axes}")
 
     cut = MeshCut(
         number=3,

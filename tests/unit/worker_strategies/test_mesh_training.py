@@ -1,5 +1,5 @@
-"""tensor, pipeline and hybrid train as one process does: parameters, optimizer state, evaluation,
-in float64 to 1e-10."""
+"""tensor, pipeline and hybrid train as one process does: parameters, optimizer state and evaluation
+agree in float64 to 1e-10."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MATRIX = pytest.mark.matrix
 def train(
     name: str, optimizer: str, micro: int | None, *, loop: bool, **options: Any
 ) -> tuple[Any, ...]:
-    """Returns what one rank does."""
+    """Trains and evaluates on one rank and returns the results."""
     net, samples = models.make(name), models.data(name)
     model, stepper = shoal.as_distributed(
         net,
@@ -397,8 +397,8 @@ def test_a_pipelines_forward_pass_in_training_names_train_step() -> None:
 def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(
     micro: int | None, options: dict[str, Any]
 ) -> None:
-    """Two of the eight samples, which pass one by one, have no target at all: the mean over nothing
-    is NaN."""
+    """A pipeline weights its micro-batches by `weight_fn`. Two of eight samples have no valid
+    target, so the loss of a micro-batch with only one of them is NaN."""
     x, y = models.data()[:8]
     y = y.clone()
     y[:3, 1:], y[3:5] = -100, -100
@@ -440,8 +440,8 @@ def test_a_pipelines_micro_batches_weigh_what_weight_fn_says(
 def test_without_a_loader_the_ranks_of_a_replica_draw_alike(
     world: int, options: dict[str, Any]
 ) -> None:
-    """The script's own seeds do not matter. Different dropout on whole activations would give the
-    ranks different gradients of shared values."""
+    """Without a loader, the ranks of a replica draw the same random numbers, whatever seeds the
+    script sets. Different dropout on replicated activations would give different gradients."""
     x, y = models.data("cnn")[:8]
 
     def rank() -> tuple[list[float], torch.Tensor, int]:
@@ -479,7 +479,8 @@ def test_without_a_loader_the_ranks_of_a_replica_draw_alike(
     "options", [{"strategy": "zero1"}, {"strategy": "zero3"}, {"strategy": "hybrid", **FSDP}]
 )
 def test_a_model_in_eval_mode_can_be_trained(options: dict[str, Any]) -> None:
-    """Scripts use eval mode to keep dropout and norms as they were trained."""
+    """A model in eval mode, which scripts use to freeze dropout and normalization layers, can be
+    trained."""
 
     def rank() -> dict[str, torch.Tensor]:
         net = models.make()
@@ -562,7 +563,7 @@ def test_a_step_that_is_given_up_reduces_no_gradients_over_a_group_that_is_over(
         )
         for x, y in shoal.ElasticDataLoader(models.data(), global_batch_size=models.BATCH):
             models.loss_of(model(x), y).backward()
-            model(x)  # in which parameters are open to be given a gradient that is no sum yet
+            model(x)  # leaves the parameters in a state that accepts unreduced gradients
             split = next(p for p in model.module.parameters() if isinstance(p, DTensor))
             split.grad = DTensor.from_local(
                 torch.ones(split.shape, dtype=split.dtype),
@@ -577,7 +578,7 @@ def test_a_step_that_is_given_up_reduces_no_gradients_over_a_group_that_is_over(
             stepper.step()
 
     with pytest.raises(MembershipChanged, match="its ranks can only go on together"):
-        # which the session says, after the step
+        # raised by the session after the step
         shoal.launch(lose, world_size=2)
 
 

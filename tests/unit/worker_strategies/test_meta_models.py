@@ -1,4 +1,5 @@
-"""ddp with a model that was built on the meta device: what a joiner or a resumed run gives it."""
+"""ddp with a model on the meta device: which values it receives from a peer or from a
+checkpoint."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 class Rotary(nn.Module):
-    """Has a parameter, a statistic, and a table that is no part of its state_dict, twice."""
+    """A model with a parameter, a statistic, and a table that is registered twice and is not in the
+    state_dict."""
 
     def __init__(self, scale: float = 1.0) -> None:
         super().__init__()
@@ -41,7 +43,7 @@ def distributed(net: nn.Module) -> tuple[shoal.ShardedModel, torch.optim.Optimiz
 
 
 def trained(net: nn.Module) -> dict[str, Any]:
-    """Its state."""
+    """Trains one step and returns the captured state."""
     model, optimizer = distributed(net)
     model(torch.randn(4, 3)).sum().backward()
     optimizer.step()

@@ -1,4 +1,4 @@
-"""Tests what people pass by mistake gets one error, which says what was expected."""
+"""Wrong arguments to the public API raise one error that states what was expected."""
 
 import re
 from collections.abc import Callable
@@ -114,7 +114,8 @@ def test_a_model_in_torchs_ddp_is_refused() -> None:
 
 
 def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> None:
-    """It would begin from nothing, and say nothing."""
+    """Resuming from a single checkpoint instead of its directory raises an error. Otherwise the run
+    would silently start from the beginning."""
 
     def save() -> None:
         make()
@@ -138,7 +139,8 @@ def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> 
 def test_ranks_whose_loaders_deal_otherwise_are_stopped_by_the_first_step(
     strategy: str, differing: str, named: str
 ) -> None:
-    """They would count samples twice and leave others out, and say nothing."""
+    """Ranks whose loaders differ are stopped by the first step. Otherwise they would silently train
+    some samples twice and skip others."""
 
     def rank() -> None:
         model, optimizer = make(strategy=strategy)

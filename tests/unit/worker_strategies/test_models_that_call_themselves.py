@@ -1,5 +1,5 @@
-"""A model whose forward pass calls the model, as a LightningModule's `training_step` does: its
-parameters are gathered once a pass."""
+"""A model whose forward pass calls the model itself, as the `training_step` of a LightningModule
+does: its parameters are gathered once per pass."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 SAMPLES, BATCH, PART = 20, 6, 2
-"""Numbers of samples in all, in a step and in a part. A step has three parts, so one of two ranks
-has one part fewer and takes part in the other's last pass without samples."""
+"""Number of samples in total, per step and per micro-batch. A step has three micro-batches. With
+two ranks, one has one micro-batch fewer and takes part in the other's last pass without samples."""
 
 
 class Calling(nn.Module):
-    """A model that gives predictions, or, called with targets, the loss of the predictions for
-    which it calls itself."""
+    """A model that returns predictions. When called with targets, it calls itself for the
+    predictions and returns their loss."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,5 +1,5 @@
-"""Tests what a module's `state_dict()` has beside plain tensors under the names of
-`named_parameters()`: other names, extra state, modes."""
+"""Modules whose `state_dict()` differs from their `named_parameters()`: renamed entries, extra
+state, and layers that depend on the training mode."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CUT = [name for name in STRATEGIES if name not in ("ddp", "local_sgd")]
 
 
 class Counter(nn.Module):
-    """Counts its training passes in extra state of any kind."""
+    """Counts its training passes in extra state whose type is given by `kind`."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -61,8 +61,8 @@ def wrapped() -> nn.Sequential:
 
 
 def renamed() -> nn.Sequential:
-    """A hook gives the parameters of the first layer other names, and leaves the frozen second
-    layer out."""
+    """Returns a network with state dict hooks that rename the first layer's parameters and omit the
+    frozen second layer."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 1))
     net[1].requires_grad_(False)
@@ -79,7 +79,7 @@ def renamed() -> nn.Sequential:
             if key.startswith(f"{prefix}first."):
                 state[f"{prefix}0.{key.rpartition('.')[2]}"] = state.pop(key)
 
-    net._register_state_dict_hook(rename)  # as wrappers of torch do
+    net._register_state_dict_hook(rename)  # as torch's wrappers do
     net.register_load_state_dict_pre_hook(back)
     return net
 
@@ -127,7 +127,7 @@ def test_state_under_other_names_than_the_parameters_is_saved_and_loaded(
 ) -> None:
     if make is wrapped and strategy in ("pipeline", "hybrid"):
         pytest.skip(
-            "a pipeline computes activations anew itself, and finds no blocks in wrapped ones"
+            "a pipeline recomputes activations itself and finds no blocks in wrapped layers"
         )
     wanted, after = plain(make), plain(make, 2)
 
@@ -179,7 +179,7 @@ def test_extra_state_goes_wherever_the_state_goes(tmp_path: Path, strategy: str,
             clone, "module", clone
         ).state_dict()["4._extra_state"]
 
-    passes = 12 if strategy == "pipeline" else 3  # which cuts a batch itself
+    passes = 12 if strategy == "pipeline" else 3  # pipeline splits each batch itself
     seen = {
         "dict": {"seen": passes},
         "number": passes,
@@ -212,7 +212,7 @@ def test_extra_state_that_cannot_travel_is_refused_at_once(strategy: str) -> Non
             return {"made": object()}
 
         def set_extra_state(self, state: object) -> None:
-            """Takes nothing."""
+            """Ignores the state."""
 
     with pytest.raises(ConfigurationError, match=r"0\._extra_state"):
         distributed(lambda: nn.Sequential(Odd(4, 8), nn.Linear(8, 1)), strategy)
@@ -236,7 +236,8 @@ def test_an_entry_that_a_hook_computes_from_parameters_is_refused_where_they_are
 
 
 def transposed(width: int) -> nn.Sequential:
-    """The first layer's weight is saved transposed, and transposed again when it is loaded."""
+    """Returns a network whose first weight is transposed by hooks when it is saved and when it is
+    loaded."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, width), nn.Tanh(), nn.Linear(width, 1))
 
@@ -288,8 +289,8 @@ def test_what_a_hook_converts_for_saving_its_counterpart_converts_back(
 
 
 class LoRA(nn.Linear):
-    """Merges its update into the weight in `eval()`, and takes it out in `train()`, as loralib's
-    does."""
+    """A layer that merges its update into the weight in `eval()` and removes it in `train()`, as in
+    loralib."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)

@@ -1,5 +1,5 @@
-"""Parameters of odd shapes, and in an odd order in memory: trained as in one process, also from a
-checkpoint of another strategy."""
+"""Parameters with unusual shapes or memory layouts train as in one process, also from a checkpoint
+of another strategy."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ OPTIMIZERS: dict[str, Any] = {
 
 
 class Net(nn.Module):
-    """Has a parameter without dimensions, one of one element, one without any, and two that do not
-    lie in memory row by row."""
+    """A model with a scalar parameter, a parameter of one element, an empty parameter, and two
+    parameters that are not contiguous in memory."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -71,7 +71,8 @@ def plain(optimizer: str) -> dict[str, torch.Tensor]:
 def train(
     strategy: str, optimizer: str, directory: Path | None, stop_at: int | None, micro: int | None
 ) -> dict[str, torch.Tensor]:
-    """Goes on from what is in the directory, and saves the step there that it stops at."""
+    """Resumes from `directory` and trains. At step `stop_at`, saves a checkpoint there and
+    returns."""
     net = Net()
     options: dict[str, Any] = {"tensor_parallel_size": 1} if strategy == "hybrid" else {}
     if strategy == "tensor":
@@ -133,7 +134,8 @@ def test_moments_of_odd_parameters_are_resumed(
 
 
 class Wide(torch.optim.Optimizer):
-    """Sums in float64, and counts in whole numbers, whatever the parameter's dtype."""
+    """An optimizer that keeps a sum in float64 and a count in int64, whatever the parameter's
+    dtype."""
 
     def __init__(self, parameters: Any) -> None:
         super().__init__(parameters, {"lr": 0.1})
@@ -185,8 +187,8 @@ def test_a_run_goes_on_in_another_dtype_with_moments_of_that(
 
 
 def test_what_an_optimizer_keeps_in_other_dtypes_is_kept_for_peers(tmp_path: Path) -> None:
-    """torch brings it to the parameter's; a worker that joins would go on with less than its peers
-    have."""
+    """Optimizer state in another dtype than its parameter keeps that dtype after a resume. torch
+    would convert it, and a joiner would have less precision than its peers."""
     ((expected, _),) = shoal.launch(
         in_another_dtype, "ddp", torch.bfloat16, Wide, tmp_path / "whole", 4, world_size=1
     )
@@ -226,7 +228,8 @@ def average(strategy: str, directory: Path, steps: int) -> dict[str, torch.Tenso
 def test_an_averaged_model_is_resumed_under_another_strategy(
     saved_by: str, strategy: str, tmp_path: Path
 ) -> None:
-    """The parameters that it copies have other names there."""
+    """An averaged model is resumed under another strategy, although the parameters that it copies
+    have other names there."""
     (expected,) = shoal.launch(average, "ddp", tmp_path / "whole", 2, world_size=1)
     shoal.launch(average, saved_by, tmp_path / "resumed", 1, world_size=2)
     for found in shoal.launch(average, strategy, tmp_path / "resumed", 2, world_size=2):
@@ -258,7 +261,8 @@ def test_gradients_that_depend_on_how_a_batch_is_dealt_are_warned_of(
 
 
 class AdamW(torch.optim.SGD):
-    """An optimizer of somebody else's, which keeps its moments as it likes."""
+    """A third-party optimizer with the name of one of torch's, which chooses the dtype of its
+    moments."""
 
 
 def test_moments_of_optimizers_of_others_are_left_as_they_were_made() -> None:

@@ -1,5 +1,5 @@
-"""One rule for buffers of every dtype, under every strategy: means, sums, extremes, and else alike
-or refused."""
+"""One rule for buffers of every dtype under every strategy: ranks combine them by mean, sum or
+extreme value. Other buffers must be equal on all ranks, or an error is raised."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FLAGS = [torch.bool, torch.uint8, torch.int32, torch.complex64]
 
 
 class Watch(nn.Module):
-    """Keeps a buffer of each kind, of the samples that come through it."""
+    """Keeps one buffer of each kind, computed from the samples that pass through the layer."""
 
     mean: torch.Tensor
     steps: torch.Tensor
@@ -105,8 +105,8 @@ def plain(net: nn.Module, samples: int = 48) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_one_rule_for_every_dtype_and_strategy(strategy: str, micro: int | None) -> None:
     if strategy == "pipeline" and micro is not None:
-        # it cuts micro-batches in two: in passes of one sample, a count of samples and one of steps
-        # are the same
+        # pipeline splits each micro-batch in two; with passes of one sample, a count of samples
+        # would equal a count of steps
         micro = 8
     for flag in FLAGS if micro is None else FLAGS[:1]:
         wanted = plain(make(flag))
@@ -164,8 +164,8 @@ def quantized(configuration: str) -> nn.Module:
 def test_observers_of_quantization_aware_training_are_those_of_one_process(
     strategy: str, configuration: str
 ) -> None:
-    """In the first pass ranks quantize by their own samples; the layers behind observe what comes
-    of that."""
+    """Observers have the values of one process. Those of later layers are not compared, because in
+    the first pass each rank quantizes by its own samples."""
     if strategy in ("tensor", "hybrid") and configuration == "x86":
         with pytest.raises(
             ConfigurationError,
@@ -183,7 +183,7 @@ def test_observers_of_quantization_aware_training_are_those_of_one_process(
         own = [name for name in wanted if name.startswith("0.") or "weight_fake_quant" in name]
         assert len(own) >= 15
         if strategy == "local_sgd":
-            # its moving averages follow each rank's own batches within a round
+            # its moving averages follow the batches of each rank within a round
             own = [name for name in own if "weight_fake_quant" in name]
         for name in own:
             assert torch.allclose(found[name].double(), wanted[name].double(), atol=1e-6), name
@@ -217,7 +217,7 @@ def test_observers_are_resumed(strategy: str, tmp_path: Path) -> None:
 
 
 class RegistersLate(nn.Linear):
-    """Registers a buffer in its first pass."""
+    """A layer that registers a buffer in its first forward pass."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if not hasattr(self, "seen"):
@@ -239,7 +239,8 @@ def test_a_buffer_that_a_pass_registers_is_refused(strategy: str) -> None:
 
 
 class Largest(nn.Module):
-    """Keeps the largest sample in integers, in and out of the state, and counts positive values."""
+    """Keeps the largest sample as an integer, outside of the state dict, and counts positive values
+    in a buffer."""
 
     def __init__(self, *, positives: bool) -> None:
         super().__init__()
@@ -271,12 +272,12 @@ def test_integers_that_need_not_be_counts_are_summed_with_a_warning_and_outside_
     assert max(shoal.launch(lambda: rank(positives=False), world_size=2)) == largest
     assert "int64" not in caplog.text
     shoal.launch(lambda: rank(positives=True), world_size=2)
-    # each rank says so once
+    # each rank logs the warning once
     assert caplog.text.count("int64 buffers ['top', 'count'] changed by different amounts") == 2
 
 
 class Tokens(nn.Module):
-    """Counts the tokens of its batches, of which all ranks have equally many."""
+    """Counts the tokens of its batches. All ranks have equally many."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Methods that an optimizer has beside torch's own."""
+"""Methods that an optimizer has in addition to torch's."""
 
 import pytest
 import shoal
@@ -8,7 +8,8 @@ from torch import nn
 
 
 class Averaging(torch.optim.SGD):
-    """Writes parameters in a method of its own, as schedule-free optimizers do in `eval()`."""
+    """An optimizer with an additional method that writes parameters, as schedule-free optimizers do
+    in `eval()`."""
 
     def halve(self) -> float:
         with torch.no_grad():
@@ -44,8 +45,8 @@ def test_under_ddp_it_is_the_optimizers_own() -> None:
 
 
 class Wrapper(torch.optim.Optimizer):
-    """Wraps another optimizer and has none of the attributes of torch's base class, as Lookahead is
-    often written."""
+    """Wraps another optimizer and lacks the attributes of torch's base class, like many
+    implementations of Lookahead."""
 
     def __init__(self, base: torch.optim.Optimizer) -> None:
         self.base, self.param_groups, self.state = base, base.param_groups, base.state

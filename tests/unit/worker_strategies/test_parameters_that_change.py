@@ -1,5 +1,5 @@
-"""Parameters that a script unfreezes, replaces or adds while it trains: trained as in one process,
-or refused; never by one rank alone."""
+"""A script unfreezes, replaces or adds parameters during training. They are trained as in one
+process or refused, but never trained by one rank only."""
 
 import re
 from collections.abc import Callable, Iterable
@@ -19,7 +19,7 @@ REDUCED = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp", "hybrid", "tensor",
 
 
 class Towers(nn.Module):
-    """Two towers, the second of which is frozen at first."""
+    """Two towers. The second one is frozen at first."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ class Towers(nn.Module):
         return self.first(x) + self.second(x)
 
     def encode(self, x: torch.Tensor) -> Any:
-        """A pass that no wrapper sees."""
+        """Computes the output without calling `forward`, so no wrapper notices the pass."""
         return self.first(x) + self.second(x)
 
 
@@ -55,7 +55,7 @@ def on_ranks(loop: Loop, world_size: int = 2, **options: Any) -> list[dict[str, 
             optimizer,
             shoal.ElasticDataLoader(TensorDataset(X, Y), global_batch_size=BATCH, shuffle=False),
         )
-        # as_distributed gives any model
+        # as_distributed is declared to return any model
         return model.full_state_dict()  # type: ignore[no-any-return]
 
     return shoal.launch(one, world_size=world_size)
@@ -190,7 +190,7 @@ def test_ddp_refuses_a_parameter_that_comes_into_the_module(change: Callable[...
 
 
 def moved_within_the_module(model: Any, net: Towers, optimizer: Any) -> None:
-    """Moves a parameter within the module as torch.nn.utils.prune does."""
+    """Moves a parameter to another name within the module, as torch.nn.utils.prune does."""
     weight = net.first[0].weight
     del net.first[0].weight
     net.first[0].register_parameter("weight_orig", weight)

@@ -1,5 +1,5 @@
-"""Tests when gradients are sent and waited for, on a group whose collectives complete when the test
-says so."""
+"""Times at which gradients are sent and waited for, tested on a group whose collectives complete
+when the test says so."""
 
 from __future__ import annotations
 
@@ -24,16 +24,15 @@ from torch.utils.checkpoint import checkpoint
 
 
 class Work:
-    """Writes into its tensor when it is waited for, as a late collective would, and then fails if
-    it is to."""
+    """A collective that writes its result only when it is waited for, as a late one would. It then
+    fails if `fails` is set."""
 
     def __init__(self, tensor: torch.Tensor, *, fails: bool) -> None:
         self.tensor, self.fails, self.waited = tensor, fails, False
 
 
 class ScriptedGroup:
-    """A group of two ranks that have the same gradients. The collectives numbered in `failing`
-    fail."""
+    """A group of two ranks with equal gradients. The collectives numbered in `failing` fail."""
 
     world_size = 2
 
@@ -57,7 +56,7 @@ class ScriptedGroup:
 
 
 class OneStepSession:
-    """The step in progress and the group, which is all that a reduction sees of a session."""
+    """A session with one step in progress and its group, which is all that a reduction uses."""
 
     elastic = True
 
@@ -69,7 +68,7 @@ class OneStepSession:
         )
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Nobody compares it."""
+        """Does nothing, because no other rank compares the result."""
 
     def prepare_step(self) -> None:
         self.step.prepare()
@@ -79,7 +78,7 @@ class OneStepSession:
 
 
 def deep() -> nn.Sequential:
-    """Five layers of 1.1 MB: a bucket each with bucket_cap_mb=1."""
+    """Returns five layers of 1.1 MB. With bucket_cap_mb=1, each has its own bucket."""
     return nn.Sequential(*(nn.Linear(530, 530) for _ in range(5)))
 
 
@@ -94,7 +93,7 @@ class Output:
     logits: torch.Tensor
 
 
-class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]  # as transformers declares it
+class ModelOutput(collections.OrderedDict):  # type: ignore[type-arg]  # declared as in transformers
     pass
 
 
@@ -128,7 +127,7 @@ def test_buckets_are_sent_while_the_backward_pass_goes_on(form: Callable[..., An
         form(logits) if form is not SimpleNamespace else SimpleNamespace(logits=logits)
     )
     logits.sum().backward()
-    # A layer's own hook comes after the reduction's.
+    # A layer's own hook runs after that of the reduction.
     assert group.happened == [event for i in (4, 3, 2, 1, 0) for event in ("sent", f"gradient {i}")]
     assert all(work.waited for work in group.works)
 
@@ -215,7 +214,7 @@ def test_parameters_shared_between_reentrant_checkpoints_are_one_clear_error() -
 def test_hooks_of_a_model_that_was_dropped_do_nothing() -> None:
     group = ScriptedGroup()
     net = deep()
-    overlapped(net, OneStepSession(group))  # and dropped
+    overlapped(net, OneStepSession(group))  # the reduction is dropped at once
     net(torch.ones(2, 530)).sum().backward()
     assert group.works == []
 

@@ -1,5 +1,5 @@
-"""Ranks that all train on the same batches of a plain DataLoader are stopped in the first steps;
-ranks that all evaluate on the same are warned."""
+"""Ranks that all train on the same batches of a plain DataLoader are stopped in the first steps.
+Ranks that all evaluate on the same batches are warned."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def train(
     directory: Path | None = None,
     **options: object,
 ) -> int:
-    """Five epochs of at most four steps."""
+    """Trains five epochs of at most four steps."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 1))
     model, optimizer = shoal.as_distributed(
@@ -190,7 +190,8 @@ def test_tiny_and_constant_data_is_trained_on(
 
 
 def evaluate_by_hand(how: str, strategy: str) -> None:
-    """Two epochs, and a validation set that a loop of the script's goes through after each."""
+    """Trains three epochs and evaluates on a validation set after each in the way named by
+    `how`."""
     torch.manual_seed(0)
     net = nn.Linear(4, 1)
     model, optimizer = shoal.as_distributed(
@@ -206,7 +207,7 @@ def evaluate_by_hand(how: str, strategy: str) -> None:
     for _ in range(3):
         for x, y in loader:
             with torch.no_grad():
-                model(x)  # a teacher, say
+                model(x)  # a pass without gradients, such as that of a teacher model
             nn.functional.mse_loss(model(x), y).backward()
             optimizer.step()
             optimizer.zero_grad()

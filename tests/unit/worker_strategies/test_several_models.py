@@ -1,5 +1,5 @@
-"""Several models in one loop end as in plain PyTorch, and what would train them otherwise is
-refused."""
+"""Training several models in one loop gives the same result as plain PyTorch. Usage that would
+train them differently is refused."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def dataset() -> TensorDataset:
     )
 
 
-def loss_of(said: torch.Tensor, truth: float) -> torch.Tensor:
-    return nn.functional.binary_cross_entropy_with_logits(said, torch.full_like(said, truth))
+def loss_of(logits: torch.Tensor, truth: float) -> torch.Tensor:
+    return nn.functional.binary_cross_entropy_with_logits(logits, torch.full_like(logits, truth))
 
 
 def take(
@@ -55,7 +55,7 @@ def take(
     generator_first: bool,
     both: bool,
 ) -> list[Any]:
-    """The updates for one batch."""
+    """Trains on one batch and returns the results of the optimizers' steps."""
     generator, discriminator = models
 
     def discriminate() -> Any:
@@ -99,14 +99,14 @@ def distributed(
     models = make()
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
-    said = []
+    outcomes = []
     for _ in loader.epochs(2):
         for real, noise in loader:
             both = loader.global_step % every == 0
-            said.append(
+            outcomes.append(
                 take(models, optimizers, real, noise, generator_first=generator_first, both=both)
             )
-    return [value for model in models for value in model.full_state_dict().values()], said
+    return [value for model in models for value in model.full_state_dict().values()], outcomes
 
 
 @pytest.mark.parametrize("world_size", [1, 3])
@@ -116,16 +116,16 @@ def test_they_end_as_in_plain_pytorch(
     strategy: str, generator_first: bool, every: int, world_size: int
 ) -> None:
     expected = plain(generator_first=generator_first, every=every)
-    for values, said in shoal.launch(
+    for values, outcomes in shoal.launch(
         distributed, strategy, generator_first, every, world_size=world_size
     ):
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-11)
-        assert said[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
-        assert not said[0][0]
+        assert outcomes[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
+        assert not outcomes[0][0]
 
 
-def with_norms(strategy: str) -> list[torch.Tensor]:
+def train_with_norms(strategy: str) -> list[torch.Tensor]:
     torch.set_num_threads(1)
     models = make(norms=True)
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
@@ -137,8 +137,8 @@ def with_norms(strategy: str) -> list[torch.Tensor]:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero3"])
 def test_layers_that_ask_other_ranks_do_so_behind_an_update_too(strategy: str) -> None:
-    (expected,) = shoal.launch(with_norms, strategy, world_size=1)
-    for values in shoal.launch(with_norms, strategy, world_size=2):
+    (expected,) = shoal.launch(train_with_norms, strategy, world_size=1)
+    for values in shoal.launch(train_with_norms, strategy, world_size=2):
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-7, atol=1e-9)
 
@@ -181,7 +181,7 @@ def test_an_update_of_a_batch_that_was_left_is_put_back(strategy: str, tmp_path:
     )
     shoal.save_checkpoint(tmp_path)
     scheduler.step()
-    assert scheduler.last_epoch == 1, "what comes behind the loop counts"
+    assert scheduler.last_epoch == 1, "a scheduler step after the loop counts"
     assert [float(each["step"]) for each in optimizers[1].state_dict()["state"].values()] == steps
     assert all(
         torch.equal(one, other) for one, other in zip(parameters_of(models[1]), before, strict=True)
@@ -260,7 +260,8 @@ def test_a_batch_of_another_loader_between_two_updates_is_refused() -> None:
 
 
 def across_an_update(strategy: str, options: dict[str, Any]) -> str:
-    """The generator's loss goes through a pass of the discriminator from before that one's step."""
+    """Backpropagates the generator's loss through a pass of the discriminator that was made before
+    the discriminator's step. Returns the error."""
     torch.set_num_threads(1)
     models = make()
     models, optimizers = shoal.as_distributed(
@@ -268,13 +269,13 @@ def across_an_update(strategy: str, options: dict[str, Any]) -> str:
     )
     (generator, discriminator), (of_generator, of_discriminator) = models, optimizers
     for real, noise in shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False):
-        said = discriminator(generator(noise))
+        logits = discriminator(generator(noise))
         of_discriminator.zero_grad()
-        (loss_of(discriminator(real), 1.0) + loss_of(said.detach(), 0.0)).backward()
+        (loss_of(discriminator(real), 1.0) + loss_of(logits.detach(), 0.0)).backward()
         of_discriminator.step()
         of_generator.zero_grad()
         try:
-            loss_of(said, 1.0).backward()
+            loss_of(logits, 1.0).backward()
         except PreconditionError as error:
             return str(error)
         of_generator.step()
@@ -284,12 +285,13 @@ def across_an_update(strategy: str, options: dict[str, Any]) -> str:
 @pytest.mark.parametrize("strategy", ["ddp", "zero2", "zero3", "tensor"])
 def test_gradients_through_a_pass_from_before_the_models_update_are_refused(strategy: str) -> None:
     options = {"minimum_parameter_group_size": 16} if strategy == "tensor" else {}
-    for said in shoal.launch(across_an_update, strategy, options, world_size=2):
-        assert "through a forward pass of model 1 from before its optimizer's step" in said
+    for message in shoal.launch(across_an_update, strategy, options, world_size=2):
+        assert "through a forward pass of model 1 from before its optimizer's step" in message
 
 
-def left_and_asked(strategy: str, options: dict[str, Any]) -> bool:
-    """Leaves a loop between two updates, and computes with the model that was updated."""
+def predict_after_leaving(strategy: str, options: dict[str, Any]) -> bool:
+    """Leaves a loop between two updates and predicts with the updated model. Returns whether the
+    predictions are those from before the updates."""
     torch.set_num_threads(1)
     models = make()
     models, optimizers = shoal.as_distributed(
@@ -335,7 +337,7 @@ def left_and_asked(strategy: str, options: dict[str, Any]) -> bool:
 def test_a_model_computes_with_what_was_put_back(
     strategy: str, options: dict[str, Any], world_size: int
 ) -> None:
-    assert all(shoal.launch(left_and_asked, strategy, options, world_size=world_size))
+    assert all(shoal.launch(predict_after_leaving, strategy, options, world_size=world_size))
 
 
 @pytest.mark.usefixtures("fresh_session")
@@ -426,7 +428,8 @@ def test_buffers_of_a_model_that_is_not_updated_follow_its_passes(strategy: str)
 
 
 def in_another_order(strategy: str) -> str:
-    """Twins: gradients of one would fit the other."""
+    """Trains two identical models, whose gradients would fit each other, and steps their optimizers
+    in a different order on each rank. Returns the error."""
     torch.manual_seed(0)
     models = (nn.Linear(3, 1).double(), nn.Linear(3, 1).double())
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
@@ -445,10 +448,10 @@ def in_another_order(strategy: str) -> str:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero2"])
 def test_ranks_that_step_optimizers_in_another_order_are_told_so(strategy: str) -> None:
-    for said in shoal.launch(in_another_order, strategy, world_size=2):
+    for message in shoal.launch(in_another_order, strategy, world_size=2):
         assert (
             "rank 0 has stepped the optimizer of model 0, rank 1 has stepped the optimizer of "
-            "model 1" in said
+            "model 1" in message
         )
 
 
@@ -484,8 +487,8 @@ def test_activations_are_computed_again_behind_an_update_too(strategy: str) -> N
 
 
 def frozen_by_the_script(strategy: str, generator_first: bool) -> list[torch.Tensor]:
-    """Trains the pair with the discriminator frozen for the generator's passes, as many scripts do
-    to spare its gradients."""
+    """Trains the pair with the discriminator frozen during the generator's passes, as many scripts
+    do to save its gradients."""
     models = make()
     models, optimizers = shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)

@@ -1,4 +1,4 @@
-"""Several models whose layers are split over the ranks, each by a plan of its own, end as in plain
+"""Several models whose layers are split over the ranks, each by its own plan, train as in plain
 PyTorch."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch import nn
 from tests.unit.worker_strategies.test_several_models import BATCH, dataset, loss_of, optimizers_of
 
 SMALL = {"minimum_parameter_group_size": 16}
-"""Layers of this size and above are split: all but the last of the discriminator."""
+"""Splits all layers except the last one of the discriminator, which is smaller."""
 LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     "tensor": ("tensor", SMALL, 2),
     "two_replicas": (
@@ -36,12 +36,12 @@ LAYOUTS: dict[str, tuple[str, dict[str, Any], int]] = {
     },
     "hybrid_data": ("hybrid", {"data_parallel_strategy": "zero2"}, 2),
 }
-"""A strategy, its options and a number of ranks."""
+"""Strategy, options and number of ranks by layout name."""
 
 
 def make(kind: str) -> tuple[nn.Module, nn.Module]:
-    """`kind`: with "norms" in it puts a BatchNorm into the generator, the last layer of which would
-    be the same without."""
+    """Returns a generator and a discriminator. If `kind` contains "norms", the generator has a
+    BatchNorm layer, and the position of its last layer changes."""
     torch.manual_seed(0)
     norm = [nn.BatchNorm1d(8)] if "norms" in kind else []
     return (
@@ -53,15 +53,15 @@ def make(kind: str) -> tuple[nn.Module, nn.Module]:
 def take(
     models: Any, optimizers: Any, real: torch.Tensor, noise: torch.Tensor, kind: str, number: int
 ) -> list[Any]:
-    """The updates for one batch.
+    """Trains on one batch and returns the results of the optimizers' steps.
 
-    `kind`: "generator_first"; or "seldom", the generator steps for every third batch; "frozen", the
-    discriminator is frozen for the generator's passes; "attached", the discriminator's loss leaves
-    gradients in the generator; "cleared", gradients are cleared behind the steps, not before the
-    passes.
+    kind: "generator_first" steps the generator first; "seldom" steps it for every third batch only;
+    "frozen" freezes the discriminator during the generator's passes; "attached" lets the
+    discriminator's loss leave gradients in the generator; "cleared" clears gradients after the
+    steps instead of before the passes.
     """
     generator, discriminator = models
-    said = []
+    outcomes = []
 
     def discriminate() -> None:
         if kind == "frozen":
@@ -73,7 +73,7 @@ def take(
             loss_of(discriminator(real), 1.0)
             + loss_of(discriminator(made if kind == "attached" else made.detach()), 0.0)
         ).backward()
-        said.append(optimizers[1].step())
+        outcomes.append(optimizers[1].step())
         if "cleared" in kind:
             optimizers[1].zero_grad()
 
@@ -83,7 +83,7 @@ def take(
         if "cleared" not in kind:
             optimizers[0].zero_grad()
         loss_of(discriminator(generator(noise)), 1.0).backward()
-        said.append(optimizers[0].step())
+        outcomes.append(optimizers[0].step())
         if "cleared" in kind:
             [optimizer.zero_grad() for optimizer in optimizers]
 
@@ -91,7 +91,7 @@ def take(
     for update in order:
         if update is discriminate or kind != "seldom" or number % 3 == 0:
             update()
-    return said
+    return outcomes
 
 
 def plain(kind: str) -> list[torch.Tensor]:
@@ -113,11 +113,11 @@ def distributed(layout: str, kind: str) -> tuple[list[torch.Tensor], list[Any]]:
         models, optimizers_of(*models), strategy=strategy, **options
     )
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
-    said = []
+    outcomes = []
     for _ in loader.epochs(2):
         for real, noise in loader:
-            said.append(take(models, optimizers, real, noise, kind, loader.global_step))
-    return [value for model in models for value in model.full_state_dict().values()], said
+            outcomes.append(take(models, optimizers, real, noise, kind, loader.global_step))
+    return [value for model in models for value in model.full_state_dict().values()], outcomes
 
 
 ALL = [*LAYOUTS]
@@ -150,15 +150,15 @@ QUICK = {
 )
 def test_they_end_as_in_plain_pytorch(layout: str, kind: str) -> None:
     expected = plain(kind)
-    for values, said in shoal.launch(distributed, layout, kind, world_size=LAYOUTS[layout][2]):
+    for values, outcomes in shoal.launch(distributed, layout, kind, world_size=LAYOUTS[layout][2]):
         for value, other in zip(values, expected, strict=True):
             torch.testing.assert_close(value, other, rtol=1e-9, atol=1e-11)
-        assert said[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
+        assert outcomes[0] == [StepStatus.PENDING, StepStatus.COMMITTED]
 
 
 def by_hand(_: int) -> list[torch.Tensor]:
-    """Trains in a loop without a loader of Shoal's: both ranks, which hold one replica, take the
-    whole batch."""
+    """Trains in a loop without Shoal's loader: both ranks of the single replica take the whole
+    batch."""
     torch.set_num_threads(1)
     models = make("")
     models, optimizers = shoal.as_distributed(
@@ -177,8 +177,8 @@ def test_a_loop_without_a_loader_ends_as_in_plain_pytorch() -> None:
 
 
 def evaluated(layout: str) -> tuple[float, float]:
-    """Evaluates the discriminator between two epochs; and what it says in them is the same before
-    and behind that."""
+    """Evaluates the discriminator before each epoch. Returns the last result and the output of a
+    clone taken after training."""
     torch.set_num_threads(1)
     strategy, options, _ = LAYOUTS[layout]
     models = make("")
@@ -188,13 +188,13 @@ def evaluated(layout: str) -> tuple[float, float]:
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, shuffle=False)
     validation = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, train=False)
     for _ in loader.epochs(2):
-        told = shoal.evaluate(
+        result = shoal.evaluate(
             models[1], validation, lambda model, batch: {"sum": float(model(batch[0]).sum())}
         )["sum"]
         for number, batch in enumerate(loader):
             take(models, optimizers, *batch, "", number)
     discriminator = models[1].clone()
-    return told, float(discriminator(dataset().tensors[0]).detach().sum())
+    return result, float(discriminator(dataset().tensors[0]).detach().sum())
 
 
 @pytest.mark.parametrize("layout", ["tensor", "hybrid_zero2"])
@@ -208,13 +208,13 @@ def test_a_model_is_evaluated_between_epochs(layout: str) -> None:
         ):
             take(models, optimizers, *batch, "", number)
     sums.append(float(models[1](dataset().tensors[0]).detach().sum()))
-    for told in shoal.launch(evaluated, layout, world_size=LAYOUTS[layout][2]):
-        assert told == pytest.approx(sums[1:], rel=1e-8)
+    for result in shoal.launch(evaluated, layout, world_size=LAYOUTS[layout][2]):
+        assert result == pytest.approx(sums[1:], rel=1e-8)
 
 
 def planned(given: Any) -> list[int]:
-    """Trains with a plan for each model. Returns how many elements of each model's first weight
-    this rank has."""
+    """Trains with one plan per model. Returns the number of elements of each model's first weight
+    that this rank owns."""
     models = make("")
     models, optimizers = shoal.as_distributed(
         models, optimizers_of(*models), strategy="tensor", plan=given, **SMALL
@@ -252,7 +252,8 @@ def test_several_models_in_pipeline_stages_are_refused() -> None:
 
 
 def too_small(_: int) -> str:
-    """The second model, which has one row, cannot be split."""
+    """Distributes two models of which the second has a single row and cannot be split. Returns the
+    error."""
     models = (nn.Linear(3, 8), nn.Linear(8, 1))
     try:
         shoal.as_distributed(
@@ -264,8 +265,8 @@ def too_small(_: int) -> str:
 
 
 def test_a_model_that_cannot_be_cut_for_the_ranks_is_refused_whichever_it_is() -> None:
-    for said in shoal.launch(too_small, 0, world_size=2):
-        assert "its 1 rows, in pieces of 1, leave a rank without any" in said
+    for message in shoal.launch(too_small, 0, world_size=2):
+        assert "its 1 rows, in pieces of 1, leave a rank without any" in message
 
 
 def test_the_ranks_are_divided_so_that_every_model_can_be_cut() -> None:

@@ -1,5 +1,5 @@
-"""Tensors of a model that share memory without being the same object: refused where each would go
-on by itself, right elsewhere."""
+"""Tensors of a model that share memory without being the same object are refused if training would
+update them separately, and trained correctly otherwise."""
 
 import re
 from collections.abc import Callable

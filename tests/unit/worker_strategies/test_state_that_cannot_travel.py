@@ -1,5 +1,5 @@
-"""Optimizer state that no worker could receive is refused in the first step, not when the first one
-joins."""
+"""Optimizer state that cannot be sent to a worker is refused in the first step, not when the first
+worker joins."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRATEGIES: dict[str, dict[str, Any]] = {
 
 
 class Remembering(torch.optim.SGD):
-    """Keeps what `remember` makes beside each parameter."""
+    """An optimizer that stores the result of `remember` in the state of each parameter."""
 
     remember: Any = None
 

@@ -1,5 +1,5 @@
-"""Streams under the strategies: the parameters of one rank on the whole batches, also where the
-items do not divide; refusals."""
+"""Training on streams: under each strategy, the parameters equal those of one rank on whole
+batches, also when the items do not divide evenly. Unsupported streams are refused."""
 
 import itertools
 
@@ -145,7 +145,7 @@ def test_each_shard_is_evaluated_by_one_rank_though_they_are_uneven(strategy):
     read.clear()
     for each in shoal.launch(sums, world_size=2):
         assert each == pytest.approx(alone)
-    looks = [0, 0]  # all ranks look at the first item
+    looks = [0, 0]  # every rank reads the first item once to inspect it
     assert sorted(read) == sorted([*range(ITEMS), *looks])
 
 

@@ -1,5 +1,5 @@
-"""SyncBatchNorm normalizes over the samples of all ranks: trained by several, a model is what one
-process makes of it with BatchNorm."""
+"""SyncBatchNorm normalizes over the samples of all ranks: several ranks train the same model as one
+process with BatchNorm."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from torch.utils.data import TensorDataset
 from tests.unit.worker_strategies.alike import assert_alike
 
 SAMPLES, BATCH, EPOCHS = 26, 7, 2
-"""The last batch of an epoch has 5 samples: of three ranks one has fewer than the others, and of
-seven two have a stand-in."""
+"""The last batch of an epoch has 5 samples. With three ranks, one has fewer samples than the
+others. With seven, two have none and use a placeholder."""
 SYNCHRONIZED = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
 
@@ -143,7 +143,7 @@ def test_copies_and_evaluation_need_no_other_rank() -> None:
         net = network(synchronized=True)
         model, _ = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
         x = data().tensors[0]
-        if shoal.rank() == 0:  # the other one does nothing
+        if shoal.rank() == 0:  # rank 1 does nothing
             copied = copy.deepcopy(net)
             copied.train()
             copied(x)

@@ -1,5 +1,5 @@
-"""Loops that treat gradients and passes in unusual ways end as one process does, or are told that
-they cannot."""
+"""Loops with unusual passes or unusual handling of gradients train as in one process, or raise an
+error."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from torch.utils.data import TensorDataset
 CUT = ["zero1", "zero2", "zero3", "fsdp", "hsdp"]
 SPLIT = ["tensor", "hybrid"]
 SAMPLES, BATCH = 28, 14
-"""Micro-batches of 4, 4, 4 and 2."""
+"""Samples in total and per batch. A batch is split into micro-batches of 4, 4, 4 and 2."""
 
 Batches = Iterable[tuple[torch.Tensor, torch.Tensor]]
 Loop = Callable[[Any, Any, Batches], None]
 
 
 class Net(nn.Module):
-    """Has a method beside `forward` that trains a part of it."""
+    """A model whose additional method `loss` trains part of it without `forward`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +94,7 @@ def assert_as_in_one_process(strategy: str, loop: Loop, *, world_size: int = 2) 
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
-# ------------------------------------------------------------------------------ gradients that stay
+# ----------------------------------------------------------------------------- retained gradients
 
 
 def clears_every_second_step(model: Any, optimizer: Any, batches: Batches) -> None:
@@ -122,7 +122,7 @@ def clears_by_hand(model: Any, optimizer: Any, batches: Batches) -> None:
 
 
 def clears_what_another_pass_has_left(model: Any, optimizer: Any, batches: Batches) -> None:
-    """Clears gradients of another pass, such as those that a GAN's generator leaves in the
+    """Clears gradients that another pass has left, as a GAN's generator leaves some in the
     discriminator."""
     for x, y in batches:
         loss_of(model, x, y).backward()
@@ -132,7 +132,7 @@ def clears_what_another_pass_has_left(model: Any, optimizer: Any, batches: Batch
 
 
 def clears_what_the_same_pass_has_left(model: Any, optimizer: Any, batches: Batches) -> None:
-    """Two losses of one forward pass; the gradients of the first are looked at, and thrown away."""
+    """Computes two losses of one forward pass and discards the gradients of the first."""
     for x, y in batches:
         output = model(x)
         nn.functional.mse_loss(output, y).backward(retain_graph=True)
@@ -190,7 +190,7 @@ def test_gradients_are_cleared_anywhere_before_they_are_needed(strategy: str, lo
 
 
 def trains_by_a_method(model: Any, optimizer: Any, batches: Batches) -> None:
-    """The passes do not go through `model(...)`."""
+    """Trains without calling `model(...)`."""
     for x, y in batches:
         model.loss(x, y).backward()
         optimizer.step()
@@ -216,7 +216,7 @@ def trains_by_a_registered_method(model: Any, optimizer: Any, batches: Batches) 
 
 
 def mixes_a_registered_method_with_forward(model: Any, optimizer: Any, batches: Batches) -> None:
-    """Both in one step, with a look at the output in evaluation mode before."""
+    """Uses both in each step, after a pass in evaluation mode."""
     registered(model, "loss")
     for x, y in batches:
         model.eval()
@@ -268,7 +268,7 @@ def in_micro_batches(strategy: str) -> dict[str, torch.Tensor]:
 def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_numbers(
     strategy: str,
 ) -> None:
-    expected = plain(plainly)
+    expected = plain(train_plainly)
     for state in shoal.launch(functools.partial(in_micro_batches, strategy), world_size=3):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
@@ -286,19 +286,19 @@ def test_a_method_that_cannot_be_a_pass_is_refused() -> None:
     def rank(strategy: str, name: str) -> None:
         prepared(strategy)[0].register_forward_method(name)
 
-    for strategy, name, said in [
+    for strategy, name, message in [
         ("zero3", "encode", "Net has no method of that name"),
         ("zero3", "body", "Net has no method of that name"),
         ("zero3", "predict", "the model has a method of its own of that name"),
         ("tensor", "loss", "layers and stages are split along the module's forward pass"),
     ]:
-        with pytest.raises(ConfigurationError, match=said):
+        with pytest.raises(ConfigurationError, match=message):
             shoal.launch(rank, strategy, name, world_size=2)
 
 
 def by_turns(strategy: str) -> dict[str, torch.Tensor]:
-    """The first micro-batch of a step goes through the model, the others through a method of the
-    module."""
+    """Trains with `model(...)` for the first micro-batch of a step and with a method of the module
+    for the others."""
     model, optimizer, loader = prepared(strategy, micro=4)
     for _ in loader.epochs(3):
         for step in loader.steps():
@@ -310,7 +310,7 @@ def by_turns(strategy: str) -> dict[str, torch.Tensor]:
     return state
 
 
-def plainly(model: Any, optimizer: Any, batches: Batches) -> None:
+def train_plainly(model: Any, optimizer: Any, batches: Batches) -> None:
     for x, y in batches:
         optimizer.zero_grad()
         loss_of(model, x, y).backward()
@@ -322,14 +322,14 @@ def plainly(model: Any, optimizer: Any, batches: Batches) -> None:
 def test_each_micro_batch_has_its_own_weight_whatever_it_goes_through(
     strategy: str, world_size: int
 ) -> None:
-    expected = plain(plainly)
+    expected = plain(train_plainly)
     for state in shoal.launch(functools.partial(by_turns, strategy), world_size=world_size):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
 
 
 def penalizes(model: Any, optimizer: Any, batches: Batches) -> None:
-    """A penalty on the gradient of the output by the input, as of a Wasserstein GAN: its backward
-    pass goes through a backward pass."""
+    """Adds a penalty on the gradient with respect to the input, as a Wasserstein GAN does. The
+    backward pass goes through another backward pass."""
     for x, y in batches:
         x = x.clone().requires_grad_()
         output = model(x)
@@ -365,7 +365,7 @@ def penalizes_in_parts(strategy: str, parts: int | None) -> dict[str, torch.Tens
 
 def penalizes_once(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
     x = x.clone().requires_grad_()
-    model(x.detach())  # a pass that nothing comes of
+    model(x.detach())  # the result of this pass is not used
     output = model(x)
     (slope,) = torch.autograd.grad(output.sum(), x, create_graph=True)
     (nn.functional.mse_loss(output, y) + 0.1 * slope.square().sum(1).mean()).backward()
@@ -373,8 +373,8 @@ def penalizes_once(model: Any, x: torch.Tensor, y: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("strategy", ["zero3", "fsdp"])
 def test_ranks_with_fewer_micro_batches_take_part_in_all_passes_of_one(strategy: str) -> None:
-    """Two of three ranks have one micro-batch and one has two. It must repeat everything that a
-    rank with one does."""
+    """Ranks with one micro-batch take part in all passes of the rank with two, including the second
+    backward pass for the gradient penalty."""
     expected = plain(penalizes)
     for state in shoal.launch(functools.partial(penalizes_in_parts, strategy, 4), world_size=3):
         torch.testing.assert_close(state, expected, rtol=0, atol=1e-12)
@@ -384,7 +384,7 @@ def test_ranks_with_fewer_micro_batches_take_part_in_all_passes_of_one(strategy:
 
 
 class Raising(torch.autograd.Function):
-    """Its backward pass raises once."""
+    """A function whose backward pass raises once."""
 
     armed = False
 
@@ -428,7 +428,7 @@ def test_a_backward_pass_that_was_caught_half_way_is_told(strategy: str) -> None
 
 
 def hook(*_: Any) -> None:
-    """A step hook."""
+    """A hook for optimizer steps that does nothing."""
 
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor"])

@@ -1,5 +1,5 @@
-"""`shoal.whole_batch`: with a loss that compares all samples of a batch, several ranks train what
-one process trains."""
+"""`shoal.whole_batch`: with a loss that compares all samples of a batch, several ranks train the
+same model as one process."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from torch.utils.data import TensorDataset
 from tests.unit.worker_strategies.alike import assert_alike
 
 SAMPLES, BATCH, EPOCHS = 26, 7, 2
-"""The last batch of an epoch has 5 samples: of three ranks one has fewer than the others, and of
-seven two have a stand-in."""
+"""The last batch of an epoch has 5 samples. With three ranks, one has fewer samples than the
+others. With seven, two have none and use a placeholder."""
 MEETING = ["ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp"]
 
 
 class Encoder(nn.Module):
-    """Two views to one space, and the temperature that their likeness is divided by."""
+    """Maps two views to one space and has a learned temperature for their similarity."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def data() -> TensorDataset:
 
 
 def contrast(x: torch.Tensor, y: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """Each sample is to be told from all others (van den Oord et al., 2018, equation 4)."""
+    """Returns the contrastive loss of a batch of pairs (van den Oord et al., 2018, equation 4)."""
     likeness = scale * nn.functional.normalize(x, dim=1) @ nn.functional.normalize(y, dim=1).T
     same = torch.arange(len(x))
     return nn.functional.cross_entropy(likeness, same) + nn.functional.cross_entropy(
@@ -165,13 +165,14 @@ def test_other_strategies_refuse_it_and_name_those_that_have_it(strategy: str) -
 
 
 def test_async_sgd_refuses_it_as_well() -> None:
-    declared = registry.find("async_sgd")[0].declaration  # shoal.launch has no servers
+    # declared, because shoal.launch starts no parameter servers
+    declared = registry.find("async_sgd")[0].declaration
     assert "take ddp, zero1, " in str(
         registry.why_no_whole_batch(declared, shoal.ShardingConfiguration())
     )
 
 
-# torch.compile's, of what it looks at
+# raised by torch.compile when it inspects tensors
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
 def test_checkpointed_blocks_ask_the_ranks_again_in_their_backward_pass_and_compiled_ones_too() -> (
     None

@@ -1,5 +1,5 @@
-"""Tests what a script finds in `optimizer.param_groups`, where the optimizer updates pieces: the
-model's own parameters, and the settings."""
+"""`optimizer.param_groups` shows a script the model's own parameters and the settings, although the
+inner optimizer updates shards."""
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ def elements(strategy: str) -> list[list[int]]:
 
 @pytest.mark.parametrize("strategy", ["zero1", "zero3", "tensor", "hybrid"])
 def test_each_parameter_is_there_once_and_whole_on_every_rank(strategy: str) -> None:
-    """Also where ranks mirror each other's pieces."""
+    """Every rank sees each parameter once and unsharded in `param_groups`, also when ranks mirror
+    each other's shards."""
     ranks = 2 if strategy == "tensor" else 3
     assert shoal.launch(elements, strategy, world_size=ranks) == [[[32, 16], [8, 2]]] * ranks
 
@@ -146,7 +147,8 @@ def test_a_group_that_a_script_appends_is_refused() -> None:
 
 
 def scaled(strategy: str) -> list[Any]:
-    """Unscales, and clips; the second step overflows."""
+    """Trains with a grad scaler that unscales and clips. The gradients of the second step
+    overflow."""
     _, model, optimizer, _ = make(strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=100)
     norms = []
@@ -177,7 +179,8 @@ def test_a_grad_scaler_unscales_what_the_ranks_update(strategy: str) -> None:
 
 
 def scaled_in_parts(strategy: str) -> list[float]:
-    """Five samples in micro-batches of one: in the last step two of three ranks have none."""
+    """Trains on five samples in micro-batches of one. In the last step, two of three ranks have
+    none."""
     _, model, optimizer, _ = make(strategy)
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     for step in shoal.ElasticDataLoader(
@@ -207,18 +210,18 @@ def compares_groups(strategy: str) -> list[Any]:
     one, *others = optimizer.param_groups
     one |= {"lr": 0.5}
     optimizer.param_groups[0] = one
-    told = [
+    answers = [
         one["lr"],
         optimizer.optimizer.param_groups[0]["lr"],
         one == dict(one),
         one == {},
         "lr" in list(reversed(one)),
     ]
-    return [*told, *[one == other for other in others], optimizer.state.get("nothing") is None]
+    return [*answers, *[one == other for other in others], optimizer.state.get("nothing") is None]
 
 
 def test_groups_are_compared_and_merged_as_dicts_are() -> None:
-    for told in shoal.launch(compares_groups, "zero1", world_size=2):
-        assert told[:5] == [0.5, 0.5, True, False, True]
-        assert not any(told[5:-1])
-        assert told[-1]
+    for answers in shoal.launch(compares_groups, "zero1", world_size=2):
+        assert answers[:5] == [0.5, 0.5, True, False, True]
+        assert not any(answers[5:-1])
+        assert answers[-1]

@@ -1,5 +1,5 @@
-"""Optimizers that look at whole tensors or rows: right where tensors are whole or dealt whole,
-refused where they are cut."""
+"""Optimizers that need whole tensors or rows work under strategies that keep tensors whole and are
+refused under those that split them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ X = torch.randn(24, 6, generator=torch.Generator().manual_seed(1))
 
 
 def mean_square(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-    """In float32, whatever the passes compute in: torch 2.11 takes no other."""
+    """Returns the mean squared error in float32, whatever dtype the passes use: torch 2.11 accepts
+    no other."""
     return nn.functional.mse_loss(output.float(), targets)
 
 
@@ -48,7 +49,7 @@ def network(*, bias: bool = True) -> nn.Module:
 def alone(
     kind: Make, *, bias: bool = True, clip: float = 0.1
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Returns what one process comes to after all batches."""
+    """Trains in one process and returns the model's and the optimizer's state."""
     net = network(bias=bias)
     optimizer = kind(net)
     for batch in X.split(8):
@@ -62,8 +63,8 @@ def alone(
 def train(
     kind: Make, strategy: str, *, bias: bool = True, clip: float = 0.1, **options: Any
 ) -> tuple[dict[str, Any], dict[str, Any], int]:
-    """Runs a rank. Returns the whole model's and optimizer's state, and the elements of the
-    optimizer's state that are here."""
+    """Trains one rank. Returns the full state of the model and the optimizer, and the number of
+    elements of optimizer state on this rank."""
     net = network(bias=bias)
     model, optimizer = shoal.as_distributed(net, kind(net), strategy=strategy, **options)
     loader = shoal.ElasticDataLoader(
@@ -115,7 +116,8 @@ def test_where_tensors_are_dealt_to_the_ranks_they_do_so_too(
         for v in own.values()
         if isinstance(v, torch.Tensor) and v.dim()
     )
-    assert sum(held for _, _, held in ranks) == 2 * whole  # each with a mirror, or in two replicas
+    # each tensor is also mirrored, or there are two replicas
+    assert sum(held for _, _, held in ranks) == 2 * whole
 
 
 def train_with_a_scaler(kind: Make, strategy: str) -> dict[str, Any]:
@@ -168,7 +170,7 @@ def test_muon_takes_the_steps_of_one_process(strategy: str) -> None:
     for state, saved, _ in shoal.launch(lambda: train(muon, strategy, bias=False), world_size=3):
         torch.testing.assert_close(
             dict(state), dict(model), rtol=0, atol=2e-3
-        )  # it computes in bfloat16, of gradients summed in another order
+        )  # Muon computes in bfloat16, and the gradients are summed in another order
         torch.testing.assert_close(saved["state"], optimizer["state"], rtol=1e-2, atol=1e-4)
 
 
@@ -221,7 +223,7 @@ def test_tensors_are_dealt_whole_and_evenly(shapes: list[tuple[int, ...]], world
     for index, numel in enumerate(layout.numels):
         assert sorted(own[index].length for own in pieces)[-2:] in ([0, numel], [numel])
     loads = [sum(piece.length for piece in own) for own in pieces]
-    # the last tensor of the fullest rank went where there was least
+    # the last tensor of the fullest rank was assigned when that rank had the least
     assert max(loads) - min(loads) <= max(layout.numels)
     elements = torch.arange(layout.numel)
     shards = [layout.shard_of(elements, rank) for rank in range(world_size)]
@@ -240,7 +242,7 @@ def test_strategies_that_cut_tensors_refuse_them(strategy: str) -> None:
 
 
 class Own(torch.optim.SGD):
-    """Nobody knows it."""
+    """An optimizer that Shoal does not know."""
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Writes to parameters and buffers between two steps are carried if all ranks write
-alike, an error otherwise."""
+"""Writes to parameters and buffers between two steps are kept if all ranks write the same values.
+Otherwise an error is raised."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from torch.utils.data import TensorDataset
 
 X = torch.randn(48, 4, generator=torch.Generator().manual_seed(0))
 HERE = ["ddp", "zero1", "zero2", "tensor", "hybrid"]
-"""Ranks have the values between steps, of layers that `tensor` does not split."""
+"""Strategies under which each rank has the full values between steps, at least of layers that
+`tensor` does not split."""
 ELSEWHERE = ["zero3", "fsdp", "hsdp"]
 Write = Callable[[int, nn.Module], None]
 
 
 class Net(nn.Module):
-    """Counts its batches, and the samples in them."""
+    """Counts its batches and their samples in buffers."""
 
     samples: torch.Tensor
     gain: torch.Tensor
@@ -175,7 +176,7 @@ def test_one_rank_may_swap_weights_for_an_evaluation_and_put_them_back(strategy:
 
 @pytest.mark.parametrize("strategy", ["ddp", "zero1", "zero2"])
 def test_frozen_parameters_may_have_any_dtype(strategy: str) -> None:
-    """torch has no common dtype for most of these."""
+    """Frozen parameters may have dtypes for which torch has no common dtype."""
     dtypes = [torch.float8_e4m3fn, torch.uint8, torch.uint16, torch.bfloat16, torch.complex128]
 
     def trained(written: bool) -> bool:

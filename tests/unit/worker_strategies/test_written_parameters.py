@@ -1,5 +1,5 @@
-"""Parameters that a forward pass writes: carried where ranks hold them whole and write alike,
-refused elsewhere."""
+"""Parameters that a forward pass writes are kept if ranks have them unsharded and write the same
+values. Elsewhere such writes are refused."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ REFUSE = ["zero3", "fsdp", "hsdp", "tensor", "pipeline", "hybrid"]
 
 
 class Momentum(nn.Module):
-    """A momentum encoder, as MoCo has one: frozen, and written in the forward pass."""
+    """A momentum encoder, as in MoCo: its parameters are frozen and written in the forward pass."""
 
     def __init__(self, how: str = "in place") -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Momentum(nn.Module):
 
 
 class ActNorm(nn.Module):
-    """Begins with the first batch's statistics."""
+    """A layer that initializes itself from the statistics of its first batch."""
 
     done: torch.Tensor
 
@@ -143,7 +143,7 @@ def test_where_ranks_hold_parts_of_parameters_writes_are_refused(
 
 
 class WritesWithoutEffect(nn.Module):
-    """Writes where a rank's own samples say so, and never another value than was there."""
+    """A buffer's writes depend on the rank but never change its value."""
 
     seen: torch.Tensor
 

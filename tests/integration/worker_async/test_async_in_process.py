@@ -400,6 +400,25 @@ def test_the_whole_state_is_what_the_servers_hold_and_reading_it_changes_nothing
     assert torch.equal(model.module[0].weight, whole["0.weight"])
 
 
+def test_entries_that_hooks_compute_are_of_the_servers_values(session: Session) -> None:
+    def halve(part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
+        state[f"{prefix}norm"] = part.weight.detach().norm()
+
+    net = network(0)
+    net[0]._register_state_dict_hook(halve)
+    model, optimizer = distributed(net, pull_every=2)
+    backward(model)
+    optimizer.step()
+    own = net[0].weight.detach().clone()
+    whole, values = model.full_state_dict(), model.gather_full_parameters()
+    assert not torch.equal(values["0.weight"], own)  # not yet pulled
+    assert torch.equal(whole["0.weight"], values["0.weight"].half())
+    assert torch.equal(whole["0.norm"], values["0.weight"].norm())
+    assert torch.equal(net[0].weight, own)
+    assert torch.equal(model.engine.capture()["model"]["0.weight"], values["0.weight"])
+
+
 def test_tied_parameters_are_one_tensor_under_both_names(session: Session) -> None:
     net = nn.Sequential(nn.Linear(FEATURES, FEATURES), nn.Linear(FEATURES, FEATURES))
     net[1].weight = net[0].weight

@@ -60,6 +60,7 @@ class AsyncEngine(Engine):
     """A worker's copy of the model, with values from the parameter servers."""
 
     asynchronous: ClassVar[bool] = True
+    keeps_parameters_whole = True
 
     # ------------------------------------------------------------------------------------ beginning
 
@@ -292,8 +293,11 @@ class AsyncEngine(Engine):
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
-    updates_parts = True
-    """The servers update the parameters; see `Engine`."""
+    @property
+    def updates_parts(self) -> bool:
+        """True if the servers update the parameters, and not this worker in inner steps; see
+        `Engine`."""
+        return not self._async_options.inner_steps
 
     def groups_are_read(self) -> None:
         """Implements `Engine` and records changes of the optimizer's settings."""
@@ -313,7 +317,7 @@ class AsyncEngine(Engine):
             )
         if self._outer is not None:
             self._outer.check_step()
-        _refuse(self._writes.names(), "in the passes of a step (by forward(), say)")
+        _refuse(self._writes.names(), "in the passes of a step (by forward(), say) or before them")
         # the update itself writes; a script may call step() again after an error
         self._writes.forget()
         try:
@@ -616,18 +620,26 @@ class AsyncEngine(Engine):
         """Returns `gather_full_parameters` and this worker's own buffers."""
         if rank0_only and self._session.rank != 0:
             return {}
-        own = ModuleState(self.module)
-        return {key: value for key, value in self._whole_state().items() if key not in own.left_out}
+        with self._with_values_of_servers():
+            return super().full_state_dict()
 
     def _whole_state(self) -> Mapping[str, Any]:
-        own, state = ModuleState(self.module), dict(super()._whole_state())
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        with self._with_values_of_servers():
+            return super()._whole_state()
+
+    @contextmanager
+    def _with_values_of_servers(self) -> Iterator[None]:
+        """Gives the module the servers' current values, from which its hooks may compute entries of
+        `state_dict()`, and then this worker's again."""
         values = self.gather_full_parameters()
-        return state | {
-            key: values[names[id(tensor)]]
-            for key, tensor in own.tensors.items()
-            if id(tensor) in names
-        }
+        own = {name: parameter.data for name, parameter in self.module.named_parameters()}
+        try:
+            for name, parameter in self.module.named_parameters():
+                parameter.data = values[name]
+            yield
+        finally:
+            for name, parameter in self.module.named_parameters():
+                parameter.data = own[name]
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """Replaces the module's parameters, which is possible only before the first step: later the

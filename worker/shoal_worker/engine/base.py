@@ -305,6 +305,7 @@ class Engine(TrainingEngine):
         """True if this process's optimizer updates only parts of the parameters, or none: step
         hooks would not see what they see in one process."""
         return False
+
     # other objects replace them in the module when the ranks are divided
     replaces_parameters = False
 

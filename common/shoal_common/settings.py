@@ -173,12 +173,17 @@ class ShoalSettings(BaseSettings):
                 else f"={_shown(detail['input'])}"
             )
             remedy = (
-                f" (set --{field.replace('_', '-')} or {prefix}{field.upper()})"
+                f" (set {cls._flag(field)}{prefix}{field.upper()})"
                 if field in cls.model_fields
                 else ""
             )
             problems.append(f"{field}{value}: {message}{remedy}" if field else message)
         return "; ".join(problems)
+
+    @classmethod
+    def _flag(cls, field: str) -> str:
+        """Returns the flag of a field for messages, with " or " behind it; "" without flags."""
+        return f"--{field.replace('_', '-')} or "
 
     @classmethod
     def _is_secret(cls, field: str) -> bool:

@@ -725,7 +725,7 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
         DeadlineError: the first one took longer than `timeout`.
     """
     block = first_of_machine.next_block(inspect.currentframe())
-    settings = WorkerSettings()
+    settings = WorkerSettings.load()
     # `--standalone` numbers no runs: its only launcher is the run
     run = settings.run or settings.launcher_id or ""
     scope = f"{settings.job_id} {run} {Path.cwd()} {block}"

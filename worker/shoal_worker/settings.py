@@ -22,6 +22,7 @@ from shoal_common.bulk.transport import Transport
 from shoal_common.credentials import CallerSettings, read_secret
 from shoal_common.errors import ConfigurationError
 from shoal_common.redis import with_authority
+from typing_extensions import override
 
 if TYPE_CHECKING:
     from shoal_common.rpc.channel import ChannelSettings
@@ -109,6 +110,11 @@ class WorkerSettings(CallerSettings):
     full_tracebacks: bool = False
     """True if an error of Shoal that ends the script is shown with Shoal's own lines, and not only
     with those of the script."""
+
+    @classmethod
+    @override
+    def _flag(cls, field: str) -> str:
+        return ""
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
         """Says how to call the service at host:port as this member, with its key. Raises

@@ -100,9 +100,67 @@ def test_a_parameter_that_a_forward_pass_writes_is_refused_and_not_lost(
     with pytest.raises(
         ConfigurationError,
         match=r"parameter 'key\.weight' was written in the passes of a step.*'async_sgd'",
-    ):
+    ) as caught:
         optimizer.step()
+    assert "with_parameters" not in str(caught.value)  # it is refused after the first step
     assert versions(running) == {1}  # nothing was pushed
+
+
+class Clipping(nn.Linear):
+    """Keeps its weights small from its second pass on."""
+
+    passes = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.passes += 1
+        if self.passes > 1:
+            self.weight.data.clamp_(-0.01, 0.01)
+        return super().forward(x)
+
+
+def test_a_later_pass_that_writes_through_data_is_refused(session: Session) -> None:
+    model, optimizer = distributed(Clipping(FEATURES, 1))
+    backward(model)
+    optimizer.step()
+    backward(model)
+    with pytest.raises(ConfigurationError, match="'weight' was written in the passes of a step"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("then", ["step", "pull", "state"])
+@pytest.mark.parametrize("name", ["0.weight", "2.weight"])
+def test_a_parameter_written_between_two_steps_is_refused_and_not_overwritten(
+    session: Session, name: str, then: str
+) -> None:
+    net = network(0)
+    net[2].weight.requires_grad_(False)
+    model, optimizer = distributed(net)
+    backward(model)
+    optimizer.step()
+    optimizer.zero_grad()
+    net.get_parameter(name).data.clamp_(-0.01, 0.01)
+    calls = {
+        "step": lambda: backward(model),
+        "pull": optimizer.synchronize_parameters,
+        "state": model.full_state_dict,
+    }
+    with pytest.raises(ConfigurationError, match=f"'{name}' was written between two steps"):
+        calls[then]()
+
+
+def test_values_that_a_script_swaps_in_for_an_evaluation_and_out_again_are_no_writes(
+    session: Session,
+) -> None:
+    net = network(0)
+    model, optimizer = distributed(net)
+    added = 0.3 * torch.randn_like(net[0].weight)
+    for _ in range(3):
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        net[0].weight.data += added  # as LoRA layers merge in eval(): rounding leaves a difference
+        net[0].weight.data -= added
+    assert optimizer.last_staleness == 0
 
 
 def test_a_gradient_scaler_unscales_and_skips_what_overflowed(
@@ -340,6 +398,25 @@ def test_the_whole_state_is_what_the_servers_hold_and_reading_it_changes_nothing
     assert torch.equal(model.gather_full_parameters()["0.weight"], whole["0.weight"])
     optimizer.synchronize_parameters()
     assert torch.equal(model.module[0].weight, whole["0.weight"])
+
+
+def test_entries_that_hooks_compute_are_of_the_servers_values(session: Session) -> None:
+    def halve(part: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+        state[f"{prefix}weight"] = state[f"{prefix}weight"].half()
+        state[f"{prefix}norm"] = part.weight.detach().norm()
+
+    net = network(0)
+    net[0]._register_state_dict_hook(halve)
+    model, optimizer = distributed(net, pull_every=2)
+    backward(model)
+    optimizer.step()
+    own = net[0].weight.detach().clone()
+    whole, values = model.full_state_dict(), model.gather_full_parameters()
+    assert not torch.equal(values["0.weight"], own)  # not yet pulled
+    assert torch.equal(whole["0.weight"], values["0.weight"].half())
+    assert torch.equal(whole["0.norm"], values["0.weight"].norm())
+    assert torch.equal(net[0].weight, own)
+    assert torch.equal(model.engine.capture()["model"]["0.weight"], values["0.weight"])
 
 
 def test_tied_parameters_are_one_tensor_under_both_names(session: Session) -> None:

@@ -542,3 +542,41 @@ def test_what_a_round_has_moved_is_not_overwritten_by_a_pull(session: Session) -
     assert all(
         torch.equal(before, after) for before, after in zip(moved, net.parameters(), strict=True)
     )
+
+
+class Signs(torch.optim.SGD):
+    """A user's own optimizer, with a method that writes parameters."""
+
+    @torch.no_grad()
+    def halve(self) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.mul_(0.5)
+
+
+def test_hooks_and_methods_of_an_optimizer_that_the_worker_runs_work_as_in_torch(
+    session: Session,
+) -> None:
+    seen = []
+    results = []
+    for elastic in (False, True):
+        net = network(0)
+        model, optimizer = net, Signs(net.parameters(), 0.1)
+        optimizer.register_step_pre_hook(lambda *_, ours=elastic: seen.append(ours))
+        if elastic:
+            model, optimizer = shoal.as_distributed(
+                net,
+                optimizer,
+                strategy="async_sgd",
+                inner_steps=3,
+                outer_optimizer=averaging(net.parameters()),
+            )
+        for step in range(6):
+            backward(model)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 3 == 0:
+                optimizer.halve()
+        results.append(net)
+    assert seen == [False] * 6 + [True] * 6
+    assert_equal_values(*results)

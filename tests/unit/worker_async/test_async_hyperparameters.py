@@ -105,6 +105,22 @@ def test_an_optimizer_that_servers_do_not_have_is_refused_by_name(make: Make) ->
         server_optimizer(make(parameters()))
 
 
+@pytest.mark.parametrize(
+    "make",
+    [lambda held: torch.optim.SGD(held, 0.1, momentum=0.9), torch.optim.Adagrad],
+    ids=["sgd", "adagrad"],
+)
+def test_an_optimizer_with_momentum_that_servers_would_lose_is_refused(make: Make) -> None:
+    held = parameters()
+    optimizer = make(held)
+    server_optimizer(optimizer)
+    for parameter in held:
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    with pytest.raises(ConfigurationError, match=r"has taken steps before.*pass a new one"):
+        server_optimizer(optimizer)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop])
 def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(
     kind: type[torch.optim.Optimizer],

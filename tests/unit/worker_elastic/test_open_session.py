@@ -7,7 +7,8 @@ import threading
 import time
 
 import pytest
-from shoal_common.errors import DeadlineError
+from shoal_common.errors import ConfigurationError, DeadlineError
+from shoal_worker.elastic.session.brief_errors import brief
 from shoal_worker.elastic.session.worker_process import find_session, open_session
 from shoal_worker.settings import WorkerSettings
 
@@ -41,3 +42,13 @@ def test_who_could_not_join_may_try_again() -> None:
         assert time.monotonic() < deadline, [thread.name for thread in left]
         time.sleep(0.01)
     assert find_session() is None
+
+
+def test_a_wrong_variable_is_one_sentence_without_a_flag(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SHOAL_SERVER_TRANSPORT", "foo")
+    with pytest.raises(
+        ConfigurationError, match=r"^server_transport='?foo.*\(set SHOAL_SERVER_TRANSPORT\)$"
+    ) as caught:
+        open_session()
+    # shown, though whoever shows it reads the variables too
+    assert str(caught.value) in (brief(caught.value, caught.value.__traceback__) or "")

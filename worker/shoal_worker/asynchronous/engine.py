@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext, suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext, suppress
 from types import MappingProxyType
 from typing import Any, ClassVar, cast
 
@@ -60,6 +60,7 @@ class AsyncEngine(Engine):
     """A worker's copy of the model, with values from the parameter servers."""
 
     asynchronous: ClassVar[bool] = True
+    keeps_parameters_whole = True
 
     # ------------------------------------------------------------------------------------ beginning
 
@@ -79,8 +80,8 @@ class AsyncEngine(Engine):
         self._own_cluster: OwnCluster | None = None
         self._tensors: list[HostTensor] = []
         self._started = False
-        self._writes: WrittenParameters | None = None
-        """Writes to parameters during passes, which values from the servers would overwrite."""
+        self._writes = WrittenParameters((), self.strategy)
+        """Writes of the script to parameters, which values from the servers would overwrite."""
         self._clock = 0
         """Number of finished iterations, as reported to the servers."""
         self._handover: Handover | None = None
@@ -229,6 +230,7 @@ class AsyncEngine(Engine):
             self._materialize()
         gave = self._require_servers().start(has_values=has_values, joins_late=self._joins_late)
         self._started = True
+        self._writes = WrittenParameters(self.module.named_parameters(), self.strategy, whole=True)
         if gave and self._resumed:
             _log.warning(
                 "the parameter servers held no values, and took those of the checkpoint; moments "
@@ -291,8 +293,11 @@ class AsyncEngine(Engine):
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
-    updates_parts = True
-    """The servers update the parameters; see `Engine`."""
+    @property
+    def updates_parts(self) -> bool:
+        """True if the servers update the parameters, and not this worker in inner steps; see
+        `Engine`."""
+        return not self._async_options.inner_steps
 
     def groups_are_read(self) -> None:
         """Implements `Engine` and records changes of the optimizer's settings."""
@@ -312,14 +317,15 @@ class AsyncEngine(Engine):
             )
         if self._outer is not None:
             self._outer.check_step()
-        if self._writes is not None:
-            self._writes.refuse()
-            # the update itself writes; a script may call step() again after an error
-            self._writes.forget()
+        _refuse(self._writes.names(), "in the passes of a step (by forward(), say) or before them")
+        # the update itself writes; a script may call step() again after an error
+        self._writes.forget()
         try:
             return super().finish_step(update, scaled=scaled, inspected=inspected)
         except StopTraining as stop:
             return self._own.give_up_step(stop)
+        finally:
+            self._writes.note()
 
     def step_optimizer(self, *, usable: bool) -> None:
         """Lets the servers step. With inner steps, this worker steps, and the servers step at the
@@ -350,7 +356,13 @@ class AsyncEngine(Engine):
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
         """Loads the optimizer's settings and passes them to the servers. Momentum and moments from
         a synchronous run are not kept on the workers, except with inner steps."""
-        super().load_optimizer_state_dict(self._require_optimizers().kept_here(state))
+        kept = self._require_optimizers().kept_here(state)
+        if state.get("state") and not kept["state"]:
+            _log.warning(
+                "load_state_dict took over the optimizer's settings, not its momentum or moments: "
+                "under async_sgd the parameter servers keep those; with inner_steps= workers do"
+            )
+        super().load_optimizer_state_dict(kept)
 
     def synchronize_parameters(self) -> None:
         """Pulls the latest values between steps. Within a round of the user's own loop, ends the
@@ -368,6 +380,7 @@ class AsyncEngine(Engine):
         if self._outer is not None and self._outer.steps:
             self._outer.push_now()
             self._own.progress.round_pushed()
+            self._writes.note()
         else:
             self.pull()
 
@@ -421,7 +434,17 @@ class AsyncEngine(Engine):
             and not self.within_round
             and (self._require_participation().rests or not self._async_options.in_step)
         ):
-            self._require_servers().pull()
+            with self._receiving():
+                self._require_servers().pull()
+
+    @contextmanager
+    def _receiving(self) -> Iterator[None]:
+        """Brackets the arrival of values between steps. Raises as `_refuse_writes_between`."""
+        self._refuse_writes_between()
+        try:
+            yield
+        finally:
+            self._writes.note()
 
     # -------------------------------------------------------------- TrainingEngine: for the session
 
@@ -438,11 +461,13 @@ class AsyncEngine(Engine):
             )
         try:
             self._start()
-            self._require_servers().take_prefetched()
+            with self._receiving():
+                self._require_servers().take_prefetched()
+                if source is None:
+                    # otherwise there may be no batch for it
+                    self._require_participation().enter(self._clock)
             if source is None:
-                # otherwise there may be no batch for it
-                self._require_participation().enter(self._clock)
-                self._watch_passes()
+                self._writes.begin()
             self._find_epoch(source)
         except StopTraining as stop:  # while it waited for the coordinator, or a server
             self._own.give_up_step(stop)
@@ -451,11 +476,6 @@ class AsyncEngine(Engine):
     def batch_begins(self) -> None:
         """Implements `TrainingEngine`. Values that arrived with the batch's lease are in place by
         now."""
-        self._watch_passes()
-
-    def _watch_passes(self) -> None:
-        if self._writes is None:
-            self._writes = WrittenParameters(self.module.named_parameters(), self.strategy)
         self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
@@ -498,6 +518,7 @@ class AsyncEngine(Engine):
         finally:
             if self._outer is not None and self._outer.has_leased(loader):
                 self._own.progress.round_undone()
+                self._writes.note()
         if want and not answer.batches:
             if answer.epoch_done:
                 # Nobody pushes before the next epoch begins, so an evaluation between epochs sees
@@ -509,7 +530,8 @@ class AsyncEngine(Engine):
                 # before they have finished theirs.
                 participation.rest()
         elif answer.batches:
-            participation.enter(self._clock)
+            with self._receiving():
+                participation.enter(self._clock)
         elif not want:
             # The loop was left: nobody should wait for whatever this worker does next, except for
             # the batch in progress.
@@ -588,6 +610,7 @@ class AsyncEngine(Engine):
         own = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         if not self._started:
             return {name: value.clone() for name, value in own.items()}
+        self._refuse_writes_between()
         return {
             name: value.to(own[name].device)
             for name, value in self._require_servers().read().items()
@@ -597,18 +620,26 @@ class AsyncEngine(Engine):
         """Returns `gather_full_parameters` and this worker's own buffers."""
         if rank0_only and self._session.rank != 0:
             return {}
-        own = ModuleState(self.module)
-        return {key: value for key, value in self._whole_state().items() if key not in own.left_out}
+        with self._with_values_of_servers():
+            return super().full_state_dict()
 
     def _whole_state(self) -> Mapping[str, Any]:
-        own, state = ModuleState(self.module), dict(super()._whole_state())
-        names = {id(parameter): name for name, parameter in self.module.named_parameters()}
+        with self._with_values_of_servers():
+            return super()._whole_state()
+
+    @contextmanager
+    def _with_values_of_servers(self) -> Iterator[None]:
+        """Gives the module the servers' current values, from which its hooks may compute entries of
+        `state_dict()`, and then this worker's again."""
         values = self.gather_full_parameters()
-        return state | {
-            key: values[names[id(tensor)]]
-            for key, tensor in own.tensors.items()
-            if id(tensor) in names
-        }
+        own = {name: parameter.data for name, parameter in self.module.named_parameters()}
+        try:
+            for name, parameter in self.module.named_parameters():
+                parameter.data = values[name]
+            yield
+        finally:
+            for name, parameter in self.module.named_parameters():
+                parameter.data = own[name]
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
         """Replaces the module's parameters, which is possible only before the first step: later the
@@ -632,6 +663,12 @@ class AsyncEngine(Engine):
         """Handles the end of the run while this worker waits for rows of a table."""
         self._own.give_up_step(stop)
 
+    def _refuse_writes_between(self) -> None:
+        """Raises ConfigurationError if the script has written parameters since the last step or
+        arrival of values. Within a round, such writes are part of its movement."""
+        if not self.within_round:
+            _refuse(self._writes.overwritten(), "between two steps")
+
     def _check_not_started(self, what: str) -> None:
         if self._started:
             raise PreconditionError(
@@ -650,6 +687,18 @@ class AsyncEngine(Engine):
     def _require_optimizers(self) -> Optimizers:
         assert self._optimizers is not None
         return self._optimizers
+
+
+def _refuse(written: Sequence[str], when: str) -> None:
+    """Raises ConfigurationError if there are names of written parameters."""
+    if written:
+        raise ConfigurationError(
+            f"parameter {written[0]!r} was written {when}: with strategy='async_sgd' the next "
+            "values from the parameter servers overwrite it. Write parameters before the first "
+            "step, change a copy (model.clone(), AveragedModel), keep what a loop writes in a "
+            "buffer, or take strategy='ddp'",
+            reason="PARAMETERS_WRITTEN",
+        )
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:

@@ -42,6 +42,9 @@ occasionally."""
 _PATIENCE: Final = timedelta(seconds=5)
 """Time for which a joiner waits for one peer's state. A peer's offer is already available unless
 the peer has not reached its first step."""
+_GONE: Final = timedelta(seconds=10)
+"""Time for which rank 0 may refuse connections before its process counts as ended. If it was
+killed, a generation without it forms about as soon; if it has finished its script, none does."""
 _PAUSE_S: Final = 0.1
 """Pause before rank 0 is asked again if it had nothing to give."""
 
@@ -101,27 +104,32 @@ class Handover:
 
     def take_first_buffers(self) -> None:
         """Adopts rank 0's buffers in a worker that is there from the start. Waits until rank 0
-        reaches its first step; if it does not within the job's patience, this worker keeps its own
-        buffers and logs that.
+        reaches its first step; if it does not within the job's patience, or its process has ended,
+        this worker keeps its own buffers and logs that.
 
         Raises:
             StopTraining: this worker should leave.
         """
         if next(self._module.buffers(), None) is None and not other_entries(self._module):
             return
-        deadline = time.monotonic() + self._job.patience.total_seconds()
+        begun = answered = time.monotonic()
         while (first := self._job.first_peer()) is not None:
-            state = self._state_of(first)
-            if state is not None:
-                self._take_of_module(state)
+            try:
+                self._take_of_module(self._ask(first))
                 return
+            except (UnavailableError, CorruptDataError) as error:
+                now = time.monotonic()
+                if not isinstance(error.__cause__, ConnectionRefusedError):
+                    answered = now
             if self._job.leaving:
                 raise self._job.departure()
-            if time.monotonic() > deadline:
+            if now > begun + self._job.patience.total_seconds() or (
+                now > answered + _GONE.total_seconds()
+            ):
                 _log.warning(
                     "rank 0 gave no buffers in %.0f s: this worker begins with its own, which are "
                     "others where scripts draw them at random",
-                    self._job.patience.total_seconds(),
+                    now - begun,
                 )
                 return
             time.sleep(_PAUSE_S)
@@ -132,14 +140,16 @@ class Handover:
 
     def _state_of(self, peer: Peer) -> Any:
         """Returns a peer's offer, or None if it has none or cannot be reached."""
-        keys = [peer.donor_key] if self._donor.is_secure else []
         try:
-            state, _ = take_state(
-                [peer.donor_address], peer.donor_key, timeout=_PATIENCE, keys=keys
-            )
+            return self._ask(peer)
         except (UnavailableError, CorruptDataError) as error:
             _log.info("member %s gave no state: %s", peer.member_id, error)
             return None
+
+    def _ask(self, peer: Peer) -> Any:
+        """Returns a peer's offer. Raises as `take_state`."""
+        keys = [peer.donor_key] if self._donor.is_secure else []
+        state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE, keys=keys)
         return state
 
     def close(self) -> None:

@@ -598,7 +598,7 @@ def _read_cursor(progress: LoaderProgress, supply: Supply) -> dict[str, Any]:
 
 def _sample_record() -> SampleRecord | None:
     """Returns the record of samples that this process was configured to write, if any."""
-    settings = WorkerSettings()
+    settings = WorkerSettings.load()
     return (
         SampleRecord(settings.record_dir, settings.member_id)
         if settings.record_dir is not None

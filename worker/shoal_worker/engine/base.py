@@ -300,9 +300,12 @@ class Engine(TrainingEngine):
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
-    updates_parts = False
-    """True if this process's optimizer updates only parts of the parameters, or none: step hooks
-    would not see what they see in one process."""
+    @property
+    def updates_parts(self) -> bool:
+        """True if this process's optimizer updates only parts of the parameters, or none: step
+        hooks would not see what they see in one process."""
+        return False
+
     # other objects replace them in the module when the ranks are divided
     replaces_parameters = False
 

@@ -117,8 +117,10 @@ class Gradients(Protocol):
 class PartitionedEngine(Engine, Generic[State, Closed]):
     """A model that a rank need not hold entirely."""
 
-    updates_parts = True
-    """Ranks update parts of the parameters; see `Engine`."""
+    @property
+    @override
+    def updates_parts(self) -> bool:
+        return True
 
     # ------------------------------------------------------------------------- what is cut, and how
 

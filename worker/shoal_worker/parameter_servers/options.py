@@ -297,6 +297,13 @@ class ServerOptimizer:
                 f"async_sgd the parameter servers run the {argument}, and they have {in_words()}; "
                 f"use one of these{_OR_HERE if argument == 'optimizer' else ''}"
             )
+        # Adagrad creates its state before its first step.
+        if any(state and state.get("step", 1) for state in optimizer.state.values()):
+            raise ConfigurationError(
+                f"{argument}={type(optimizer).__name__} has taken steps before: with async_sgd the "
+                "parameter servers run it, and would begin without its momentum or moments; pass a "
+                f"new one{_OR_HERE if argument == 'optimizer' else ''}, or take strategy='ddp'"
+            )
         for group in optimizer.param_groups:
             if delay_compensation and group["maximize"]:
                 raise ConfigurationError(

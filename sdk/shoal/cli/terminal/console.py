@@ -11,7 +11,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Final, NoReturn
 
-from shoal_common.errors import ShoalError
+from shoal_common.errors import ConfigurationError, ShoalError
 
 from shoal.cli.terminal.plot import check_plot, draw
 from shoal.cli.terminal.progress import BarWriter, PlainLines
@@ -65,9 +65,27 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
         _leave(error)
 
 
+def _check_record_directory(directory: Path) -> None:
+    """Creates the directory before any worker starts. Raises ConfigurationError if workers could
+    not write into it."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigurationError(
+            f"--record-dir {directory}: {error.strerror}; name a directory that you can write to"
+        ) from error
+    if not os.access(directory, os.W_OK):
+        raise ConfigurationError(
+            f"--record-dir {directory}: no permission to write; name a directory that you can "
+            "write to"
+        )
+
+
 def _run(settings: RunSettings, *, live: bool) -> RunExit:
     if settings.plot is not None:
         check_plot(settings.plot)
+    if settings.record_directory is not None:
+        _check_record_directory(settings.record_directory)
     with ExitStack() as stack:
         pump: OutputPump
 

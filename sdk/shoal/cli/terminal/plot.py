@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import os
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,11 @@ def check_plot(file: Path) -> None:
     if not file.absolute().parent.is_dir():
         raise ConfigurationError(
             f"--plot {file}: there is no directory {file.absolute().parent}; make it first"
+        )
+    if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
+        raise ConfigurationError(
+            f"--plot {file}: this user cannot write there; name a file in a directory that it can "
+            "write to"
         )
     if find_spec("matplotlib") is None:
         raise ConfigurationError(

@@ -337,8 +337,9 @@ def worker_command(
     if module:
         return (sys.executable, "-u", "-m", program, *arguments)
     if not Path(program).is_file():
+        what = "is a directory" if Path(program).is_dir() else "does not exist"
         raise ConfigurationError(
-            f"the script {program!r} does not exist here ({Path.cwd()}); for a module use -m, for "
-            "another program shoal run --no-python"
+            f"the script {program!r} {what} here ({Path.cwd()}); for a module use -m, for another "
+            "program shoal run --no-python"
         )
     return (sys.executable, "-u", program, *arguments)

@@ -198,7 +198,7 @@ class CudaDevice:
         """True if communicators can be split; see `Device`. NCCL supports it since 2.18, and torch
         names a private attribute for it."""
         return (
-            WorkerSettings().nccl_split
+            WorkerSettings.load().nccl_split
             and self._library().get_runtime_nccl_version() >= _SPLITS
             and hasattr(self._library().Options, "split_from")
         )
@@ -206,7 +206,7 @@ class CudaDevice:
     @property
     def blocks(self) -> bool:
         """True if connecting blocks; see `Device`."""
-        return WorkerSettings().nccl_blocking
+        return WorkerSettings.load().nccl_blocking
 
     def connect(
         self,

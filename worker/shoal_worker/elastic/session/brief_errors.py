@@ -8,10 +8,11 @@ from __future__ import annotations
 import sys
 import sysconfig
 import traceback as tracebacks
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from shoal_common.errors import InternalError, ShoalError
+from shoal_common.errors import ConfigurationError, InternalError, ShoalError
 
 from shoal_worker.settings import WorkerSettings
 
@@ -25,8 +26,9 @@ def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
     another's exception, a bug of Shoal's, or one that no line of the script has led to."""
     if not isinstance(error, ShoalError) or isinstance(error, InternalError):
         return None
-    if WorkerSettings().full_tracebacks:
-        return None
+    with suppress(ConfigurationError):  # which may be the error to be shown
+        if WorkerSettings.load().full_tracebacks:
+            return None
     libraries = _libraries()
     lines = [
         frame

@@ -225,7 +225,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     if world is not None and world.seat is not None:
         return open_fixed(world.seat)
     check_not_imported_again()
-    settings = settings or WorkerSettings()
+    settings = settings or WorkerSettings.load()
     take_secrets()  # what the script starts has no use for them
     if settings.coordinator is not None or mpi_world_size() > 1:
         # gradients, and an optimizer's temporaries, are allocated and freed in every step

@@ -248,6 +248,19 @@ class WrittenParameters:
         if names and not unless():
             raise written_in_vain(names[0], self._strategy)
 
+    def overwritten(self) -> list[str]:
+        """Returns the names of parameters that a script has written since the last `note`, as far
+        as sampled elements show it. A value that was changed and restored counts as unchanged, also
+        if rounding has left a difference."""
+        if self._committed is None or self._elements is None:
+            return []
+        before, now = self._committed[1], self._sample()
+        return [
+            self._named[index][0]
+            for index in sorted(self._sampled_otherwise(before, now))
+            if not self._elements.about_equal(index, before, now)
+        ]
+
     def update_begins(self) -> None:
         """Handles an optimizer step before it is known whether the step counts. Called after
         `digest`."""
@@ -279,6 +292,10 @@ class WrittenParameters:
         on."""
         self._watched |= set(self._written)
         self.forget()
+        self.note()
+
+    def note(self) -> None:
+        """Notes the parameters' values. Later writes until the next step are made between steps."""
         self._committed, self.between = (self._sight(), self._sample()), 0
 
     def forget(self) -> None:
@@ -318,6 +335,16 @@ class SampledElements:
                 self._views.append(view)
                 self._owners.extend([index] * view.numel())
         return torch.cat(self._views) if self._views else torch.empty(0, dtype=torch.uint8)
+
+    def about_equal(self, index: int, before: Any, now: Any) -> bool:
+        """Returns whether two samples of one tensor differ by no more than the rounding of a sum
+        and a difference."""
+        mine = torch.tensor(self._owners) == index
+        dtype = self._tensors[index].dtype
+        bits = _BITS[dtype.itemsize]
+        one, other = (sample[mine].to(bits).view(dtype) for sample in (before, now))
+        error = 16 * torch.finfo(dtype).eps * one.abs().max()
+        return bool(((one - other).abs() <= error).all())
 
     def owners(self, marked: torch.Tensor) -> set[int]:
         """Returns the indices of tensors with a marked element."""

@@ -24,7 +24,7 @@ from shoal_coordinator.membership.members.leaving import (
     reached_again,
     stop_requested,
 )
-from shoal_coordinator.membership.members.recovery import recovery_due
+from shoal_coordinator.membership.members.recovery import continue_recovery, recovery_due
 from shoal_coordinator.membership.members.stalls import stalls_due
 from shoal_coordinator.membership.members.streams import stream_broken, streams_due
 from shoal_coordinator.membership.model.draft import Changes, Draft
@@ -121,6 +121,7 @@ def transition(
     most one, however many events led to it. Never raises because of an event's contents.
     """
     draft = Draft(state, now=now, pulses=pulses, nonce=nonce, policy=policy or Policy())
+    continue_recovery(draft)
     outcomes = tuple(_apply(draft, event) for event in events)
     leases_ended(draft, [event for event in events if isinstance(event, LeaseEnded)])
     streams_due(draft)

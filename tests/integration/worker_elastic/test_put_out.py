@@ -53,7 +53,7 @@ def test_a_worker_that_stood_past_its_lease_ends_with_the_status_of_one_put_out_
         assert "Traceback" not in said, said
         (line,) = [line for line in said.splitlines() if line.startswith("shoal: ")]
         assert "evicted from job 'job'" in line
-        assert "so that its launcher restarts it" in line
+        assert "for its launcher to restart it" in line
 
 
 def test_a_script_that_swallows_its_own_putting_out_does_not_end_well(

@@ -45,7 +45,7 @@ _PASSED_ON: Final = {
     ("coordinator/shoal_coordinator/membership/runs.py", "reason"),
     # a Refusal: why a coordinator has ended
     ("coordinator/shoal_coordinator/service/jobs.py", "reason"),
-    ("worker/shoal_worker/checkpoint/saving.py", "told['reason']"),  # of the rank that reads
+    ("worker/shoal_worker/checkpoint/saving.py", "found['reason']"),  # of the rank that reads
     # of another rank that writes
     ("worker/shoal_worker/checkpoint/writer.py", "each['reason'] or None"),
 }

@@ -47,6 +47,20 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
     return True
 
 
+def continue_recovery(draft: Draft) -> None:
+    """Continues a recovery that a restarted coordinator finds: within a run, only a recovery raises
+    the number above that of the generation on record. Members have a lease's time to return, as
+    before the restart."""
+    generation = draft.generation
+    if draft.recovery is None and generation is not None and draft.number > generation.number:
+        draft.recovery = Recovery(
+            known=generation.number,
+            newest=draft.number,
+            world_size=0,
+            until_ms=draft.now.ms + draft.spec.lease_ms,
+        )
+
+
 def readmit(draft: Draft, event: MemberJoined) -> None:
     """Readmits a member that joined during the lost period. It holds part of the state and gets its
     rank with the next generation."""

@@ -271,7 +271,7 @@ def part() -> set[Cell]:
     return chosen & known
 
 
-_NOT_IN_PARTS = "take zero1, zero2, zero3, fsdp or hsdp, whose optimizer state is in shards"
+_NOT_IN_PARTS = "use zero1, zero2, zero3, fsdp or hsdp, whose optimizer state is in shards"
 _FLAT = (
     "parameters are cut into flat pieces, and Adafactor is not known to treat each element by "
     "itself"
@@ -289,12 +289,12 @@ REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
     **{(name, "whole_matrices"): _FLAT for name in (*_SPLIT, "hybrid_zero2")},
     **{(name, "offload"): _NOT_IN_PARTS for name in ROWS if name not in _IN_SHARDS},
     **{
-        (name, "param_dtype"): "compute within torch.autocast, or take zero1"
+        (name, "param_dtype"): "compute under torch.autocast instead, or use zero1"
         for name in ROWS
         if name not in _IN_SHARDS
     },
     **{
-        (name, "reduce_dtype"): 'use gradient_compression="bf16", or take zero1'
+        (name, "reduce_dtype"): 'use gradient_compression="bf16", or use zero1'
         for name in ROWS
         if name not in _IN_SHARDS
     },
@@ -302,7 +302,7 @@ REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
         (
             name,
             "shard_modules",
-        ): "take zero3, fsdp, hsdp or hybrid, which gather parameters by modules, or leave it out"
+        ): "use zero3, fsdp, hsdp or hybrid, which gather parameters by modules, or leave it out"
         for name, row in ROWS.items()
         if row.strategy not in ("zero3", "fsdp", "hsdp", "hybrid")
     },
@@ -318,7 +318,8 @@ REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
     (
         "local_sgd",
         "sum",
-    ): 'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a mean',
+    ): 'loss_reduction="sum": local_sgd averages parameters, not gradients; use a mean loss '
+    'with loss_reduction="mean"',
     (
         "local_sgd",
         "by_hand",
@@ -344,7 +345,7 @@ def refused_compression(row: str, compressor: str) -> str | None:
     strategy = ROWS[row].strategy
     if strategy not in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
         return (
-            "which does not compress: take ddp, zero1, zero2, zero3, fsdp or async_sgd, or "
+            "which does not compress: use ddp, zero1, zero2, zero3, fsdp or async_sgd, or "
             "leave it out"
         )
     if compressor == "powersgd" and strategy != "ddp":

@@ -315,8 +315,8 @@ def _check_kinds(model: object, optimizer: object, config: object) -> None:
     if optimizer is not None and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         raise ConfigurationError(
             f"as_distributed: the constructor of {type(optimizer).__name__} does not call "
-            "torch.optim.Optimizer.__init__, so it lacks what every optimizer of torch's has; call "
-            "super().__init__(params, defaults) there, and update parameters in its own step()"
+            "torch.optim.Optimizer.__init__, so it lacks attributes that every torch optimizer "
+            "has; call super().__init__(params, defaults) there, and do the update in step()"
         )
     if config is not None and not isinstance(config, ShardingConfiguration):
         raise ConfigurationError(

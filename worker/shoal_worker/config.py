@@ -115,9 +115,8 @@ class ShardingConfiguration:
             )
         if self.mirrors == "host" and self.offload is not None:
             raise ConfigurationError(
-                f'mirrors="host" with offload={self.offload!r}: shards and mirrors are kept, and '
-                "updated, where offload= says; leave "
-                "mirrors out"
+                f'mirrors="host" with offload={self.offload!r}: offload= already decides where '
+                "shards and mirrors are kept and updated; leave mirrors out"
             )
         if isinstance(self.shard_modules, str | type):
             raise ConfigurationError(
@@ -163,8 +162,8 @@ class ShardingConfiguration:
         if self.reduce_dtype is not None and self.compressor is not None:
             raise ConfigurationError(
                 f"reduce_dtype={self.reduce_dtype} with "
-                f"gradient_compression={self.compressor.name!r}: both say what gradients travel "
-                "as; leave one of the two out"
+                f"gradient_compression={self.compressor.name!r}: both set the format in "
+                "which gradients are sent; leave one of the two out"
             )
 
     @property

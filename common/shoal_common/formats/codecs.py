@@ -253,7 +253,7 @@ def _decode_topk(data: memoryview, out: Values) -> None:
     places += np.frombuffer(data, _U2, kept, 4 * count + 4 * kept)
     if kept and (places[-1] >= out.size or not (places[1:] > places[:-1]).all()):
         raise InvalidRequestError(
-            f"the places of a TOPK payload do not ascend within {out.size} values",
+            f"the positions in a TOPK payload must be strictly ascending and below {out.size}",
             reason="PAYLOAD_INVALID",
         )
     out[:] = 0
@@ -287,7 +287,7 @@ def _decode_powersgd(data: memoryview, out: Values, shapes: Shapes) -> None:
             )
     if data.nbytes != (expected := powersgd_bytes(shapes, ranks)):
         raise InvalidRequestError(
-            f"a POWERSGD payload of {data.nbytes} bytes; by its ranks it has {expected}",
+            f"a POWERSGD payload has {data.nbytes} bytes, but its ranks imply {expected}",
             reason="PAYLOAD_SIZE_MISMATCH",
         )
     at, begin = len(shapes), 0

@@ -27,8 +27,8 @@ LOCAL_ADDR: Final = "--local-addr (SHOAL_LOCAL_ADDR)"
 LISTEN_ADDR: Final = "--listen-addr (SHOAL_LISTEN_ADDR)"
 """Name of the listen address setting in errors."""
 REACHED_ELSEWHERE: Final = (
-    "an address is what each worker tells of its own machine; where others reach a machine at "
-    "another one, start its launcher with " + LOCAL_ADDR
+    "each worker reports its own machine's address; if others reach the machine at a different "
+    "one, start its launcher with " + LOCAL_ADDR
 )
 """Text in errors about connections to other workers that explains the addresses that were tried."""
 ELSEWHERE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))

@@ -101,7 +101,7 @@ class ScratchDirectory:
 
 
 class _Keeper:
-    """Process that removes `path` when its owner, which creates this object, has ended without
+    """Helper process that removes `path` if the process that started it ends without calling
     `close`."""
 
     def __init__(self, path: Path) -> None:

@@ -3,9 +3,9 @@ checkpoint.
 
 Tensors: `ids` (int64, ascending), `updated_at` (int64: the step of each row's last update), `rows`
 (float32, `[n, dim]`), and the optimizer's state per row, `state/NAME` (float32, `[n, dim]` or
-`[n]`). Metadata: `table`, `bucket` and `buckets` (its index and their number), and `version`, which
-is one more than the bucket's number of pushes. Written by hand, so that no array is copied; reading
-is strict, and any tool can read it too.
+`[n]`). Metadata: `table`, `bucket` (its index), `buckets` (how many the table has), and `version`,
+which is one more than the bucket's number of pushes. This module writes the format itself to avoid
+copying arrays. Parsing is strict. Any safetensors tool can read the file.
 """
 
 from __future__ import annotations
@@ -102,7 +102,10 @@ def read_bucket(data: memoryview) -> BucketImage:
     try:
         begin = 8 + int.from_bytes(data[:8], "little")
         if begin > min(data.nbytes, 8 + _LONGEST_HEADER):
-            raise ValueError(f"a header of {begin - 8} bytes in a file of {data.nbytes}")
+            raise ValueError(
+                f"the header claims {begin - 8} bytes; expected at most {_LONGEST_HEADER}, and no "
+                f"more than the file of {data.nbytes} bytes holds"
+            )
         entries = json.loads(bytes(data[8:begin]))
         metadata = entries.pop("__metadata__")
         arrays: dict[str, npt.NDArray[Any]] = {}
@@ -124,7 +127,9 @@ def read_bucket(data: memoryview) -> BucketImage:
             )
             at = end
         if begin + at != data.nbytes:
-            raise ValueError(f"{data.nbytes} bytes, of which its tensors are {at}")
+            raise ValueError(
+                f"the file has {data.nbytes} bytes, its header and tensors take {begin + at}"
+            )
         image = BucketImage(
             table=str(metadata["table"]),
             number=int(metadata["bucket"]),

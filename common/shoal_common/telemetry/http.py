@@ -1,10 +1,10 @@
 """Small HTTP server beside every gRPC service: `/metrics`, `/healthz` and a service's own GET
 routes (the coordinator's `/sd`, and its status page).
 
-Threaded, from the standard library: scrapes must be answered while the event loop is busy, and
-there is one every few seconds. Routes therefore run concurrently on threads of this server. It is
-for operators and Prometheus, not for data; it has no TLS (put a proxy before it, or keep it on a
-private network).
+Threaded, using the standard library: a scrape arrives every few seconds and must be answered even
+while the event loop is busy. Routes therefore run concurrently on threads of this server. It is for
+operators and Prometheus, not for data. It has no TLS: put a proxy in front of it, or keep it on a
+private network.
 """
 
 from __future__ import annotations

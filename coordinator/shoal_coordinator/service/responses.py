@@ -109,7 +109,7 @@ def spec_message(spec: JobSpec) -> pb.JobSpec:
 
 
 def generation_message(generation: Generation) -> pb.Generation:
-    """Returns one agreed membership with its full table, at about 100 bytes per rank."""
+    """Returns the message for a generation, with its full rank table (about 100 bytes per rank)."""
     message = _generation_head(generation)
     message.ranks.extend(
         rank_message(generation, position) for position in range(len(generation.ranks))

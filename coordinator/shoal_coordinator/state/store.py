@@ -333,8 +333,8 @@ async def _can_wait_for_disk(client: Any) -> bool:
         await client.execute_command("WAITAOF", 1, 0, _DISK_TIMEOUT_MS)
     except redis.ResponseError as error:
         logger.warning(
-            "this Redis cannot say when a write is on its disk (%s): if it crashes, generations "
-            "of its last moment are lost; use Valkey or Redis 7.2 with appendonly yes",
+            "this Redis cannot confirm that a write is on disk (%s): if it crashes, the newest "
+            "generations may be lost; use Valkey or Redis 7.2 with appendonly yes",
             error,
         )
         return False

@@ -143,11 +143,11 @@ class Clocks:
         self._settle()
 
     def arrive(self, member: str, finished: int) -> int:
-        """Records the arrival of a bsp push that completes iteration `finished` by its member's
-        count. Returns the iteration's number here.
+        """Records the arrival of a bsp push. `finished`: number of the iteration that it completes,
+        as the member counts. Returns that iteration's number as this server counts.
 
-        The push was computed on values read before. If the member has already finished that
-        iteration on this server, the push belongs to its next one.
+        A push proves that the member has read its values. If the member had already finished that
+        iteration on this server, the push counts for its next one.
         """
         finished = min(finished, _LARGEST)
         self.report(member, max(0, finished - 1))

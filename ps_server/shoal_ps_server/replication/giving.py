@@ -140,7 +140,12 @@ class Giver:
         state = self._state()
         if state is None or order.receiver_index == state.layout.server_index:
             raise PreconditionError(
-                f"move {order.move}: server {order.receiver_index} is this one",
+                f"move {order.move}: "
+                + (
+                    "this server has no shard map yet"
+                    if state is None
+                    else f"the receiver, server {order.receiver_index}, is this server itself"
+                ),
                 reason="LAYOUT_CONFLICT",
             )
         if self._moves.leaving is not None:

@@ -423,8 +423,8 @@ class _Incoming:
 
 
 async def _someone_comes(listener: socket.socket) -> None:
-    """Waits for a connection attempt. asyncio's own sock_accept accepts and would leak the
-    connection if its task is cancelled at that moment, leaving the other end waiting."""
+    """Waits for a connection attempt without accepting it. asyncio's sock_accept also accepts: if
+    its task is cancelled at that moment, the connection leaks and the other end waits."""
     loop = asyncio.get_running_loop()
     came = asyncio.Event()
     loop.add_reader(listener, came.set)

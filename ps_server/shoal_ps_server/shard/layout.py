@@ -196,7 +196,7 @@ def _bucket(
     if problem or not 0 <= bucket.number < spec.buckets:
         raise InternalError(
             f"{where} is bucket {bucket.number} of table {tensor.name!r}: "
-            f"{problem or f'it has {spec.buckets}'}"
+            f"{problem or f'the table has {spec.buckets} buckets'}"
         )
     return Bucket(
         table=tensor.name,

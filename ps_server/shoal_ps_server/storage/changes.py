@@ -90,7 +90,7 @@ class Changes:
             await asyncio.wait(pending)
         if self.is_broken:
             raise UnavailableError(
-                "this server ends, or another one has its place; try again",
+                "this server is stopping, or another has taken its place; try again",
                 reason="SERVER_STOPPING",
             )
 

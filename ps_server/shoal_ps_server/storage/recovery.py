@@ -438,10 +438,10 @@ class Replay:
             return  # the snapshot has it, or rows that were put in place after it
         if restoration > newest:
             raise ValueError(
-                f"it was made after restoration {restoration}, the partition is at {newest}"
+                f"it was made after restoration {restoration}, but the partition is at {newest}"
             )
         if version != have + 1:
-            raise ValueError(f"it leads to version {version}, the partition is at {have}")
+            raise ValueError(f"it leads to version {version}, but the partition is at {have}")
         upload = Upload(header)
         upload.add(record.payload)
         if upload.missing:

@@ -164,7 +164,7 @@ class _Hosted:
             self._close()
             raise
         _log.info(
-            "to look on: shoal status --coordinator %s --token-file %s",
+            "to watch this run: shoal status --coordinator %s --token-file %s",
             self.address,
             self._token_file,
         )

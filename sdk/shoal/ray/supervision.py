@@ -246,8 +246,8 @@ class Supervision:
                 seat.look, seat.looked_at = self._ask(seat.actor.where), now
             if seat.host and not seat.is_there and self._ending_at is None:
                 _log.warning(
-                    f"{seat.name} was lost with {seat.host}: Ray finds another place for it, and "
-                    "the others continue meanwhile"
+                    f"{seat.name} was lost with {seat.host}: Ray will find another place for it; "
+                    "meanwhile the others continue"
                 )
                 seat.host = ""
 

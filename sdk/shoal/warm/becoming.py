@@ -186,8 +186,8 @@ def _new_main() -> ModuleType:
 
 
 def show_as(command: Sequence[str], environment: Mapping[str, str]) -> bool:
-    """Has the kernel show this command line and environment for the process (ps, /proc), by which
-    others know a worker. Returns whether the kernel can."""
+    """Makes the kernel report this command line and environment for the process (in ps and /proc),
+    because other programs identify workers by them. Returns False if the kernel cannot."""
     words = b"".join(os.fsencode(word) + b"\0" for word in command)
     variables = b"".join(
         os.fsencode(f"{name}={value}") + b"\0" for name, value in environment.items()

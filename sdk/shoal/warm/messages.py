@@ -26,11 +26,11 @@ def send(
 
 
 def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
-    """Returns the next message and its descriptors, which are the caller's to close and are not
-    inherited by programs.
+    """Returns the next message and its descriptors. The caller must close these; child programs do
+    not inherit them.
 
-    Raises EOFError when the other side has closed, OSError (TimeoutError after the socket's
-    timeout).
+    Raises EOFError if the other side has closed the connection, and OSError (TimeoutError after the
+    socket's timeout).
     """
     head, descriptors, _, _ = socket.recv_fds(connection, _LENGTH.size, _MOST_DESCRIPTORS)
     for descriptor in descriptors:

@@ -142,7 +142,7 @@ def test_a_run_that_does_not_exist_and_one_that_cannot_be_read_are_one_line_each
     status, out, err = ended.run("history", "never/2")
     assert (status, out) == (1, "")
     assert err == (
-        "shoal: the history has no run 'never/2': `shoal history` lists those that there are "
+        "shoal: the history has no run 'never/2': `shoal history` lists the recorded runs "
         "[HISTORY_UNKNOWN]\n"
     )
     broken = ended.directory / "state" / "shoal" / "jobs" / "broken" / "1"

@@ -109,7 +109,7 @@ def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(
     coordinator_of_its_own.kill()
     worker.go(2)
     eventually(
-        lambda: "leases no batches now" in worker.process.said(),
+        lambda: "is not leasing batches at the moment" in worker.process.said(),
         "the worker to wait for its next batch",
     )
     assert_leaves(worker)

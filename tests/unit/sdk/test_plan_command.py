@@ -95,7 +95,7 @@ def test_a_model_that_cannot_be_built_without_values_is_built_with_them_and_that
         ),
         (
             ("training:make", "--world-size", "2", "--device-memory", "much"),
-            "device_memory='much': expected bytes above 0",
+            "device_memory='much': expected a positive number of bytes",
         ),
     ],
 )

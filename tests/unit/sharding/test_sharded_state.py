@@ -168,8 +168,8 @@ def test_a_rank_that_has_cut_nothing_yet_stands_in_for_the_dead() -> None:
 def test_after_a_failed_regrouping_a_rank_keeps_the_cut_that_the_next_one_can_be_made_from() -> (
     None
 ):
-    """After a failed re-sharding, a rank keeps the old cut, from which the next re-sharding can be
-    made. Two of three ranks got new shards, and one of these two dies."""
+    """After a failed re-sharding, a rank keeps its old cut, so the next re-sharding can start from
+    it."""
     ranks_of_three = [Rank(OPTIMIZERS["momentum"]) for _ in range(3)]
     for rank, own in enumerate(ranks_of_three):
         own.state.cut_whole(number=1, rank=rank, topology=topology_of(["h"] * 3))

@@ -211,8 +211,8 @@ def test_settings_that_a_strategy_does_not_know_are_refused_with_a_remedy(tmp_pa
         param_dtype=torch.bfloat16,
     )
     refused("ddp", r"reduce_dtype=.*gradient_compression", reduce_dtype=torch.bfloat16)
-    refused("ddp", r"offload=.*take zero1", offload=tmp_path)
-    refused("zero2", r"shard_modules=.*take zero3", shard_modules=[Block])
+    refused("ddp", r"offload=.*use zero1", offload=tmp_path)
+    refused("zero2", r"shard_modules=.*use zero3", shard_modules=[Block])
 
 
 def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
@@ -226,7 +226,7 @@ def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
     )
     refused(
         "zero1",
-        "both say what gradients travel as",
+        "both set the format in which gradients are sent",
         reduce_dtype=torch.bfloat16,
         gradient_compression="fp16",
     )
@@ -234,7 +234,7 @@ def test_settings_that_cannot_work_are_refused_by_value(tmp_path: Path) -> None:
     refused("zero1", 'expected "cpu", or a pathlib.Path', offload="disk")
     refused("zero1", "a directory that can be written", offload=tmp_path / "file")
     refused("zero3", "expected a list", shard_modules=Block)
-    refused("zero2", r"prefetch_blocks=2 .*take zero3", prefetch_blocks=2)
+    refused("zero2", r"prefetch_blocks=2 .*use zero3", prefetch_blocks=2)
     for value in (-1, 1.5, True, "all"):
         refused(
             "zero3",

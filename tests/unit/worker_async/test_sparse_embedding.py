@@ -231,7 +231,7 @@ def test_strategies_without_servers_refuse_it_and_say_which_takes_it(strategy: s
     try:
         with pytest.raises(
             ConfigurationError,
-            match=f"sparse table 'users'.* strategy='{strategy}' knows none: take ddp or async_sgd",
+            match=f"sparse table 'users'.* strategy='{strategy}' knows none: use ddp or async_sgd",
         ):
             shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1), strategy=strategy)
     finally:

@@ -122,8 +122,8 @@ def test_ranks_of_different_address_families_are_told_so() -> None:
         errors = list(ranks.map(connect, range(2)))
     for each in errors:
         assert (
-            "rank 0 listens at 127.0.0.1 and rank 1 at ::1: Gloo connects ranks of one family alone"
-            in each
+            "rank 0 listens at 127.0.0.1 and rank 1 at ::1: Gloo needs all ranks on one address "
+            "family" in each
         )
         assert "--local-addr" in each
 
@@ -180,7 +180,9 @@ def test_arguments_that_cannot_work_are_named(alone: GlooBackend) -> None:
         alone.reduce_scatter(torch.empty(3), torch.ones(2))
     with pytest.raises(InvalidRequestError, match="source=1; expected a rank from 0 to 0"):
         alone.broadcast(grid, 1)
-    with pytest.raises(InvalidRequestError, match="tensor missing; only rank 0 gives one"):
+    with pytest.raises(
+        InvalidRequestError, match="tensor is missing; the source rank must give it"
+    ):
         alone.scatter(grid, None, 0)
     with pytest.raises(
         InvalidRequestError, match=r"output_sizes=\[1\]; expected 1 sizes that sum to 2"

@@ -147,7 +147,7 @@ def _generation(rank: int, size: int) -> Generation:
 
 
 class Groups:
-    """Groups of a few ranks that can be divided."""
+    """One group per rank, over a few ranks, from which subgroups can be made."""
 
     def __init__(self, size: int, seed: int) -> None:
         self.ranks = Ranks(size, seed)

@@ -92,7 +92,7 @@ def test_ranks_that_sum_different_things_are_told_so(other: torch.Tensor) -> Non
         )
         for done in (first, second):
             with pytest.raises(
-                PreconditionError, match=r"sends (12|16|20) bytes for sum 1 where this rank expects"
+                PreconditionError, match=r"sent (12|16|20) bytes for sum 1, but this rank expected"
             ) as caught:
                 done.result(60)
             assert caught.value.reason == "RANKS_DIVERGED"

@@ -139,7 +139,7 @@ def test_a_world_of_one_has_its_own_values():
             lambda rank: shoal.all_reduce({"loss": torch.zeros(1 + rank // 2)}),
             shoal.PreconditionError,
             r"value\['loss'\]: rank 0 gave a tensor of \(1,\).* rank 2 gave a tensor of "
-            r"\(2,\).*gather takes values that differ",
+            r"\(2,\).*use gather for values that differ",
         ),
         (
             lambda rank: shoal.all_reduce([1] * (1 + rank)),

@@ -72,7 +72,7 @@ def test_each_move_leads_where_the_table_says_and_from_nowhere_else(
             assert invariant(phase)
             expected = MOVES[move][PHASES.index(source)]
             if expected is BUG:
-                refusal = rf"^{move}\(\) in phase {source.value}: it may come in "
+                refusal = rf"^{move}\(\) was called in phase {source.value}; it is allowed only in "
                 with pytest.raises(InternalError, match=refusal):
                     take(phase, move)
                 assert phase.now is source

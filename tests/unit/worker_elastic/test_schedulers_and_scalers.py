@@ -87,8 +87,8 @@ def test_a_large_registered_object_is_not_copied_in_each_step(
     assert seen.samples[0].item() == 2
     assert [record.message for record in caplog.records if "64 MiB" in record.message] == [
         "the registered object 'seen' holds more than 64 MiB of tensors, or 256 KiB of other "
-        "values: it is not copied in each step, so what a step that is lost does to it stays. "
-        "Change it behind optimizer.step(), and only if that returned a true value"
+        "values, so it is not copied in each step, and changes made in a step that is lost are not "
+        "undone. Change it only after optimizer.step(), and only if that returned a true value"
     ]
 
 

@@ -132,7 +132,7 @@ def test_damage_and_others_states_change_nothing_on_any_rank(tmp_path: Path, str
         saved = optimizer.state_dict()
         for change, match in [
             (lambda s: s["param_groups"][0].pop("betas"), "lack"),
-            (lambda s: s["param_groups"].pop(), "parameters in its groups"),
+            (lambda s: s["param_groups"].pop(), "its parameter groups have"),
             (
                 lambda s: s["state"][0].update(exp_avg=torch.ones(9)),
                 "'exp_avg' of its parameter 0 has shape",

@@ -316,6 +316,7 @@ def test_a_loader_that_gives_more_batches_than_its_length_is_refused_for_an_eval
         shoal.evaluate(model, MoreThanItSays(), lambda net, batch: {"samples": len(batch)})
 
     with pytest.raises(
-        shoal.ConfigurationError, match="MoreThanItSays says that it has 3 batches, and gives more"
+        shoal.ConfigurationError,
+        match="MoreThanItSays reports a length of 3 batches but yields more",
     ):
         shoal.launch(rank, world_size=2)

@@ -105,7 +105,7 @@ def test_other_strategies_refuse_it_and_name_those_that_take_it(strategy: str) -
         net = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.SyncBatchNorm(4)), nn.Linear(4, 2))
         with pytest.raises(
             shoal.ConfigurationError,
-            match=r"1\.0 is a SyncBatchNorm.*take ddp, zero1, .*or use BatchNorm",
+            match=r"1\.0 is a SyncBatchNorm.*use ddp, zero1, .*or use BatchNorm",
         ):
             shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
 

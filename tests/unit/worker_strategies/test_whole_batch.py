@@ -157,7 +157,7 @@ def test_other_strategies_refuse_it_and_name_those_that_have_it(strategy: str) -
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
         with pytest.raises(
             shoal.ConfigurationError,
-            match=r"a rank cannot ask the others in a pass: take ddp, zero1, ",
+            match=r"a rank cannot ask the others in a pass: use ddp, zero1, ",
         ):
             shoal.whole_batch(torch.ones(2))
 
@@ -167,7 +167,7 @@ def test_other_strategies_refuse_it_and_name_those_that_have_it(strategy: str) -
 def test_async_sgd_refuses_it_as_well() -> None:
     # declared, because shoal.launch starts no parameter servers
     declared = registry.find("async_sgd")[0].declaration
-    assert "take ddp, zero1, " in str(
+    assert "use ddp, zero1, " in str(
         registry.why_no_whole_batch(declared, shoal.ShardingConfiguration())
     )
 

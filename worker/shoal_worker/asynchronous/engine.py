@@ -94,8 +94,8 @@ class AsyncEngine(Engine):
         self._tables = Tables(self.module)
         if self._tables and self._async_options.in_step:
             raise ConfigurationError(
-                'consistency="bsp" with sparse tables: their rows are looked up within the step, '
-                "and nobody waits until all have been; "
+                'consistency="bsp" with sparse tables: rows are looked up during the step, and '
+                "updates do not wait until every worker has looked up its own; "
                 'use "asp" or "ssp"'
             )
         if self._tables and self._async_options.inner_steps:
@@ -696,7 +696,7 @@ def _refuse(written: Sequence[str], when: str) -> None:
             f"parameter {written[0]!r} was written {when}: with strategy='async_sgd' the next "
             "values from the parameter servers overwrite it. Write parameters before the first "
             "step, change a copy (model.clone(), AveragedModel), keep what a loop writes in a "
-            "buffer, or take strategy='ddp'",
+            "buffer, or use strategy='ddp'",
             reason="PARAMETERS_WRITTEN",
         )
 

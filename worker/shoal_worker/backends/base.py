@@ -419,8 +419,12 @@ class CommunicationBackend(abc.ABC):
         options.rootRank = self._checked_rank("scatter", "source", source)
         if (tensor is not None) != (self.rank == source):
             raise InvalidRequestError(
-                f"scatter on rank {self.rank}: tensor "
-                f"{'given' if tensor is not None else 'missing'}; only rank {source} gives one"
+                f"scatter on rank {self.rank}: "
+                + (
+                    "tensor is missing; the source rank must give it"
+                    if tensor is None
+                    else f"tensor was given, but only rank {source} may give it"
+                )
             )
         group = self._checked("scatter", output, *([] if tensor is None else [tensor]))
         parts: list[list[torch.Tensor]] = []

@@ -161,8 +161,8 @@ def wait(timeout: timedelta) -> bool:
 
 
 def _start(call: _Call, name: str) -> bool:
-    """Starts a thread for `call` and returns whether that succeeded. If it did not, a call that
-    destroys nothing counts as running all the same: the reserve runs it."""
+    """Starts a thread for `call`; returns False if no thread can be started. A call that destroys
+    nothing counts as running even then, because the reserve thread runs it."""
     # Daemons: what never ends must not keep the process.
     thread = threading.Thread(target=call, name=name, daemon=True)
     with _lock:  # which a call that ends at once waits for

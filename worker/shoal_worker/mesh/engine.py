@@ -72,7 +72,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             raise ConfigurationError(
                 f"deterministic=True with strategy={self.strategy!r}: how a model is split changes "
                 "the order of its own sums, so results cannot be bitwise those of another number "
-                "of ranks; leave it out, or take ddp, zero1, zero2, zero3 or fsdp"
+                "of ranks; leave it out, or use ddp, zero1, zero2, zero3 or fsdp"
             )
         own = self._options
         dropout = own.get("dropout", DropoutRandomness.PER_SHARD)
@@ -223,7 +223,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         raise ConfigurationError(
             f"register_forward_method({name!r}) with strategy={self.strategy!r}: layers and stages "
             "are split along the module's forward pass, which alone can go through them. Have "
-            "forward() call the method, as told by an argument; or take zero3 or fsdp"
+            "forward() call the method, as told by an argument; or use zero3 or fsdp"
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
@@ -258,7 +258,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             raise PreconditionError(
                 f"a backward pass with create_graph=True, with strategy={self.strategy!r}: "
                 "gradients of gradients do not come out right through layers that are split over "
-                "ranks; take zero2 or fsdp, or leave a penalty on gradients out"
+                "ranks; use zero2 or fsdp, or leave a penalty on gradients out"
             )
         if step is not None and not self._came:
             self._carried = self._held.hidden.carries and not step.in_micro_batches

@@ -611,7 +611,7 @@ class ModelParts(PartitionedState):
         return merged
 
     def _runs(self, key: str) -> bool:
-        """Returns whether this rank runs the module with the extra state `key`."""
+        """Returns whether this rank runs the module that the extra-state entry `key` belongs to."""
         if self.cut is None or self.blueprint is None:
             return bool(self.pieces)
         return self.blueprint.share(self.cut.at).runs(key.rpartition(".")[0])

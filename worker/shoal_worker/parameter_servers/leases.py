@@ -388,7 +388,7 @@ class CoordinatorLeases:
                 self._trouble = str(error)
                 if not logged:
                     _log.warning(
-                        "the coordinator leases no batches now, %d are left: %s",
+                        "the coordinator is not leasing batches at the moment, %d are left: %s",
                         len(block.leased),
                         error,
                     )

@@ -302,7 +302,7 @@ class ServerOptimizer:
             raise ConfigurationError(
                 f"{argument}={type(optimizer).__name__} has taken steps before: with async_sgd the "
                 "parameter servers run it, and would begin without its momentum or moments; pass a "
-                f"new one{_OR_HERE if argument == 'optimizer' else ''}, or take strategy='ddp'"
+                f"new one{_OR_HERE if argument == 'optimizer' else ''}, or use strategy='ddp'"
             )
         for group in optimizer.param_groups:
             if delay_compensation and group["maximize"]:
@@ -314,8 +314,8 @@ class ServerOptimizer:
                 if group.get(key, value) != value:
                     raise ConfigurationError(
                         f"{key}={group[key]!r} in a parameter group of {type(optimizer).__name__}: "
-                        f"parameter servers have {value!r}; use an optimizer of which it is so by "
-                        "default"
+                        f"parameter servers support only {key}={value!r}; use an optimizer with "
+                        "that default"
                     )
             for parameter in group["params"]:
                 dtype = str(parameter.dtype).removeprefix("torch.")

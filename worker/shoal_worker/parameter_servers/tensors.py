@@ -158,7 +158,7 @@ def gradients(tensors: Iterable[HostTensor]) -> dict[str, torch.Tensor]:
 
 
 def publish(tensors: Sequence[HostTensor]) -> None:
-    """Makes the received values the parameters' and returns once they are in place."""
+    """Copies the received values into the parameters; returns once they are there."""
     for tensor in tensors:
         tensor.publish()
     # Written without autograd's knowledge: a graph that saved the older values must notice, as
@@ -272,7 +272,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and columns, as codecs see it."""
+        """The piece's shape as codecs treat it: rows and columns."""
         return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
 
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:

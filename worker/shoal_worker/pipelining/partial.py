@@ -377,7 +377,8 @@ class _LayeredPart(PartialModel):
             layer.forward = self._ending_after(layer.forward)
 
     def _skipped(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a layer of an earlier stage."""
+        """Replaces the forward of an earlier stage's layer: computes nothing and returns a
+        placeholder of the layer's output."""
         received = self._running.received
         slot = _hidden_slot(args, kwargs)
         hidden = args[0] if slot is None else kwargs[slot]

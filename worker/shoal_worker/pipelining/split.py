@@ -179,8 +179,8 @@ def _longest_list(module: nn.Module) -> str | None:
 
 
 def _layered(module: nn.Module, layers: str) -> Blocks:
-    """Returns the blocks around a list of layers: modules registered before the list, in any of the
-    modules around it, come before it; those registered after it, after it."""
+    """Returns the blocks of a model with a list of layers: one of all modules registered before the
+    list (at any level around it), one per layer, and one of all modules registered after it."""
     entries = list(module.get_submodule(layers)._modules.items())
     if len({id(layer) for _, layer in entries}) < len(entries):
         raise ConfigurationError(

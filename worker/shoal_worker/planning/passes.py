@@ -173,10 +173,10 @@ def measure(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None) 
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"the example could not be passed through {type(module).__name__} without values: "
-            f"{type(error).__name__}: {error}; a model whose code looks at values, or that holds "
-            "tensors in plain attributes, can be planned without an example: then activations, "
-            "and times, are not in the plan"
+            f"{type(module).__name__} could not be run on the example by shapes alone (without "
+            f"values): {type(error).__name__}: {error}. If the model's code depends on values, or "
+            "it keeps tensors in plain attributes, plan without an example; the plan then has no "
+            "activations and no times"
         ) from error
 
 

@@ -513,7 +513,7 @@ def _stage_of(module: str, stages: Sequence[Sequence[str]]) -> int:
 def _tensor_traffic(
     passes: Passes, plan: TensorParallelPlan | None, samples: float, axes: Axes
 ) -> list[Traffic]:
-    """Returns the traffic of activations: of each split block, its outputs in the forward pass, and
+    """Returns the traffic of activations: for each split block, its outputs in the forward pass and
     the gradient of its input in the backward pass."""
     if plan is None:
         return []

@@ -24,8 +24,8 @@ def parse_bytes(what: str, value: str | float) -> int:
     amount = _parse(value, {"b": 1.0, "bit": 0.125, "": 1.0}, _FACTORS | _FACTORS_1024)
     if amount is None or amount < 1:
         raise ConfigurationError(
-            f'{what}={value!r}: expected bytes above 0, such as "80GB" (10^9 each), "80GiB" (2^30) '
-            'or "200Gbit/s"'
+            f'{what}={value!r}: expected a positive number of bytes, such as "80GB" (10^9 each), '
+            '"80GiB" (2^30) or "200Gbit/s"'
         )
     return int(amount)
 
@@ -39,7 +39,8 @@ def parse_flops(what: str, value: str | float) -> float:
     amount = _parse(value, {"flop": 1.0, "flops": 1.0, "": 1.0}, _FACTORS)
     if amount is None or amount < 1:
         raise ConfigurationError(
-            f'{what}={value!r}: expected operations a second above 0, such as "312T" or 3.12e14'
+            f"{what}={value!r}: expected a positive number of operations per second, such as "
+            '"312T" or 3.12e14'
         )
     return amount
 

@@ -461,8 +461,8 @@ class ReplicatedEngine(Engine):
         step = self._session.step
         if step is not None and step.lost is not None and self._uncleared_in is not None:
             _log.warning(
-                "the gradients of the steps before, which the lost step would have added to, are "
-                "gone with it. %s",
+                "gradients accumulated in earlier steps were lost together with this step, which "
+                "would have added to them. %s",
                 _CLEAR,
             )
         self._uncleared_in = None

@@ -173,7 +173,7 @@ class LocalSGDEngine(ReplicatedEngine):
             raise ConfigurationError(
                 f"parameter {written[0]!r} has requires_grad=False and was written in a pass (by "
                 "forward(), say): with strategy='local_sgd' the ranks average what is trained, "
-                "and buffers: keep it in a buffer, or take ddp",
+                "and buffers: keep it in a buffer, or use ddp",
                 reason="PARAMETERS_WRITTEN",
             )
         if not self._in_micro_batches:

@@ -251,8 +251,8 @@ def check_configuration(config: ShardingConfiguration) -> None:
     """
     if config.loss_reduction != "mean":
         raise ConfigurationError(
-            'loss_reduction="sum": local_sgd averages parameters, not gradients; let the loss be a '
-            "mean"
+            'loss_reduction="sum": local_sgd averages parameters, not gradients; use a mean '
+            'loss with loss_reduction="mean"'
         )
     if config.deterministic:
         raise ConfigurationError(

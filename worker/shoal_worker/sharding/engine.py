@@ -212,7 +212,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
                 f"gradient_compression={self._compression.compressor.name!r} with "
                 f"{type(optimizer).__name__} and strategy={self.strategy!r}: whole tensors are "
                 "dealt to the ranks, and what compression leaves behind is of parts that are cut; "
-                "leave gradient_compression out, or take ddp"
+                "leave gradient_compression out, or use ddp"
             )
         if self._parts is not None:
             self._parts.keep_tensors_whole()
@@ -442,8 +442,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._parts.reshard(group)
         elif any(row[0] for row in group.all_gather_integers([0])):
             raise PreconditionError(
-                "this rank's model is on the meta device, and its peers' states are cut already: "
-                "it should be a joiner"
+                "this rank's model is on the meta device, but its peers have already sharded their "
+                "state: it should have entered as a joiner"
             )
 
     @torch.no_grad()

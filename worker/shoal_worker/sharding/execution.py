@@ -371,7 +371,8 @@ class ShardedExecution:
         self._pass = []
 
     def end_passes(self) -> None:
-        """Ends the passes. A rank without samples will have to issue the same collectives."""
+        """Ends the passes and keeps the list of their collectives: a rank without samples must
+        issue the same ones."""
         if self._pass and not self._collectives.lost:
             # otherwise some were issued twice, and some not at all
             self._whole_pass = self._pass
@@ -401,8 +402,8 @@ class ShardedExecution:
             unit.forget_gradients()
 
     def drop_gradients(self) -> None:
-        """Drops the parameters' gradients: those of the last step, or those before the current one.
-        An earlier graph may still produce others, with the same weight."""
+        """Drops all gradients so far: those left from the last step, and those already summed in
+        the current one. A graph built earlier may still produce others, with the same weight."""
         if self._whereabouts.pending:
             factor = self.factor
             self.forget()

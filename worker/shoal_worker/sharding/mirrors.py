@@ -83,7 +83,8 @@ def memory_beside(device: torch.device) -> HostMemory | None:
 
 
 class TravellingMirrors:
-    """Mirrors of some units, on the device or in host memory."""
+    """Moves the mirrors of some units between the device, where updates need them, and host memory,
+    where they may be kept in between."""
 
     def __init__(self, units: Sequence[Unit], where: Literal["device", "host"] | None) -> None:
         """`where`: their memory between updates; None: on the device, and in host memory from the

@@ -135,17 +135,17 @@ class Unit:
         leaves: Sequence[torch.Tensor] | None = None,
         whereabouts: Whereabouts | None = None,
     ) -> None:
-        """Takes over the parameters' memory, unsharded; `cut` or `adopt` follows.
+        """Takes over the parameters' memory, unsharded. Call `cut` or `adopt` next.
 
         Args:
-            name: for errors.
-            parameters, names: of the module.
+            name: used in error messages.
+            parameters, names: the module's parameters and their names there.
             stage: what is sharded.
             wide: sum gradients in float64.
-            param_dtype: of the unsharded parameters, once they are sharded; None: their own, which
-                is the shards' in any case.
-            reduce_dtype: of gradients in transfers; None: that of the sum.
-            home: memory of the shards; None: next to the parameters.
+            param_dtype: dtype of gathered parameters; None: their own, which shards keep in any
+                case.
+            reduce_dtype: dtype of gradients in transfers; None: that of the sum.
+            placement: memory of the shards; None: next to the parameters.
             leaves: tensors on which autograd leaves gradients: DTensors around the parameters, or
                 the parameters; None: these.
             whereabouts: of the model's hidden parameters; None if they belong to no model.

@@ -296,7 +296,7 @@ class SparseEmbedding(nn.Module):
         """
         raise PreconditionError(
             f"a model with the sparse table {self.name!r} cannot be pickled: save "
-            "model.state_dict(), which is without rows"
+            "model.state_dict() instead, which does not contain the rows"
         )
 
     # -------------------------------------------------------------------------------------- lookups

@@ -82,7 +82,9 @@ def check_fits(
         raise _differs("it has no param_groups and state")
     theirs, here = [len(group["params"]) for group in groups], [len(group) for group in shapes]
     if theirs != here:
-        raise _differs(f"it has {theirs} parameters in its groups, this one {here}")
+        raise _differs(
+            f"its parameter groups have {theirs} parameters, this optimizer's have {here}"
+        )
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         # New releases of torch add flags, and schedulers add their own settings: either may be
         # missing.
@@ -150,7 +152,7 @@ def takes_whole_tensors(
     if name in ACROSS_TENSORS:
         raise ConfigurationError(
             f"{name} updates all parameters together, from sums over all of them, and no rank has "
-            "them all here: take strategy='ddp', or an optimizer that takes each tensor by itself "
+            "them all here: use strategy='ddp', or an optimizer that takes each tensor by itself "
             f"({', '.join(sorted(WHOLE_TENSORS))} among them)"
         )
     if elementwise and (whole_tensors or name in WHOLE_TENSORS):

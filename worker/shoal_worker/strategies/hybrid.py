@@ -65,8 +65,8 @@ def _engine(setup: Setup) -> MeshEngine:
     if pipelined and options.get("sequence_dimension") is not None:
         raise ConfigurationError(
             f"sequence_dimension={options['sequence_dimension']} with "
-            f"pipeline_parallel_size={pipeline}: what stages hand on is whole; leave one of the "
-            "two out"
+            f"pipeline_parallel_size={pipeline}: stages pass whole activations to each other; "
+            "leave one of the two out"
         )
     tensor = checked_size("tensor_parallel_size", options.get("tensor_parallel_size", 1))
     if tensor > 1:

@@ -133,8 +133,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         if found:
             raise ConfigurationError(
                 f"{found} of {type(own).__name__} with strategy={self._engine.strategy!r}: this "
-                "process's optimizer does not update whole parameters, so a hook would not find "
-                "what it finds in one process. Do it in the loop, before or after "
+                "process's optimizer does not update whole parameters, so a hook would not see "
+                "what it sees in one process. Do its work in the loop, before or after "
                 "optimizer.step(): model.clip_grad_norm_(max_norm) clips"
                 + ("" if self._engine.asynchronous else "; with_parameters(values) sets values")
             )

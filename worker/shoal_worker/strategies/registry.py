@@ -42,12 +42,12 @@ _STRATEGIES = {
 }
 
 _INSTEAD: Final = {
-    "param_dtype": "compute within torch.autocast, or take {known}",
-    "reduce_dtype": 'use gradient_compression="bf16", or take {known}',
-    "offload": "take {known}, whose optimizer state is in shards",
-    "mirrors": "take {known}, whose shards are mirrored, or leave it out",
-    "shard_modules": "take {known}, which gather parameters by modules, or leave it out",
-    "prefetch_blocks": "take {known}, which gather parameters block by block, or leave it out",
+    "param_dtype": "compute under torch.autocast instead, or use {known}",
+    "reduce_dtype": 'use gradient_compression="bf16", or use {known}',
+    "offload": "use {known}, whose optimizer state is in shards",
+    "mirrors": "use {known}, whose shards are mirrored, or leave it out",
+    "shard_modules": "use {known}, which gather parameters by modules, or leave it out",
+    "prefetch_blocks": "use {known}, which gather parameters block by block, or leave it out",
 }
 """Alternatives to settings that not every strategy supports."""
 
@@ -233,9 +233,9 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
     ):
         if parameter.requires_grad and parameter.is_complex():
             raise ConfigurationError(
-                f"parameter {parameter_name!r} is complex, and strategy={name!r} sums real "
-                "numbers: keep it as two real ones (torch.view_as_complex in the forward pass), "
-                f"or take {_those(lambda other: other.complex_parameters)}"
+                f"parameter {parameter_name!r} is complex, but strategy={name!r} trains only real "
+                "parameters: store it as a real tensor and call torch.view_as_complex in the "
+                f"forward pass, or use {_those(lambda other: other.complex_parameters)}"
             )
 
 

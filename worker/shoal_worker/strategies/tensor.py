@@ -20,7 +20,7 @@ from shoal_worker.torch_internals import needs_torch
 
 
 def _engine(setup: Setup) -> MeshEngine:
-    needs_torch(2, 12, "strategy='tensor'", "take zero3 or fsdp")
+    needs_torch(2, 12, "strategy='tensor'", "use zero3 or fsdp")
     plan = plan_along(
         "tensor_parallel_size",
         setup.options,

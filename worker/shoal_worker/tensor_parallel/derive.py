@@ -79,7 +79,7 @@ def make_plan(
         raise ConfigurationError(f"tensor parallelism over {size} ranks: expected at least 1")
     if size > 1:
         # 2.11 does not flatten split dimensions
-        needs_torch(2, 12, f"tensor parallelism over {size} ranks", "take zero3 or fsdp")
+        needs_torch(2, 12, f"tensor parallelism over {size} ranks", "use zero3 or fsdp")
     return _Planner(
         model,
         size,

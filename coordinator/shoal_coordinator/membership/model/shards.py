@@ -154,12 +154,13 @@ def lay_out(tensors: Sequence[TensorSpec], servers: Sequence[int]) -> ShardLayou
     largest partitions first.
 
     Tensors of one dtype are packed together in the order of their declaration. Tensors above 8 MiB
-    are split, between rows if a row is shorter. A partition is full at 8 MiB; in a smaller model,
-    at a quarter of a server's share, or at 64 KiB or the entire share. Frozen tensors cost nothing
-    in a step and are packed and placed separately, so that the others are spread evenly over all
-    servers. No server exceeds another by more than the bytes of one partition, of either kind. The
-    buckets of a table grow alike and are assigned to all servers in turn; the next table continues
-    where the previous one ended. Equal input gives an equal layout.
+    are split, at row boundaries unless a single row exceeds 8 MiB. A partition is full at 8 MiB; in
+    a smaller model, at a quarter of a server's share, or at 64 KiB or the entire share. Frozen
+    tensors cost nothing in a step and are packed and placed separately, so that trained tensors are
+    spread evenly over all servers. For trained and for frozen tensors, no server gets more than one
+    partition's bytes beyond any other. The buckets of a table grow at the same rate and are
+    assigned to all servers in turn; the next table continues where the previous one ended. Equal
+    input gives an equal layout.
 
     Args:
         servers: server indices, at least one, distinct and ascending.

@@ -1,5 +1,5 @@
-"""Specification of a job, and the constants of the core's decisions. Values are validated where
-requests are parsed."""
+"""Specification of a job, and the constants that the membership core uses in its decisions. Values
+are validated where requests are parsed."""
 
 from __future__ import annotations
 

@@ -131,8 +131,8 @@ class ElasticFit(_FitLoop):
             and trainer.enable_validation
         ):
             raise ConfigurationError(
-                f"val_check_interval={interval}, and an epoch has {self.max_batches} steps: give "
-                "at most that, or check_val_every_n_epoch=None to count over epochs"
+                f"val_check_interval={interval}, but an epoch has only {self.max_batches} steps: "
+                "use at most that, or set check_val_every_n_epoch=None to count across epochs"
             )
 
     @property

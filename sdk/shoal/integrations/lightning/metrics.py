@@ -157,10 +157,10 @@ def _added(name: str, one: Metric, own: list[Counted], received: list[Counted]) 
             states[state] = _ADD[reduction](values)
         elif reduction is dim_zero_mean or own:
             raise ConfigurationError(
-                f"{name}, a torchmetrics {type(one).__name__}: what several batches give for its "
-                f"state {state!r} cannot be added to one (its dist_reduce_fx is no sum, min, max "
-                "or cat): use it in evaluations alone, or another metric, or evaluate in a loop "
-                "of your own (docs/guides/metrics.md)"
+                f"{name}, a torchmetrics {type(one).__name__}: the values of its state {state!r} "
+                "from several batches cannot be combined (its dist_reduce_fx is not sum, min, max "
+                "or cat): use it only in evaluations, use another metric, or write the evaluation "
+                "loop yourself (docs/guides/metrics.md)"
             )
         else:
             stacked = torch.stack(values)

@@ -196,7 +196,7 @@ class Course:
 
     @property
     def _moved(self) -> tuple[float, int]:
-        """Seconds outside of pauses, and the number of intervals between commits in them."""
+        """Seconds outside pauses, and how many intervals between commits they contain."""
         moved = self.seconds - sum(standstill.seconds for standstill in self.standstills)
         undone = sum(standstill.undone for standstill in self.standstills)
         return moved, self.steps - self.steps_before - 1 + undone - len(self.standstills)

@@ -276,7 +276,7 @@ class History:
         there = (
             f"this job has {', '.join(run.name for run in runs[:5])}"
             if runs
-            else ("`shoal history` lists those that there are")
+            else "`shoal history` lists the recorded runs"
         )
         raise UnknownResourceError(
             f"the history has no run {name!r}: {there}", reason="HISTORY_UNKNOWN"

@@ -111,7 +111,7 @@ class NodeSession:
         return self.error is not None and self.error.reason in _OVER
 
     def leave(self, reason: pb.Leave.Reason, detail: str) -> None:
-        """Leaves, and waits up to 5 s for the coordinator to receive it."""
+        """Tells the coordinator that this node leaves; waits up to 5 s for the session to end."""
         self._leaving.set()
         self._outgoing.put(pb.Leave(reason=reason, detail=detail[:1024]))
         self._thread.join(_LEAVE_TIMEOUT_S)

@@ -163,7 +163,7 @@ class RunRecorder:
             self._give_up(failed)
 
     def close(self) -> None:
-        """Closes the kept output, once nothing more is written."""
+        """Closes the file of kept output. Call it after the last write."""
         if self._log is not None:
             self._log.close()
 

@@ -128,8 +128,8 @@ class WarmWorkers:
     def start_service(
         self, command: Sequence[str], environment: Mapping[str, str], log: IO[bytes]
     ) -> Child:
-        """Starts one of Shoal's services, which writes into `log`; fresh while no warm process is
-        ready. Raises OSError."""
+        """Starts one of Shoal's services with its output in `log`: forked from the warm process, or
+        as a fresh interpreter if no warm process is ready. Raises OSError."""
         with contextlib.suppress(WarmProcessError):
             if (
                 child := self._fork(command, environment, apart_from=_OF_WORKERS, log=log)

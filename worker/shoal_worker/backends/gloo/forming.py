@@ -130,7 +130,7 @@ def _check_families(names: Store, world_size: int) -> None:
     if sixes and fours:
         raise ConfigurationError(
             f"rank {fours[0]} listens at {hosts[fours[0]]} and rank {sixes[0]} at "
-            f"{hosts[sixes[0]]}: Gloo connects ranks of one family alone, IPv4 or IPv6; "
+            f"{hosts[sixes[0]]}: Gloo needs all ranks on one address family, IPv4 or IPv6; "
             f"{REACHED_ELSEWHERE}",
             reason="ADDRESS_FAMILIES_DIFFER",
         )

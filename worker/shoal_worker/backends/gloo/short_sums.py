@@ -310,9 +310,9 @@ class ShortSums:
     def _check(self, swap: _Swap, header: tuple[int, int], size: int) -> None:
         if header != (self._number, size):
             raise PreconditionError(
-                f"rank {swap.source_rank} sends {header[1]} bytes for sum {header[0]} where this "
-                f"rank expects {size} for sum {self._number}: the ranks' scripts went different "
-                "ways, or train different models",
+                f"rank {swap.source_rank} sent {header[1]} bytes for sum {header[0]}, but this "
+                f"rank expected {size} bytes for sum {self._number}: the ranks' scripts have "
+                "diverged, or they train different models",
                 reason="RANKS_DIVERGED",
             )
 

@@ -176,7 +176,8 @@ class InterruptibleWork(Work):
         _complete(settled)
 
     def _wait_for_native(self) -> None:
-        """Waits for a moment in C++, which notices Gloo's completion fastest but not an end."""
+        """Waits briefly in C++. This is the fastest way to notice that Gloo has completed, but it
+        does not notice that the work was ended."""
         native = self._native
         if native is None:
             return  # it has just been settled

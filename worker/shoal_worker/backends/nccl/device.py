@@ -304,7 +304,7 @@ def keep_watchdog_still(connect_timeout: timedelta) -> None:
     if overruled:
         given = ", ".join(f"{name}={value}" for name, value in sorted(overruled.items()))
         _log.warning(
-            "%s is overruled: Shoal keeps the time of collectives, and torch's watchdog must not "
-            "end the process",
+            "%s is overridden: Shoal enforces the timeouts of collectives itself, and torch's "
+            "watchdog must not end the process",
             given,
         )

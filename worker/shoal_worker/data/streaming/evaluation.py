@@ -26,8 +26,8 @@ _FIRST: Final = -1
 
 
 class Part(NamedTuple):
-    """A rank's part of one source: every `sharing`th of the required batches, starting at number
-    `place`."""
+    """A rank's part of one source: of the required batches, counted from 0, those whose count is
+    `place` modulo `sharing`."""
 
     source: int
     place: int

@@ -228,7 +228,7 @@ class ShardSupply(StreamSupply):
             if place is not None
         ):
             raise CorruptDataError(
-                f"loader {loader!r}: the state of its shards names one that is not among "
+                f"loader {loader!r}: the state refers to a shard that does not exist; there are "
                 f"{len(self._shards)}"
             )
         if state["epoch"] != self._epoch:

@@ -124,8 +124,8 @@ def check_stream(
     what = f"dataset={type(stream).__qualname__} is a stream"
     if hasattr(type(stream), "__next__"):
         raise ConfigurationError(
-            f"{what} that can be iterated once: after a fault, and in a rank that joins, it has to "
-            "be iterated again; give an object whose __iter__ starts over, such as an "
+            f"{what} that can be iterated only once, but it must be iterated again after a fault "
+            "and in a rank that joins; give an object whose __iter__ starts over, such as an "
             "IterableDataset"
         )
     if sampler is not None:

@@ -187,7 +187,8 @@ class ScriptPhase:
         if self.now not in onward:
             allowed = sorted(phase.value for phase in {*onward, *unchanged})
             raise InternalError(
-                f"{name}() in phase {self.now.value}: it may come in {', '.join(allowed)}",
+                f"{name}() was called in phase {self.now.value}; it is allowed only in "
+                f"{', '.join(allowed)}",
                 reason="PHASE_UNEXPECTED",
             )
         self.now = onward[self.now]

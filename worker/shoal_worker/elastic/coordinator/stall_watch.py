@@ -209,7 +209,7 @@ class StallWatch:
         again = missed & before if number == generation.number else frozenset()
         if again and self._waits.now[0] >= waited_s:
             _log.warning(
-                "gives up generation %d: has waited %.0f s in %s, and cannot reach %s",
+                "giving up on generation %d: waited %.0f s in %s and cannot reach %s",
                 number,
                 waited_s,
                 what,

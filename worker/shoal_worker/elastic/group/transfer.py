@@ -158,7 +158,7 @@ class StateDonor:
                 # The tensors may change from here on: nobody may still read them.
                 if not self._changed.wait_for(lambda: not self._serving, _BLOCK_TIMEOUT_S):
                     raise InternalError(
-                        "a thread still sends state from tensors that are about to change"
+                        "a thread is still sending state from tensors that are about to change"
                     )
 
     def close(self) -> None:
@@ -320,7 +320,8 @@ def take_state(
         if len(alike) < len(parts):
             if len(alike) < sum(each.digest[1] == headers[0].digest[1] for each in headers):
                 _log.error(
-                    "donors of one state name hold different states (%s); taking the first one's",
+                    "donors that report the same state hold different contents (%s); using the "
+                    "first donor's",
                     [h.digest[0] for h in headers],
                 )
             stack.close()

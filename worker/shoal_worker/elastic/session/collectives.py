@@ -78,8 +78,8 @@ def broadcast(session: Session, value: Any, from_rank: int) -> Any:
         return everyones[0]
     if from_rank >= len(everyones):  # it was there when this began
         raise PreconditionError(
-            f"broadcast(from_rank={from_rank}): that rank has died, and {len(everyones)} are left; "
-            "rank 0 is always there",
+            f"broadcast(from_rank={from_rank}): that rank has died, and only {len(everyones)} are "
+            "left; rank 0 always exists",
             reason="RANK_GONE",
         )
     return everyones[from_rank]
@@ -195,6 +195,5 @@ def _check_alike(descriptions: Sequence[str], op: str, where: str) -> None:
         other = next(number for number, each in enumerate(descriptions) if each != descriptions[0])
         raise PreconditionError(
             f"all_reduce {op} of {where}: rank 0 gave {descriptions[0]}, rank {other} gave "
-            f"{descriptions[other]}; "
-            "gather takes values that differ in shape"
+            f"{descriptions[other]}; use gather for values that differ in shape"
         )

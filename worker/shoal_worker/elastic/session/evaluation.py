@@ -278,9 +278,9 @@ class IteratedBatches:
         for number, batch in enumerate(self._loader):
             if number == len(self):
                 raise ConfigurationError(
-                    f"evaluate: {type(self._loader).__name__} says that it has {len(self)} "
-                    "batches, and gives more, which no rank would compute; have its __len__ give "
-                    "the number of its batches, or use ElasticDataLoader(train=False)"
+                    f"evaluate: {type(self._loader).__name__} reports a length of "
+                    f"{len(self)} batches but yields more, which no rank would process; make its "
+                    "__len__ return the real number, or use ElasticDataLoader(train=False)"
                 )
             if number in wanted:
                 yield number, batch

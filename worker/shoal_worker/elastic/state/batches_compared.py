@@ -178,9 +178,9 @@ class EvaluationComparison:
         if alike and warns:
             _log.warning(
                 "all %d ranks evaluated the model on the same batches: each goes through the whole "
-                "validation set, so that more ranks only repeat the work. The figures are those of "
-                "one rank. shoal.evaluate(model, loader, fn) gives each rank a part of the "
-                "batches, and all ranks the sums. (Said once; "
-                "as_distributed(..., consistency_check_every=0) turns it off)",
+                "validation set, so more ranks only repeat the work. The results are those of one "
+                "rank. shoal.evaluate(model, loader, fn) divides the batches among the ranks and "
+                "returns the sums on all of them. (Shown once; "
+                "as_distributed(..., consistency_check_every=0) turns this check off)",
                 replicas,
             )

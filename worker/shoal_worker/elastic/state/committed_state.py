@@ -119,9 +119,9 @@ class CommittedState:
         """Takes model and optimizer. Raises PreconditionError when there are others already."""
         if self._engine is not None:
             raise PreconditionError(
-                "as_distributed was called a second time; a process calls it once: several models "
-                "with an optimizer each go in together, as as_distributed((one, other), "
-                "(its_optimizer, the_others)), and modules with one optimizer go into one "
+                "as_distributed was called a second time; call it once per process. For several "
+                "models with an optimizer each, pass tuples: as_distributed((model_a, model_b), "
+                "(optimizer_a, optimizer_b)). Put modules that share one optimizer into one "
                 "nn.Module"
             )
         self._engine = engine

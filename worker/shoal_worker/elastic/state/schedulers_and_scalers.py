@@ -608,8 +608,9 @@ class RegisteredState:
             self._too_large.add(name)
             _log.warning(
                 "the registered object %r holds more than %d MiB of tensors, or %d KiB of other "
-                "values: it is not copied in each step, so what a step that is lost does to it "
-                "stays. Change it behind optimizer.step(), and only if that returned a true value",
+                "values, so it is not copied in each step, and changes made in a step that is lost "
+                "are not undone. Change it only after optimizer.step(), and only if that returned "
+                "a true value",
                 name,
                 _MOST_KEPT >> 20,
                 _MOST_TEXT >> 10,

@@ -101,7 +101,7 @@ class Extremes:
                     f"buffer {path!r} had shape {tuple(self._shapes[path])} at as_distributed and "
                     f"has {tuple(buffer.shape)} after the forward pass, which "
                     f"strategy={strategy!r} cannot follow: pass a batch through the model before "
-                    "as_distributed, or take ddp, zero or fsdp",
+                    "as_distributed, or use ddp, zero or fsdp",
                     reason="BUFFERS_DIFFER",
                 )
 

@@ -109,7 +109,7 @@ class _Hidden:
             raise ConfigurationError(
                 f"the gradient of {place.name!r} was set: with "
                 f"strategy={place.whereabouts.strategy!r} gradients are summed into shards, and no "
-                "rank holds a whole one; scale the loss, or take ddp"
+                "rank holds a whole one; scale the loss, or use ddp"
             )
         if place.whereabouts.pending and self.grad is not None:
             raise PreconditionError(

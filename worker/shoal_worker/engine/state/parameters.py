@@ -272,8 +272,8 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
             )
         if other != everyones[0]:
             raise ConfigurationError(
-                f"{kind}: rank {rank} was given other values than rank 0 (their digests: "
-                f"{other['digest']}, {everyones[0]['digest']}); give all ranks the same"
+                f"{kind}: rank {rank} was given different values from rank 0 (digests "
+                f"{other['digest']} and {everyones[0]['digest']}); give all ranks the same values"
             )
     assert value is not None
     return value

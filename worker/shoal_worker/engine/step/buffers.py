@@ -513,9 +513,10 @@ class CommittedBuffers:
         ):
             if buffer.shape != committed.shape:
                 raise ConfigurationError(
-                    f"buffer {name!r} of {type(owner).__name__} had shape {tuple(committed.shape)} "
-                    f"and has {tuple(buffer.shape)} after the forward pass; the ranks add up its "
-                    "changes, so its shape must stay: register a cache with persistent=False"
+                    f"buffer {name!r} of {type(owner).__name__} changed its shape from "
+                    f"{tuple(committed.shape)} to {tuple(buffer.shape)} in the forward pass; the "
+                    "ranks sum its changes, so its shape must not change: register a cache with "
+                    "persistent=False"
                 )
 
     def _before(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

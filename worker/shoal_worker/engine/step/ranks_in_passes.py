@@ -56,9 +56,9 @@ class RanksInPasses:
     def gather(
         self, own: torch.Tensor, *, before: Callable[[], None] = lambda: None
     ) -> torch.Tensor | None:
-        """Returns everybody's flat `own` of equal length, one row per rank; None if the step is
-        lost. `before`: called when the ranks are connected; may raise MembershipChanged, which
-        loses the step."""
+        """Gathers `own`, which has the same number of elements on every rank. Returns one flattened
+        row per rank; None if the step is lost. `before`: called once the ranks are connected; if it
+        raises MembershipChanged, the step is lost."""
         step = self._session.step
         if step is None or step.lost is not None:
             return None

@@ -1,4 +1,5 @@
-"""A coordinator and workers for tests: real processes and a real Valkey, killed with real signals."""
+"""A coordinator and workers for tests: real processes and a real Valkey, killed with real
+signals."""
 
 from __future__ import annotations
 

@@ -15,7 +15,8 @@ from tests.zygote.children import Zygote
 
 @pytest.fixture(scope="module")
 def outcomes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """The outcomes by rank and case. All cases run in one pair of processes, one after the other."""
+    """The outcomes by rank and case. All cases run in one pair of processes, one after the
+    other."""
     script = Path(__file__).with_name("ddp_ranks.py")
     with cluster(
         zygote,

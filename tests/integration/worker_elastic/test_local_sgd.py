@@ -69,7 +69,8 @@ def check_counted(running: Cluster, recipe: str, results: Sequence[dict[str, Any
 def ranks(
     request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, list[dict[str, Any]]]:
-    """World size, and the results of all recipes, which run one after the other on the same ranks."""
+    """World size, and the results of all recipes, which run one after the other on the same
+    ranks."""
     world = request.param
     directory = tmp_path_factory.mktemp("local-sgd")
     with cluster(

@@ -1,4 +1,5 @@
-"""A script that logs every step to TensorBoard in TRACKED, or to MLflow. The loss of step n is n."""
+"""A script that logs every step to TensorBoard in TRACKED, or to MLflow. The loss of step n
+is n."""
 
 import os
 import time

@@ -288,7 +288,7 @@ class Job:
         )
 
     def start_again_now(self) -> None:
-        """Starts a requeued job in 3 s; SLURM would wait for two minutes. It does not start at once,
+        """Starts a requeued job in 3 s; SLURM would wait for two minutes. It does not start now,
         because a machine refuses a job that was killed there in the same second ("already killed,
         do not launch")."""
         self.wait_for(

@@ -203,7 +203,7 @@ def versions_are_monotonic(history: History) -> Iterator[Violation]:
     for partition, all_seen in by_partition.items():
         ended = sorted(all_seen, key=lambda seen: seen.ended)
         newest: list[Seen] = []
-        """For each of those, the newest version among it and those before it."""
+        """For each entry of `ended`: the one with the newest version so far."""
         for seen in ended:
             newest.append(seen if not newest or seen.version >= newest[-1].version else newest[-1])
         ends = [seen.ended for seen in ended]
@@ -220,7 +220,7 @@ def versions_are_monotonic(history: History) -> Iterator[Violation]:
 def optimizer_is_adam(
     history: History, snapshots: Sequence[Path], settings: Mapping[str, Any]
 ) -> Iterator[Violation]:
-    """`snapshots`: what the servers wrote when they ended. `settings`: of torch.optim.Adam."""
+    """`snapshots`: written by the servers when they ended. `settings`: of torch.optim.Adam."""
     held: set[int] = set()
     for path in snapshots:
         state, tensors = read_snapshot(path)
@@ -232,7 +232,7 @@ def optimizer_is_adam(
             partition = entry["partition_id"]
             held.add(partition)
             if partition in history.buckets:
-                continue  # rows_are_their_pushes judges them
+                continue  # rows_are_their_pushes checks them
             yield from _steps_like_adam(
                 history, partition, pieces[partition], entry, tensors, settings
             )
@@ -262,8 +262,8 @@ def _steps_like_adam(
             f"partition {partition} began with values that no worker gave", [changes[0]]
         )
         return
-    # What has the same hyperparameters and past is one tensor to torch: cut elsewhere, the last
-    # bits of some elements would be others.
+    # Parameters with the same hyperparameters and history are one tensor to torch. With other
+    # boundaries, the last bits of some elements would differ.
     ends = [sum(lengths[:end]) for _, end in entry["runs"]]
     cut = [end - begin for begin, end in pairwise((0, *ends))]
     parameters = [torch.nn.Parameter(part.clone()) for part in _floats(given["values"]).split(cut)]
@@ -271,7 +271,7 @@ def _steps_like_adam(
     for change in changes[1:]:
         sent = history.push_of(change)
         if sent is None:
-            return  # applied_once says so
+            return  # applied_once reports it
         assert not sent["absent"], "every parameter of the workers' network has a gradient"
         for parameter, gradient in zip(
             parameters, _floats(sent["gradient"]).split(cut), strict=True
@@ -314,7 +314,7 @@ def _floats(text: str) -> torch.Tensor:
 
 
 def samples_count_once(history: History, records: Path, batch_size: int) -> Iterator[Violation]:
-    """`records`: the samples' (shoal_worker.data.record)."""
+    """`records`: records of samples (shoal_worker.data.record)."""
     try:
         verdict = audit(records)
     except ShoalError as error:
@@ -356,9 +356,9 @@ class Job:
     adam: Mapping[str, Any]
     batch_size: int
     bound: int | None = None
-    """Clocks, with ssp."""
+    """Staleness bound, under ssp."""
     in_step: bool = False
-    """With bsp."""
+    """True under bsp."""
     table: SparseEmbedding | None = None
     """The sparse table; None: the model has none."""
 
@@ -366,8 +366,8 @@ class Job:
 def promises(
     history: History, job: Job, *, ended_well: bool
 ) -> Mapping[str, Callable[[], Iterator[Violation]]]:
-    """Each promise in a sentence, and what finds its violations. A history that breaks off says
-    nothing of its end."""
+    """Returns each promise, as a sentence, with the function that finds its violations. If the job
+    did not end well, promises about its end are left out."""
     held: dict[str, Callable[[], Iterator[Violation]]] = {
         "no acknowledged push is lost": lambda: none_lost(history),
         "no push and no batch is applied twice": lambda: applied_once(history),

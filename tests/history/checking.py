@@ -1,30 +1,30 @@
-"""Judges a recorded history (recording.py): each promise is a function that returns the violations
-it finds. Pure, but for reading files.
+"""Judges a recorded history (recording.py). Each promise is a function that returns the violations
+that it finds. The functions are pure, except that they read files.
 
-The order of a partition's changes is that of its versions, as its servers wrote them when they made
-them; what a recovery made again must be the same, and so must what a backup made. So there is one
-history of each partition, and all else is held against it:
+The changes of a partition are ordered by version, as its servers recorded them when they made them.
+A recovery or a backup must repeat exactly the same changes. So each partition has one history, with
+which all other records are compared:
 
-    changes_are_one_history    a version is one change with one outcome, over all servers and
-                               restarts, and none is left out
-    applied_once               no push is applied twice, and no batch; only what a worker has sent
-                               is applied, in the order of its numbers
-    none_lost                  what was acknowledged is in the history, at the version that was told
-    versions_are_monotonic     whoever asks later sees no older version; each version has the same
-                               values for all who see it
-    optimizer_is_adam          the changes, made by torch's Adam in one process, give the same bits
-                               in each version, and the same moments
-    rows_are_their_pushes      so it is with the rows of a sparse table, which are what any lookup
-                               found in them, and with their eviction
-    bound_is_kept              no member's turn came while it was more than the bound ahead of the
-                               slowest
-    iterations_are_apart       with bsp all pushes of an iteration were computed on what the one
-                               before ended with
+    changes_are_one_history    a version is one change with one outcome, on all servers and across
+                               restarts, and no version is missing
+    applied_once               no push and no batch is applied twice; only pushes that a worker has
+                               sent are applied, in the order of their numbers
+    none_lost                  acknowledged pushes are in the history, at the acknowledged version
+    versions_are_monotonic     a later request never gets an older version; each version has the
+                               same values for all readers
+    optimizer_is_adam          torch's Adam in one process, given the same changes, has the same
+                               bits in each version, and the same moments
+    rows_are_their_pushes      the same holds for the rows of a sparse table, as found by lookups,
+                               and for their eviction
+    bound_is_kept              no pull was served to a member that was further ahead of the slowest
+                               one than the bound
+    iterations_are_apart       under bsp, all pushes of an iteration were computed on the result of
+                               the previous one
     samples_count_once         every sample of every epoch that began counts once, and every batch
                                is on every partition
 
-The functions of the clocks are in `clock_checks`, that of the rows in `row_checks`; what a history
-is, and which of its lines count, in `lines`.
+`clock_checks` has the functions about clocks and `row_checks` the one about rows. `lines` defines a
+history, and which of its lines count.
 """
 
 from __future__ import annotations

@@ -128,8 +128,8 @@ class Command:
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Whether a process is not ending already. A killed process loses its memory first, and with it
-    its command line."""
+    """Returns whether a process is not ending already. A killed process loses its memory first, and
+    with it its command line."""
     try:
         return (
             process.is_running()
@@ -141,8 +141,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _is_helper(process: psutil.Process) -> bool:
-    """Whether a process belongs to the test and the command has not used it for a child. It is
-    killed when the command ends, and may outlive it for a moment."""
+    """Returns whether a process belongs to the test and the command has not used it for a child. It
+    is killed when the command ends, and may outlive it for a moment."""
     with contextlib.suppress(psutil.Error):
         return process.cmdline() == [HELPER]
     return False

@@ -251,7 +251,7 @@ class Cluster:
         ), said()
 
     def healthy(self, name: str) -> None:
-        """Whether the image's health check succeeds."""
+        """Returns whether the image's health check succeeds."""
         url = f"http://{self.processes.ports(name)['http']}/healthz"
         check = [sys.executable, "-I", str(ROOT / "docker/healthcheck.py"), url]
         self.processes.wait_for(

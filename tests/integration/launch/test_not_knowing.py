@@ -1,4 +1,4 @@
-"""If the coordinator does not answer, the launcher does not conclude that workers are dead. The
+"""A launcher whose coordinator does not answer does not conclude that its workers are dead. The
 launcher runs in this process with real workers."""
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Wire:
         return from_error_message(message)
 
     def is_closed(self) -> bool:
-        """Whether the server has closed the connection; a TLS alert counts as closed."""
+        """Returns whether the server has closed the connection; a TLS alert counts as closed."""
         try:
             return self.socket.recv(1) in (b"", b"\x15")
         except ConnectionResetError:

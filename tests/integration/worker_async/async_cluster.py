@@ -100,7 +100,7 @@ class Worker:
         self.directory = directory
 
     def reached(self, step: int) -> bool:
-        """Whether the worker has received batch `step`, counted from 0."""
+        """Returns whether the worker has received batch `step`, counted from 0."""
         return (self.directory / f"step-{step}").exists()
 
     def wait_step(self, step: int) -> None:

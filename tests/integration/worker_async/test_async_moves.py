@@ -36,8 +36,8 @@ def stored(running: AsyncCluster) -> Mapping[str, int]:
 
 
 def is_even(running: AsyncCluster, servers: int) -> bool:
-    """Whether the values are spread over `servers` primaries, whose sizes differ by one partition
-    at most."""
+    """Returns whether the values are spread over `servers` primaries, whose sizes differ by one
+    partition at most."""
     held = stored(running)
     return len(held) == servers and max(held.values()) - min(held.values()) <= LARGEST
 

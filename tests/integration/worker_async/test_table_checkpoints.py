@@ -30,7 +30,7 @@ def ended(workers: list[Worker]) -> list[dict[str, Any]]:
 
 
 def is_stopped(worker: Worker) -> bool:
-    """Whether the worker is stopped by SIGSTOP."""
+    """Returns whether the worker is stopped by SIGSTOP."""
     assert not worker.process.ended.is_set(), worker.process.said()
     return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 

@@ -1,6 +1,6 @@
-"""What a script does every few steps, across a kill and a replacement. Counted in the run's steps,
-it happens alike on all ranks. A count of the script's own differs between ranks, and they fail at
-once with an error that names the call."""
+"""Operations that a script calls every few steps, across a kill and a replacement. Counted in the
+run's steps, they happen at the same steps on all ranks. A count of the script's own differs between
+ranks, and they fail at once with an error that names the call."""
 
 import signal
 from collections.abc import Iterator

@@ -126,8 +126,8 @@ def test_a_round_whose_average_nobody_got_is_done_again_from_its_start(
 def test_a_round_that_one_rank_lost_counts_on_all_ranks_or_on_none(
     zygote: Zygote, tmp_path: Path, failpoint: str
 ) -> None:
-    """If the others have already committed this round, they lose the next one together with that
-    rank."""
+    """The other ranks, if they have already committed this round, lose the next one together with
+    that rank."""
     recipe = "outer_momentum"
     results = run(zygote, tmp_path, recipe, ["", failpoint, ""], (0, 1, 2))
     assert [r["lost"] for r in results] == [1, 1, 1]

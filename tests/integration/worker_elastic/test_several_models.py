@@ -202,7 +202,7 @@ def test_a_replica_that_is_made_whole_again_is_given_both_models(
 def test_a_rank_that_lost_its_group_does_what_its_peers_did(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    """If the rank has received the commit all-reduce, the step is committed for all ranks."""
+    """The step is committed for all ranks if the rank has received the commit all-reduce."""
     run_with_a_fault(zygote, tmp_path, alone, failpoint, EVERY=every, **layout(strategy))
 
 

@@ -38,7 +38,7 @@ def _eventually(condition: Callable[[], bool]) -> None:
 
 
 def _blocked_on(store: RedisStore, key: str, waits: int = 1) -> Callable[[], bool]:
-    """Whether the given number of waits sleep on the key: the server then has their
+    """Returns whether the given number of waits sleep on the key: the server then has their
     subscriptions."""
 
     def there() -> bool:

@@ -44,12 +44,12 @@ class Mode:
 
     @property
     def moves(self) -> bool:
-        """Returns whether servers join and are drained."""
+        """True if servers join and are drained."""
         return self.name == "moves"
 
     @property
     def has_table(self) -> bool:
-        """Returns whether the model has a sparse table, which bsp does not support."""
+        """True if the model has a sparse table, which bsp does not support."""
         return self.consistency != "bsp"
 
     @property

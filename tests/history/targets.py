@@ -65,7 +65,7 @@ class Target:
 
     @property
     def undisturbed(self) -> bool:
-        """Returns whether it runs and no fault affects it."""
+        """True if it runs and no fault affects it."""
         return (
             self.child is not None
             and not self.child.ended.is_set()
@@ -80,6 +80,6 @@ class Target:
 
     @property
     def waits_for_another_run(self) -> bool:
-        """Returns whether a server waits because it was started after the end of the run of its
+        """True for a server that waits because it was started after the end of the run of its
         data, according to its log (docs/explanation/membership.md#runs)."""
         return self.kind == "server" and self.child is not None and "RUN_ENDED" in self.child.said()

@@ -1,4 +1,4 @@
-"""`python -m tests.history`: one job in each mode for each seed, under faults; prints the
+"""`python -m tests.history`: runs one job in each mode for each seed, under faults, and prints the
 verdict."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.zygote.children import Zygote
 
 
 def main() -> int:
-    """Returns 1 where a promise was broken."""
+    """Runs all campaigns; returns 1 if a promise was broken."""
     parser = argparse.ArgumentParser(prog="python -m tests.history", description=__doc__)
     parser.add_argument("--seeds", default="1", help="comma-separated (default: 1)")
     parser.add_argument(
@@ -59,7 +59,7 @@ def main() -> int:
 
 
 def summary(verdicts: list[Verdict]) -> str:
-    """One line on all of them."""
+    """Returns one line about all campaigns."""
     total: Counter[str] = Counter()
     for verdict in verdicts:
         total.update(verdict.counts)

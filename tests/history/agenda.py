@@ -1,4 +1,4 @@
-"""Postponed actions of a campaign, each with the time when it is due. It starts no thread: the
+"""Postponed actions of a campaign, each with the time when it is due. No thread is involved: the
 caller polls it."""
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ class Agenda:
         return bool(self._actions)
 
     def later(self, delay_s: float, action: Callable[[], None]) -> None:
-        """Puts it off."""
+        """Postpones an action."""
         heapq.heappush(self._actions, (time.monotonic() + delay_s, next(self._numbers), action))
 
     def do_what_is_due(self) -> None:
-        """Does what is due, and what that makes due."""
+        """Runs the actions that are due, including those that become due meanwhile."""
         while self._actions and self._actions[0][0] <= time.monotonic():
             heapq.heappop(self._actions)[2]()

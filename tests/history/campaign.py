@@ -1,8 +1,8 @@
-"""One job under a seeded schedule of faults, written down (recording.py) and judged at its end
+"""One job under a seeded schedule of faults, which is recorded (recording.py) and judged at its end
 (checking.py).
 
-Its processes are a `Cluster`, and what happens to them are `Faults`. Here: how long they go on,
-that training goes on meanwhile, and that everything comes to a good end.
+Its processes are a `Cluster`, and their faults come from `Faults`. This module decides how long the
+faults last, checks that training makes progress meanwhile, and brings the job to a regular end.
 """
 
 from __future__ import annotations
@@ -27,27 +27,26 @@ from tests.history.verdict import Verdict, counts
 from tests.zygote.children import Child, Zygote
 
 _LOOK_S = 0.01
-"""Between two looks at processes and files, which tell nobody when they change; every wait for them
-has a deadline."""
+"""Polling interval for processes and files, whose changes cause no event; every such wait has a
+deadline."""
 _PACE_S = 0.5
-"""From one fault to the next, on average."""
+"""Mean time between two faults."""
 _FIRST_PACE_S = 2.0
-"""The same, until the first push is acknowledged. What strikes by then is more than was asked
-for."""
+"""Mean time between two faults before the first push is acknowledged. These faults do not count
+towards the requested number."""
 _SNAPSHOT_PACE_S = 1.0
 _PROGRESS_EVERY = 20
-"""After so many faults workers must have been acknowledged something since."""
+"""Number of faults within which some push must have been acknowledged."""
 _PROGRESS_WITHIN_S = 60.0
 
 
 class Campaign:
-    """Belongs to the thread that makes it, but for the snapshots, which a thread of their own asks
-    for."""
+    """A campaign, used by the thread that creates it. Another thread requests the snapshots."""
 
     def __init__(
         self, zygote: Zygote, directory: Path, *, mode: str, seed: int, faults: int
     ) -> None:
-        """`mode`: one of `MODES`; `faults`: how many strike at least."""
+        """`mode`: one of `MODES`; `faults`: minimum number of faults."""
         self._mode, self._seed, self._goal = Mode.of(mode, seed), seed, faults
         self._chance = random.Random(f"{mode} {seed}")
         self._unexpected: list[Violation] = []
@@ -58,7 +57,8 @@ class Campaign:
         self._snapshots = 0
 
     def run(self) -> Verdict:
-        """All of it. Everything that it starts is gone when it returns."""
+        """Runs the campaign and returns its verdict. All processes that it started are gone when it
+        returns."""
         begun = time.monotonic()
         with self._cluster, self._faults, self._snapshots_being_asked_for():
             self._strike_until_enough()
@@ -116,7 +116,7 @@ class Campaign:
                 )
 
     def _end_well(self) -> None:
-        """Lets everything come back, and the workers finish their epoch."""
+        """Restarts and resumes all processes, and lets the workers finish their epoch."""
         self._faults.end()
         while self._faults.are_to_come and not self._unexpected:
             self._faults.attend()
@@ -180,7 +180,7 @@ class Campaign:
 
 
 def _said(targets: Sequence[Target]) -> str:
-    """The last of what they wrote."""
+    """Returns the last part of each process's output."""
     return "\n".join(
         f"{each.name}: {each.child.said()[-1500:]}" for each in targets if each.child is not None
     )

@@ -1,30 +1,30 @@
-"""Judges a recorded history (recording.py): each promise is a function that returns the violations
-it finds. Pure, but for reading files.
+"""Judges a recorded history (recording.py). Each promise is a function that returns the violations
+that it finds. The functions are pure, except that they read files.
 
-The order of a partition's changes is that of its versions, as its servers wrote them when they made
-them; what a recovery made again must be the same, and so must what a backup made. So there is one
-history of each partition, and all else is held against it:
+The changes of a partition are ordered by version, as its servers recorded them when they made them.
+A recovery or a backup must repeat exactly the same changes. So each partition has one history, with
+which all other records are compared:
 
-    changes_are_one_history    a version is one change with one outcome, over all servers and
-                               restarts, and none is left out
-    applied_once               no push is applied twice, and no batch; only what a worker has sent
-                               is applied, in the order of its numbers
-    none_lost                  what was acknowledged is in the history, at the version that was told
-    versions_are_monotonic     whoever asks later sees no older version; each version has the same
-                               values for all who see it
-    optimizer_is_adam          the changes, made by torch's Adam in one process, give the same bits
-                               in each version, and the same moments
-    rows_are_their_pushes      so it is with the rows of a sparse table, which are what any lookup
-                               found in them, and with their eviction
-    bound_is_kept              no member's turn came while it was more than the bound ahead of the
-                               slowest
-    iterations_are_apart       with bsp all pushes of an iteration were computed on what the one
-                               before ended with
+    changes_are_one_history    a version is one change with one outcome, on all servers and across
+                               restarts, and no version is missing
+    applied_once               no push and no batch is applied twice; only pushes that a worker has
+                               sent are applied, in the order of their numbers
+    none_lost                  acknowledged pushes are in the history, at the acknowledged version
+    versions_are_monotonic     a later request never gets an older version; each version has the
+                               same values for all readers
+    optimizer_is_adam          torch's Adam in one process, given the same changes, has the same
+                               bits in each version, and the same moments
+    rows_are_their_pushes      the same holds for the rows of a sparse table, as found by lookups,
+                               and for their eviction
+    bound_is_kept              no pull was served to a member that was further ahead of the slowest
+                               one than the bound
+    iterations_are_apart       under bsp, all pushes of an iteration were computed on the result of
+                               the previous one
     samples_count_once         every sample of every epoch that began counts once, and every batch
                                is on every partition
 
-The functions of the clocks are in `clock_checks`, that of the rows in `row_checks`; what a history
-is, and which of its lines count, in `lines`.
+`clock_checks` has the functions about clocks and `row_checks` the one about rows. `lines` defines a
+history, and which of its lines count.
 """
 
 from __future__ import annotations
@@ -203,7 +203,7 @@ def versions_are_monotonic(history: History) -> Iterator[Violation]:
     for partition, all_seen in by_partition.items():
         ended = sorted(all_seen, key=lambda seen: seen.ended)
         newest: list[Seen] = []
-        """For each of those, the newest version among it and those before it."""
+        """For each entry of `ended`: the one with the newest version so far."""
         for seen in ended:
             newest.append(seen if not newest or seen.version >= newest[-1].version else newest[-1])
         ends = [seen.ended for seen in ended]
@@ -220,7 +220,7 @@ def versions_are_monotonic(history: History) -> Iterator[Violation]:
 def optimizer_is_adam(
     history: History, snapshots: Sequence[Path], settings: Mapping[str, Any]
 ) -> Iterator[Violation]:
-    """`snapshots`: what the servers wrote when they ended. `settings`: of torch.optim.Adam."""
+    """`snapshots`: written by the servers when they ended. `settings`: of torch.optim.Adam."""
     held: set[int] = set()
     for path in snapshots:
         state, tensors = read_snapshot(path)
@@ -232,7 +232,7 @@ def optimizer_is_adam(
             partition = entry["partition_id"]
             held.add(partition)
             if partition in history.buckets:
-                continue  # rows_are_their_pushes judges them
+                continue  # rows_are_their_pushes checks them
             yield from _steps_like_adam(
                 history, partition, pieces[partition], entry, tensors, settings
             )
@@ -262,8 +262,8 @@ def _steps_like_adam(
             f"partition {partition} began with values that no worker gave", [changes[0]]
         )
         return
-    # What has the same hyperparameters and past is one tensor to torch: cut elsewhere, the last
-    # bits of some elements would be others.
+    # Parameters with the same hyperparameters and history are one tensor to torch. With other
+    # boundaries, the last bits of some elements would differ.
     ends = [sum(lengths[:end]) for _, end in entry["runs"]]
     cut = [end - begin for begin, end in pairwise((0, *ends))]
     parameters = [torch.nn.Parameter(part.clone()) for part in _floats(given["values"]).split(cut)]
@@ -271,7 +271,7 @@ def _steps_like_adam(
     for change in changes[1:]:
         sent = history.push_of(change)
         if sent is None:
-            return  # applied_once says so
+            return  # applied_once reports it
         assert not sent["absent"], "every parameter of the workers' network has a gradient"
         for parameter, gradient in zip(
             parameters, _floats(sent["gradient"]).split(cut), strict=True
@@ -314,7 +314,7 @@ def _floats(text: str) -> torch.Tensor:
 
 
 def samples_count_once(history: History, records: Path, batch_size: int) -> Iterator[Violation]:
-    """`records`: the samples' (shoal_worker.data.record)."""
+    """`records`: records of samples (shoal_worker.data.record)."""
     try:
         verdict = audit(records)
     except ShoalError as error:
@@ -356,9 +356,9 @@ class Job:
     adam: Mapping[str, Any]
     batch_size: int
     bound: int | None = None
-    """Clocks, with ssp."""
+    """Staleness bound, under ssp."""
     in_step: bool = False
-    """With bsp."""
+    """True under bsp."""
     table: SparseEmbedding | None = None
     """The sparse table; None: the model has none."""
 
@@ -366,8 +366,8 @@ class Job:
 def promises(
     history: History, job: Job, *, ended_well: bool
 ) -> Mapping[str, Callable[[], Iterator[Violation]]]:
-    """Each promise in a sentence, and what finds its violations. A history that breaks off says
-    nothing of its end."""
+    """Returns each promise, as a sentence, with the function that finds its violations. If the job
+    did not end well, promises about its end are left out."""
     held: dict[str, Callable[[], Iterator[Violation]]] = {
         "no acknowledged push is lost": lambda: none_lost(history),
         "no push and no batch is applied twice": lambda: applied_once(history),

@@ -1,5 +1,5 @@
-"""Judges what a recorded history says of clocks: nobody is further ahead than ssp allows, and bsp's
-iterations are apart."""
+"""Checks of the clocks in a recorded history: no member is further ahead than ssp allows, and bsp's
+iterations are separate."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from tests.history.lines import History, Line, Violation
 
 _LARGEST_CLOCK = 2**62
-"""Servers' clocks go no further."""
+"""Largest value of a server's clock."""
 
 
 @dataclass
@@ -19,8 +19,8 @@ class _Clock:
 
     clock: int
     origin: int | None = None
-    """`clock` = origin + the iterations that it counts; None: it has not spoken since it came, or
-    since it rested."""
+    """`clock` = origin + the iterations that it counts. None: it has not reported since it joined
+    or rested."""
     rests: bool = False
     least: int = 0
     """Lower bound of the clock from the journal: the member's placement and its pushes."""
@@ -44,11 +44,11 @@ class _Clock:
 
 
 def bound_is_kept(history: History, bound: int) -> Iterator[Violation]:
-    """On each server by itself: a member is one of the newest generation that the server had been
-    told of, and what counts is how many iterations each member had said, to this server, that it
-    finished, since its first word; a joiner begins where the slowest then was, and so does who
-    rested. Nobody waits for a member that rests. After a restart members stand where they stood,
-    but for what was said without a push, and for the end of each one's last push."""
+    """Checks each server separately. Only the members of the newest generation known to the server
+    count. A member's progress is the number of iterations that it has reported to this server as
+    finished. A joiner, or a member that has rested, begins at the clock of the slowest. No member
+    waits for one that rests. After a restart the clocks are the same, except for progress that was
+    reported without a push, and for the end of each member's last push."""
     said: dict[str, set[tuple[int, int]]] = defaultdict(set)
     for line in history.of_workers("push", "pull", "clock"):
         said[line["member"]].add((line["clock"], line.fields.get("place", 0)))
@@ -131,12 +131,13 @@ def _stand_where_they_stood(
 
 
 def iterations_are_apart(history: History) -> Iterator[Violation]:
-    """In the order of a partition's changes, a push was computed on the same version as the one
-    before it, by another member, or on the one that this led to: then the next iteration begins.
-    Members number their iterations each for itself, so that their numbers say nothing."""
+    """Within the order of a partition's changes, each push is computed on the same version as the
+    previous one, by another member; or on the version that the previous one produced, which begins
+    the next iteration. Members number their iterations independently, so their numbers cannot be
+    compared."""
     for partition, versions in history.changes.items():
         base, pushed = 0, dict[str, Line]()
-        """The version that this iteration's pushes are computed on, and the change of each member
+        """The version on which this iteration's pushes are computed, and the change of each member
         in it."""
         for change in versions.values():
             sent = history.push_of(change) if change["sequence"] else None

@@ -1,12 +1,12 @@
-"""The processes of a campaign's job: how each is started, how the others reach it, and what it
-leaves.
+"""The processes of a campaign's job: how each is started, how the others reach it, and the files
+that it leaves.
 
-Coordinator, Redis, two parameter servers with data directories, or four where each has a backup,
-and three workers; a relay (tests/relay.py) stands before the coordinator and before each server,
-also for the servers' own connections. A worker that is gone is replaced by a new member; all else
-is started again over what it left, a server with its id, whatever its role is by then.
+The job has a coordinator, Redis, two parameter servers with data directories (four if each has a
+backup), and three workers. A relay (tests/relay.py) is in front of the coordinator and of each
+server, also for connections between servers. A dead worker is replaced by a new member. All other
+processes are restarted on their data; a server keeps its id, whatever its role is by then.
 
-When they fail is not decided here (faults.py).
+faults.py decides when they fail.
 """
 
 from __future__ import annotations
@@ -50,26 +50,26 @@ from tests.zygote.children import Child, Zygote
 
 WORKERS, SERVERS = 3, 2
 MOST_SERVERS = 3
-"""With moves."""
+"""Largest number of servers in mode `moves`."""
 LEASE_MS = 3000
-"""A worker that stands still for longer is evicted."""
+"""A worker that is stalled for longer is evicted."""
 _SNAPSHOT_INTERVAL_S = 2
-"""Interval of snapshots. Backups cannot be asked for one, so all servers that may be a backup use
-it."""
+"""Interval of snapshots. Backups cannot be asked for one, so all servers that may become a backup
+use it."""
 
 
 class Cluster:
-    """All of them run when it is entered; they are gone when it is left. What is on disk stays."""
+    """All processes run within the block and are gone after it. Files on disk stay."""
 
     def __init__(self, zygote: Zygote, directory: Path, mode: Mode, *, seed: int) -> None:
-        """`seed`: of the workers' samples and steps."""
+        """`seed`: seed of the workers' samples and steps."""
         self._zygote = zygote
         self._directory = directory
         self._mode, self._seed = mode, seed
         self.history = directory / "history"
         """Directory of the records that processes write."""
         self.records = directory / "records"
-        """The samples that each worker was given."""
+        """The samples that each worker received."""
         self._end = directory / "end"
         self._checkpoints = directory / "checkpoints"
         self._job_id = f"job-{uuid.uuid4().hex[:8]}"
@@ -95,12 +95,12 @@ class Cluster:
 
     @property
     def targets(self) -> Sequence[Target]:
-        """All processes but Redis."""
+        """All processes except Redis."""
         return [self.coordinator, *self.servers, *self.workers]
 
     @property
     def relays(self) -> Sequence[Relay]:
-        """The one before the coordinator, and those before servers."""
+        """The relay in front of the coordinator, and those in front of servers."""
         return [self._relay, *self._links]
 
     # ------------------------------------------------------------------------------------- starting
@@ -148,8 +148,8 @@ class Cluster:
             target.child = target.start("")
 
     def _train_before(self) -> Child:
-        """One worker alone, with servers of its own: it writes the checkpoint from whose rows the
-        job is to go on."""
+        """Trains one worker alone, on its own servers. It writes the checkpoint whose rows the job
+        starts from."""
         config = {
             "end": str(self._directory),
             "seed": self._seed,
@@ -164,7 +164,7 @@ class Cluster:
         return child
 
     def add_server(self) -> Target:
-        """One more of them, which is yet to be started."""
+        """Adds a server, without starting it."""
         index = next(self._places)
         self._ports.append(self._stack.enter_context(ReservedPort()))
         self._links.append(self._stack.enter_context(Relay(f"127.0.0.1:{self._ports[index].port}")))
@@ -189,7 +189,7 @@ class Cluster:
                 target.child.wait()
 
     def restart_redis(self) -> None:
-        """Kills it, and starts one on its port with what was on its disk."""
+        """Kills Redis, and starts a new one on the same port and data."""
         os.kill(self._redis.pid, signal.SIGKILL)
         self._redis.close()
         self._redis = EmbeddedRedis(self._directory / "redis", port=self._redis_port.port)
@@ -251,11 +251,11 @@ class Cluster:
     # --------------------------------------------------------------------------------------- asking
 
     def client(self) -> CoordinatorClient:
-        """To the coordinator, past its relay."""
+        """Returns a client of the coordinator that bypasses the relay."""
         return self._boss.client()
 
     def drain(self, server_id: str) -> bool:
-        """Tells the coordinator to. False: it is away."""
+        """Asks the coordinator to drain a server. Returns False if the coordinator is away."""
         with suppress(ShoalError), self.client() as client:
             client.drain_server(self._job_id, server_id, reason="it is its turn")
             return True
@@ -273,7 +273,7 @@ class Cluster:
         return False
 
     def end_epoch(self) -> None:
-        """The workers are to end with the epoch that they are in."""
+        """Makes the workers stop at the end of their current epoch."""
         self._end.touch()
 
     def acknowledged(self) -> int:
@@ -288,7 +288,7 @@ class Cluster:
     # ------------------------------------------------------------------------------ what they leave
 
     def owners(self) -> Mapping[str, frozenset[int]]:
-        """Primary -> its partitions."""
+        """Returns the partitions of each primary."""
         with self.client() as client:
             shard_map = client.get_shard_map(self._job_id).shard_map
         return {
@@ -301,9 +301,9 @@ class Cluster:
         }
 
     def held_at_the_end(self, server_id: str, owned: frozenset[int]) -> Path:
-        """A snapshot of what a server has on disk of its partitions, once it is gone: one with a
-        backup in sync writes none of its own, and one that ends may have some still that another
-        one has taken."""
+        """Returns a snapshot of the partitions that a stopped server has on disk. A server with a
+        synchronized backup writes no snapshot of its own. A server that ends may still have
+        partitions that another one has taken."""
         path = self._directory / f"{server_id}-at-the-end.safetensors"
         with DataDirectory(self._directory / server_id) as directory:
             recovered = directory.recover(job_id=self._job_id, server_id=server_id)

@@ -1,9 +1,11 @@
-"""The faults of a campaign: which one strikes next and whom, and how what has ended comes back.
+"""The faults of a campaign: which fault comes next, which process it hits, and how ended processes
+return.
 
-The seed chooses the faults, their targets and their times; what they meet there is chance, as the
-processes run freely. One worker is always left alone, so that the job is never without.
+The seed determines the faults, their targets and their times. The state in which they find the
+processes is left to chance. At least one worker is always left alone, so that the job never lacks
+workers.
 
-How long faults go on, and what is said of them at the end, is the campaign's to say.
+The campaign decides how long faults continue and what is reported at the end.
 """
 
 from __future__ import annotations
@@ -24,15 +26,15 @@ from tests.history.modes import Mode
 from tests.history.targets import BACKUP_FAILPOINTS, MOVE_FAILPOINTS, Target
 
 _LONGEST_ABSENCE_S = 0.6
-"""Between the end of a process and the start of the next one in its place; now and then
+"""Delay between the end of a process and the start of its successor; sometimes
 `_LONG_ABSENCE_S`."""
 _LONG_ABSENCE_S = 3.0
 _LONG_ABSENCES = 0.15
 
 
 class Faults:
-    """Belongs to the thread that makes it, but for the draining of servers, which threads of their
-    own ask for while it is entered."""
+    """Faults, used by the thread that creates them. While it is entered, further threads drain
+    servers."""
 
     def __init__(
         self,
@@ -42,7 +44,7 @@ class Faults:
         *,
         unexpected: Callable[[Violation], None],
     ) -> None:
-        """`unexpected`: told of processes that ended by themselves."""
+        """`unexpected`: called with a violation when a process has ended by itself."""
         self._cluster = cluster
         self._mode = mode
         self._chance = chance
@@ -52,7 +54,7 @@ class Faults:
         self._drains: list[threading.Thread] = []
         self._ending = False
         self.done: Counter[str] = Counter()
-        """Kind -> how often it has struck."""
+        """Number of faults of each kind."""
         self.restarts = 0
         self.put_out = 0
         self.drained = 0
@@ -69,26 +71,26 @@ class Faults:
 
     @property
     def are_to_come(self) -> bool:
-        """Something is still to be done: a process to be started again, or to go on."""
+        """True while a process must still be restarted or resumed."""
         return bool(self._agenda)
 
     def end(self) -> None:
-        """From now on what comes back is not killed any more."""
+        """Stops killing restarted processes from now on."""
         self._ending = True
 
     def attend(self) -> None:
-        """Does what is due, and looks who has ended."""
+        """Runs what is due, and looks for ended processes."""
         self.do_what_is_due()
         for target in self._cluster.targets:
             if target.child is not None and target.child.ended.is_set():
                 self.has_ended(target)
 
     def do_what_is_due(self) -> None:
-        """Starts again, and lets go on, whoever is to."""
+        """Restarts and resumes the processes that are due."""
         self._agenda.do_what_is_due()
 
     def has_ended(self, target: Target) -> None:
-        """Its process has: another one comes in its place, after a while."""
+        """Handles the end of a target's process; a successor starts after a delay."""
         child = target.child
         assert child is not None
         if child.status == -signal.SIGKILL and (target.doomed == "killed" or target.armed):
@@ -101,7 +103,7 @@ class Faults:
             self.drained += 1
             return
         elif not (target.doomed == "told to end" and child.status in (0, -signal.SIGTERM)):
-            # it may have been only just starting
+            # it may have only just started
             said = child.said()[-3000:]
             self._unexpected(
                 Violation(
@@ -134,7 +136,7 @@ class Faults:
             and not self._ending
             and self._chance.random() < 0.3
         ):
-            # While it is on its way to be in sync, or to hear what it is.
+            # While it is still synchronizing, or has not received its role.
             self._agenda.later(
                 self._chance.uniform(0, 1.5),
                 lambda: self._kill(self._chance.choice(self._cluster.servers)),
@@ -143,7 +145,7 @@ class Faults:
     # ------------------------------------------------------------------------------------- striking
 
     def strike(self) -> None:
-        """One fault of any kind, or none where its target has had one."""
+        """Causes one random fault; has no effect if its target is already disturbed."""
         cluster, choice = self._cluster, self._chance.choice
         kinds: tuple[tuple[int, Callable[[], None]], ...] = (
             (4, lambda: self._kill(choice(cluster.servers))),
@@ -183,17 +185,18 @@ class Faults:
             self.done[f"{target.kind} killed"] += 1
 
     def _kill_two(self) -> None:
-        """A primary and its backup, or one of each place."""
+        """Kills a primary and its backup, or a server of each of two places."""
         for target in self._chance.sample(self._cluster.servers, 2):
             self._kill(target)
 
     def _kill_with_coordinator(self) -> None:
-        """So that the server may come back before anybody can say what it is."""
+        """Kills a server together with the coordinator, so that the server may return before it can
+        learn its role."""
         self._kill(self._cluster.coordinator)
         self._kill(self._chance.choice(self._cluster.servers))
 
     def _come_or_go(self) -> None:
-        """A server comes, or one is drained."""
+        """Adds a server, or drains one."""
         servers = self._cluster.servers
         if len(servers) < MOST_SERVERS:
             target = self._cluster.add_server()
@@ -213,12 +216,12 @@ class Faults:
             self.done["server drained"] += 1
 
     def _drain(self, server_id: str) -> None:
-        """Asks until the coordinator has heard it, which may be away."""
+        """Repeats the request until it reaches the coordinator, which may be away."""
         while not self._over.is_set() and not self._cluster.drain(server_id):
             self._over.wait(0.2)
 
     def _send_away(self, target: Target) -> None:
-        if self._may_disturb(target) and not target.leaves:  # else nobody could say why it ended
+        if self._may_disturb(target) and not target.leaves:  # else its end is ambiguous
             assert target.child is not None
             target.doomed = "told to end"
             target.child.kill(signal.SIGTERM)

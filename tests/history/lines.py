@@ -41,7 +41,7 @@ class Line:
 
     fields: Mapping[str, Any]
     place: str = "made by hand"
-    """File and line."""
+    """File and line number."""
 
     def __getitem__(self, name: str) -> Any:
         return self.fields[name]
@@ -56,7 +56,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Violation:
-    """A promise that was broken, and the lines that show it."""
+    """A broken promise, and the lines that show it."""
 
     what: str
     lines: Sequence[Line] = ()
@@ -67,7 +67,7 @@ class Violation:
 
 @dataclass(frozen=True, kw_only=True)
 class Seen:
-    """A version of a partition that was told to a worker: by a pull, or as the answer to a push."""
+    """A version of a partition that a worker received, from a pull or in the answer to a push."""
 
     partition: int
     version: int
@@ -75,25 +75,25 @@ class Seen:
     ended: int
     line: Line
     digest: str = ""
-    """Digest of the values that came with it; empty where none came."""
+    """Digest of the values that came with it; empty if none came."""
     ids: str = ""
-    """Ids of the rows whose values the line has, in hex; empty: the values are the whole
-    partition's."""
+    """Ids of the rows whose values are in the line, in hex; empty: the values are those of the
+    entire partition."""
     server: str = ""
     """Server that answered; empty if unknown."""
 
 
 @dataclass
 class History:
-    """All lines, those of one process in their order; servers' by the server, one life after the
-    other."""
+    """All lines, in order for each process. Lines of servers are grouped by server, one process
+    after the other."""
 
     servers: Mapping[str, Sequence[Line]] = field(default_factory=dict)
     workers: Mapping[str, Sequence[Line]] = field(default_factory=dict)
 
     @classmethod
     def read(cls, directory: Path) -> History:
-        """A last line may be torn."""
+        """Reads a history. The last line of a file may be incomplete."""
         files = []
         for path in directory.glob("*.jsonl"):
             whole = path.read_bytes().rpartition(b"\n")[0]
@@ -118,16 +118,15 @@ class History:
 
     @cached_property
     def valid(self) -> Sequence[Line]:
-        """Servers' lines of what was applied, or restored, in the order in which they were written,
-        without what is void."""
+        """Servers' lines of applied and restored changes in the order of writing, without void
+        ones."""
         return sorted(
             itertools.chain(*map(_valid_lines, self.servers.values())), key=lambda line: line["t"]
         )
 
     @cached_property
     def changes(self) -> Mapping[int, Mapping[int, Line]]:
-        """Partition -> version -> the line of the change that led to it, as it was written
-        first."""
+        """Partition -> version -> the first line of the change that produced it."""
         found: dict[int, dict[int, Line]] = defaultdict(dict)
         for line in self.valid:
             if line["kind"] == "applied":
@@ -139,7 +138,8 @@ class History:
 
     @cached_property
     def buckets(self) -> Mapping[int, int]:
-        """Partition -> which bucket of the sparse table it is, of those that are one."""
+        """Partition -> number of its bucket, for partitions that are buckets of the
+        sparse table."""
         begun = {
             partition: versions[1] for partition, versions in self.changes.items() if 1 in versions
         }
@@ -151,8 +151,8 @@ class History:
 
     @cached_property
     def given(self) -> Mapping[tuple[int, str], Line]:
-        """Partition and digest -> the line of first values, or of a checkpoint's rows, that a
-        worker sent."""
+        """Partition and digest -> the line in which a worker sent these initial values or
+        checkpoint rows."""
         return {
             (line["partition"], digest(bytes.fromhex(line["values"]))): line
             for line in self.of_workers("values")
@@ -160,14 +160,14 @@ class History:
 
     @cached_property
     def placed(self) -> Mapping[str, Sequence[Line]]:
-        """Server -> what it heard that it is."""
+        """Server -> the places that it was assigned."""
         return {
             server: [line for line in lines if line["kind"] == "placed"]
             for server, lines in self.servers.items()
         }
 
     def primaries(self) -> Sequence[str]:
-        """Returns who has a place at the end, by the index of the place."""
+        """Returns the primary of each place at the end."""
         newest: dict[int, Line] = {}
         for line in sorted(itertools.chain(*self.placed.values()), key=lambda line: line["epoch"]):
             if not line["follows"]:
@@ -188,7 +188,7 @@ class History:
         )
 
     def may_be_old(self, seen: Seen) -> bool:
-        """Returns whether who told that may have been replaced without knowing it."""
+        """Returns whether the server that sent this may have been replaced without knowing it."""
         heard = [line for line in self.placed.get(seen.server, ()) if line["t"] < seen.begun]
         if not heard or heard[-1]["follows"]:
             return False
@@ -212,7 +212,7 @@ class History:
         }
 
     def push_of(self, change: Line) -> Line | None:
-        """The line of the push that was applied: of its member, number and batch, with its
+        """Returns the line of the push that was applied: of the same member, number, batch and
         gradient."""
         return self._pushes.get(_push_key(change, change["gradient"]))
 
@@ -244,13 +244,13 @@ class History:
 
 
 def _valid_lines(lines: Sequence[Line]) -> Iterator[Line]:
-    """Returns what was applied or restored on one server, without the void end of a journal that
-    the module's text describes."""
+    """Yields the lines of changes applied or restored on one server, without the void end of a
+    journal (see the module's docstring)."""
     spans: list[tuple[int, int]] = []
-    """Number of the process and number of the span in it, by line."""
+    """The process number and span number of each line."""
     recovered: set[tuple[int, int]] = set()
     served: dict[tuple[int, int], int] = {}
-    """Span -> the number of the last line that shows that it served."""
+    """Span -> number of the last line that shows that it served."""
     process, copies = 0, False
     for number, line in enumerate(lines):
         if line["kind"] == "starts":
@@ -293,8 +293,8 @@ def digest(data: bytes | memoryview | torch.Tensor) -> str:
 
 
 def rows_digest(rows: RowsImage) -> str:
-    """Digest of the rows of a bucket, with what the optimizer keeps of each, and when each was
-    pushed last."""
+    """Returns a digest of the rows of a bucket, with their optimizer state and the version of their
+    last push."""
     arrays = [
         rows.ids,
         rows.values,

@@ -1,5 +1,5 @@
-"""Kinds of jobs in a campaign: the consistency of workers, and whether servers have backups or come
-and go."""
+"""Kinds of jobs in a campaign: the consistency of workers, and whether servers have backups or join
+and leave."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Any
 
 MODES = ("asp", "ssp", "bsp", "backups", "moves")
-"""asp, ssp(BOUND), bsp; asp where each server has a backup; and servers that come and are drained,
-with each of the three in turn."""
+"""asp, ssp(BOUND) and bsp; asp with a backup for each server; and servers that join and are
+drained, with each consistency in turn."""
 BOUND = 3
 _CONSISTENCY: dict[str, dict[str, Any]] = {
     "asp": {},
@@ -19,7 +19,7 @@ _CONSISTENCY: dict[str, dict[str, Any]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Mode:
-    """One of `MODES`, as a seed has it."""
+    """One of `MODES`, with the consistency that the seed selects."""
 
     name: str
     consistency: str
@@ -27,7 +27,7 @@ class Mode:
 
     @classmethod
     def of(cls, name: str, seed: int) -> Mode:
-        """The mode of that name."""
+        """Returns the mode with that name."""
         consistency = (
             name
             if name in _CONSISTENCY
@@ -44,12 +44,12 @@ class Mode:
 
     @property
     def moves(self) -> bool:
-        """Servers come and are drained."""
+        """True if servers join and are drained."""
         return self.name == "moves"
 
     @property
     def has_table(self) -> bool:
-        """The model has a sparse table, which bsp does not take."""
+        """True if the model has a sparse table, which bsp does not support."""
         return self.consistency != "bsp"
 
     @property

@@ -105,11 +105,11 @@ DIRECTORY = "SHOAL_TEST_HISTORY"
 """The variable that names the directory."""
 
 REACHED_AT = "SHOAL_TEST_REACHED_AT"
-"""The variable that says where workers reach a server: at a relay in front of it."""
+"""The variable with the address at which workers reach a server: that of a relay in front of it."""
 
 
 class Recorder:
-    """One process's file. Safe to use from several threads."""
+    """One process's file. Thread-safe."""
 
     def __init__(self, directory: Path, of: str) -> None:
         self._of = of
@@ -118,7 +118,7 @@ class Recorder:
         self._calls = itertools.count(1)
 
     def call(self) -> int:
-        """A number for a call."""
+        """Returns a number for a call."""
         return next(self._calls)
 
     def write(self, kind: str, **fields: Any) -> None:
@@ -136,7 +136,7 @@ class Recorder:
 
 
 def recording_client(recorder: Recorder) -> type[ParameterServerClient]:
-    """A client that writes down what it pushes and pulls, and what became of it."""
+    """Returns a client class that records its pushes and pulls and their outcomes."""
 
     class RecordingClient(ParameterServerClient):
         def __init__(self, settings: ChannelSettings, **more: Any) -> None:
@@ -293,7 +293,7 @@ def _pulled(header: pb.PullHeader, buffer: memoryview | None, ids: str) -> dict[
 
 
 def train(arguments: Sequence[str]) -> int:
-    """The program of a worker that is written down."""
+    """Runs a worker that is recorded."""
     recorder = Recorder(Path(os.environ[DIRECTORY]), os.environ["SHOAL_MEMBER_ID"])
     shoal_worker.parameter_servers.job.ParameterServerClient = recording_client(recorder)
     return training.main(arguments)
@@ -303,7 +303,8 @@ def train(arguments: Sequence[str]) -> int:
 
 
 def recording_shard(recorder: Recorder) -> type[Shard]:
-    """A shard that writes down each change that it makes, and what it answers as known."""
+    """Returns a shard class that records each change that it makes, and each push that it already
+    knows."""
 
     spans = itertools.count(1)
 
@@ -344,7 +345,7 @@ def recording_shard(recorder: Recorder) -> type[Shard]:
             return outcome
 
         def initialize(self, upload: Upload) -> Outcome:
-            self._again = True  # the server itself makes such a change with `apply`
+            self._again = True  # the server makes such a change through `apply`
             try:
                 return super().initialize(upload)
             finally:
@@ -455,7 +456,8 @@ def _described(header: UploadHeader, version: int) -> dict[str, Any]:
 
 
 def recording_membership(recorder: Recorder) -> type[Membership]:
-    """Clocks and members, written down in the order in which the server comes to know them."""
+    """Returns a membership class that records clocks and members in the order in which the server
+    learns of them."""
 
     class RecordingMembership(Membership):
         def __init__(self, **parts: Any) -> None:
@@ -490,7 +492,7 @@ def recording_membership(recorder: Recorder) -> type[Membership]:
 
 
 def recording_server(recorder: Recorder) -> type[ParameterServer]:
-    """A server that writes down what the coordinator says that it is."""
+    """Returns a server class that records the roles that the coordinator assigns to it."""
 
     class RecordingServer(ParameterServer):
         def placed(self, place: Place) -> None:
@@ -511,7 +513,7 @@ def recording_server(recorder: Recorder) -> type[ParameterServer]:
 
 
 def serve(arguments: Sequence[str]) -> int:
-    """The program of a server that is written down."""
+    """Runs a server that is recorded."""
     server_id = arguments[arguments.index("--server-id") + 1]
     recorder = Recorder(Path(os.environ[DIRECTORY]), server_id)
     reached_at = os.environ[REACHED_AT]

@@ -1,11 +1,11 @@
-"""Judges what a recorded history says of the rows of its sparse table.
+"""Checks of the rows of the sparse table in a recorded history.
 
-To the checks of `checking` a bucket is a partition like all others: its pushes are lost, doubled or
-out of order, its versions go back, as those of dense ones do. Here: what its rows are. Each bucket
-is made again of the pushes in the order of its versions, as a dictionary of rows that torch's
-Adagrad steps in one process, and that forgets as docs/sparse-tables.md says; rows that nobody has
-pushed follow from the table's seed. What is found otherwise, in any version, by any lookup, or on a
-server's disk at the end, is a violation.
+The checks in `checking` treat a bucket like any other partition: they find lost, doubled and
+reordered pushes, and versions that decrease. This module checks the rows. It rebuilds each bucket
+from its pushes in the order of versions, as a dictionary of rows that torch's Adagrad updates in
+one process, and evicts rows as docs/sparse-tables.md describes. Rows that were never pushed follow
+from the table's seed. Any difference is a violation: in any version, in any lookup, or on a
+server's disk at the end.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from tests.history.lines import History, Line, Seen, Violation, digest, rows_dig
 from tests.history.snapshots import read_snapshot
 
 _PARTS = 16
-"""Rows go a sixteenth of the limit, or of the age, at a time."""
+"""Rows are evicted in batches of a sixteenth of the row limit, or of the maximum age."""
 
 
 @dataclass(kw_only=True)
 class _Row:
     values: Values
     sum: Values
-    """Adagrad's."""
+    """Adagrad's sum of squares."""
     updated_at: int
 
 
 class _Bucket:
-    """The rows of one bucket that somebody has pushed, and that were not evicted."""
+    """The rows of one bucket that were pushed and not evicted."""
 
     def __init__(self, table: SparseEmbedding) -> None:
         self._table = table
@@ -79,7 +79,8 @@ class _Bucket:
         ).reshape(count, dim)
 
     def push(self, ids: Ids, gradients: Values) -> None:
-        """Steps are numbered by the version before them; one without rows counts, too."""
+        """Applies a push. The step number is the version before it; a push without rows
+        counts too."""
         step, numbers = self.version, ids.tolist()
         if numbers:
             rows = torch.nn.Parameter(torch.from_numpy(self.look_up(ids)))
@@ -133,7 +134,8 @@ class _Bucket:
 def rows_are_their_pushes(
     history: History, snapshots: Sequence[Path] | None, table: SparseEmbedding
 ) -> Iterator[Violation]:
-    """`snapshots`: what the servers wrote when they ended; None: not all have."""
+    """`snapshots`: written by the servers when they ended; None: not all servers have
+    written one."""
     looked_up: dict[tuple[int, int], list[Seen]] = defaultdict(list)
     for seen in history.seen:
         if seen.ids:
@@ -144,7 +146,7 @@ def rows_are_their_pushes(
             f"the table has {table.spec.buckets} buckets, and servers began {len(history.buckets)}"
         )
     homes: dict[int, int] = {}
-    """Id -> the partition that it was pushed to."""
+    """Id -> the partition to which it was pushed."""
     for partition in history.buckets:
         bucket = _Bucket(table)
         found = list(_bucket_is_its_pushes(history, partition, bucket, looked_up, homes))
@@ -168,7 +170,7 @@ def _bucket_is_its_pushes(
     looked_up: Mapping[tuple[int, int], Sequence[Seen]],
     homes: dict[int, int],
 ) -> Iterator[Violation]:
-    """Makes the changes in `bucket`, up to the first one that is wrong."""
+    """Applies the changes to `bucket`, up to the first wrong one."""
     for version, change in history.changes[partition].items():
         sent: Line | None = None
         if "restoration" in change.fields:
@@ -182,7 +184,7 @@ def _bucket_is_its_pushes(
         elif version > 1:
             sent = history.push_of(change)
             if sent is None or version != bucket.version + 1:
-                return  # applied_once and changes_are_one_history say so
+                return  # applied_once and changes_are_one_history report it
             ids, gradients = bucket.read_push(sent)
             for number in ids.tolist():
                 if homes.setdefault(number, partition) != partition:
@@ -207,7 +209,7 @@ def _bucket_is_its_pushes(
 
 
 def _buckets_of(snapshots: Sequence[Path]) -> dict[int, tuple[int, str]]:
-    """Partition -> version and digest, of what is a bucket."""
+    """Returns partition -> version and digest, for the partitions that are buckets."""
     found = {}
     for path in snapshots:
         state, tensors = read_snapshot(path)

@@ -1,4 +1,4 @@
-"""Reads what a server has left at its end, for the checks that hold a history against it."""
+"""Reads the files that a server has left at its end, for the checks of a history."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 
 def read_snapshot(path: Path) -> tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]:
-    """Returns what a snapshot's metadata says, and its tensors by name."""
+    """Returns a snapshot's metadata, and its tensors by name."""
     with safe_open(path, framework="pt") as file:
         names: list[str] = file.keys()
         return json.loads(file.metadata()["shoal"]), {name: file.get_tensor(name) for name in names}

@@ -1,4 +1,4 @@
-"""Targets of a campaign's faults: a process with its successors, and the failpoints at which each
+"""Targets of a campaign's faults: a process and its successors, and the failpoints at which each
 kind may be killed. faults.py decides which faults occur and when."""
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SERVER_FAILPOINTS = {
     "recovery.record_made": 100,
     "recovery.done": 1,
 }
-"""With the latest hit at which it is killed there."""
+"""Failpoint -> the latest hit at which a process is killed there."""
 BACKUP_FAILPOINTS = {
     "backup.before_note": 2,
     "backup.holds": 2,
@@ -47,25 +47,25 @@ COORDINATOR_FAILPOINTS = {"decision.before_write": 30, "decision.written": 30}
 
 @dataclass(kw_only=True, eq=False)
 class Target:
-    """One process that faults strike, and those that follow it in its place."""
+    """A process that faults hit, and its successors."""
 
     name: str
     start: Callable[[str], Child]
-    """Starts one, with that for SHOAL_FAILPOINTS."""
+    """Starts a process with the argument as SHOAL_FAILPOINTS."""
     failpoints: dict[str, int]
     child: Child | None = None
-    """None: it is to be started again."""
+    """None: it is waiting to be restarted."""
     armed: str = ""
-    """The failpoint at which this one kills itself."""
+    """The failpoint at which this process kills itself."""
     doomed: str = ""
     """Fault that ends the process."""
     stopped: bool = False
     leaves: bool = False
-    """It is to be drained: once it ends well, it comes back no more."""
+    """It is being drained, and is not restarted after it has ended well."""
 
     @property
     def undisturbed(self) -> bool:
-        """It runs, and nothing has been done to it."""
+        """True if it runs and no fault affects it."""
         return (
             self.child is not None
             and not self.child.ended.is_set()
@@ -80,6 +80,6 @@ class Target:
 
     @property
     def waits_for_another_run(self) -> bool:
-        """A server that was started after the end of the run of what it holds, as its log says
-        (docs/explanation/membership.md#runs)."""
+        """True for a server that waits because it was started after the end of the run of its
+        data, according to its log (docs/explanation/membership.md#runs)."""
         return self.kind == "server" and self.child is not None and "RUN_ENDED" in self.child.said()

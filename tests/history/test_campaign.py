@@ -1,5 +1,5 @@
-"""A slice of what `make chaos` does at length: one job in each mode under a few faults, with
-nothing lost."""
+"""A short version of `make chaos`: one job in each mode under a few faults, in which nothing is
+lost."""
 
 from __future__ import annotations
 

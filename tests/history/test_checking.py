@@ -1,4 +1,4 @@
-"""Each promise's check finds a violation made by hand in a history that was right before."""
+"""The check of each promise finds a violation that was inserted by hand into a correct history."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ def hexed(tensor: torch.Tensor) -> str:
 
 
 class Right:
-    """A server and two members, who push in turn: a right history, to be broken. Every line is one
-    moment later than the one before."""
+    """A correct history, into which tests insert violations: a server and two members, who push in
+    turn. Each line is one time unit later than the line before."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -50,7 +50,7 @@ class Right:
         self.calls = 0
         self.server: list[Fields] = []
         self.backup: list[Fields] = []
-        """Lines of another server, which has the place later on."""
+        """Lines of another server, which takes over later."""
         self.workers: dict[str, list[Fields]] = {"a": [], "b": []}
         generator = torch.Generator().manual_seed(0)
         values = torch.randn(sum(LENGTHS), generator=generator)
@@ -86,12 +86,12 @@ class Right:
         return self.server[-1]
 
     def follow(self, kind: str, **fields: Any) -> Fields:
-        """A line of the backup."""
+        """Adds a line of the backup."""
         self.backup.append({**fields, "kind": kind, "t": self.moment(), "of": "backup"})
         return self.backup[-1]
 
     def take_over(self) -> None:
-        """The backup, which has all but the last change, is the primary from now on."""
+        """Makes the backup, which has all changes but the last, the primary."""
         self.serve("placed", span=0, index=0, epoch=1, follows=False, serves=True)
         self.follow("starts", pid=3, address="s:2")
         self.follow("placed", span=1, index=0, epoch=1, follows=True, serves=False)
@@ -100,7 +100,8 @@ class Right:
         self.follow("placed", span=2, index=0, epoch=2, follows=False, serves=True)
 
     def come_back(self, *, follows: bool) -> None:
-        """The first server is started anew, recovers its last change, and hears what it is."""
+        """Restarts the first server, which recovers its last change and is then assigned
+        its role."""
         self.serve("starts", pid=4, address="s:1")
         self.serve(**{**self.last("applied"), "again": True})
         self.serve("placed", span=0, index=0, epoch=3, follows=follows, serves=not follows)
@@ -208,7 +209,7 @@ class Right:
         )
 
     def last(self, kind: str, member: str = "") -> Fields:
-        """The last line of a kind: of the server, or of a member."""
+        """Returns the last line of a kind, from the server or from a member."""
         return [
             line
             for line in (self.workers[member] if member else self.server)
@@ -249,7 +250,7 @@ def test_a_push_that_was_acknowledged_and_not_applied_is_lost(right: Right) -> N
 
 
 def test_a_push_that_passed_for_another_one_is_lost(right: Right) -> None:
-    """Its number was taken by a push of another batch, so the server took it for known."""
+    """A push of another batch had the same number, so the server regarded this one as known."""
     right.last("applied")["batch"] = 99
     assert found(right, "none lost") == [
         "push 3 of b (batch 7) to partition 0 was acknowledged, and is lost"
@@ -362,7 +363,7 @@ def test_a_version_that_no_change_led_to_is_found(right: Right) -> None:
 def test_what_a_primary_had_on_its_disk_alone_is_void_once_it_is_a_backup(right: Right) -> None:
     right.take_over()
     last = right.last("applied")
-    right.server.remove(last)  # it was killed before it made the change that its journal had
+    right.server.remove(last)  # it was killed before it applied the change in its journal
     right.follow(**{**last, "span": 2, "member": "a", "sequence": 4, "batch": 8, "digest": "0"})
     right.serve("starts", pid=4, address="s:1")
     right.serve(**{**last, "again": True})
@@ -556,7 +557,7 @@ def test_nobody_waits_for_a_member_that_rests_and_it_comes_back_where_the_slowes
     assert found(right, "bound") == []
     right.serve("starts", pid=2, address="s:1")
     right.serve("clocks", slowest=8, clocks={"a": [8, 0], "b": [3, None]}, resting=["b"])
-    says(3)  # where a stands, at 8
+    says(3)  # where a is, at 8
     right.pull("a", clock=9)
     says(3, place=10)
     right.pull("a", clock=11)
@@ -603,8 +604,8 @@ def test_iterations_that_nobody_said_are_found(right: Right) -> None:
 
 
 def test_pushes_of_one_iteration_on_different_values_are_found(right: Right) -> None:
-    """The history is right for bsp with one member in each iteration; here with both, but for one
-    in the middle."""
+    """The history is correct for bsp with one member per iteration. Here an iteration has both
+    members, except one in the middle."""
 
     def found_apart() -> list[str]:
         return [each.what for each in iterations_are_apart(right.history())]

@@ -1,5 +1,5 @@
-"""The checks find violations made by hand in the history of a bucket of a sparse table that was
-right before."""
+"""The checks find violations that were inserted by hand into a correct history of a sparse table's
+bucket."""
 
 from __future__ import annotations
 
@@ -38,13 +38,13 @@ HOT, NEVER_PUSHED = 1, 1 << 40
 
 
 class Right:
-    """A server with a table of one bucket, and two members who look up and push in turn, each time
-    one row that all push and three others: a right history, to be broken. Rows are evicted for
-    their number and for their age."""
+    """A correct history, into which tests insert violations: a server with a table of one bucket,
+    and two members who look up and push in turn. Each push has one row that all pushes share, and
+    three others. Rows are evicted by number and by age."""
 
     def __init__(self, *, times: Mapping[int, int] | None = None, iterations: int = 12) -> None:
-        """`times`: how often the push that leads to a version is applied to the rows, where that is
-        not once."""
+        """`times`: version -> how often the push that produces it is applied to the rows; default:
+        once."""
         self._times = times or {}
         self.now = 0
         self.calls = 0
@@ -142,7 +142,7 @@ class Right:
         )
 
     def last(self, kind: str, member: str = "") -> Fields:
-        """The last line of a kind: of the server, or of a member."""
+        """Returns the last line of a kind, from the server or from a member."""
         return [
             line
             for line in (self.workers[member] if member else self.server)
@@ -215,7 +215,7 @@ def test_rows_that_a_recovery_makes_otherwise_are_found(right: Right) -> None:
 
 
 def put_in_place(right: Right, *, version: int, number: int = HOT) -> None:
-    """A server is given a bucket of a checkpoint at this version, after all that it had."""
+    """Restores a bucket of a checkpoint at this version on a server, after all of its changes."""
     image = RowsImage(
         ids=np.array([number], dtype=np.int64),
         values=np.ones((1, DIM), dtype=np.float32),
@@ -327,7 +327,7 @@ def test_a_lookup_of_rows_that_nobody_pushed_and_that_do_not_follow_from_the_see
 def test_rows_that_were_evicted_before_their_time_are_found(
     right: Right, limits: dict[str, int]
 ) -> None:
-    """The history is right for a table with both limits, and not for one that lacks either."""
+    """The history is correct for a table with both limits, but not for one that lacks either."""
     table = SparseEmbedding(None, DIM, name="users", optimizer=adagrad, seed=5, buckets=1, **limits)
     what = [violation.what for violation in rows_are_their_pushes(right.history(), None, table)]
     assert [each.rpartition(" of ")[2] for each in what] == [
@@ -336,7 +336,7 @@ def test_rows_that_were_evicted_before_their_time_are_found(
 
 
 def test_an_id_in_two_buckets_is_found(right: Right) -> None:
-    """All that the server had of the bucket, it has of another one, too."""
+    """The changes of the bucket are repeated for another bucket."""
     two = SparseEmbedding(
         None,
         DIM,
@@ -380,8 +380,7 @@ def test_a_bucket_that_no_server_began_is_found(right: Right) -> None:
 
 
 def ended(right: Right, directory: Path, *, version: int) -> list[str]:
-    """Returns what is found where the server ended with its rows as they are now, at this
-    version."""
+    """Returns the violations found if the server ends with its current rows at this version."""
     path, image = directory / "snapshot.safetensors", right.rows.image()
     arrays = {
         "ids": image.ids,

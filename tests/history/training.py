@@ -33,11 +33,11 @@ _ENDLESS = 1 << 30
 _DIM = 4
 _IDS = 3
 _GAMMA = 0x9E3779B97F4A7C15 - (1 << 64)
-"""Spreads numbers over all 64 bits, as a signed number."""
+"""Spreads consecutive numbers over all 64 bits, as signed numbers."""
 
 
 def table() -> SparseEmbedding:
-    """The sparse table, of three buckets."""
+    """Returns the sparse table, which has three buckets."""
     adagrad = partial(torch.optim.Adagrad, lr=0.05, lr_decay=1e-4)
     return SparseEmbedding(
         None,
@@ -53,7 +53,7 @@ def table() -> SparseEmbedding:
 
 
 class Network(nn.Module):
-    """One of which each of two servers gets several partitions."""
+    """A network that gives each of two servers several partitions."""
 
     def __init__(self, *, has_table: bool) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Network(nn.Module):
 
 
 def samples() -> TensorDataset:
-    """Features, ids and targets."""
+    """Returns features, ids and targets."""
     features, targets = problem().tensors
     number = torch.arange(len(features))
     ids = torch.stack([number % 4, 100 + number // 8, 1000 + number], dim=1) * _GAMMA
@@ -86,9 +86,10 @@ def samples() -> TensorDataset:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`arguments`: one JSON object. `end`: the file; `longest_step_s`: of a step's own time, drawn
-    with `seed`; `options`: of async_sgd; `checkpoints`: a directory of them, to go on from and to
-    write to; empty: neither these nor a sparse table, whose rows are sometimes looked up ahead."""
+    """Trains as configured. `arguments`: one JSON object. `end`: the file that ends the run;
+    `longest_step_s`: upper bound of a step's duration, which is drawn with `seed`; `options`: of
+    async_sgd; `checkpoints`: directory from which to resume and to which to save; empty: neither
+    checkpoints nor a sparse table. Rows of the table are sometimes looked up ahead."""
     config: dict[str, Any] = json.loads(arguments[0])
     end, pace = Path(config["end"]), random.Random(config["seed"])
     options = {
@@ -122,7 +123,7 @@ def main(arguments: Sequence[str]) -> int:
             shoal.save_checkpoint(checkpoints, keep=1)
         if end.exists():
             break
-    # of a checkpoint that is being written the zygote's children do not wait by themselves, as an
-    # interpreter does
+    # unlike an interpreter, the zygote's children do not wait at their end for a checkpoint that is
+    # being written
     shoal.shutdown()
     return 0

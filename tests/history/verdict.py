@@ -37,7 +37,7 @@ class Verdict:
 
 
 def counts(history: History) -> dict[str, int]:
-    """Returns what a verdict says of the volume of a history. Pushes are counted by partition."""
+    """Returns the figures of a history's size. Pushes are counted by partition."""
     answers = [answer for line in history.of_workers("pushed") for answer in line["answers"]]
     return {
         "pushes acknowledged": len(answers),

@@ -25,7 +25,7 @@ _DEADLINE_S = 200.0
 
 
 class Command:
-    """One running command. Output goes to files, so that it can be looked at while it grows."""
+    """One running command. Its output goes to files, so that tests can read it while it grows."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class Command:
         return self._err.read_text()
 
     def wait(self) -> int:
-        """The exit status."""
+        """Waits for the command and returns its exit status."""
         try:
             return self.process.wait(_DEADLINE_S)
         except subprocess.TimeoutExpired:
             pytest.fail(f"the command did not end; it said: {self.stdout}\n{self.stderr}")
 
     def wait_for(self, condition: Callable[[], object], what: str) -> None:
-        """Until `condition`; the command must be running meanwhile."""
+        """Waits for `condition`; fails if the command ends meanwhile."""
         deadline = time.monotonic() + _DEADLINE_S
         while not condition():
             ended = self.process.poll() is not None
@@ -94,11 +94,11 @@ class Command:
         )
 
     def family(self) -> list[psutil.Process]:
-        """The processes that this command has started and that still run, whoever their parents are
-        now, and itself.
+        """Returns this command and the processes that it has started and that still run, whoever
+        their parents are now.
 
-        Marked by a variable in their environment. Valkey overwrites its own: it is found by its
-        parent, and remembered.
+        They are found by a variable in their environment. Valkey overwrites its environment, so it
+        is found by its parent, and remembered.
         """
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -107,29 +107,29 @@ class Command:
         return [process for process in self._known if _runs(process) and not _is_helper(process)]
 
     def wait_until_gone(self) -> None:
-        """Until nothing of it runs any more."""
+        """Waits until no process of this command runs any more."""
         deadline = time.monotonic() + _DEADLINE_S
         while family := self.family():
             assert time.monotonic() < deadline, (
                 f"still running: {[process.cmdline() for process in family]}"
             )
-            time.sleep(0.03)  # it looks at all processes
+            time.sleep(0.03)  # it inspects all processes
 
     def close(self) -> None:
-        """Ends it, as Ctrl-C twice does, so that it can clean up; by force if that does not
-        help."""
+        """Ends the command with two signals, like pressing Ctrl-C twice, so that it can clean up.
+        Kills it if that does not help."""
         for number in (signal.SIGTERM, signal.SIGTERM, signal.SIGKILL):
             if self.process.poll() is None:
                 self.process.send_signal(number)
                 with contextlib.suppress(subprocess.TimeoutExpired):
-                    # the next signal is a harder one
+                    # each further signal is stronger
                     self.process.wait(5)
         self.wait_until_gone()
 
 
 def _runs(process: psutil.Process) -> bool:
-    """Returns whether it does not end already: a process that was killed first loses its memory,
-    and with it its command line."""
+    """Returns whether a process is not ending already. A killed process loses its memory first, and
+    with it its command line."""
     try:
         return (
             process.is_running()
@@ -141,8 +141,8 @@ def _runs(process: psutil.Process) -> bool:
 
 
 def _is_helper(process: psutil.Process) -> bool:
-    """Returns whether it is a test's own process, which its command has not used for a child; it
-    is killed as the command ends, and may outlive it for a moment."""
+    """Returns whether a process belongs to the test and the command has not used it for a child. It
+    is killed when the command ends, and may outlive it for a moment."""
     with contextlib.suppress(psutil.Error):
         return process.cmdline() == [HELPER]
     return False
@@ -152,8 +152,8 @@ class Shell:
     """Starts commands that share a registry of clusters and a directory."""
 
     def __init__(self, directory: Path, zygote: Zygote | None = None) -> None:
-        """`zygote` forks the commands `shoal`, and they what they start in Python
-        (tests/zygote/commands.py); None: they start fresh."""
+        """`zygote`: forks the commands `shoal`, which in turn fork the Python processes that they
+        start (tests/zygote/commands.py); None: all start fresh."""
         self.directory = directory
         self._zygote = zygote
         self.environment = {
@@ -173,7 +173,7 @@ class Shell:
         return self._start(self._zygote, sys.executable, "-m", "shoal", *arguments, **variables)
 
     def start_program(self, *arguments: str | Path, **variables: str) -> Command:
-        """Starts a program, fresh."""
+        """Starts a program in a fresh process."""
         return self._start(None, *arguments, **variables)
 
     def _start(self, zygote: Zygote | None, *arguments: str | Path, **variables: str) -> Command:
@@ -187,7 +187,8 @@ class Shell:
         return command
 
     def run(self, *arguments: str | Path, **variables: str) -> tuple[int, str, str]:
-        """Runs `shoal ARGUMENTS` to its end: exit status, standard output, standard error."""
+        """Runs `shoal ARGUMENTS` to its end; returns exit status, standard output and standard
+        error."""
         command = self.start(*arguments, **variables)
         return command.wait(), command.stdout, command.stderr
 
@@ -201,7 +202,7 @@ class Shell:
             command.close()
 
     def cluster(self) -> ClusterRecord:
-        """The newest cluster that runs, once there is one."""
+        """Waits for a running cluster and returns the newest one."""
         deadline = time.monotonic() + _DEADLINE_S
         while not (clusters := running_clusters(self.directory / "runtime" / "shoal")):
             assert time.monotonic() < deadline, "waited for a cluster"
@@ -209,27 +210,27 @@ class Shell:
         return clusters[0]
 
     def job(self) -> pb.GetJobResponse:
-        """Its job, as the coordinator describes it."""
+        """Returns the cluster's job, as the coordinator describes it."""
         record = self.cluster()
         with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
             return client.get_job(record.job_id)
 
     def pids(self) -> list[int]:
-        """Process ids of the ranked members, in rank order."""
+        """Returns the process ids of the members with ranks, in rank order."""
         return [member.pid for member in self.job().members if member.rank >= 0]
 
 
 def _zygote_for(request: pytest.FixtureRequest) -> Zygote | None:
-    """None for tests whose commands start fresh: those marked so, and the slow ones, of third-party
-    trainers for the most part."""
+    """Returns None for tests whose commands start fresh: tests marked `fresh`, and slow ones, most
+    of which use third-party trainers."""
     fresh = any(request.node.get_closest_marker(name) for name in ("fresh", "slow"))
     return None if fresh else request.getfixturevalue("zygote")
 
 
 @pytest.fixture
 def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Shell]:
-    """The command `shoal`; what it started is gone when the test ends. Tests marked `fresh` or
-    `slow` start fresh interpreters."""
+    """The command `shoal`; all processes that it started are gone when the test ends. Tests marked
+    `fresh` or `slow` start fresh interpreters."""
     shell = Shell(tmp_path, _zygote_for(request))
     yield shell
     shell.close()
@@ -239,7 +240,7 @@ def shell(tmp_path: Path, request: pytest.FixtureRequest) -> Iterator[Shell]:
 def shared_shell(
     tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
 ) -> Iterator[Shell]:
-    """One for all tests of a module, which must leave its cluster as it is."""
+    """One shell for all tests of a module, which must leave its cluster unchanged."""
     shell = Shell(tmp_path_factory.mktemp("shell"), _zygote_for(request))
     yield shell
     shell.close()

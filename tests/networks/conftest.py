@@ -1,5 +1,5 @@
-"""Networks of machines for tests. What is made for a test is gone when it ends; what a killed run
-left is gone when the next one begins."""
+"""Networks of machines for tests. A network is removed when its test ends; leftovers of a killed
+run are removed when the next one begins."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from tests.networks.network import COORDINATOR, REDIS, Network
 
 @pytest.fixture
 def network(tmp_path: Path, leftover_processes: None) -> Iterator[Callable[..., Network]]:
-    """Makes a network of `hosts` machines for a job, beside those of the coordinator and Redis,
-    with both running."""
+    """Makes a network of `hosts` machines for a job, plus one each for the coordinator and Redis,
+    which are started."""
     if (why := hindrance()) is not None:
         pytest.skip(f"a network of machines cannot be made here: {why}")
     with ExitStack() as stack:

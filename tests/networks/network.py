@@ -1,5 +1,5 @@
-"""A job on machines of its own: a coordinator and Redis on one each, a launcher on each of the
-others, cables that a test cuts, and what must hold at the end whatever was cut."""
+"""A job on separate machines: the coordinator, Redis and each launcher have one machine each. Tests
+cut links between them, and check the invariants that must hold at the end after any cut."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ _SHOWN: Final = 3000
 
 
 class Process:
-    """A program on one of the machines. Its output goes to a file, so that it can be read while it
-    grows."""
+    """A program on one of the machines. Its output goes to a file, so that tests can read it while
+    it grows."""
 
     def __init__(
         self, command: list[str], *, machine: str, output: Path, environment: dict[str, str]
@@ -63,8 +63,8 @@ class Process:
         self.process.send_signal(number)
 
     def wait(self, within_s: float = _PATIENCE_S) -> int:
-        """Waits for the process to end, and returns its exit status: negative if a signal ended
-        it."""
+        """Waits for the process to end and returns its exit status; negative if a signal
+        ended it."""
         try:
             return self.process.wait(within_s)
         except subprocess.TimeoutExpired:
@@ -74,19 +74,19 @@ class Process:
 
 
 class Network:
-    """The machines and what runs on them. The script is train.py; its steps are slow until
+    """The machines and the processes on them. The script is train.py, whose steps are slow until
     `release`."""
 
     def __init__(
         self, machines: Machines, hosts: list[str], directory: Path, **script: str
     ) -> None:
-        """`script`: what train.py reads from its environment, where it is not the default."""
+        """`script`: environment variables of train.py that differ from the default."""
         self.machines = machines
         self.hosts = hosts
         self.directory = directory
         self._recorded_in = directory / "records"
         self.records = self._recorded_in / "run-1"
-        """The job has one run."""
+        """Records of the job's only run."""
         self.launchers: list[Process] = []
         self._services: dict[str, Process] = {}
         inherited = {
@@ -139,7 +139,7 @@ class Network:
         self.start_coordinator()
 
     def start_coordinator(self) -> None:
-        """The first time, or again after its end."""
+        """Starts the coordinator, for the first time or again after its end."""
         ports = self.directory / "ports.json"
         ports.unlink(missing_ok=True)
         own = ["--listen", self.endpoint, "--insecure", "--port-file", str(ports)]
@@ -154,7 +154,7 @@ class Network:
         assert ports.exists(), coordinator.said()
 
     def launch(self, host: str, *flags: str, nnodes: str = "", script: str = "train.py") -> Process:
-        """Starts `shoal run` there."""
+        """Starts `shoal run` on a machine."""
         nodes = ["--nnodes", nnodes or str(len(self.hosts)), "--rdzv-endpoint", self.endpoint]
         command = [
             sys.executable,
@@ -173,7 +173,7 @@ class Network:
         return launcher
 
     def start_parameter_server(self, host: str, *flags: str) -> None:
-        """One that listens at all addresses of the machine."""
+        """Starts a parameter server that listens on all addresses of the machine."""
         listen = "[::]:0" if ":" in self.machines.address(host) else "0.0.0.0:0"
         command = [
             sys.executable,
@@ -189,7 +189,7 @@ class Network:
         self._services["server"] = self._start(host, "server", [*command, "--insecure", *flags])
 
     def targets(self) -> set[str]:
-        """Returns where Prometheus is told that metrics are: the hosts of the coordinator's /sd."""
+        """Returns the metrics hosts that the coordinator's /sd announces to Prometheus."""
         http = json.loads((self.directory / "ports.json").read_text())["http"]
         read = (
             "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], "
@@ -204,7 +204,7 @@ class Network:
         }
 
     def launch_all(self, *flags: str, nnodes: str = "") -> list[Process]:
-        """A launcher on every host, and waits until all train together."""
+        """Starts a launcher on every host and waits until all of them train together."""
         launchers = [self.launch(host, *flags, nnodes=nnodes) for host in self.hosts]
         self.eventually(
             lambda: self.workers() or any(each.process.poll() is not None for each in launchers),
@@ -214,9 +214,9 @@ class Network:
         return launchers
 
     def run_alone(self) -> Process:
-        """Starts the script as a single process, without a network or faults: its result is what
-        the others are compared with. `finish` does so, unless it was done before, as while a fault
-        lasts."""
+        """Starts the script as a single process, without a network or faults. Its result is what
+        the other ranks are compared with. `finish` starts it unless a test has already done so, for
+        example to use the time while a fault lasts."""
         alone = self.directory / "alone"
         alone.mkdir()
         environment = {**self._environment, "OUTPUT": str(alone)}
@@ -230,7 +230,7 @@ class Network:
         return process
 
     def status(self) -> dict[str, Any]:
-        """Returns what `shoal status` says on the coordinator's machine."""
+        """Returns the output of `shoal status` on the coordinator's machine."""
         ask = [
             sys.executable,
             "-m",
@@ -274,8 +274,8 @@ class Network:
     # -------------------------------------------------------------------------------------- cutting
 
     def cut(self, some: Iterable[str], others: Iterable[str], *, one_way: bool = False) -> None:
-        """Nothing passes between any of `some` and any of `others`; `one_way`: nothing from the
-        former to the latter."""
+        """Drops all traffic between `some` and `others`; `one_way`: only from `some` to
+        `others`."""
         for sender, receiver in self._ways(some, others, one_way):
             self.machines.lose(sender, receiver)
 
@@ -287,13 +287,13 @@ class Network:
     def parted(
         self, some: Iterable[str], others: Iterable[str], *, one_way: bool = False
     ) -> Iterator[None]:
-        """`cut`, healed at the block's end."""
+        """Cuts the links within the block."""
         self.cut(some, others, one_way=one_way)
         yield
         self.heal(some, others)
 
     def others(self, *machines: str) -> list[str]:
-        """All machines but these."""
+        """Returns all machines except these."""
         return [name for name in (COORDINATOR, REDIS, *self.hosts) if name not in machines]
 
     @staticmethod
@@ -312,7 +312,7 @@ class Network:
     def eventually(
         self, condition: Callable[[], Any], what: str, *, within_s: float = _PATIENCE_S
     ) -> Any:
-        """The condition's first true value."""
+        """Waits for the condition's first true value and returns it."""
         deadline = time.monotonic() + within_s
         while not (value := condition()):
             if time.monotonic() > deadline:
@@ -321,26 +321,26 @@ class Network:
         return value
 
     def lasts(self, seconds: float) -> None:
-        """The network stays as it is for so long: what a fault's length is, and not a wait for what
-        follows from it."""
+        """Lets a fault last for some time. It is the length of the fault, not a wait for its
+        consequences."""
         time.sleep(seconds)
 
     def said(self) -> str:
-        """All that launchers, workers and the coordinator have said."""
+        """Returns the full output of launchers, workers and the coordinator."""
         return "\n".join(
             f"--- {log.stem}\n{log.read_text()}" for log in sorted(self.directory.glob("*.log"))
         )
 
     def told(self) -> str:
-        """The end of what each has said, for people."""
+        """Returns the last output of each process, for failure messages."""
         return "\n".join(
             f"--- {log.stem}\n{log.read_text()[-_SHOWN:]}"
             for log in sorted(self.directory.glob("*.log"))
         )
 
     def committed(self) -> dict[tuple[int, int], set[int]]:
-        """The generations that committed each step, by epoch and the step's place in it, as the
-        workers recorded them."""
+        """Returns the generations that committed each step, by epoch and position in the epoch, as
+        recorded by the workers."""
         steps: dict[tuple[int, int], set[int]] = defaultdict(set)
         for lines in self._recorded().values():
             for line in lines:
@@ -349,7 +349,7 @@ class Network:
         return steps
 
     def workers(self) -> set[str]:
-        """Member ids of those that have ever committed a step: one for each worker process that
+        """Returns the member ids that have ever committed a step: one for each worker process that
         trained."""
         return {
             member
@@ -365,15 +365,15 @@ class Network:
         return found
 
     def wait_steps(self, more: int, *, within_s: float = _PATIENCE_S) -> None:
-        """Until so many steps more than now are committed."""
+        """Waits until `more` further steps are committed."""
         target = len(self.committed()) + more
         self.eventually(
             lambda: len(self.committed()) >= target, f"{more} further steps", within_s=within_s
         )
 
     def wait_all_train(self) -> None:
-        """Until a worker on each host has had part in a step that nobody has committed yet, whoever
-        it is by now."""
+        """Waits until workers on all hosts, including replacements, have committed a step together
+        that was not committed before."""
         before = self.committed()
         assert any(launcher.process.poll() is None for launcher in self.launchers), self.told()
 
@@ -388,14 +388,14 @@ class Network:
         self.eventually(together, "a step that all hosts have part in")
 
     def kill_worker(self, host: str) -> None:
-        """SIGKILL to the worker there, not to its launcher."""
+        """Kills the worker on a host with SIGKILL, but not its launcher."""
         for pid in self.machines.pids(host):
             if b"SHOAL_MEMBER_ID=" in Path(f"/proc/{pid}/environ").read_bytes():
                 os.kill(pid, signal.SIGKILL)
 
     def wait_explained(self, pattern: str) -> str:
-        """The line, of a launcher, a worker or the coordinator, that explains the fault: it must
-        come in time, and did not before."""
+        """Waits for a new output line that explains the fault, from a launcher, a worker or the
+        coordinator, and returns it."""
         before = self.said()
 
         def line() -> str | None:
@@ -416,7 +416,7 @@ class Network:
 
     @contextmanager
     def stopped(self, *processes: int) -> Iterator[None]:
-        """Stops the processes by SIGSTOP while open, as on a suspended machine."""
+        """Stops the processes with SIGSTOP within the block, as on a suspended machine."""
         for pid in processes:
             os.kill(pid, signal.SIGSTOP)
         yield
@@ -424,13 +424,13 @@ class Network:
             os.kill(pid, signal.SIGCONT)
 
     def wait_acted_on(self) -> None:
-        """Steps go on in time."""
+        """Waits until steps continue, within the allowed time."""
         self.wait_steps(2, within_s=ACTED_ON_WITHIN_S + _SLACK_S)
 
     # --------------------------------------------------------------------------------------- ending
 
     def release(self) -> None:
-        """Steps are no longer slow."""
+        """Lets the steps run at full speed."""
         self._hold.unlink(missing_ok=True)
 
     def finish(
@@ -475,13 +475,13 @@ class Network:
         }, "processes were left behind"
 
     def results(self) -> list[dict[str, Any]]:
-        """Returns what the workers that have come to the end say."""
+        """Returns the final states of the workers that trained to the end."""
         return [
             json.loads(file.read_text()) for file in (self.directory / "results").glob("*.json")
         ]
 
     def check_all_stayed(self) -> None:
-        """No worker was started but the first ones, and no generation was needed but the first."""
+        """Checks that no worker was restarted, and that the first generation was the only one."""
         assert len(self.workers()) == len(self.hosts), f"workers were restarted\n{self.told()}"
         assert {
             generation for generations in self.committed().values() for generation in generations

@@ -1,5 +1,5 @@
-"""Machines that are not simple: several networks, IPv6 alone, names that mean nothing to others,
-NAT."""
+"""Machines with unusual addresses: several networks, IPv6 only, host names that other machines
+cannot resolve, NAT."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.networks.network import Network
 Make = Callable[..., Network]
 
 OUTSIDE = "10.77.0.100"
-"""Address under which others reach the machine behind the router."""
+"""Address under which other machines reach the machine behind the router."""
 
 
 @pytest.mark.soak
@@ -27,7 +27,7 @@ def test_machines_that_one_of_two_networks_connects_train_by_the_one_that_is_nam
 ) -> None:
     job = network(2, SHOAL_METRICS_LISTEN="0.0.0.0:0")
     job.machines.connect(*job.hosts)
-    job.cut(["host-0"], ["host-1"])  # of the network of the coordinator: it does not connect them
+    job.cut(["host-0"], ["host-1"])  # of the coordinator's network: it does not connect them
     for host in job.hosts:
         job.launch(
             host,
@@ -86,7 +86,7 @@ def test_machines_that_have_ipv6_alone_train(network: Make) -> None:
 
 @pytest.mark.soak
 def test_machines_with_both_families_train_by_the_one_that_is_named(network: Make) -> None:
-    """The coordinator is reached by IPv4."""
+    """The coordinator is reached through IPv4."""
     job = network(2)
     for number, host in enumerate(job.hosts):
         job.machines.configure(
@@ -104,8 +104,8 @@ def test_machines_with_both_families_train_by_the_one_that_is_named(network: Mak
 def test_a_parameter_server_whose_name_means_nothing_to_others_is_reached_by_workers(
     network: Make, ipv6: bool
 ) -> None:
-    """With IPv4 the machine's name is 127.0.1.1 there, as Debian has it; with IPv6 it does not
-    resolve."""
+    """With IPv4 the machine's name resolves to 127.0.1.1 on that machine, as on Debian. With IPv6
+    it does not resolve."""
     job = network(2, ipv6=ipv6, EPOCHS="3")
     if not ipv6:
         hosts = job.directory / "hosts"
@@ -130,8 +130,8 @@ def _trains_with_servers(job: Network, *flags_of_first: str) -> None:
 
 
 def _put_behind_nat(job: Network, *, inside: str, router: str) -> None:
-    """`inside` has the router alone for a neighbour; others reach it at OUTSIDE, an address of the
-    router's."""
+    """Makes the router the only neighbour of `inside`. Other machines reach it at OUTSIDE, an
+    address of the router."""
     if shutil.which("nft") is None:
         pytest.skip("NAT needs the program nft (Debian: nftables)")
     machines = job.machines

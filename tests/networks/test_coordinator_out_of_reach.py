@@ -1,5 +1,5 @@
-"""The coordinator or Redis out of reach, of all or of one: not knowing is not the same as nobody.
-Nobody is restarted, training goes on."""
+"""The coordinator or Redis is unreachable, for all machines or for one. No worker is restarted
+because of it, and training continues."""
 
 from __future__ import annotations
 

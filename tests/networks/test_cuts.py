@@ -1,5 +1,5 @@
-"""Cuts among the machines of a run: who reach each other go on, who was cut off comes back, and
-nothing is done twice or not at all."""
+"""Cuts between the machines of a run: machines that still reach each other continue, a machine that
+was cut off comes back, and every sample counts exactly once."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def test_a_cut_between_two_workers_is_explained_and_the_others_go_on_without_one
 def test_a_rank_that_was_cut_off_from_another_between_two_steps_is_replaced_when_it_returns(
     network: Make, between: str
 ) -> None:
-    """In an evaluation, while a checkpoint is saved, or at the end of an epoch."""
+    """The cut comes during an evaluation, during a checkpoint, or at the end of an epoch."""
     job = network(3, BETWEEN=between, EPOCHS="200" if between == "epoch" else "20")
     job.launch_all(nnodes="2:3")
     with job.parted(["host-1"], ["host-2"]):

@@ -1,4 +1,4 @@
-"""Launchers that come and go while a run starts, runs and ends."""
+"""Launchers that join and leave while a run starts, runs and ends."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Seeded schedules of faults of the network over one run: whatever is cut, and for how long, it
-ends as if nothing had been. NETWORK_SEEDS=1,2,3 chooses the schedules; a failure names its seed."""
+"""Seeded schedules of network faults during one run, which ends as if there had been none.
+NETWORK_SEEDS=1,2,3 selects the schedules; a failure names its seed."""
 
 from __future__ import annotations
 
@@ -35,8 +35,7 @@ def test_a_run_under_a_schedule_of_cuts_ends_as_if_there_had_been_none(
 
 
 def strike(job: Network, schedule: random.Random) -> None:
-    """Makes a cut that heals after up to 20 s. Meanwhile a worker may die, and then the
-    coordinator."""
+    """Makes a cut that lasts up to 20 s. A worker may die during it, and then the coordinator."""
     host, *more = schedule.sample(job.hosts, 3)
     some, others = schedule.choice(
         [

@@ -1,4 +1,4 @@
-"""A worker behind a slow link holds all others back: it is named."""
+"""A worker behind a slow link slows all others down, and `shoal status` names it."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from tests.networks.network import Network
 Make = Callable[..., Network]
 
 WIDE = "19000"
-"""Width of the model. With this one, one, two and three ranks end each of 30 steps alike, so that
-it does not matter when a rank joins. With 20000 the last bit of one element depends on the number
-of ranks after step 17: a sum falls on a rounding boundary
+"""Width of the model. With this width, one, two and three ranks end each of 30 steps with the same
+bits, so the time when a rank joins does not matter. With 20000, the last bit of one element depends
+on the number of ranks after step 17, because a sum falls on a rounding boundary
 (docs/decisions/0004-deterministic-sums.md)."""
 
 
@@ -30,7 +30,7 @@ def test_a_worker_behind_5_mbit_per_s_is_named_while_the_others_wait_for_it(netw
 
 
 def who_is_slow(job: Network) -> str:
-    """Returns what `shoal status` says of it, beside its table."""
+    """Returns the rank that `shoal status` reports as awaited, and the notes on all members."""
     status = job.status()
     return f"{status['waits_for']} {[member['note'] for member in status['members']]}"
 

@@ -1,6 +1,6 @@
-"""The training script of these tests: deterministic, so that runs of any size and with any faults
-end with the same parameters, bit for bit. It says what it ends with in a JSON file in OUTPUT. Steps
-are slow while OUTPUT/hold exists."""
+"""The training script of these tests. It is deterministic, so runs of any size and with any faults
+end with the same parameters, bit for bit. It writes its final state as JSON to OUTPUT. Steps are
+slow while OUTPUT/hold exists."""
 
 import hashlib
 import json
@@ -74,15 +74,16 @@ def main() -> None:
 
 
 def evaluate(model: nn.Module, batch: tuple[torch.Tensor], output: Path) -> dict[str, float]:
-    """Takes a while, as long as steps are slow: most of the time the ranks are in here."""
+    """Evaluates slowly while steps are slow, so that a fault is likely to find the ranks
+    in here."""
     if (output / "hold").exists():
         time.sleep(0.1)
     return {"outputs": float(model(batch[0]).sum())}
 
 
 def come_late(output: Path) -> None:
-    """Lets the other ranks wait for rank 0, as long as steps are slow: most of the time they are in
-    what comes next."""
+    """Delays rank 0 while steps are slow, so that a fault is likely to find the other ranks waiting
+    in the next operation."""
     if (output / "hold").exists() and shoal.rank() == 0:
         time.sleep(0.3)
 

@@ -1,5 +1,5 @@
-"""The training script of tests that need parameter servers: says in a JSON file in OUTPUT how much
-the loss has fallen."""
+"""The training script of tests with parameter servers. Writes the decrease of the loss as JSON to
+OUTPUT."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""A script of torch's alone, without Shoal: says in a JSON file in OUTPUT where its ranks met and
-what they summed."""
+"""A plain torch script that does not use Shoal. Writes the ranks' rendezvous address and their sum
+as JSON to OUTPUT."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""`shoal status`, `kill`, `drain`, `up`: against a running cluster whose workers have no torch."""
+"""`shoal status`, `kill`, `drain` and `up` on a running cluster whose workers do not use torch."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Command = Any
 
 @pytest.fixture(scope="module")
 def cluster(shared_shell: Shell, elastic_worker: Path) -> Command:
-    """Three workers with ranks, under `shared_shell`. No test ends one."""
+    """Three workers with ranks, under `shared_shell`. Tests must not end them."""
     return start(shared_shell, elastic_worker)
 
 
@@ -41,7 +41,7 @@ def start(shell: Shell, worker: Path) -> Command:
         shell.directory / "finish",
     )
     command.wait_for_output(*(f"[{rank}]: generation 1" for rank in range(3)))
-    shell.cluster()  # known from here on
+    shell.cluster()  # waits until the cluster is registered
     return command
 
 
@@ -321,8 +321,8 @@ def test_up_without_a_terminal_is_a_run_that_ends_with_the_script(shell: Shell) 
 def test_up_on_a_terminal_shows_the_members_below_the_output(
     shell: Shell, elastic_worker: Path
 ) -> None:
-    """Also output that the terminal's encoding cannot express, and lines that overwrite one
-    another."""
+    """This includes output that the terminal's encoding cannot express, and lines that overwrite
+    one another."""
     worker = shell.script(
         "import os, runpy\nos.write(1, b'\\xe2\\x86\\x92\\n 50%\\r100%\\n')\n"
         f"runpy.run_path({str(elastic_worker)!r}, run_name='__main__')\n"
@@ -349,7 +349,7 @@ def test_up_on_a_terminal_shows_the_members_below_the_output(
         expected not in seen
         for expected in (b"samples/s", b"2 of 2 workers have a rank", b"generation 1 rank 1 of 2")
     ):
-        assert time.monotonic() < deadline, seen[-2000:].decode()  # the table comes again and again
+        assert time.monotonic() < deadline, seen[-2000:].decode()  # the table is drawn repeatedly
         seen += os.read(ours, 65536)
     finish.touch()
     seen += read_to_end(ours)
@@ -390,7 +390,7 @@ def test_a_terminal_that_stands_still_does_not_hold_up_the_end(shell: Shell) -> 
 
 
 def read_to_end(terminal: int) -> bytes:
-    """A terminal whose other side is closed gives EIO."""
+    """Reads a terminal until its other side is closed, which raises EIO."""
     seen = b""
     try:
         while data := os.read(terminal, 65536):

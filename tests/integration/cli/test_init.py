@@ -1,4 +1,4 @@
-"""Scripts that `shoal init` writes, run as it says."""
+"""Scripts written by `shoal init` run with the command that it prints."""
 
 from __future__ import annotations
 

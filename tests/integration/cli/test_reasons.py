@@ -1,4 +1,5 @@
-"""An error of the command line names its reason, by which docs/troubleshooting.md has more."""
+"""Errors on the command line name their reason, which can be looked up in
+docs/troubleshooting.md."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`shoal jobs`, `events`, `stop`, `submit`, `logs` and `top`: against running clusters whose
-workers have no torch."""
+"""`shoal jobs`, `events`, `stop`, `submit`, `logs` and `top` on running clusters whose workers do
+not use torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Command = Any
 
 @pytest.fixture(scope="module")
 def cluster(shared_shell: Shell, elastic_worker: Path) -> Command:
-    """Two workers with ranks, and a parameter server. No test ends one."""
+    """Two workers with ranks, and a parameter server. Tests must not end them."""
     flags = ("--standalone", "--nproc-per-node", "2", "--servers", "1", "--rdzv-id", "digits")
     command = shared_shell.start("run", *flags, elastic_worker, shared_shell.directory / "finish")
     command.wait_for_output(*(f"[{rank}]: generation 1" for rank in range(2)))
@@ -46,7 +46,7 @@ def cluster(shared_shell: Shell, elastic_worker: Path) -> Command:
 
 @pytest.fixture
 def submitted(shell: Shell) -> Iterator[Submissions]:
-    """Submissions of `shell`. None is left running."""
+    """Submits commands with `shell`; stops those that still run when the test ends."""
     found = Submissions(shell.directory / "state" / "shoal" / "jobs")
     yield found
     for submission in found.all():
@@ -95,7 +95,7 @@ def test_a_frame_of_top_shows_ranks_servers_other_jobs_and_events(
     with CoordinatorClient(ChannelSettings(address=shared_shell.cluster().coordinator)) as client:
         client.create_job(JobSpec(job_id="another", min_workers=2, max_workers=2))
     for flags, columns in ((("--once",), "140"), ((), "80")):
-        # without a terminal it is one frame as well
+        # without a terminal, too, it prints one frame
         status, out, err = shared_shell.run("top", *flags, COLUMNS=columns)
         assert (status, err) == (0, "")
         assert "job digits  running, generation 1, 2 of 2 workers have a rank" in out
@@ -137,7 +137,7 @@ def test_top_on_a_terminal_goes_on_until_q(shared_shell: Shell, cluster: Command
         os.write(ours, b"q")
         while process.poll() is None:
             assert time.monotonic() < deadline
-            read_some(ours)  # the screen is put back
+            read_some(ours)  # the screen is restored
         assert process.returncode == 0
         assert termios.tcgetattr(theirs) == before
     finally:
@@ -148,7 +148,8 @@ def test_top_on_a_terminal_goes_on_until_q(shared_shell: Shell, cluster: Command
 
 
 def read_some(terminal: int) -> bytes:
-    """Returns what is there, after a short wait for it: this process holds both ends."""
+    """Returns the available output after a short wait; this process holds both ends of the
+    terminal."""
     return os.read(terminal, 65536) if select.select([terminal], [], [], 0.1)[0] else b""
 
 

@@ -1,4 +1,4 @@
-"""A client in the tests' own process, which shares registry and submissions with the commands of
+"""A client in the test process, which shares the registry and the submissions with the commands of
 `shell`."""
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from shoal.launcher.run.submissions import Submissions
 
 @pytest.fixture
 def here(shell: Any, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """`shell`, whose environment is this process's; what was submitted is gone when the test
-    ends."""
+    """`shell`, whose environment is also set in this process. Submitted jobs are removed when the
+    test ends."""
     for name in [name for name in os.environ if name.startswith(("SHOAL_", "PET_"))]:
         monkeypatch.delenv(name)
     for name in ("XDG_RUNTIME_DIR", "XDG_STATE_HOME", "OMP_NUM_THREADS"):

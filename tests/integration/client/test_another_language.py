@@ -1,5 +1,5 @@
-"""A client that is made from the .proto files in another language makes a job, is its member, and
-reads refusals and events."""
+"""A client generated from the .proto files in another language creates a job, joins it as a member,
+and reads refusals and events."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`shoal.Client` and `shoal.AsyncClient` on clusters of this machine: jobs are submitted, looked at
-and ended."""
+"""`shoal.Client` and `shoal.AsyncClient` with clusters on this machine: jobs are submitted,
+inspected and ended."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ Shell = Any  # of tests/integration/conftest.py
 
 @pytest.fixture
 def training(here: Shell, client: Client, elastic_worker: Path) -> str:
-    """A submitted job of two workers with ranks, which ends well once `finish` is there."""
+    """A submitted job of two workers with ranks, which ends successfully once the file `finish`
+    exists."""
     job_id = client.submit(
         elastic_worker,
         str(here.directory / "finish"),

@@ -1,4 +1,4 @@
-"""The examples of the client run: a scheduler, and a dashboard."""
+"""The client examples run: a scheduler and a dashboard."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""`shoal.Client` at a coordinator that several launchers share, with tokens: also for jobs that
-others have started."""
+"""`shoal.Client` with a coordinator that several launchers share and that requires tokens, also for
+jobs that other clients started."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ADMIN, VIEWER = "a" * 32, "v" * 32
 
 @pytest.fixture
 def coordinator(here: Shell, tmp_path: Path) -> Iterator[str]:
-    """host:port"""
+    """The coordinator's host:port."""
     directory = tmp_path / "coordinator"
     directory.mkdir()
     tokens = directory / "tokens"

@@ -1,4 +1,4 @@
-"""Conditions for which tests of the client wait."""
+"""Conditions that tests of the client wait for."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shoal.client import Client
 from tests.zygote.children import eventually
 
 WAIT: Final = timedelta(seconds=120)
-"""The machine may be busy."""
+"""Deadline, long enough for a busy machine."""
 
 
 def until_ranked(client: Client, job_id: str, ranks: int) -> None:
-    """Waits until so many members have a rank, and have taken a step."""
+    """Waits until the given number of members have a rank and have taken a step."""
 
     def are_there() -> bool:
         return (

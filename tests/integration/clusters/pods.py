@@ -1,10 +1,10 @@
-"""Pods as processes, without a container engine: each on a network namespace of its own, below a
-root directory that it cannot write to, as the user that its manifest names, with its volumes in
-their places.
+"""Pods as processes, without a container engine. Each pod has its own network namespace and a
+read-only root directory, runs as the user in its manifest, and has its volumes mounted in their
+places.
 
-The root is this machine's, under an overlay: the images' contents are this checkout's environment,
-and their entry point lies where docker/Dockerfile puts it. Services are names in /etc/hosts.
-Restarts are the test's to do, and probes its to ask.
+The root is this machine's, under an overlay: the contents of the images come from this checkout's
+environment, and their entry point is where docker/Dockerfile puts it. Services are names in
+/etc/hosts. The test restarts pods and runs their probes itself.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from tests.pods import ENTRYPOINT, ROOT, Manifest, Pod
 
 _PATIENCE_S: Final = 120.0
 _PROGRAMS: Final = ("nsenter", "unshare", "mount", "chroot")
-# $0 is a directory of the pod's own. Its arguments: what is mounted, where, and ro or rw, in
-# threes; --; and the command.
+# $0 is a directory of the pod. The arguments are triples of source, target, and ro or rw for each
+# mount; then --; then the command.
 _CONTAINER: Final = """
 set -eu
 root=$0/root
@@ -59,13 +59,14 @@ mount -o remount,bind,ro "$root"
 echo "$POD" > /proc/sys/kernel/hostname
 exec chroot --userspec="$OWNER" "$root" sh -c 'cd "$0" && exec "$@"' "$WORKING_DIRECTORY" "$@"
 """
-# A namespace around that of the container: the kernel kills its first process with the test run,
-# and all that is in it. It would not kill the container's own, which has become another user.
+# A namespace around the container's. The kernel kills its first process, and everything in it, when
+# the test run ends. It would not kill the container's first process directly, because that has
+# changed its user.
 _AROUND: Final = 'unshare --uts --pid --fork --kill-child --mount "$@"; exit $?'
 
 
 def why_not() -> str | None:
-    """Returns why pods cannot be made here; None: they can."""
+    """Returns why this machine cannot run pods; None: it can."""
     if missing := [program for program in _PROGRAMS if shutil.which(program) is None]:
         return f"it needs the programs {', '.join(missing)} (Debian: util-linux, mount, coreutils)"
     return hindrance()
@@ -88,7 +89,7 @@ class RunningPod:
         return self._output.read_text()
 
     def is_ready(self) -> bool:
-        """Returns what its readiness probe says, asked from within the pod's network."""
+        """Runs the readiness probe in the pod's network and returns its result."""
         probe = self.pod.container["readinessProbe"]["httpGet"]
         (port,) = (
             port["containerPort"]
@@ -113,19 +114,20 @@ class RunningPod:
             time.sleep(0.05)
 
     def delete(self) -> None:
-        """SIGTERM to its first process, as the kubelet sends it. Its status comes from `wait`."""
+        """Sends SIGTERM to the container's first process, as the kubelet does. `wait` returns the
+        exit status."""
         process = psutil.Process(self.process.pid)
         for _ in ("the shell of _AROUND", "its unshare", "the container's first"):
             (process,) = process.children()
         process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        """The machine below it is gone."""
+        """Kills the pod as the loss of its machine does."""
         self.process.kill()
         self.process.wait(_PATIENCE_S)
 
     def wait(self) -> int:
-        """The container's exit status."""
+        """Waits for the container and returns its exit status."""
         try:
             return self.process.wait(_PATIENCE_S)
         except subprocess.TimeoutExpired:
@@ -144,7 +146,8 @@ class Pods:
         secrets: Path,
         script: Path,
     ) -> None:
-        """`services`: names by which others reach a pod. `script` is the ConfigMap's train.py."""
+        """`services`: names under which other pods reach a pod. `script`: the ConfigMap's
+        train.py."""
         self._directory = directory
         self._services = services
         self._secrets = secrets
@@ -176,7 +179,7 @@ class Pods:
             running.kill()
 
     def start(self, pod: Pod) -> RunningPod:
-        """Starts its container."""
+        """Starts a pod's container."""
         directory = self._directory / f"pod-{pod.name}-{len(self._running)}"
         for name in ("root", "layers"):
             (directory / name).mkdir(parents=True)
@@ -245,8 +248,8 @@ class Pods:
         return {**image, **pod.environment}
 
     def _volume(self, pod: Pod, volume: Manifest, made: Path, owner: tuple[int, int]) -> Path:
-        """Returns what the kubelet would mount: a claim's directory is there again for the next pod
-        that claims it."""
+        """Returns the directory that the kubelet would mount. A claim's directory is reused by the
+        next pod with the same claim."""
         if "claim" in volume:
             made = self._directory / f"claim-{pod.name}-{volume['claim']['metadata']['name']}"
         elif "persistentVolumeClaim" in volume:
@@ -263,6 +266,7 @@ class Pods:
 
 
 def _unreadable_ancestors(*paths: Path) -> list[Path]:
-    """Directories above these that only their owners may enter: the images have none."""
+    """Returns the parent directories that only their owners may enter; the images have none of
+    them."""
     above = {parent for path in paths for parent in (path, *path.parents)}
     return sorted(path for path in above if not path.stat().st_mode & 0o001)

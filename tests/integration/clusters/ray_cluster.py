@@ -1,5 +1,5 @@
-"""A Ray cluster on this machine: `ray start`, a head without processors and nodes of one each,
-which are killed and added."""
+"""A Ray cluster on this machine: `ray start`, a head without processors, and nodes with one
+processor each, which tests kill and add."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ _PATIENCE_S: Final = 180.0
 eventually = functools.partial(children.eventually, within_s=_PATIENCE_S)
 _MARK: Final = "SHOAL_TEST_RAY"
 _STORE: Final = str(80 * 2**20)
-"""Bytes of shared memory of a node, the smallest that Ray takes."""
+"""Bytes of shared memory of a node, the smallest size that Ray accepts."""
 
 
 class RayCluster:
-    """A Ray cluster whose nodes are processes of one machine. A context manager; `close` asserts
+    """A Ray cluster whose nodes are processes on one machine. A context manager; `close` asserts
     that no process of Shoal is left."""
 
     def __init__(self, nodes: int) -> None:
         self._mark = uuid.uuid4().hex
         self._wanted = nodes
-        # not pytest's: a socket's path has 107 characters at most
+        # not pytest's directory: a socket's path has at most 107 characters
         self._directory = Path(tempfile.mkdtemp(prefix="ray-"))
         self._nodes: list[subprocess.Popen[bytes]] = []
         self.address = ""
@@ -48,7 +48,7 @@ class RayCluster:
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "OMP_NUM_THREADS": "1",
             "RAY_USAGE_STATS_ENABLED": "0",
-            # A node that was killed is known to be dead within seconds.
+            # Ray notices within seconds that a node was killed.
             "RAY_health_check_initial_delay_ms": "1000",
             "RAY_health_check_period_ms": "500",
             "RAY_health_check_failure_threshold": "4",
@@ -82,12 +82,12 @@ class RayCluster:
         self._kill()
 
     def add_node(self) -> int:
-        """Starts a node of one processor; returns its number."""
+        """Starts a node with one processor; returns its number."""
         self._start("--address", self.address, "--num-cpus", "1")
         return len(self._nodes) - 1
 
     def kill_node(self, number: int) -> None:
-        """SIGKILL to its raylet: to Ray, the machine is dead."""
+        """Kills a node's raylet with SIGKILL; to Ray, the machine is dead."""
         (raylet,) = [
             child
             for child in psutil.Process(self._nodes[number].pid).children()
@@ -96,8 +96,8 @@ class RayCluster:
         raylet.kill()
 
     def drive(self, script: Path) -> subprocess.Popen[bytes]:
-        """Starts a driver: `python SCRIPT`, which Ray finds this cluster for. What it says is
-        beside the script."""
+        """Starts a driver, `python SCRIPT`, which connects to this cluster. Its output goes to a
+        file beside the script."""
         with script.with_suffix(".out").open("ab") as output:
             return subprocess.Popen(
                 tied_to_parent([sys.executable, str(script)]),
@@ -109,7 +109,7 @@ class RayCluster:
             )
 
     def wait_until_free(self) -> None:
-        """Until nothing of Shoal runs in the cluster any more."""
+        """Waits until no process of Shoal runs in the cluster."""
         eventually(
             lambda: not self._of_shoal(),
             lambda: f"the end of {[process.cmdline() for process in self._of_shoal()]}",
@@ -124,7 +124,7 @@ class RayCluster:
         return found
 
     def _marked(self) -> list[psutil.Process]:
-        """All that runs of this cluster, whoever its parents are."""
+        """Returns all processes of this cluster, whoever their parents are."""
         found = []
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):

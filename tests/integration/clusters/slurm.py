@@ -1,9 +1,9 @@
-"""A real SLURM on machines that are network namespaces: slurmctld, slurmd and munge of Debian's
+"""A real SLURM on machines that are network namespaces: slurmctld, slurmd and munge from Debian's
 packages.
 
-Each machine has an address, a host name that the others resolve, and processes of its own, which
-all die with the machine: it is a process namespace, whose first process the kernel kills with the
-test run. All files lie below one directory.
+Each machine has an address, a host name that the others resolve, and its own processes. A machine
+is also a process namespace, whose first process the kernel kills when the test run ends, so that
+all of its processes die with it. All files are below one directory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONTROL: Final = "control"
 _PATIENCE_S: Final = 120.0
 eventually = functools.partial(children.eventually, within_s=_PATIENCE_S)
 _PROGRAMS: Final = ("slurmctld", "slurmd", "sbatch", "munged", "nsenter", "unshare")
-# A shell is the machine's first process, and reaps what nobody else does.
+# A machine's first process is a shell, which reaps orphans.
 _MACHINE: Final = 'hostname "$0" && mount --bind "$HOSTS" /etc/hosts && { "$@" & wait; }'
 _COMMAND: Final = 'mount --bind "$HOSTS" /etc/hosts && exec "$@"'
 _CONFIGURATION: Final = """
@@ -73,7 +73,7 @@ def why_not() -> str | None:
 
 
 class Slurm:
-    """A cluster of `nodes`, beside a machine that controls it. A context manager."""
+    """A cluster of `nodes`, and one more machine that controls it. A context manager."""
 
     def __init__(self, directory: Path, nodes: tuple[str, ...]) -> None:
         self.directory = directory
@@ -195,7 +195,7 @@ class Slurm:
     # ------------------------------------------------------------------------------------- machines
 
     def start_node(self, node: str) -> None:
-        """Starts its slurmd, and waits until it takes jobs."""
+        """Starts a machine's slurmd and waits until it accepts jobs."""
         self._start(node, "slurmd", "-D", "-N", node)
         eventually(
             lambda: (
@@ -211,14 +211,14 @@ class Slurm:
         )
 
     def kill_node(self, node: str) -> None:
-        """The machine is gone at once, with all that runs on it."""
+        """Kills a machine at once, with all of its processes."""
         self._running[node].kill()
         self._running[node].wait(_PATIENCE_S)
 
     # ----------------------------------------------------------------------------------------- jobs
 
     def ask(self, *command: str | Path, directory: Path | None = None) -> str:
-        """Returns what a command of SLURM's answers, given on the machine that controls it."""
+        """Runs a SLURM command on the controlling machine and returns its output."""
         private = self._on(
             CONTROL, "unshare", "--mount", "sh", "-c", _COMMAND, "sh", *map(str, command)
         )
@@ -234,7 +234,7 @@ class Slurm:
         return (answer.stdout + answer.stderr).strip()
 
     def submit(self, script: str, directory: Path, *flags: str) -> Job:
-        """sbatch, from `directory`."""
+        """Runs sbatch in `directory`."""
         (directory / "job.sh").write_text(script)
         told = self.ask(
             "sbatch",
@@ -262,7 +262,7 @@ class Job:
         return self._output.read_text() if self._output.exists() else ""
 
     def field(self, name: str) -> str:
-        """One that `scontrol show job` knows, as in JobState."""
+        """Returns a field of `scontrol show job`, such as JobState."""
         for word in self._slurm.ask("scontrol", "show", "job", self.number).split():
             if word.startswith(f"{name}="):
                 return word.partition("=")[2]
@@ -278,7 +278,7 @@ class Job:
         )
 
     def wait_completed(self) -> None:
-        """Until it has ended with status 0."""
+        """Waits until the job has ended with status 0."""
         self.wait_for(
             lambda: self.field("JobState") in ("COMPLETED", "FAILED", "CANCELLED", "NODE_FAIL"),
             "its end",
@@ -288,9 +288,9 @@ class Job:
         )
 
     def start_again_now(self) -> None:
-        """SLURM starts what was requeued after two minutes, unless it is told otherwise. Not in the
-        same second: a machine refuses what was killed there since ("already killed, do not
-        launch")."""
+        """Starts a requeued job in 3 s; SLURM would wait for two minutes. It does not start now,
+        because a machine refuses a job that was killed there in the same second ("already killed,
+        do not launch")."""
         self.wait_for(
             lambda: self.field("Restarts") == "1" and self.field("JobState") == "PENDING",
             "the requeue",
@@ -298,7 +298,7 @@ class Job:
         self._slurm.ask("scontrol", "update", f"jobid={self.number}", "starttime=now+3")
 
     def cancel(self) -> None:
-        """Ends it at once; nothing if it has ended."""
+        """Ends the job at once; has no effect if it has ended."""
         self._slurm.ask("scancel", "--full", "--signal=KILL", self.number)
         self._slurm.ask("scancel", self.number)
         eventually(

@@ -1,5 +1,5 @@
-"""Pods of docker/kubernetes, started as processes: what the manifests say is enough to train a
-model."""
+"""Pods of docker/kubernetes, started as processes: the manifests are sufficient to train
+a model."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SERVERS = ("ps-server-0", "ps-server-1")
 
 
 def pod_of(file: str, name: str) -> Pod:
-    """A pod of the one workload in a file."""
+    """Returns a pod of the only workload in a file."""
     (workload,) = (
         workload for document in documents(FOLDER / file) for workload in workloads(document)
     )
@@ -34,7 +34,7 @@ def pod_of(file: str, name: str) -> Pod:
 
 @pytest.fixture
 def cluster(leftover_processes: None, tmp_path: Path) -> Iterator[Callable[[str], Pods]]:
-    """Makes a place for pods whose ConfigMap has this script."""
+    """Creates networks of pods whose ConfigMap has the given script."""
     if (why := why_not()) is not None:
         pytest.skip(f"pods cannot be made here: {why}")
     maker = shutil.copy(ROOT / "docker/make_secrets.py", tmp_path)

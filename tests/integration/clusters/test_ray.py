@@ -1,4 +1,4 @@
-"""`shoal.ray.run` on a Ray cluster of several nodes, which are killed and added while it trains."""
+"""`shoal.ray.run` on a Ray cluster of several nodes, which are killed and added during training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shoal_worker.data.record import audit
 
 from tests.integration.clusters.ray_cluster import RayCluster, eventually
 
-# a node takes up to 20 s to start, and a killed one's place to be found anew
+# a node takes up to 20 s to start, and so does finding a place for the rank of a killed node
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 PAGE = Path(__file__).parents[3] / "docs/clusters/ray.md"
@@ -65,8 +65,8 @@ def cluster(leftover_processes: None) -> Iterator[RayCluster]:
 
 
 class Driver:
-    """A driver's process, with a directory of its own, in which `training.py` has the function
-    `train`. It writes down what it finds."""
+    """A driver process in its own directory, where `training.py` has the function `train`. The
+    driver writes its result to a file."""
 
     def __init__(self, cluster: RayCluster, directory: Path, statements: str) -> None:
         self._cluster = cluster
@@ -97,16 +97,17 @@ class Driver:
         assert (self.directory / file).exists(), self.said
 
     def wait_for_steps_of(self, world: int) -> None:
-        """Until a step is committed by so many ranks, from now on."""
+        """Waits until `world` ranks commit a step after this call."""
         (self.directory / f"step-of-{world}").unlink(missing_ok=True)
         self.wait_for(f"step-of-{world}")
 
     def release(self) -> None:
-        """Steps are quick from now on."""
+        """Lets all further steps run at full speed."""
         (self.directory / "go").touch()
 
     def end(self) -> int:
-        """The driver's exit status, once it has ended and its run has left no process."""
+        """Waits until the driver has ended and its run has left no process; returns the exit
+        status."""
         eventually(
             lambda: self.process.poll() is not None,
             lambda: f"the driver's end; it said: {self.said}",
@@ -115,7 +116,7 @@ class Driver:
         return self.process.wait()
 
     def told(self) -> Any:
-        """Returns what it has written down when it has ended well."""
+        """Waits for the driver to end with status 0; returns its result."""
         assert self.end() == 0, self.said
         return json.loads((self.directory / "told.json").read_text())
 

@@ -1,5 +1,5 @@
-"""The scripts of docs/clusters/slurm.md on a SLURM of three machines: jobs that end well, and what
-SLURM does to others."""
+"""The scripts of docs/clusters/slurm.md on a SLURM of three machines: jobs that succeed, and jobs
+that SLURM cancels, preempts or requeues."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def slurm(leftover_processes: None, tmp_path_factory: pytest.TempPathFactory) ->
 
 
 class Training:
-    """One job of a script of the page."""
+    """One job that runs a script of the page."""
 
     def __init__(self, slurm: Slurm, directory: Path, script: str = SCRIPT) -> None:
         self.directory = directory
@@ -99,11 +99,11 @@ class Training:
         )
 
     def release(self) -> None:
-        """Steps are quick from now on."""
+        """Lets all further steps run at full speed."""
         (self.directory / "go").touch()
 
     def ended(self, job_id: str) -> list[list[object]]:
-        """Returns the first step, the last step and the machine of each rank of this run."""
+        """Returns the first step, the last step and the machine of each rank of a run."""
         return [
             json.loads(path.read_text())
             for path in sorted(self.directory.glob(f"ended-{job_id}-*"))
@@ -125,8 +125,8 @@ def training(slurm: Slurm, tmp_path: Path) -> Iterator[Training]:
 
 
 def goes_on_from_where_it_stopped(training: Training, job: Job) -> None:
-    """The run that SIGTERM ended had a whole checkpoint, and the next one goes on from it as
-    another run."""
+    """Checks that the run ended by SIGTERM left a complete checkpoint, and that the requeued job
+    resumes from it as a new run."""
     first, second = f"slurm-{job.number}", f"slurm-{job.number}-1"
     job.start_again_now()
     stopped = training.ended(first)

@@ -1,5 +1,4 @@
-"""Real servers of scripted services, on real sockets, each with an event loop on a thread of its
-own."""
+"""Real servers of scripted services on real sockets, each with an event loop on its own thread."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ ROLES = {
 
 @dataclass
 class Running:
-    """A server, the loop it runs on, and what it counted."""
+    """A server, its event loop, and its metrics."""
 
     server: RpcServer
     port: int
@@ -54,8 +53,8 @@ class Running:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop).result(60)
 
     def counted(self, expected: float, name: str, **labels: str) -> bool:
-        """Returns whether the metric gets this value within 30 s: the server counts a call after
-        the caller has its answer."""
+        """Returns whether the metric reaches this value within 30 s. The server counts a call only
+        after the caller has its answer."""
         deadline = time.monotonic() + 30
         while (
             self.registry.get_sample_value(name, {"grpc_service": COORDINATOR, **labels})
@@ -85,8 +84,8 @@ class _Loop:
 
 @pytest.fixture
 def serve() -> Iterator[Callable[..., Running]]:
-    """serve(servicer, **ServerSettings) -> Running. `register` and `service_name` are for services
-    other than the coordinator."""
+    """serve(servicer, **ServerSettings) -> Running. Services other than the coordinator need
+    `register` and `service_name`."""
     loops: list[_Loop] = []
     started: list[Running] = []
 

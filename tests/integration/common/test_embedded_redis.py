@@ -1,4 +1,5 @@
-"""The embedded server: durable, alone on its directory, and never left behind."""
+"""The embedded Redis server: its data is durable, it is the only server on its directory, and it
+never outlives its owner."""
 
 from __future__ import annotations
 
@@ -22,7 +23,7 @@ from shoal_common.errors import ConfigurationError, UnavailableError
 from shoal_common.redis import EmbeddedRedis
 from shoal_common.redis.embedded import find_server_binary
 
-# Starts a server and says its pid and directory; what comes after is the test's.
+# Starts a server and prints its pid and directory; the test appends what follows.
 _STARTER = """
 import sys, threading, time
 from shoal_common.redis import EmbeddedRedis
@@ -41,7 +42,7 @@ def _within_30_s(condition: Callable[[], bool]) -> bool:
 
 
 def _gone(pid: int) -> bool:
-    # Where no init reaps orphans, a dead one stays a zombie.
+    # If no init process reaps orphans, a dead server stays a zombie.
     return _within_30_s(
         lambda: not psutil.pid_exists(pid) or psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
     )
@@ -82,7 +83,7 @@ def test_it_listens_on_loopback_only():
 
 
 def test_with_a_host_it_listens_there_too_and_asks_for_a_password_that_a_restart_keeps(tmp_path):
-    # Another address of loopback stands for one that other machines reach.
+    # Another loopback address stands for an address that other machines can reach.
     urls = []
     for _ in range(2):
         with (
@@ -181,13 +182,13 @@ def test_it_outlives_the_thread_that_started_it():
     thread.start()
     thread.join(30)
     with started[0] as server, redis.Redis.from_url(server.url) as client:
-        # The kernel's death signal would have come by now: it is sent when the thread ends.
+        # The kernel's death signal would have arrived by now: it is sent when the thread ends.
         assert client.ping()
         assert server.alive
 
 
 def test_it_is_in_a_process_group_of_its_own():
-    """Ctrl-C in a terminal must not stop it before the processes that still need it."""
+    """Ctrl-C in a terminal must not stop the server before the processes that still need it."""
     with EmbeddedRedis() as server:
         assert os.getpgid(server.pid) == server.pid
 
@@ -201,8 +202,8 @@ def test_a_directory_has_one_server_at_a_time(tmp_path):
 
 
 def test_a_server_without_its_starter_still_owns_its_directory(tmp_path):
-    """The lock is the server process's own: here its starter forgets it, as a starter does that was
-    killed."""
+    """The server process itself holds the lock. The test makes the starter forget the server, as a
+    starter does that was killed."""
     server = EmbeddedRedis(tmp_path)
     try:
         os.close(server._lock)

@@ -198,7 +198,7 @@ def test_of_those_whose_answers_take_long_there_are_so_many_and_no_more(registry
             get(server, "/metrics")
         answered.set()
         assert [each.result()[:2] for each in waiting] == [(200, "at last\n")] * 3
-        # A thread's end is behind its answer.
+        # A thread ends shortly after it has sent its answer.
         for _ in range(1000):
             with contextlib.suppress(
                 ConnectionError, http.client.HTTPException, urllib.error.URLError
@@ -212,5 +212,5 @@ def test_of_those_whose_answers_take_long_there_are_so_many_and_no_more(registry
 def test_a_burst_of_connections_waits_without_losing_a_packet():
     server = http_module._BoundedServer(("127.0.0.1", 0), BaseHTTPRequestHandler)
     with contextlib.closing(server.socket), contextlib.ExitStack() as connections:
-        for _ in range(100):  # nobody accepts them
+        for _ in range(100):  # no thread accepts them
             connections.enter_context(socket.create_connection(server.server_address, timeout=5))

@@ -1,5 +1,5 @@
-"""The parameter servers' client against a scripted server that speaks with our codec, and one that
-speaks plain protobuf."""
+"""The parameter server client against a scripted server that uses the project's codec, and one that
+uses plain protobuf."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ ROLES = {
 
 
 class Keeping(parameter_server_pb2_grpc.ParameterServerServicer):
-    """Keeps what is pushed and gives it back. Uses the generated classes: proof that any client or
-    server can."""
+    """Stores what is pushed and returns it. Uses only the generated classes, which shows that any
+    client or server can."""
 
     def __init__(self) -> None:
         self.partitions: dict[int, bytes] = {}
@@ -128,7 +128,7 @@ def test_what_is_pushed_comes_back_in_the_callers_own_arrays(client, keeping, up
         partition(number, length) for number, length in lengths.items()
     )
     assert [(result.partition_id, result.version) for result in results] == [(0, 2), (1, 2), (2, 2)]
-    # 2.8 MB are three chunks of at most 1 MiB; an empty partition is one
+    # 2.8 MB are three chunks of at most 1 MiB; an empty partition is one chunk
     assert keeping.chunks == 5
     targets = {number: np.zeros(length, "<f4") for number, length in lengths.items()}
     headers = client.pull(

@@ -1,4 +1,4 @@
-"""Causes that a client reports when its server is out of reach, found on real sockets."""
+"""The causes that a client reports if it cannot reach its server, determined on real sockets."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SERVICE = coordinator_pb2_grpc.CoordinatorServicer
 
 
 class Files:
-    """Certificates of one authority, as files."""
+    """Certificate files of one authority."""
 
     def __init__(self, directory, name):
         self._directory, self._authority = directory, trustme.CA()
@@ -54,7 +54,7 @@ def obstacle(port, *, tls=None, host="127.0.0.1"):
 
 
 def listening(answer):
-    """A port whose first connection gets `answer`'s bytes; None: no answer."""
+    """Listens on a port and answers its first connection with `answer`; None: does not answer."""
     listener = socket.create_server(("127.0.0.1", 0))
 
     def serve():
@@ -153,7 +153,8 @@ def test_tls_on_one_side_alone_is_named(serve, ours):
     ("alert", "permanent"), [(80, False), (40, False), (116, True), (48, True)]
 )
 def test_only_alerts_about_certificates_end_the_wait_for_a_server(ours, alert, permanent):
-    """A proxy sends 80 (internal_error) or 40 (handshake_failure) while its server restarts."""
+    """A proxy sends alert 80 (internal_error) or 40 (handshake_failure) while its server
+    restarts."""
     record = bytes([21, 3, 3, 0, 2, 2, alert])
     found = obstacle(listening(record), tls=TlsSettings(authority=ours.authority))
     assert "the server ended the TLS handshake" in found.cause
@@ -161,7 +162,7 @@ def test_only_alerts_about_certificates_end_the_wait_for_a_server(ours, alert, p
 
 
 def test_certificates_are_checked_as_grpc_checks_them(ours):
-    """Python 3.13 demands extensions that gRPC does not."""
+    """Python 3.13 requires certificate extensions that gRPC does not."""
     assert (
         not TlsSettings(authority=ours.authority).client_context().verify_flags
         & ssl.VERIFY_X509_STRICT
@@ -171,7 +172,8 @@ def test_certificates_are_checked_as_grpc_checks_them(ours):
 def test_a_worker_of_a_launcher_that_cannot_get_in_is_put_out_and_has_not_failed(
     serve, ours, zygote, tmp_path
 ):
-    """A replacement, say, that comes after the certificate has expired: the others go on."""
+    """For example, a replacement starts after the certificate has expired. The other workers
+    continue."""
     expired = ours.pair(not_after=datetime.now(UTC) - timedelta(days=1))
     script, account = tmp_path / "script.py", tmp_path / "error.json"
     script.write_text("import shoal\nshoal.init()\n")

@@ -1,4 +1,4 @@
-"""Connecting to Redis: one clear error, no password in it."""
+"""Errors on connecting to Redis are clear and contain no password."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""rediss://: Redis with TLS, a user and a password, as the coordinator and workers use it."""
+"""rediss://: Redis with TLS, a user and a password, as used by the coordinator and workers."""
 
 from __future__ import annotations
 
@@ -136,8 +136,8 @@ def test_a_wrong_password_is_one_clear_error(port: int, certificates: Path) -> N
 
 
 def test_a_cluster_trains_with_it(shell: Shell, port: int, certificates: Path) -> None:
-    """The coordinator gets the URL from a file, its members from another; nobody from an
-    argument."""
+    """The coordinator reads the URL from one file and its members from another. No process gets it
+    as an argument."""
     authority = certificates / "ours" / "ca.pem"
     for name in ("coordinator", "member"):
         (shell.directory / name).write_text(f"rediss://{CREDENTIALS}@127.0.0.1:{port}\n")

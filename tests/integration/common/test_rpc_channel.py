@@ -1,5 +1,5 @@
-"""Client channels: deadlines, retries, keepalive, tokens on every kind of call, and closing. Real
-gRPC on real sockets."""
+"""Client channels: deadlines, retries, keepalive, tokens on every kind of call, and closing. Uses
+real gRPC on real sockets."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SHORT = {"first_backoff": timedelta(milliseconds=10), "longest_backoff": timedel
 
 
 class Flaky(coordinator_pb2_grpc.CoordinatorServicer):
-    """Unavailable for the first `failures` calls."""
+    """A service that is unavailable for the first `failures` calls."""
 
     def __init__(self, failures: int, error: type[ShoalError] = UnavailableError) -> None:
         self.failures = failures
@@ -117,8 +117,7 @@ def test_a_server_that_comes_back_is_found_again_by_the_same_client(serve, reque
 def test_an_unreached_name_gets_a_fresh_channel_and_streams_stay_with_theirs(
     serve, request, monkeypatch
 ):
-    """gRPC waits for up to two minutes before it looks a name up again that was gone for a
-    while."""
+    """After a failed lookup, gRPC waits for up to two minutes before it looks a name up again."""
     monkeypatch.setattr(calls, "_RENEW_EVERY_S", 0.0)
     made = []
     monkeypatch.setattr(
@@ -189,7 +188,7 @@ def _unreachable(*_, **__):
 
 @pytest.fixture
 def silent_address():
-    """A socket that accepts connections and never says anything."""
+    """Address of a socket that accepts connections and sends nothing."""
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         listener.listen()
@@ -320,18 +319,18 @@ def test_client_metrics_count_calls_by_kind_method_and_code(serve):
 
 
 def test_a_servers_keepalive_limit_is_what_it_was_set_to(serve):
-    """A client that pings faster than the server allows is sent away; one that keeps to it stays
-    connected.
+    """A client that pings faster than the server allows is disconnected; a client within the limit
+    stays connected.
 
-    Pings every 50 ms on an idle stream: gRPC sends GOAWAY (too_many_pings) after the third one that
-    is too early.
+    The client pings every 50 ms on an idle stream. gRPC sends GOAWAY (too_many_pings) after the
+    third ping that is too early.
     """
     fast = {"keepalive": timedelta(milliseconds=50), "attempts": 1}
     allowing = serve(Flaky(0), shortest_keepalive=timedelta(milliseconds=10))
     with allowing.client(**fast) as client:
         events = client.watch_events("mnist", follow=True)
         assert next(events).event_id == "1-0"
-        # no wait for a condition: time for a dozen pings
+        # this waits for no condition: it is time for a dozen pings
         canceller = threading.Timer(0.7, events.cancel)
         canceller.start()
         assert list(events) == []
@@ -360,7 +359,7 @@ def test_a_peer_that_stops_answering_is_noticed_by_keepalive(tmp_path):
             events = client.watch_events("mnist", follow=True, deadline=timedelta(seconds=90))
             assert next(events).event_id == "1-0"
             os.kill(server.pid, signal.SIGSTOP)
-            with pytest.raises(UnavailableError):  # and not the deadline
+            with pytest.raises(UnavailableError):  # and not by the deadline
                 next(events)
     finally:
         server.kill()

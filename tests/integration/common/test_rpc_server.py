@@ -1,5 +1,5 @@
-"""The server around every service: errors, authentication, health, reflection, metrics, drain. Real
-gRPC on real sockets."""
+"""The gRPC server used by every service: errors, authentication, health, reflection, metrics,
+drain. Uses real gRPC on real sockets."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NOT_SERVING = health_pb2.HealthCheckResponse.NOT_SERVING
 
 
 def _calls(client):
-    """One call of each kind, as a caller makes it."""
+    """Returns one call of each kind, as a caller makes it."""
     return {
         "GetJob": lambda: client.get_job("mnist"),
         "ListJobs": client.list_jobs,
@@ -47,7 +47,7 @@ def _calls(client):
 
 
 class Scripted(coordinator_pb2_grpc.CoordinatorServicer):
-    """Answers, or raises what it was given."""
+    """A service that answers, or raises the given error."""
 
     def __init__(self, error: Exception | None = None) -> None:
         self.error = error
@@ -285,7 +285,7 @@ class Slow(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 def _in_background(call):
-    """Runs a call on a thread; the returned function waits for its answer or error."""
+    """Starts a call on a thread; returns a function that waits for its answer or error."""
     outcome = {}
 
     def run():

@@ -1,4 +1,4 @@
-"""TLS and mutual TLS between real sockets, with certificates made for the test."""
+"""TLS and mutual TLS on real sockets, with certificates made for the test."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Answering(coordinator_pb2_grpc.CoordinatorServicer):
 
 @pytest.fixture(scope="module")
 def pki(tmp_path_factory):
-    """Files of two authorities, each with a server and a client."""
+    """Files of two authorities, each with a server certificate and a client certificate."""
     directory = tmp_path_factory.mktemp("pki")
     for name in ("ours", "theirs"):
         authority = trustme.CA()
@@ -147,7 +147,7 @@ def test_a_server_warns_of_a_certificate_that_expires_within_30_days(
 def test_a_server_warns_of_the_certificate_that_it_serves_and_not_of_the_file(
     serve, tmp_path, caplog, monkeypatch
 ):
-    """The file is renewed, and the service is not restarted."""
+    """The certificate file is renewed, but the service is not restarted."""
     monkeypatch.setattr("shoal_common.rpc.server._A_DAY_S", 0.05)
     authority = trustme.CA()
     certificate, key = tmp_path / "server.pem", tmp_path / "server.key"

@@ -1,4 +1,4 @@
-"""Children that cannot outlive whoever started them."""
+"""Child processes that cannot outlive the process that started them."""
 
 from __future__ import annotations
 
@@ -31,7 +31,8 @@ def test_its_exit_status_is_the_programs():
 
 
 def test_the_chosen_signal_comes_when_the_starting_thread_ends():
-    """The kernel's rule that EmbeddedRedis works around; if it ever changes, so may that."""
+    """EmbeddedRedis works around this rule of the kernel; if the rule changes, the workaround can
+    go."""
     children: list[subprocess.Popen[str]] = []
     release = threading.Event()
 

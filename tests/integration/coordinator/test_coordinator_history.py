@@ -1,8 +1,8 @@
-"""The coordinator is killed again and again while members come, die and reconnect; then the history
-of all that they heard is checked.
+"""The coordinator is killed repeatedly while members join, die and reconnect. Then the history of
+all that they received is checked.
 
-No number is given to two generations, nobody hears numbers fall, and in the end all live members
-agree.
+No two generations have the same number, no member receives decreasing numbers, and in the end all
+live members agree.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ WORKERS = 4
 
 
 class Worker(threading.Thread):
-    """A process' life: joins, is ready, takes what it is told, reconnects, and starts anew when it
-    was evicted."""
+    """The life of a process: it joins, reports ready, accepts generations, reconnects, and starts
+    again under a new id after an eviction."""
 
     def __init__(self, job: Job, number: int) -> None:
         super().__init__(daemon=True)
@@ -36,7 +36,7 @@ class Worker(threading.Thread):
         self._stop_requested = threading.Event()
         self._die = threading.Event()
         self.history: list[pb.Generation] = []
-        """Generations that the present incarnation received."""
+        """Generations that the current incarnation received."""
         self.heard: list[list[pb.Generation]] = []
         """Generations that each incarnation received."""
 

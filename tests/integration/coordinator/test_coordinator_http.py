@@ -1,4 +1,4 @@
-"""Tests what Prometheus reads: /metrics, /healthz and /sd of a real coordinator."""
+"""The HTTP endpoints that Prometheus reads: /metrics, /healthz and /sd of a real coordinator."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def page(coordinator: Coordinator, path: str) -> str:
 
 
 def value(coordinator: Coordinator, name: str, **labels: str) -> float:
-    """A sample's value; 0 if it is not there yet."""
+    """Returns a sample's value; 0 if there is no such sample yet."""
     for family in text_string_to_metric_families(page(coordinator, "/metrics")):
         for sample in family.samples:
             if sample.name == name and labels.items() <= sample.labels.items():

@@ -1,5 +1,5 @@
-"""The coordinator dies, is stopped, or is replaced by another one; and Redis goes away. Training
-goes on, and no number is given twice."""
+"""The coordinator dies, is stopped, or is replaced by another one, or Redis is away. Training
+continues, and no generation number is used twice."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ def test_a_generation_that_was_forming_ends_as_one_that_all_agree_on(
         c, d = job.start("c", "d")
         forming = d.generation(lambda g: "d" in ids(g))
         assert a.generation(lambda g: g.number == forming.number) == forming
-        # a has taken it, b is slow and c dies; nobody has heard of either.
+        # a has received it, b is slow and c dies; no other member has heard of either.
         a.beat(forming.number)
         coordinator.kill()
         c.kill()
@@ -182,8 +182,8 @@ def test_a_pause_longer_than_a_lease_costs_nobody_their_place(
         job = create_job(coordinator, client, together=2, lease_ms=1500)
         a, b = job.form("a", "b")
         coordinator.process.kill(signal.SIGSTOP)
-        # Waits for nothing: the pause is the case, longer than the lease, and than the 1.2 s from
-        # which it is told.
+        # A plain pause, because its length is the test case: longer than the lease, and than the
+        # 1.2 s from which it is reported.
         time.sleep(2.0)
         coordinator.process.kill(signal.SIGCONT)
         for member in (a, b):
@@ -226,7 +226,7 @@ def test_a_second_coordinator_takes_over_and_the_first_one_ends(
         second = make_coordinator("--redis", own_redis.url)
         with second.client() as other:
             taken_over = Job(second, other, job.job_id)
-            # What the first one still hears cannot be written any more.
+            # What the old coordinator still receives can no longer be written.
             b.kill()
             error = a.end()
             assert isinstance(error, UnavailableError)
@@ -287,10 +287,10 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(
 
             redis = EmbeddedRedis(tmp_path / "away", port=reserved.port)
             a.generation(lambda g: "b" not in ids(g))
-            # The drain was asked for and not taken back: it is done, although its caller was told
-            # that it may not be.
+            # The drain was requested and not withdrawn: it is carried out, although its caller was
+            # told that it may not be.
             assert a.told("drain").reason == "drained"
-            # Who was told to ask again can, under the same name.
+            # A caller that was asked to retry can do so under the same name.
             job.join("d").welcome()
             job.close()
     finally:
@@ -301,7 +301,7 @@ def test_changes_wait_while_redis_is_away_and_nothing_is_lost(
 def test_nobody_is_told_that_its_run_is_over_by_a_coordinator_that_may_not_know_the_newest(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
-    """A server would set aside what it holds, in the middle of its run: one that a newer
+    """Otherwise a server would discard its data in the middle of a run that only a newer
     coordinator knows."""
     coordinator = make_coordinator("--redis", own_redis.url, "--request-timeout", "1s")
     with coordinator.client(attempts=1) as client, connect(own_redis.url) as redis:
@@ -326,7 +326,7 @@ def test_nobody_is_told_that_its_run_is_over_by_a_coordinator_that_may_not_know_
 def test_launchers_go_on_with_a_run_that_an_older_release_began(
     make_coordinator: MakeCoordinator, own_redis: EmbeddedRedis
 ) -> None:
-    """The run's starting moment is unknown."""
+    """The start time of the run is unknown."""
     coordinator = make_coordinator("--redis", own_redis.url)
     with coordinator.client() as client, connect(own_redis.url) as redis:
         client.create_job(pb.JobSpec(job_id="j", min_workers=1, max_workers=2))
@@ -379,7 +379,7 @@ def test_the_coordinator_waits_for_redis_at_its_start(
 
 
 def refusal(call: Callable[[], object]) -> ShoalError:
-    """Returns what `call` raises."""
+    """Returns the error that `call` raises."""
     try:
         call()
     except ShoalError as error:
@@ -388,7 +388,7 @@ def refusal(call: Callable[[], object]) -> ShoalError:
 
 
 def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_told_to() -> None:
-    """Sooner than Redis' answer could be given up, which takes 5 s for each of two attempts."""
+    """It stops before it would give up on Redis, which takes 5 s for each of two attempts."""
 
     async def test() -> None:
         stop = asyncio.Event()

@@ -1,5 +1,5 @@
-"""Tests who may call what: every method of the service, with a token of every role, with a wrong
-one and with none; and TLS."""
+"""Permissions of every method: with a token of every role, with a wrong token, with none, and with
+TLS."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.zygote.children import Zygote
 
 METHODS = [method.name for method in pb.DESCRIPTOR.services_by_name["Coordinator"].methods]
 
-# As coordinator.proto says; "admin" may do everything.
+# The table of coordinator.proto; "admin" may call everything.
 PROTO_SAYS = {
     "CreateJob": {"worker"},
     "GetJob": {"worker", "server", "viewer", "reader"},
@@ -65,15 +65,15 @@ def channel(guarded: Coordinator) -> Iterator[grpc.Channel]:
 def status_of_empty_call(
     channel: grpc.Channel, method: str, *metadata: tuple[str, str]
 ) -> grpc.StatusCode:
-    """Calls with an empty message: whoever is let in gets another status than a refusal of
-    theirs."""
+    """Calls a method with an empty message and returns its status. A permitted caller gets a status
+    other than those of refused callers."""
     return status_and_details(channel, method, b"", *metadata)[0]
 
 
 def status_and_details(
     channel: grpc.Channel, method: str, message: bytes, *metadata: tuple[str, str]
 ) -> tuple[grpc.StatusCode, str]:
-    """Returns status and details of a call with one message."""
+    """Calls a method with one message and returns status and details."""
     descriptor = pb.DESCRIPTOR.services_by_name["Coordinator"].methods_by_name[method]
     ways = (descriptor.client_streaming, descriptor.server_streaming)
     kind = "_".join("stream" if streaming else "unary" for streaming in ways)

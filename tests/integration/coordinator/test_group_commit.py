@@ -1,4 +1,4 @@
-"""A job's loop on a real Valkey: many events, few commits."""
+"""A job's event loop with a real Valkey: many events share few commits."""
 
 from __future__ import annotations
 

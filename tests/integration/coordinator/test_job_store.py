@@ -1,5 +1,5 @@
-"""The store against a real Valkey: what is written is read, once, and only by the newest
-coordinator."""
+"""The job store with a real Valkey: what is written can be read, is written once, and only by the
+newest coordinator."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def test_a_newer_coordinator_fences_the_older_one_off(redis_url: str) -> None:
         assert newer.epoch > older.epoch
         with pytest.raises(FencedError):
             await older.check_epoch()
-        # Not claimed yet: the older one may still write, and the newer one will find it.
+        # Not claimed yet: the older coordinator may still write, and the newer one will find that.
         await written(older, replace(state, number=1), revision=1, commit_id="d")
         (found,) = await newer.load_all()
         assert (found.state.number, found.revision) == (1, 2)

@@ -1,4 +1,4 @@
-"""Ending the jobs of a coordinator, at any moment of what it says to Redis."""
+"""A coordinator's jobs end at any moment of an exchange with Redis."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ T = TypeVar("T")
 def test_jobs_end_at_any_moment_of_an_answer_from_redis(
     redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A cancellation that meets Redis' answer is lost on the way, in Python 3.11: with one
-    cancellation only, most of these rounds hang."""
+    """In Python 3.11, a cancellation that coincides with Redis' answer is lost. With a single
+    cancellation, most of these rounds hang."""
     monkeypatch.setattr(jobs_module, "_EPOCH_CHECK_INTERVAL_S", 0.0)
     moments = random.Random(1)
 
@@ -52,7 +52,7 @@ def test_jobs_end_at_any_moment_of_an_answer_from_redis(
 def test_what_waits_for_redis_is_told_at_once_that_the_coordinator_stops(
     own_redis: EmbeddedRedis,
 ) -> None:
-    """A request whose commit is under way, and one that was queued meanwhile."""
+    """One request is being committed, and one was queued meanwhile."""
 
     async def test() -> None:
         async with _jobs(own_redis.url) as jobs:
@@ -98,7 +98,7 @@ def test_no_job_starts_in_a_coordinator_that_stops(own_redis: EmbeddedRedis) -> 
 def test_a_coordinator_that_cannot_go_on_says_that_it_stops_and_not_that_another_one_took_its_place(
     redis_url: str,
 ) -> None:
-    """Another program has changed a job in Redis under it."""
+    """Another program has changed the job in Redis."""
 
     async def test() -> None:
         async with _jobs(redis_url) as jobs, redis.from_url(redis_url) as other:

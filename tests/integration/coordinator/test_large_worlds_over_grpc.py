@@ -1,4 +1,4 @@
-"""More ranks than are told whole: announcements, GetRanks and members' links, at a real
+"""More ranks than one message lists: announcements, GetRanks and members' links, with a real
 coordinator."""
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MakeJob = Callable[..., Job]
 
 
 class Asked(CoordinatorClient):
-    """Counts the calls of GetRanks."""
+    """A client that counts its calls of GetRanks."""
 
     asked = 0
 
@@ -38,7 +38,7 @@ class Asked(CoordinatorClient):
 
 
 class Linked:
-    """A member with a worker's link, among others that only hold sessions."""
+    """A member with a worker's link; the other members only have sessions."""
 
     def __init__(self, job: Job) -> None:
         self.client = Asked(
@@ -149,7 +149,7 @@ def test_a_joiner_asks_for_the_table_and_the_others_do_not(
             member.beat(2)
     linked.link.entered(2)
     (joiner,) = job.start("late")
-    # max_workers are there again, so nobody waits for the grace.
+    # all max_workers are back, so there is no wait for the join grace
     third = linked.link.wait_generation(after=2, timeout=timedelta(seconds=30))
     assert third.known is not None
     assert {peer.member_id for peer in third.peers} - {peer.member_id for peer in second.peers} == {

@@ -1,5 +1,5 @@
-"""A member speaks for itself alone: who has a worker's token and not the member's key neither joins
-nor asks nor ends as that member."""
+"""A member can act only for itself: a client with a worker's token but without the member's key can
+neither join, call nor leave as that member."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Members over real streams: joining, dying, leaving, draining, stopping. What exactly is decided
-is in the unit scenarios."""
+"""Members with real streams: joining, dying, leaving, draining, stopping. The unit scenarios cover
+the decisions in detail."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MakeJob = Callable[..., Job]
 
 
 def endings(job: Job) -> list[tuple[str, str]]:
-    """Members that were lost, and how."""
+    """Returns the members that were lost, and how each was lost."""
     return [
         (event.member_id, event.attributes["ending"])
         for event in job.events()
@@ -64,7 +64,7 @@ def test_a_generation_is_written_when_the_world_is_full_and_says_who_is_where(
     status = job.get()
     assert status.phase == pb.JOB_PHASE_RUNNING
     assert {rank.donor_key for rank in generation.ranks} == {DONOR_KEY}
-    # Whoever may look at the job may not therefore fetch its members' state.
+    # Permission to look at the job does not include permission to fetch its members' state.
     assert not status.generation.nonce
     assert DONOR_KEY not in str(status)
     assert [rank.member_id for rank in status.generation.ranks] == ["a", "b", "c"]
@@ -257,7 +257,7 @@ def test_a_failed_collective_without_a_death_reforms_everyone(make_job: MakeJob)
     a.fail(1)
     assert ids(a.generation(lambda g: g.number == 2)) == ["a", "b"]
     assert b.generation(lambda g: g.number == 2).interrupts_below == 2
-    # The same failure, told late, is over.
+    # A late report of the same failure has no effect.
     b.fail(1)
     b.beat(2, step=7)
     eventually(

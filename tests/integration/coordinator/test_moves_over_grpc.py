@@ -1,5 +1,5 @@
-"""Partitions move between servers, as the coordinator decides it: over real gRPC and a real Valkey.
-What exactly is decided is in the unit scenarios servers_*.txt."""
+"""Partitions move between servers by decision of the coordinator, with real gRPC and a real Valkey.
+The unit scenarios servers_*.txt cover the decisions in detail."""
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ def test_a_server_that_comes_gets_a_share_and_one_that_is_drained_gives_all_away
         "partitions_moved",
         "server_drained",
     ]
-    back = make_server(job, "s0", incarnation="first")  # its stream broke, but it lives
+    back = make_server(job, "s0", incarnation="first")  # its stream broke, but it is alive
     assert back.told("welcome").server_index == 0
     assert back.told("stop").reason == "drained: its machine is wanted"
     assert [s.server_id for s in job.get().servers] == ["s1"]
@@ -103,7 +103,7 @@ def test_a_move_that_failed_is_tried_again_after_a_while(
     s0.told("move")
     s0.report(1, reason="the receiver's disk is full")
     s0.told("settled", lambda settled: settled.move == 1)
-    # nothing else happens meanwhile: the coordinator wakes by itself
+    # there is no other event meanwhile: the coordinator wakes by itself
     s0.told("move", lambda move: move.move == 2)
     s0.report(2, receiver="second")
     s0.told("settled", lambda settled: settled == pb.MovesSettled(move=2, epoch=2))
@@ -128,8 +128,8 @@ def test_a_malformed_report_ends_its_session(make_job: MakeJob, report: pb.MoveR
     assert refused.value.reason == "REQUEST_INVALID"
 
 
-# The coordinator writes when s0 comes, when tensors are declared, when s1 comes (with the move),
-# and when that is reported.
+# The coordinator writes when s0 registers, when tensors are declared, when s1 registers (with the
+# move), and when the move is reported.
 @pytest.mark.parametrize(
     ("dies", "decided", "settled"),
     [
@@ -173,7 +173,7 @@ def test_a_coordinator_that_is_killed_goes_on_with_what_it_had_written(
         make_server(job, "s1", incarnation="second").told("welcome")
         if not settled:
             assert list(back.told("move").partition_ids) == [0, 1]
-        back.report(1, receiver="second")  # as a giver does that has not heard that it is settled
+        back.report(1, receiver="second")  # the giver does not know yet that it is settled
         back.told("settled", lambda told: told == pb.MovesSettled(move=1, epoch=2))
         assert owners(job) == [1, 1, 0, 0]
         assert moves_of(job) == ["partitions_moved"]

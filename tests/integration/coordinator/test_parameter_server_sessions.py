@@ -1,5 +1,5 @@
-"""Parameter servers register, tensors are laid out over them, batches are leased: over real
-gRPC."""
+"""Parameter servers register, tensors are assigned to them, and batches are leased, over
+real gRPC."""
 
 from __future__ import annotations
 
@@ -197,7 +197,7 @@ def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) 
     assert not lease("b", 2).batches
     first = lease("a", 0, epoch=1)
     assert (first.newest_epoch, first.first_key) == (0, 0), "nobody has begun it"
-    assert not lease("b", 0, (2,), sequence=1).batches  # it leaves its loop
+    assert not lease("b", 0, (2,), sequence=1).batches  # the member leaves its loop
     assert list(lease("b", 1).batches) == [3]
     assert not lease("b", 0, sequence=2).batches
     assert list(lease("b", 1, sequence=3).batches) == [3]

@@ -1,5 +1,5 @@
-"""The status page's JSON, from a real coordinator, and who gets it; what a browser makes of it is
-in test_status_page_in_browser.py."""
+"""The status page's JSON from a real coordinator, and who may read it.
+test_status_page_in_browser.py tests how a browser shows it."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ MakeJob = Callable[..., Job]
 def answer(
     coordinator: Coordinator, path: str, *, token: str = ""
 ) -> tuple[int, str, dict[str, str]]:
-    """Status, text and headers."""
+    """Returns status, text and headers."""
     request = Request(
         f"http://{coordinator.ports['http']}{path}",
         headers={"Authorization": f"Bearer {token}"} if token else {},
@@ -46,7 +46,7 @@ def answer(
 
 
 def told(coordinator: Coordinator, path: str, *, token: str = "") -> Any:
-    """The JSON of a path. Browsers read no NaN."""
+    """Returns the JSON at a path. Browsers cannot read NaN."""
     status, text, headers = answer(coordinator, path, token=token)
     assert status == HTTPStatus.OK, text
     assert headers["Content-Type"] == "application/json"
@@ -274,7 +274,7 @@ def test_while_redis_is_away_jobs_are_told_and_events_are_not(
 
 @pytest.fixture(scope="module")
 def guarded(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Coordinator]:
-    """A coordinator that asks for tokens."""
+    """A coordinator that requires tokens."""
     directory = tmp_path_factory.mktemp("guarded")
     (directory / "tokens").write_text(
         "admin: a-token\nviewer: v-token\nworker: w-token\nviewer@train: t-token\n"

@@ -1,5 +1,5 @@
-"""The status page in a headless Chromium, reading from a real coordinator; skipped where Chromium
-is not installed."""
+"""The status page of a real coordinator in a headless Chromium; skipped if Chromium is not
+installed."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def window(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Browser]:
 
 @pytest.fixture
 def browser(window: Browser) -> Iterator[Browser]:
-    """A tab that knows nothing yet; the page may complain of nothing in it."""
+    """A tab with empty storage; the test fails if the page logs an error."""
     yield window
     complaints = [each for each in window.complaints() if "401 (Unauthorized)" not in each]
     window.run("sessionStorage.clear(); localStorage.clear()")
@@ -45,7 +45,7 @@ def look_at(browser: Browser, job: Job) -> None:
 
 
 def cells(browser: Browser, section: str) -> list[list[str]]:
-    """The texts of a table's body."""
+    """Returns the texts of a table's body."""
     rows = (
         "[...document.querySelectorAll(arguments[0])].map(row => [...row.children].map(cell => "
         "cell.innerText.trim()))"
@@ -117,8 +117,8 @@ def test_it_shows_a_job_its_ranks_and_a_fault_as_it_happens(
     assert [row[1] for row in cells(browser, "events")] == ["✕ member lost"]
 
     b.kill()
-    # Beside it the page may say that the rank which is left has not been heard of: this test's
-    # members beat when it says so.
+    # The page may also say that the remaining rank is silent: this test's members send heartbeats
+    # only on request.
     eventually(
         lambda: any("at least 2 are needed" in text for text in browser.texts(".notice")),
         lambda: f"the page to say why the job stands; it says {browser.texts('.notice')}",
@@ -239,7 +239,7 @@ def test_jobs_are_chosen_by_links_that_the_keyboard_reaches(
 
 
 def test_it_is_readable_in_both_themes(make_job: MakeJob, browser: Browser) -> None:
-    """The contrast of text is that of WCAG AA: 4.5."""
+    """WCAG AA requires a text contrast of 4.5."""
     job = make_job(together=2)
     a, b = job.form("a", "b")
     b.kill()
@@ -323,7 +323,7 @@ def test_when_the_coordinator_is_away_it_says_so_and_goes_on_with_it(
     assert browser.texts("h1") == ["stays"]
     coordinator.start()
     eventually(lambda: browser.texts("#link") == ["live"], "the page to go on")
-    browser.complaints()  # that nobody answered
+    browser.complaints()  # that there was no answer
     reserved.close()
 
 

@@ -1,5 +1,5 @@
-"""Tests what a caller can make grow in a coordinator has a bound, and who comes to it is told what
-to do."""
+"""Everything in a coordinator that callers can make grow is bounded, and a caller that reaches the
+bound gets an error with a remedy."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def test_followers_of_a_jobs_events(make_job: MakeJob, shared_coordinator: Coord
 
         @contextmanager
         def followed() -> Iterator[str]:
-            """Gives the kind of the first event."""
+            """Returns the kind of the first event."""
             call = stub.WatchEvents(request, timeout=60)
             try:
                 yield next(call).kind
@@ -154,7 +154,7 @@ def test_reports_of_a_parameter_server_while_redis_is_away(
             server = make_server(job, "s0")
             server.told("welcome")
             redis.close()
-            job.join("a")  # which is written before anything that comes behind it is looked at
+            job.join("a")  # it is written before the messages after it are processed
 
             def is_refused() -> bool:
                 server.report(1, reason="a test")

@@ -1,4 +1,4 @@
-"""Services as processes, for tests of what the images and the monitoring are made of."""
+"""Services as processes, for tests of the images and the monitoring."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ DEADLINE_S = 60.0
 
 
 class Processes:
-    """Started one after the other, stopped in reverse. Each has a log, and a port file if it writes
-    one."""
+    """Processes that are started one after the other and stopped in reverse order. Each has a log,
+    and a port file if it writes one."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -32,7 +32,7 @@ class Processes:
         environment: Mapping[str, str] | None = None,
         directory: Path | None = None,
     ) -> subprocess.Popen[bytes]:
-        """Starts it, by default in this process's environment."""
+        """Starts a process, by default in this process's environment."""
         log = self._stack.enter_context(self.log_path(name).open("wb"))
         process = subprocess.Popen(
             command,
@@ -67,7 +67,7 @@ class Processes:
         return self.folder / f"{name}.json"
 
     def ports(self, name: str) -> dict[str, Any]:
-        """Returns what its port file says, once it is there."""
+        """Waits for a process's port file and returns its content."""
         path = self.port_file(name)
         return dict(
             self.wait_for(
@@ -76,7 +76,7 @@ class Processes:
         )
 
     def wait_for(self, condition: Callable[[], Any], what: str) -> Any:
-        """The first true value of `condition`."""
+        """Waits until `condition` is true and returns its value."""
         deadline = time.monotonic() + DEADLINE_S
         while not (found := condition()):
             if time.monotonic() > deadline:

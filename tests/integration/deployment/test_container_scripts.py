@@ -1,5 +1,5 @@
-"""The three scripts that images and compose stand on: secrets into the environment, health, and
-making the secrets."""
+"""The three scripts that images and compose depend on: loading secrets into the environment, health
+checks, and making the secrets."""
 
 from __future__ import annotations
 
@@ -111,7 +111,7 @@ def made(script: Path) -> dict[str, str]:
 
 @pytest.fixture
 def make_secrets(tmp_path: Path) -> Path:
-    """The script in a folder of the test's own: it writes beside itself."""
+    """The script in a temporary folder, because it writes beside itself."""
     return Path(shutil.copy(MAKE_SECRETS, tmp_path))
 
 
@@ -136,7 +136,7 @@ def test_a_containers_user_can_read_the_secrets_and_only_their_owner_the_folder(
 
 
 def _check_worker(url: str) -> None:
-    """A worker can do all that a store does, and nothing with what is the coordinator's."""
+    """Checks that a worker can use the store, but cannot access the coordinator's keys."""
     for prefix in (
         "shoal:{train}:store:1-abc",
         "shoal:{train}:group:abc",

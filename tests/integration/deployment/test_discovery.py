@@ -1,5 +1,5 @@
-"""Prometheus itself, with docker/prometheus/prometheus.yml, against a real coordinator and a real
-parameter server."""
+"""Prometheus itself, with docker/prometheus/prometheus.yml, a real coordinator and a real parameter
+server."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TOKENS = {"admin": "a-token", "worker": "w-token", "server": "s-token", "viewer"
 
 
 def asked(address: str, query: str) -> list[dict[str, Any]]:
-    """Prometheus's answer to an instant query."""
+    """Returns Prometheus's answer to an instant query."""
     try:
         with urllib.request.urlopen(
             f"http://{address}/api/v1/query?{urllib.parse.urlencode({'query': query})}", timeout=10
@@ -46,7 +46,7 @@ def alerts(address: str) -> dict[str, tuple[str, str]]:
 
 
 def configured(folder: Path, coordinator_http: str) -> Path:
-    """The committed configuration, on this test's addresses, and quicker."""
+    """Writes the committed configuration with this test's addresses and shorter intervals."""
     (folder / "viewer_token").write_text(TOKENS["viewer"])
     text = (ROOT / "docker/prometheus/prometheus.yml").read_text()
     shutil.copy(ROOT / "docker/prometheus/alerts.yml", folder)
@@ -133,8 +133,8 @@ def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(
     labels = found[0]["metric"]
     assert (labels["job_id"], labels["role"], labels["server_id"]) == ("digits", "server", "ps-1")
 
-    # The job has its server and no worker yet: that is told after ten minutes, and nothing is
-    # amiss.
+    # The job has its server and no worker yet. The alert for that fires after ten minutes, so
+    # nothing fires now.
     processes.wait_for(
         lambda: {health for health, _ in alerts(listening[1]).values()} == {"ok"},
         "all alerts to be evaluated",
@@ -143,7 +143,7 @@ def test_prometheus_finds_and_scrapes_what_the_coordinator_lists(
     def not_inactive() -> set[str]:
         return {name for name, (_, state) in alerts(listening[1]).items() if state != "inactive"}
 
-    # Before the first scrape the coordinator was away: that passes with the next evaluation.
+    # The coordinator was away before the first scrape; the next evaluation clears the alert.
     processes.wait_for(
         lambda: not_inactive() == {"JobWaitsForWorkers"},
         "nothing but the missing worker to be told",

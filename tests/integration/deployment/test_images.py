@@ -1,11 +1,11 @@
-"""The images, without an engine: each one's distributions in an environment of its own, and
-compose.yaml's commands started from these.
+"""The images, without a container engine: each image's distributions are installed in an
+environment of its own, from which compose.yaml's commands are started.
 
-No container is built here. What an image installs is read from the Dockerfile and installed the
-same way: third-party packages first, then our wheels. torch, which is most of the bytes, is lent by
-the environment that runs the tests, to those images alone that require it. A service's command,
-environment and secrets are compose.yaml's, with a container's addresses and folders replaced by
-this test's.
+No container is built here. The test reads the packages of an image from the Dockerfile and installs
+them in the same order: third-party packages first, then the project's wheels. torch, which is most
+of the bytes, is lent by the environment that runs the tests, and only to images that require it.
+Command, environment and secrets of a service are those in compose.yaml, with the container's
+addresses and folders replaced by this test's.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shoal_common.redis.embedded import find_server_binary
 
 ROOT = Path(__file__).resolve().parents[3]
 SERVICES: dict[str, dict[str, Any]] = yaml.safe_load(
-    # each variable's default
+    # the default of each variable
     re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (ROOT / "compose.yaml").read_text())
 )["services"]
 DOCKERFILE = (ROOT / "docker/Dockerfile").read_text()
@@ -60,7 +60,7 @@ class Image:
 
     @property
     def default_command(self) -> list[str]:
-        """CMD."""
+        """The Dockerfile's CMD."""
         stage = re.search(rf"(?m)^FROM base AS {self.target}\n((?:.*\n)*?)(?=FROM |\Z)", DOCKERFILE)
         assert stage
         return list(json.loads(re.findall(r"(?m)^CMD (\[.*\])", stage[1])[-1]))
@@ -68,7 +68,7 @@ class Image:
 
 @pytest.fixture(scope="module")
 def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """All our distributions."""
+    """Wheels of all distributions of the project."""
     folder = tmp_path_factory.mktemp("wheels")
     pip = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--wheel-dir", str(folder)]
     subprocess.run(
@@ -78,7 +78,7 @@ def wheels(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def install(target: str, wheels: Path, folder: Path) -> Image:
-    """Installs the target as the Dockerfile does."""
+    """Installs the target in the same way as the Dockerfile."""
     stage = re.search(
         rf"AS {target}-packages\n(?:.*\n)*?RUN python docker/requirements.py (\w+)", DOCKERFILE
     )
@@ -101,8 +101,8 @@ def install(target: str, wheels: Path, folder: Path) -> Image:
 
 
 def lend(name: str, folder: Path) -> None:
-    """Makes a package of this environment, without what it requires, one of the environment in
-    `folder`: for pip it is installed there."""
+    """Makes a package of this environment, without its dependencies, visible in the environment in
+    `folder`. pip regards it as installed there."""
     lent = distribution(name)
     packages = next((folder / "lib").glob("python*/site-packages"))
     for top in sorted(
@@ -136,7 +136,7 @@ def worker_image(wheels: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
 
 
 def installed(target: str, wheels: Path, factory: pytest.TempPathFactory) -> Iterator[Image]:
-    """Installed, and removed again: some hundred megabytes each."""
+    """Yields an installed image and removes it afterwards; each takes some hundred megabytes."""
     folder = factory.mktemp(target)
     yield install(target, wheels, folder)
     shutil.rmtree(folder)
@@ -188,7 +188,7 @@ print(f"{sys.argv[1]} world of {shoal.world_size()} rank {shoal.rank()}", flush=
 
 
 class Cluster:
-    """compose.yaml's services as processes on loopback."""
+    """The services of compose.yaml as processes on the loopback interface."""
 
     def __init__(self, processes: Any, folder: Path) -> None:
         self.processes = processes
@@ -214,7 +214,7 @@ class Cluster:
     def start(
         self, service: str, image: Image, *, name: str | None = None, command: Sequence[str] = ()
     ) -> subprocess.Popen[bytes]:
-        """Starts the service as compose.yaml does, through the image's entry point."""
+        """Starts the service in the same way as compose.yaml, through the image's entry point."""
         name = name or service
         environment = {
             key: self.here(str(value)) for key, value in SERVICES[service]["environment"].items()
@@ -225,7 +225,7 @@ class Cluster:
         }.get(image.target)
         if variable:
             environment[variable] = str(self.processes.port_file(name))
-        if "SHOAL_PS_SERVER_ADVERTISE" in environment:  # a name that only compose's network knows
+        if "SHOAL_PS_SERVER_ADVERTISE" in environment:  # resolved only within compose
             environment["SHOAL_PS_SERVER_ADVERTISE"] = "127.0.0.1"
         environment["PATH"] = f"{image.bin}:{os.environ['PATH']}"
         environment["HOME"] = str(self.folder)
@@ -237,7 +237,8 @@ class Cluster:
         return self.processes.start(name, full, environment=environment, directory=self.folder)
 
     def train(self, image: Image, strategy: str, *, job: str | None = None) -> None:
-        """SCRIPT on two workers, to its end. Fails unless both come to it, as two."""
+        """Runs SCRIPT on two workers to its end; fails unless both finish with a world
+        size of 2."""
         words = [*SERVICES["worker"]["command"][:-1], "train.py", strategy]
         for flag, value in (("--nnodes", "2"), *((("--rdzv-id", job),) if job else ())):
             words = [f"{flag}={value}" if word.startswith(f"{flag}=") else word for word in words]
@@ -286,8 +287,8 @@ def test_the_services_of_compose_form_a_cluster_with_tokens_and_a_redis_password
         cluster.start(name, ps_server_image) for name in SERVICES if name.startswith("ps-server-")
     ]
     (tmp_path / "train.py").write_text(SCRIPT)
-    # The parameter servers belong to compose.yaml's job; the peer-to-peer run, which has to prove
-    # that workers may use Redis, is another.
+    # The parameter servers belong to compose.yaml's job. The peer-to-peer run, which must show that
+    # workers may use Redis, is a different job.
     cluster.train(worker_image, "ddp", job="another")
     cluster.train(worker_image, "async_sgd")
 

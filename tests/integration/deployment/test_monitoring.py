@@ -1,5 +1,5 @@
-"""Prometheus's configuration, the alert rules and the dashboards' queries, judged by Prometheus
-itself; skipped where its programs are not installed."""
+"""Prometheus's own tools check the configuration, the alert rules and the dashboards' queries;
+skipped if they are not installed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A coordinator that belongs to no launcher, as on several machines."""
+"""A coordinator that no launcher owns, as in a cluster of several machines."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.zygote.children import Zygote
 
 
 class Coordinator:
-    """One that belongs to no launcher, at an address that it keeps."""
+    """A coordinator that no launcher owns, at a fixed address."""
 
     def __init__(self, zygote: Zygote, directory: Path) -> None:
         directory.mkdir()
@@ -51,5 +51,5 @@ def coordinator(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinator]:
 
 @pytest.fixture
 def endpoint(coordinator: Coordinator) -> str:
-    """Endpoint of a coordinator that belongs to no launcher."""
+    """Endpoint of a coordinator that no launcher owns."""
     return coordinator.address

@@ -1,5 +1,5 @@
-"""Tests that a script that raises on one rank ends the job while the others wait for that rank: the
-status is not 0, and the output names the rank."""
+"""A script that raises on one rank ends the job while the others wait for that rank. The status is
+not 0, and the output names the rank."""
 
 from __future__ import annotations
 
@@ -35,11 +35,12 @@ PLAIN = "model(rows).square().mean().backward()"
 
 FOR_HOURS = 10_000
 A_MOMENT = 3
-"""Epochs."""
+"""Number of epochs."""
 
 
 def run(shell: Shell, *, strategy: str, step: str, epochs: int = FOR_HOURS) -> Command:
-    """Two ranks of a script that trains for so long; returns when the launcher has ended."""
+    """Runs a training script on two ranks for `epochs` epochs; returns when the launcher
+    has ended."""
     body = (
         TRAINING.replace("{strategy}", strategy)
         .replace("{step}", step)
@@ -53,7 +54,8 @@ def run(shell: Shell, *, strategy: str, step: str, epochs: int = FOR_HOURS) -> C
 
 
 def check_told(command: Command, *, rank: int, error: str) -> None:
-    """Checks that the status is not 0, and that the bug comes first, with the script's line."""
+    """Checks that the status is 1, and that the first failure shows the rank, the error and the
+    script's line."""
     assert command.wait() == 1, command.stderr
     told = command.stderr.partition("First failure")[2].partition("Later failures")[0]
     assert re.search(rf"rank +: {rank} ", told), command.stderr
@@ -67,8 +69,8 @@ def check_told(command: Command, *, rank: int, error: str) -> None:
 def test_a_bug_on_one_rank_under_zero3_is_not_green_though_the_other_may_finish_alone(
     shell: Shell, runs: int
 ) -> None:
-    """The order in which the two ranks end differs from run to run, and so does whether the second
-    has received the first one's end."""
+    """The order in which the two ranks end differs between runs. The second rank may or may not
+    have noticed the end of the first."""
     bug = (
         "if shoal.rank() == 1 and loader.global_step == 5: raise ValueError('a bug on one "
         f"rank')\n            {PLAIN}"
@@ -93,7 +95,7 @@ def test_a_bug_on_one_rank_under_zero3_ends_a_long_job(shell: Shell) -> None:
 
 @pytest.mark.slow
 def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell: Shell) -> None:
-    """The other, which waits for gradients, could train all stages on alone."""
+    """The other stage, which waits for gradients, could otherwise train all stages on its own."""
     step = (
         "model.train_step(rows, loss_fn=lambda output, _: output if shoal.rank() == 1 else "
         "output.square().mean())"
@@ -104,7 +106,8 @@ def test_a_configuration_that_one_stage_of_a_pipeline_refuses_ends_the_job(shell
 
 @pytest.mark.slow
 def test_a_bug_in_the_first_step_of_one_half_of_a_replica_ends_the_job(shell: Shell) -> None:
-    """Without it the other half has nothing to go on with, and nobody takes its place."""
+    """Without that rank the other half of the replica cannot continue, and no rank can
+    replace it."""
     bug = f"if shoal.rank() == 1: raise ValueError('a bug in the first step')\n            {PLAIN}"
     command = run(shell, strategy="strategy='hybrid', tensor_parallel_size=2", step=bug)
     check_told(command, rank=1, error="ValueError: a bug in the first step")

@@ -1,4 +1,4 @@
-"""Children of a launcher: how their end is noticed, and that nothing of them stays."""
+"""Child processes of a launcher: how it notices their end, and that none of them outlives it."""
 
 from __future__ import annotations
 
@@ -169,7 +169,8 @@ def test_children_die_with_a_launcher_that_is_killed(tmp_path: Path) -> None:
         ]
     )
     until(lambda: note.exists() and note.read_text(), "the child")
-    # From here on the child is past its wrapper, or ends by itself when it finds its parent gone.
+    # From here on the wrapper has replaced itself by the command, or the child ends by itself
+    # because its parent is gone.
     launcher.kill()
     launcher.wait(DEADLINE.total_seconds())
     until(lambda: gone(int(note.read_text())), "the child's end")
@@ -182,7 +183,7 @@ def test_a_handle_names_one_process_for_good() -> None:
     handle.kill()
     assert handle.wait(DEADLINE)
     ended(child)
-    handle.kill()  # nothing, whatever has that number now
+    handle.kill()  # no effect, even if another process has that pid now
     handle.close()
     with pytest.raises(ProcessLookupError):
         Handle(child.pid)

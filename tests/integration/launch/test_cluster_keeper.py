@@ -1,5 +1,5 @@
-"""Services of a local cluster that die are started again, however often, unless they do not come to
-serve."""
+"""Services of a local cluster that die are restarted any number of times, unless they never begin
+to serve."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ sys.exit(3)
 
 @pytest.fixture
 def kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """kept(serves=...) -> (service, keeper, notes); nothing is started yet."""
+    """kept(serves=...) -> (service, keeper, notes); the service is not started yet."""
     (tmp_path / "a_service.py").write_text(PROGRAM)
     monkeypatch.setattr(keeper_module, "_SHORT_LIFE_S", 0.2)
     made: list[Service] = []
@@ -69,7 +69,7 @@ def test_a_service_is_started_again_however_often_it_is_killed(kept: Any) -> Non
             for kills in range(1, 8):
                 while not service.ready():
                     await asyncio.sleep(0.01)
-                await asyncio.sleep(0.3)  # it serves for long enough
+                await asyncio.sleep(0.3)  # it serves long enough to count as started
                 os.kill(service.child.pid, signal.SIGKILL)
                 while len(notes) < kills:
                     await asyncio.sleep(0.01)
@@ -95,8 +95,8 @@ def test_a_service_that_never_comes_to_serve_is_given_up(kept: Any) -> None:
 
 
 def test_a_coordinator_that_does_not_answer_at_once_is_asked_again_about_the_job(kept: Any) -> None:
-    """The run ended with it before: gRPC says for a while after failures that a server cannot be
-    reached which serves."""
+    """The run ended before that. For a while after a failure, gRPC reports a running server as
+    unreachable."""
     service, keeper, notes = kept(serves=True)
     answers = [UnavailableError("failed to connect"), DeadlineError("no answer"), None]
 

@@ -1,4 +1,4 @@
-"""`shoal coordinate`: a command with a coordinator beside it."""
+"""`shoal coordinate`: runs a command with a coordinator beside it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def test_launchers_find_the_coordinator_and_the_status_is_the_commands(shell: Sh
 def test_a_signal_to_every_process_leaves_the_coordinator_until_the_command_has_ended(
     shell: Shell, elastic_worker: Path
 ) -> None:
-    """Batch systems send signals in this way."""
+    """Batch systems signal every process of a job at once."""
     command = shell.start(*HERE, *RUN, elastic_worker, "never")
     command.wait_for_output("rank 0 of 1")
     its_coordinator = coordinator(command)

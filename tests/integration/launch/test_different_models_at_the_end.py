@@ -1,4 +1,4 @@
-"""`shoal run` fails if ranks hold different models after the last step."""
+"""`shoal run` fails if ranks have different models after the last step."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def test_ranks_that_end_with_different_models_fail_the_run_for_the_launcher_and_
     assert (status, out.count("the script is over")) == (1, 2), err
     told = "hold different values of the model; after step 4 all agreed"
     assert re.search(rf"this worker fails: after step 6, the last one, rank \d .* {told}", err), err
-    # in its summary if it heard of the worker first, else as the reason for which the job ended
+    # in the summary if the launcher heard of the worker first, otherwise as the reason why the job
+    # ended
     assert any(told in line for line in err.splitlines() if not line.startswith("[")), err
     status, out, err = shell.run("status", "--coordinator", endpoint, "--job", "apart")
     assert "failed" in out, out + err

@@ -1,5 +1,5 @@
-"""`shoal run` of workers that join their job: deaths, replacements, drains. The workers have no
-torch; all else is the real thing."""
+"""`shoal run` with workers that join their job: deaths, replacements, drains. The workers do not
+use torch; all other parts are real."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Command = Any
 
 
 def start(shell: Shell, worker: Path, *flags: str, workers: int = 3) -> Command:
-    """Starts a run, and waits until all have ranks in one generation."""
+    """Starts a run and waits until all workers have ranks in one generation."""
     command = shell.start(
         "run",
         "--standalone",
@@ -103,7 +103,7 @@ def test_a_launcher_that_is_asked_to_end_just_after_a_death_leaves_no_replacemen
     os.kill(shell.pids()[1], signal.SIGKILL)
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() == 128 + signal.SIGTERM
-    command.wait_until_gone()  # one that was just forked dies with the launcher, a moment later
+    command.wait_until_gone()  # a worker that was just forked dies shortly after the launcher
 
 
 def test_the_coordinator_comes_back_and_the_job_goes_on(shell: Shell, elastic_worker: Path) -> None:

@@ -1,5 +1,5 @@
-"""Tests what `shoal run` tells of a run: real training, whose worker gets SIGKILL; and the bar on a
-terminal."""
+"""The figures that `shoal run` prints about a real run whose worker is killed, and the progress bar
+on a terminal."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_of_a_stream_nobody_knows_how_many_steps_are_left(shell: Shell) -> None:
 
 
 def on_terminal(shell: Shell, *arguments: str | Path) -> str:
-    """Returns what `shoal` writes to a terminal of 100 columns."""
+    """Runs `shoal` on a terminal of 100 columns and returns what it wrote."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 100, 0, 0))
     process = subprocess.Popen(
@@ -151,7 +151,7 @@ def on_terminal(shell: Shell, *arguments: str | Path) -> str:
     try:
         while data := os.read(ours, 1 << 16):
             written += data
-    except OSError:  # nobody holds the other end any more
+    except OSError:  # the other end has been closed
         pass
     finally:
         os.close(ours)
@@ -176,7 +176,7 @@ def test_a_bar_on_a_terminal_leaves_the_workers_lines_whole_and_can_be_turned_of
     assert any(
         line.startswith(f"shoal: {12 * STEPS} steps, {12 * SAMPLES:,} samples") for line in plain
     )
-    assert not any("left" in line for line in plain)  # the bar itself is gone
+    assert not any("left" in line for line in plain)  # the bar has been erased
     quiet = on_terminal(
         shell, "run", "--standalone", "--nproc-per-node", "1", "--no-progress", script, "2"
     )
@@ -215,7 +215,7 @@ for _ in loader.epochs(1):
 
 
 def run_asynchronous(shell: Shell, options: str, dies_after: int) -> str:
-    """Two workers, of which one is killed. Returns what the launcher said."""
+    """Runs two asynchronous workers, one of which is killed; returns the launcher's output."""
     script = shell.script(
         ASYNCHRONOUS.replace("{{options}}", options).replace("{{dies_after}}", str(dies_after))
     )
@@ -237,7 +237,7 @@ def test_a_batch_that_a_killed_worker_had_pushed_counts_once_in_the_figures(shel
 def test_inner_steps_that_a_killed_worker_had_not_pushed_count_once_in_the_figures(
     shell: Shell, dies_after: int
 ) -> None:
-    """A round has eight steps; their batches are dealt again."""
+    """A round has eight steps, whose batches are dealt again."""
     options = "{'inner_steps': 8, 'outer_optimizer': torch.optim.SGD(model.parameters(), 1.0)}"
     err = run_asynchronous(shell, options, dies_after)
     assert re.search(r"^shoal: 160 steps, 640 samples in ", err, re.MULTILINE), err

@@ -1,5 +1,5 @@
-"""Tests what `shoal run` says when the disk of one of two ranks is full: that rank is the first
-failure, whoever of the two ends first."""
+"""The disk of one of two ranks is full: `shoal run` reports that rank as the first failure,
+whichever of the two ends first."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ TRAINING = """
 def test_the_rank_whose_disk_is_full_is_the_first_failure(
     shell: Shell, rank: int, epochs: int
 ) -> None:
-    """Rank 0 completes the checkpoint, so it hears of the other's failure, and raises in the same
-    step."""
+    """Rank 0 completes the checkpoint, so it hears of the other rank's failure and raises in the
+    same step."""
     text = TRAINING.replace("{rank}", str(rank)).replace("{epochs}", str(epochs))
     command = shell.start(
         "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(text))

@@ -1,4 +1,4 @@
-"""A worker that hangs does not hear that it was evicted from the job: its launcher ends it."""
+"""A hung worker does not notice that it was evicted from the job, so its launcher ends it."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ TRAINING = """
 @pytest.mark.slow
 @pytest.mark.timeout(180)
 def test_a_run_whose_worker_hangs_comes_to_its_end_without_it(shell: Shell) -> None:
-    """The worker's lease is 30 seconds, and it has 20 more to end by itself."""
+    """The worker's lease is 30 s, and it then has 20 s to end by itself."""
     command = shell.start(
         "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(TRAINING))
     )

@@ -1,4 +1,4 @@
-"""A local cluster as tests, demos and notebooks use it."""
+"""A local cluster as used by tests, demos and notebooks."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def test_a_cluster_serves_is_known_and_goes_without_a_trace(tmp_path: Path) -> N
 
 @pytest.fixture
 def other_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A working directory whose files have the names of modules that services import."""
+    """A working directory with files named like modules that the services import."""
     folder = tmp_path / "work"
     folder.mkdir()
     for name in ("redis", "grpc", "torch", "types"):
@@ -116,7 +116,7 @@ def test_a_service_that_cannot_start_is_told_with_its_own_words_and_nothing_stay
 ) -> None:
     before = set(psutil.Process().children(recursive=True))
     cluster = LocalCluster(JobSettings(job_id="job", min_workers=1, max_workers=1))
-    # A file where Valkey's directory should be.
+    # A file in the place of Valkey's directory.
     (cluster.directory / "redis").touch()
     with pytest.raises(
         UnavailableError,

@@ -1,5 +1,4 @@
-"""An asynchronous job whose parameter servers never come says so, and ends at once when it is told
-to."""
+"""An asynchronous job whose parameter servers never start says so, and stops at once when asked."""
 
 from __future__ import annotations
 
@@ -62,6 +61,6 @@ def test_the_launcher_and_the_status_say_which_servers_are_missing_and_sigterm_e
     told_at = time.monotonic()
     command.process.send_signal(signal.SIGTERM)
     assert command.wait() in (PUT_OUT, 128 + signal.SIGTERM), command.stderr
-    assert time.monotonic() < told_at + 10  # a second or two
+    assert time.monotonic() < told_at + 10  # usually a second or two
     assert "Traceback" not in command.stderr
     assert "trains" not in command.stdout

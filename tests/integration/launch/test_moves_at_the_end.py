@@ -1,6 +1,6 @@
-"""Launchers that come or go as this one's run ends: what is finished, or was asked to end, is not
-started again. In process, over workers that are real; the site and the coordinator's answers are
-the test's."""
+"""Launchers join or leave while this launcher's run ends: it restarts nothing that has finished or
+was asked to end. The launcher runs in this process with real workers; the test plays the site and
+the coordinator."""
 
 from __future__ import annotations
 
@@ -37,7 +37,8 @@ HOLDS_OUT = STARTS + (
 
 
 class SlowReporter(Reporter):
-    """Answers how a worker ended once `may_answer` is set; `asked`: somebody waits for that."""
+    """Answers a worker's exit report once `may_answer` is set. `asked` is set when a report waits
+    for that."""
 
     def __init__(self) -> None:
         super().__init__(news(ours=0, end=JobEnd.COMPLETED))
@@ -58,13 +59,13 @@ class SlowReporter(Reporter):
 
 
 class Site(MovingSite):
-    """Says once that the set of launchers has changed, and how the launcher took it."""
+    """Reports one change of the set of launchers, and records when the launcher has handled it."""
 
     def __init__(self, reporter: Reporter, after_moved: Callable[[], bool]) -> None:
         super().__init__(reporter, after_moved)
         self.placed = 0
         self.taken = threading.Event()
-        """The launcher has dealt with it, or is about to start workers."""
+        """Set when the launcher has handled the change, or is about to start workers."""
 
     async def place(self, *, again: bool) -> NodePlacement:
         self.placed += 1
@@ -82,8 +83,8 @@ class Site(MovingSite):
 
 
 class Run:
-    """An agent over a worker that runs `program`; the launchers move once its end is reported, or
-    once the file `after` exists."""
+    """An agent with a worker that runs `program`. The set of launchers changes once the worker's
+    end is reported, or once the file `after` exists."""
 
     def __init__(
         self, directory: Path, monkeypatch: pytest.MonkeyPatch, program: str, *, after: str = ""
@@ -100,8 +101,8 @@ class Run:
         )
 
     def to_its_end(self, meanwhile: Callable[[], None]) -> int:
-        """The exit status. `meanwhile` runs on another thread: signals are for the one that calls
-        this."""
+        """Runs the agent and returns its exit status. Calls `meanwhile` on another thread, because
+        signals go to the main thread."""
         pump = OutputPump(lambda _stream, _data: None)
         other = threading.Thread(target=meanwhile)
         other.start()
@@ -129,8 +130,8 @@ class Run:
 def test_a_run_whose_workers_have_ended_well_is_not_started_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, program: str
 ) -> None:
-    """The launchers move before the coordinator has answered how the worker ended: by then the job
-    has no members."""
+    """The set of launchers changes before the coordinator has answered the exit report. By then the
+    job has no members."""
     run = Run(tmp_path, monkeypatch, program)
 
     def answer_late() -> None:
@@ -144,7 +145,7 @@ def test_a_run_whose_workers_have_ended_well_is_not_started_again(
 def test_a_launcher_that_was_asked_to_end_starts_nothing_when_launchers_move(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nor does it take a place beside the others again, which they would wait for."""
+    """Nor does it register again with the other launchers, which would then wait for it."""
     run = Run(tmp_path, monkeypatch, HOLDS_OUT, after="asked")
     run.reporter.may_answer.set()
 

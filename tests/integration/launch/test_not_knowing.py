@@ -1,5 +1,5 @@
-"""A launcher that cannot ask: a coordinator that does not answer is no word about who lives. In
-process, over workers that are real."""
+"""A launcher whose coordinator does not answer does not conclude that its workers are dead. The
+launcher runs in this process with real workers."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _DEADLINE_S = 60
 
 
 class Reporter(ExitReporter):
-    """Answers with what it is told to; None: the coordinator is away."""
+    """Gives the given answers in turn; None: the coordinator is away."""
 
     def __init__(self, *answers: JobNews | None) -> None:
         self.answers = list(answers)
@@ -54,11 +54,11 @@ class Reporter(ExitReporter):
         return ExitReport(was_member=news.ours > 0, rank=-1, job=news) if news is not None else None
 
     def close(self) -> None:
-        """Nothing is under way."""
+        """Does nothing: no report is in flight."""
 
 
 class MovingSite:
-    """The set of launchers changes once, right after the start."""
+    """A site whose set of launchers changes once, right after the start."""
 
     coordinator = "127.0.0.1:9"
     run = None
@@ -69,7 +69,7 @@ class MovingSite:
         self.asked_again = threading.Event()
 
     def begin(self, start_service: object) -> None:
-        """Nothing takes time."""
+        """Does nothing: this site needs no preparation."""
 
     async def open(self, launcher_id: str) -> ExitReporter:
         return self.reporter
@@ -91,10 +91,10 @@ class MovingSite:
         self.asked_again.set()
 
     def fail(self, reason: str) -> None:
-        """Nobody else has to know."""
+        """Does nothing: there is no other launcher."""
 
     def close(self, ending: Ending) -> None:
-        """Nothing was started."""
+        """Does nothing: nothing was started."""
 
 
 def news(*, ours: int, end: JobEnd = JobEnd.NONE) -> JobNews:
@@ -104,8 +104,8 @@ def news(*, ours: int, end: JobEnd = JobEnd.NONE) -> JobNews:
 def run(
     directory: Path, monkeypatch: pytest.MonkeyPatch, *answers: JobNews | None, starts: int
 ) -> tuple[int, int, str]:
-    """Exit status, how often the worker was started, and what the launcher said. The worker ends
-    once all but the last answer were given, and it was started `starts` times."""
+    """Runs a launcher; returns its exit status, the number of starts of the worker, and its output.
+    The worker ends once all answers but the last were given and it was started `starts` times."""
     monkeypatch.chdir(directory)
     settings = RunSettings(
         command=(sys.executable, "-c", WAITS), program="waits", job_id="waits", workers=1

@@ -1,4 +1,4 @@
-"""`shoal run` of scripts that know nothing of Shoal: what torchrun would do."""
+"""`shoal run` with scripts that do not use Shoal behaves like torchrun."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ dist.destroy_process_group()
 
 
 def lines_of(output: str) -> list[str]:
-    """Without the rank prefixes, in an order of their own."""
+    """Returns the output's lines without rank prefixes, sorted."""
     return sorted(re.sub(r"^\[\d+\]: ", "", line) for line in output.splitlines())
 
 
@@ -74,7 +74,7 @@ def test_a_torchrun_script_runs_unchanged_and_says_the_same(shell: Shell) -> Non
     assert len([line for line in ours if line == "sum [3.0, 3.0, 3.0, 3.0] on 1 of 2 local 1"]) == 1
 
     their_variables, our_variables = environment_of(theirs), environment_of(ours)
-    their_variables.pop("TORCHELASTIC_SIGNALS_TO_HANDLE")  # from torchrun to its own agent
+    their_variables.pop("TORCHELASTIC_SIGNALS_TO_HANDLE")  # torchrun sets these for its own agent
     assert set(their_variables) <= set(our_variables)
     different = {name for name, value in their_variables.items() if our_variables[name] != value}
     assert different <= {

@@ -1,5 +1,5 @@
-"""SIGTERM to `shoal run` of a training script: what it leaves behind, what the launcher says, and
-how it goes on when it is run again."""
+"""SIGTERM to `shoal run` of a training script: the state that it leaves, the launcher's messages,
+and how the next run continues."""
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ FLAGS = ("run", "--standalone", "--nproc-per-node", "2")
 
 
 def preempt(shell: Shell, *flags: str, **variables: str) -> tuple[Path, Command]:
-    """The script, and its run of two ranks after SIGTERM has ended it in the middle."""
+    """Starts a run of two ranks and ends it by SIGTERM in the middle; returns the script and the
+    command."""
     script = shell.script(textwrap.dedent(TRAINING))
     command = shell.start(*FLAGS, *flags, script, SHOAL_RECORD_DIR="records", **variables)
     command.wait_for(
@@ -69,7 +70,7 @@ def preempt(shell: Shell, *flags: str, **variables: str) -> tuple[Path, Command]
 
 
 def ended(shell: Shell) -> list[tuple[int, int]]:
-    """Returns where each rank's script began and ended, which removes it."""
+    """Returns the first and last step of each rank's script, and deletes these records."""
     told = []
     for path in sorted(shell.directory.glob("ended-*")):
         told.append(tuple(json.loads(path.read_text())))
@@ -97,8 +98,8 @@ def newest_step(shell: Shell) -> int:
 def test_a_preempted_run_saves_after_its_loop_at_one_border_and_again_takes_each_sample_once(
     shell: Shell, again: bool
 ) -> None:
-    """SHOAL_DRAIN_GRACE_S is left at its default, 1 s, within which the launcher asks both workers
-    to leave."""
+    """SHOAL_DRAIN_GRACE_S keeps its default of 1 s, within which the launcher asks both workers to
+    leave."""
     script, _ = preempt(shell)
     told = ended(shell)
     assert len(told) == 2

@@ -1,4 +1,4 @@
-"""`shoal run` of a script that trains by a DataLoader of torch's, and saves on every rank."""
+"""`shoal run` of a script that trains with torch's DataLoader and saves on every rank."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Programs on a machine whose file systems are read-only, as in a container with `read_only: true`,
-or full.
+"""Commands on a machine whose file systems are full or read-only, as in a container with
+`read_only: true`.
 
-A mount namespace of the test's own has them: nothing changes for others. That needs root.
+The test uses its own mount namespace, so nothing changes for other processes. That requires root.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import pytest
 
 Shell = Any  # of tests/integration/conftest.py
 
-# The directories among the arguments before -- stay writable. What is mounted elsewhere (/tmp,
-# /dev/shm) is its own file system.
+# The directories given before -- stay writable. Separate file systems (/tmp, /dev/shm) are not
+# affected.
 _ENTER = """
 set -e
 mount --make-rprivate /
@@ -36,7 +36,7 @@ exec "$@"
 
 @functools.cache
 def why_not() -> str:
-    """Returns why this machine gives no read-only mounts; empty: it does."""
+    """Returns why this machine cannot make read-only mounts; empty: it can."""
     probe = 'if touch "$0" 2>/dev/null; then exit 3; fi'
     try:
         done = subprocess.run(
@@ -98,8 +98,8 @@ def test_an_embedded_redis_on_a_full_disk_is_said_to_have_no_room(
 def run(
     shell: Shell, *command: str | Path, writable: Path | None = None
 ) -> tuple[int, str, list[str]]:
-    """Runs a module with arguments where all is read-only but `writable`, which is TMPDIR then.
-    Returns its status, its output and the lines of its errors."""
+    """Runs a module with all file systems read-only except `writable`, which becomes TMPDIR.
+    Returns its status, its output and its error lines."""
     if why := why_not():
         pytest.skip(why)
     environment = {**shell.environment, "HOME": "/nonexistent/home"}

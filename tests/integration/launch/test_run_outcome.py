@@ -1,5 +1,5 @@
-"""Tests what `shoal run` returns and says when workers of a job raise, are evicted, or are asked to
-leave. docs/exit-status.md is the table."""
+"""The exit status and messages of `shoal run` when workers raise, are evicted, or are asked to
+leave. The table is in docs/exit-status.md."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ TRAINING = """
 
 
 def start(shell: Shell, worker: Path, *flags: str, workers: int = 2) -> Command:
-    """Starts a run, and waits until all have ranks in one generation."""
+    """Starts a run and waits until all workers have ranks in one generation."""
     command = shell.start(
         "run",
         "--standalone",
@@ -58,7 +58,7 @@ DEATH = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
 def training(shell: Shell, at_step_5: str) -> Path:
-    """A script that trains for a long time, and does something at its fifth step."""
+    """Returns a script that trains for a long time and runs `at_step_5` in its fifth step."""
     script: Path = shell.script(textwrap.dedent(TRAINING) + " " * 16 + at_step_5)
     return script
 
@@ -91,8 +91,8 @@ def test_a_worker_that_raises_is_replaced_as_often_as_max_restarts_says(
 def test_fail_fast_ends_the_job_also_where_its_opposite_was_given_before(
     shell: Shell, elastic_worker: Path
 ) -> None:
-    """The last one of --fail-fast and --no-fail-fast on the command line counts, as where a wrapper
-    gives one and its caller the other."""
+    """The last one of --fail-fast and --no-fail-fast on the command line applies, for example if a
+    wrapper gives one and its caller the other."""
     command = start(shell, elastic_worker, "--no-fail-fast", "--fail-fast")
     (shell.directory / "raise-1").touch()
     assert command.wait() == 1
@@ -121,7 +121,7 @@ def test_a_worker_that_the_coordinator_put_out_is_replaced(
     record = shell.cluster()
     with CoordinatorClient(ChannelSettings(address=record.coordinator)) as client:
         victim = client.get_job(record.job_id).members[1]
-        # as of a host that was lost, but it lives
+        # as for a lost host, but the worker is alive
         client.report_exit(record.job_id, victim.member_id, exit_code=1)
     command.wait_for_output("[0]: generation 2 rank 0 of 1", "[1]: generation 3 rank 1 of 2")
     assert (
@@ -181,7 +181,7 @@ def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell
     command = shell.start("run", "--standalone", "--shutdown-timeout", "1", deaf)
     command.wait_for_output("[0]: started")
     command.wait_for(shell.cluster, "the cluster")
-    for _ in range(2):  # as when a batch system and a supervisor both pass it on
+    for _ in range(2):  # as when both a batch system and a supervisor pass it on
         command.process.send_signal(signal.SIGTERM)
     assert command.wait() == PREEMPTED
     assert command.stdout.count("heard") == 1

@@ -1,5 +1,5 @@
-"""A job id used again and again: launchers of several machines (here all on one) that start the
-same command after its end."""
+"""A job id that is used repeatedly: launchers of several machines (here all on one) start the same
+command again after its end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def job(endpoint: str, job_id: str = "default") -> pb.GetJobResponse:
 
 
 def endings(endpoint: str, job_id: str = "default") -> list[str]:
-    """Returns how the job's runs ended, the newest last."""
+    """Returns the endings of the job's runs, the newest last."""
     found = job(endpoint, job_id)
     names = [
         pb.JobEnding.Name(each).removeprefix("JOB_ENDING_").lower()
@@ -118,8 +118,8 @@ def test_another_run_does_not_begin_beside_a_plain_script_that_runs(
 def test_ranks_that_cannot_hold_the_model_are_refused_in_each_run(
     shell: Shell, endpoint: str
 ) -> None:
-    """In a later run, too, these are the ranks that it begins with, not those that a death has
-    left."""
+    """This also applies to later runs: the check considers the ranks that the run begins with, not
+    those that remain after a death."""
     script = shell.script(
         f"import sys\nsys.path.insert(0, {str(REPOSITORY)!r})\n"
         "import shoal\nfrom tests.unit.worker_strategies import mesh_models as models\nnet = "
@@ -194,7 +194,7 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
 def test_a_launcher_that_was_told_its_run_does_not_begin_another(
     shell: Shell, endpoint: str, elastic_worker: Path
 ) -> None:
-    """A scheduler's requeue restarts the launcher after the others have finished."""
+    """For example, a scheduler requeues and restarts a launcher after the others have finished."""
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish", "--run", "1")
     (shell.directory / "finish").touch()
     assert [node.wait() for node in nodes] == [0, 0]
@@ -264,8 +264,8 @@ def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(
 
 
 def compose_command(endpoint: str, script: Path, *arguments: object) -> list[str]:
-    """Returns the command of compose.yaml's workers, with this test's coordinator and script."""
-    # each variable's default
+    """Returns the workers' command from compose.yaml, with this test's coordinator and script."""
+    # the default of each variable
     text = re.sub(r"\$\{\w+:-([^}]*)\}", r"\1", (REPOSITORY / "compose.yaml").read_text())
     command = yaml.safe_load(text)["services"]["worker"]["command"]
     assert command[0] == "shoal"

@@ -1,5 +1,5 @@
-"""Scripts that other libraries are tested with, or that their users write, end under `shoal run` as
-under torchrun."""
+"""Scripts from the tests of other libraries, or typical of their users, end under `shoal run` as
+they do under torchrun."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ OFFLINE = {"ACCELERATE_USE_CPU": "true", "HF_HUB_OFFLINE": "1"}
 
 
 def of_accelerate(name: str) -> Path:
-    """A script of its own tests. Not among those here: test_distributed_data_loop, which hangs on
-    CPUs under torchrun as well, and test_ops, which takes itself for a process alone on CPUs, so
-    that it would test nothing, and says whether it was one."""
+    """Returns the path of one of accelerate's own test scripts. Two are left out.
+    test_distributed_data_loop hangs on CPUs under torchrun too. test_ops takes itself for a single
+    process on CPUs, so it would test nothing."""
     found = find_spec("accelerate")
     assert found is not None
     assert found.submodule_search_locations is not None
@@ -30,7 +30,7 @@ def of_accelerate(name: str) -> Path:
 
 
 def endings(output: str) -> list[str]:
-    """Returns what the ranks of TRAINER said last, without who said it."""
+    """Returns the last line of each rank of TRAINER, without the rank's prefix."""
     return sorted(line[line.index("ranks ") :] for line in output.splitlines() if "ranks " in line)
 
 

@@ -1,5 +1,5 @@
-"""A cluster with mutual TLS and tokens for each role and job, used by the commands that its people
-use."""
+"""A cluster with mutual TLS and one token for each role and job, used through the commands of its
+users."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ Shell = Any  # of tests/integration/conftest.py
 
 Command = Any
 
-# a process that is forked early keeps what the launcher wipes from its environment
+# a process that is forked early keeps the variables that the launcher removes from its environment
 pytestmark = pytest.mark.fresh
 
 SCRIPT = """
@@ -110,8 +110,8 @@ time.sleep(600)
 
 
 class Cluster:
-    """A coordinator that asks everyone for a certificate and a token, and what its people have in
-    their files."""
+    """A coordinator that requires a certificate and a token from every client, and the users'
+    credential files."""
 
     def __init__(self, shell: Shell) -> None:
         self.shell = shell
@@ -168,12 +168,12 @@ class Cluster:
         return found
 
     def flags(self, holder: str) -> tuple[str | Path, ...]:
-        """Returns what everybody gives to every command."""
+        """Returns the flags that every command needs, with the token of `holder`."""
         shown = ("--tls-cert", self.pem("client.pem"), "--tls-key", self.pem("client.key"))
         return ("--tls-ca", self.pem("ca.pem"), *shown, "--token-file", self.token(holder))
 
     def asked(self, holder: str, command: str, *arguments: str) -> tuple[int, str, str]:
-        """A command about the cluster: status, standard output, standard error."""
+        """Runs a command on the cluster; returns its status, standard output and standard error."""
         found: tuple[int, str, str] = self.shell.run(
             command, "--coordinator", self.address, *self.flags(holder), *arguments
         )
@@ -222,7 +222,7 @@ def workers(command: Command) -> list[psutil.Process]:
 
 
 def seen_of(process: psutil.Process) -> bytes:
-    """Returns what others of this user can see of it."""
+    """Returns what other processes of this user can read of it: arguments and environment."""
     with contextlib.suppress(OSError):
         folder = Path(f"/proc/{process.pid}")
         return (folder / "cmdline").read_bytes() + (folder / "environ").read_bytes()
@@ -230,8 +230,8 @@ def seen_of(process: psutil.Process) -> bytes:
 
 
 def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluster) -> None:
-    """By flags alone. The processes of the run, and those that its script has started, hold no
-    secret in arguments or environment."""
+    """All credentials are given by flags. Neither the processes of the run nor the children of its
+    script have a secret in their arguments or environment."""
     script = cluster.shell.script(SCRIPT)
     command = cluster.run("ddp", *cluster.flags("worker@ddp"), script, "ddp")
     command.wait_for(lambda: command.stdout.count("trains") == 2, "both workers to train")
@@ -243,7 +243,7 @@ def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluste
             assert token.encode() not in seen, process.cmdline()
     with cluster.client("admin") as client:
         for rank in client.get_job("ddp").generation.ranks:
-            # where peers take its state
+            # peers serve their state at this address
             connection = socket.create_connection(rank.donor_address.rsplit(":", 1), timeout=60)
             with PairContexts.caller().wrap_socket(connection) as channel:
                 assert channel.version() == "TLSv1.3"
@@ -288,7 +288,7 @@ def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluste
 def test_each_family_of_strategies_trains_over_tls(
     cluster: Cluster, strategy: str, survives: bool
 ) -> None:
-    """`survives`: two ranks keep enough for the loss of one."""
+    """`survives`: the state survives the loss of one of the two ranks."""
     script = cluster.shell.script(FAMILY, name="family.py")
     command = cluster.run("ddp", *cluster.flags("worker@ddp"), script, strategy)
     command.wait_for(lambda: command.stdout.count("trains") == 2, "both workers to train")
@@ -304,8 +304,7 @@ def test_each_family_of_strategies_trains_over_tls(
 def test_asynchronous_training_goes_over_tls_to_servers_that_ask_for_tokens(
     cluster: Cluster,
 ) -> None:
-    """The worker's token is in a variable, that of the launcher alone: it goes no further than that
-    process."""
+    """The worker's token is in a variable. The launcher's token stays in the launcher's process."""
     script = cluster.shell.script(SCRIPT)
     variables = {
         "SHOAL_TLS_CA": str(cluster.pem("ca.pem")),
@@ -403,8 +402,8 @@ def test_a_command_without_a_certificate_is_not_let_in(cluster: Cluster, command
 
 
 def test_a_failure_on_one_machine_reaches_the_other_by_a_workers_token(cluster: Cluster) -> None:
-    """Workers of a plain script are no members of a job: only their launchers can tell each other
-    of a failure."""
+    """Workers of a plain script are not members of a job, so only their launchers can report a
+    failure to each other."""
     script = cluster.shell.script(PLAIN, name="plain.py")
     started = [
         cluster.run(

@@ -1,5 +1,5 @@
-"""A script that needs parameter servers gets one under `--standalone`, though none was asked for on
-the command line."""
+"""A script that needs parameter servers gets one under `--standalone`, even if the command line
+requests none."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def script_of(shell: Shell, epochs: int) -> Any:
 
 
 def started(command: Command) -> Iterator[psutil.Process]:
-    """The processes of parameter servers among the command's."""
+    """Returns the parameter server processes among the command's processes."""
     for process in command.family():
         with contextlib.suppress(psutil.NoSuchProcess):  # it has ended meanwhile
             if "shoal_ps_server" in process.cmdline():

@@ -1,4 +1,4 @@
-"""Launchers that share a coordinator, as on several machines; here all are on one."""
+"""Launchers that share a coordinator, as on several machines; here all run on one."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ def test_a_restart_for_which_the_others_are_no_longer_there_fails_at_once(
         )
         for _ in range(2)
     ]
-    # The one that succeeds may have been started again meanwhile, and fall with the other.
+    # The worker that succeeds may have been restarted meanwhile, and fails with the other.
     assert sorted(node.wait() for node in nodes) in ([0, 1], [1, 1]), [
         node.stderr for node in nodes
     ]

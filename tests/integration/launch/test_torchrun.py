@@ -1,4 +1,4 @@
-"""torchrun itself, whose agents meet at Shoal's coordinator; and its scripts with
+"""torchrun itself, with Shoal's coordinator for its rendezvous, and its scripts with
 init_method="redis://..."."""
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Workers forked from a warm process cannot be told from fresh interpreters, and nothing depends on
-the warm process's life."""
+"""Workers forked from a warm process behave like fresh interpreters, and do not depend on the life
+of the warm process."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ class Both:
         self.runner.close()
 
     def start(self, *arguments: str, **variables: str) -> Child:
-        """Starts `python -u ARGUMENTS`, forked."""
+        """Starts `python -u ARGUMENTS` as a forked worker."""
         return self.warm.start(
             [sys.executable, "-u", *arguments], {**self.environment, "RANK": "3", **variables}
         )
 
     def start_fresh(self, *arguments: str, **variables: str) -> Child:
-        """Starts it in a fresh interpreter."""
+        """Starts `python -u ARGUMENTS` in a fresh interpreter."""
         environment = {**self.environment, "RANK": "3", **variables}
         return Child(
             [sys.executable, "-u", *arguments],
@@ -73,7 +73,8 @@ class Both:
         )
 
     def outcomes(self, *arguments: str) -> tuple[Any, Any]:
-        """Status, standard output and standard error: of the forked one, and of the fresh one."""
+        """Returns status, standard output and standard error of the forked worker, and those of the
+        fresh one."""
         return ended(self.start(*arguments)), ended(self.start_fresh(*arguments))
 
     def script(self, text: str, name: str = "script.py") -> str:
@@ -82,7 +83,7 @@ class Both:
 
 
 def ended(child: Child) -> tuple[ExitStatus, str, str]:
-    """Its status and outputs, once it has ended."""
+    """Waits for a process; returns its status, standard output and standard error."""
     assert child.stdout is not None
     assert child.stderr is not None
     with child.stdout, child.stderr:
@@ -103,7 +104,7 @@ def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
 
 
 def described(output: str) -> tuple[dict[str, Any], list[str]]:
-    """Returns what a worker saw, by name, and its other lines."""
+    """Splits a worker's output into its observations, by name, and the other lines."""
     lines = [line.partition(" ") for line in output.splitlines()]
     names = {name: rest for name, _, rest in lines if rest.startswith(("{", "[", '"'))}
     return names, ["".join(line) for line in lines if not line[2].startswith(("{", "[", '"'))]
@@ -312,7 +313,7 @@ RUNS = "import os, time, torch\nprint('pid', os.getpid(), flush=True)\nwhile Tru
 
 
 def warm_process(launcher: int) -> psutil.Process | None:
-    """The warm process of a launcher, if it has one."""
+    """Returns the warm process of a launcher, or None."""
     children = psutil.Process(launcher).children()
     return next(
         (

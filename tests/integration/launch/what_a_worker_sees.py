@@ -1,7 +1,7 @@
-"""Prints all that a worker can see of its process, as JSON; values that differ from run to run are
-reduced to what they have in common.
+"""Prints everything that a worker can observe about its process, as JSON. Values that differ
+between runs are reduced to their common part.
 
-For test_warm_workers.py, which runs it in a forked worker and in a fresh interpreter.
+Run by test_warm_workers.py in a forked worker and in a fresh interpreter.
 """
 
 # fmt: off
@@ -27,32 +27,32 @@ import warnings
 from pathlib import Path
 
 if __name__ == "__main__":
-    # processes of multiprocessing's import this file too, and need none of these
+    # multiprocessing's processes import this file too, but need none of these modules
     import numpy as np
     import shoal_worker.api  # noqa: F401 - it sets variables
     import torch
 
 
 class Pickled:
-    """Defined in the script."""
+    """A class that is defined in the script, for pickling."""
 
     number = 3
 
 
 def square(number):
-    """Runs in a process of multiprocessing's."""
+    """Runs in a multiprocessing process."""
     return number**2, Pickled().number, __name__, os.environ["RANK"]
 
 
 def stream(text):
-    """A text stream's settings."""
+    """Returns a text stream's settings."""
     return [text.encoding, text.errors, text.newlines, text.line_buffering, text.write_through,
             text.isatty(), type(text.buffer).__name__,
             text.fileno(), text.name, text.mode, stat.S_IFMT(os.fstat(text.fileno()).st_mode)]
 
 
 def seen():
-    """All of it."""
+    """Returns all observations, by name."""
     main = sys.modules["__main__"]
     libc = ctypes.CDLL(None)
     libc.getenv.restype = ctypes.c_char_p
@@ -133,7 +133,7 @@ def seen():
 
 
 def pool(method):
-    """Runs a function of the script in a process that is started by `method`."""
+    """Runs a function of the script in a process started by `method`."""
     with multiprocessing.get_context(method).Pool(1) as processes:
         yield from processes.map(square, [3])
 

@@ -1,4 +1,4 @@
-"""A page's terminals, with the commands of this environment."""
+"""The terminals shown on a page, with the commands of this environment."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.sessions import Session
 
 @pytest.fixture
 def session(tmp_path: Path) -> Iterator[Session]:
-    """Terminals of a person who has installed Shoal and set nothing else."""
+    """Terminals of a user who has installed Shoal and has no settings."""
     own = {
         name: value
         for name, value in os.environ.items()

@@ -1,4 +1,4 @@
-"""Guides that show a terminal: what they show is what is printed."""
+"""Guides that show a terminal: the commands print what the guides show."""
 
 from __future__ import annotations
 

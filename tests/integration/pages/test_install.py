@@ -1,5 +1,5 @@
-"""docs/install.md, word by word: wheels are built, installed into an environment that has nothing,
-and train on two workers."""
+"""docs/install.md is followed word by word: wheels are built and installed into an empty
+environment, and train on two workers."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ROOT = Path(__file__).parents[3]
 
 @pytest.fixture
 def project(tmp_path: Path) -> Iterator[Session]:
-    """A project beside the checkout, with commands of the system alone. The folder `shoal` is this
-    checkout under the page's name."""
+    """A project folder beside the checkout, with the system's commands only. Its folder `shoal` is
+    this checkout under the name that the page uses."""
     (tmp_path / "shoal").symlink_to(ROOT)
     folder = tmp_path / "project"
     folder.mkdir()
@@ -36,8 +36,8 @@ def project(tmp_path: Path) -> Iterator[Session]:
         "XDG_RUNTIME_DIR": str(tmp_path / "runtime"),
         "XDG_STATE_HOME": str(tmp_path / "state"),
     }
-    # The newest torch would take gigabytes: the test takes the one that all tests run with. Most of
-    # pip's time would go into compiling what is never imported.
+    # The newest torch would take gigabytes, so the test uses the version that all tests run with.
+    # pip does not compile bytecode, most of which would never be imported.
     pip = {"PIP_CONSTRAINT": str(ROOT / "constraints.txt"), "PIP_NO_COMPILE": "1"}
     running = Session(folder, {**own, **places, **pip}, deadline_s=400.0)
     yield running

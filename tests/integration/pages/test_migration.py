@@ -1,5 +1,5 @@
-"""The pages of docs/migration, word by word: what is before and what is after end with the same
-parameters."""
+"""The pages of docs/migration are followed word by word: the scripts before and after end with the
+same parameters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/planner.md: what it shows is what is printed, and its example runs."""
+"""docs/planner.md: the commands print what it shows, and its example runs."""
 
 from __future__ import annotations
 

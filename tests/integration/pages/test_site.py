@@ -1,5 +1,5 @@
-"""The site of docs/ is not built with a link that leads nowhere, or with something that a browser
-would fetch from elsewhere."""
+"""The build of the docs/ site fails on a broken link, or on a resource that a browser would fetch
+from another host."""
 
 from __future__ import annotations
 
@@ -26,7 +26,8 @@ pytestmark = [
 
 
 def build(folder: Path, text: str) -> tuple[int, str]:
-    """A site of one page, with this one's hooks and checks: the exit status and what was said."""
+    """Builds a site of one page with the project's hooks and checks; returns the exit status and
+    the output."""
     (folder / "docs").mkdir()
     (folder / "docs" / "README.md").write_text(f"# A page\n\n{text}\n")
     checks = re.search(r"^validation:\n(?: .*\n)+", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE)
@@ -71,12 +72,12 @@ def test_a_file_outside_of_docs_is_shown_on_a_page_of_its_own(tmp_path: Path) ->
 
 class Quiet(SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
-        """Says nothing."""
+        """Logs nothing."""
 
 
 @pytest.fixture
 def served(tmp_path: Path) -> Iterator[str]:
-    """The address of the whole site, built and served."""
+    """Builds and serves the full site; yields its address."""
     subprocess.run(
         [MKDOCS, "build", "--quiet", "--site-dir", tmp_path / "site"],
         cwd=ROOT,

@@ -1,5 +1,5 @@
-"""The script of docs/guides/trainers.md for Lightning, word by word: it trains on two workers,
-saves, and writes the model."""
+"""The Lightning script of docs/guides/trainers.md, word by word, trains on two workers, saves, and
+writes the model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""docs/tutorial.md, word by word: its scripts, its commands, and what they print."""
+"""docs/tutorial.md, word by word: its scripts, its commands, and their output."""
 
 from __future__ import annotations
 

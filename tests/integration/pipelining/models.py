@@ -1,4 +1,4 @@
-"""The models that are pipelined, small, and what one process makes of the same batch."""
+"""Small models to be pipelined, and the results of one process for the same batch."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Attention(nn.Module):
 
 
 class GPT(nn.Module):
-    """With tied embeddings; its layers give tuples, as Hugging Face's did."""
+    """A GPT with tied embeddings, whose layers return tuples as older ones of Hugging Face do."""
 
     def __init__(self, layers: int = 7, width: int = 8, dropout: float = 0.0) -> None:
         super().__init__()
@@ -114,13 +114,13 @@ def cross_entropy(output: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
 
 
 def pipeline_of(module: nn.Module, group: Any, **settings: Any) -> Pipeline:
-    """On a copy of the module."""
+    """Makes a pipeline of a copy of the module."""
     return Pipeline(copy.deepcopy(module), PipelineSettings(**settings), group=group)
 
 
 def train(pipeline: Pipeline, inputs: Any, targets: Any = None, **options: Any) -> float:
-    """Takes a batch through; the loss. Gradients are added, and those of shared parameters summed
-    over their stages."""
+    """Runs a batch through the pipeline and returns the loss. Adds the gradients, and sums those of
+    shared parameters over their stages."""
     parts = cut_batch(inputs, targets, count=pipeline.settings.micro_batches, **options)
     loss = float(pipeline.train_on(parts, None if targets is None else cross_entropy))
     shared, own = (
@@ -134,7 +134,7 @@ def train(pipeline: Pipeline, inputs: Any, targets: Any = None, **options: Any) 
 
 
 def gradients_here(pipeline: Pipeline) -> Gradients:
-    """The gradients of the parameters that this rank's stages hold, by name in the whole model."""
+    """Returns the gradients of the parameters on this rank's stages, by name in the full model."""
     stages = {stage for stage, rank in enumerate(pipeline.rank_of) if rank == pipeline.links.rank}
     return {
         name: p.grad
@@ -146,8 +146,8 @@ def gradients_here(pipeline: Pipeline) -> Gradients:
 def alone(
     module: nn.Module, batches: Sequence[MicroBatch]
 ) -> tuple[float, Gradients, dict[str, torch.Tensor]]:
-    """One process that accumulates the same micro-batches: the loss, the gradients, and parameters
-    and buffers afterwards."""
+    """Trains one process that accumulates the same micro-batches; returns the loss, the gradients,
+    and the parameters and buffers after it."""
     module = copy.deepcopy(module)
     weight = sum(one.weight for one in batches)
     total = 0.0

@@ -1,4 +1,4 @@
-"""Tasks of ranks that are processes (tests/ranks): cases of pipelines over Gloo."""
+"""Tasks for ranks that are processes (tests/ranks): pipelines over Gloo."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.integration.pipelining.models import (
 
 
 def train_one(rank: int, group: Any, *, model: str, schedule: str) -> dict[str, Any]:
-    """A step, compared to one process: the largest differences."""
+    """Takes a step and returns its largest differences from one process."""
     module, (inputs, targets) = made(model), batch(model, 5)
     loss, gradients, _ = alone(module, cut_batch(inputs, targets, count=4))
     pipeline = pipeline_of(made(model), group, schedule=schedule)
@@ -42,8 +42,8 @@ def train_one(rank: int, group: Any, *, model: str, schedule: str) -> dict[str, 
 
 
 def break_down(rank: int, group: Any, *, how: str, schedule: str) -> dict[str, Any]:
-    """The second rank fails, or dies, at its third forward pass; how long the others take to say
-    so."""
+    """Lets the second rank raise or die at its third forward pass; returns the error of each
+    remaining rank and the time until it was raised."""
     begun = time.monotonic()
 
     def fail(when: str, stage: int, index: int) -> None:
@@ -70,7 +70,7 @@ _CASES: dict[str, Callable[..., dict[str, Any]]] = {"train": train_one, "break_d
 def run_case(
     rank: int, directory: str, case: str, size: int, arguments: dict[str, Any]
 ) -> dict[str, Any]:
-    """A task: a case on one of `size` ranks, which meet in `directory`."""
+    """A task: runs a case on one of `size` ranks, which meet in `directory`."""
     backend = GlooBackend()
     store = dist.FileStore(str(Path(directory) / "store"), size)
     backend.initialize(

@@ -1,4 +1,4 @@
-"""A stage that fails, and ranks that do not agree: nobody waits for ever, and everybody is told."""
+"""Stages that fail and ranks that disagree: all ranks get an error, and none waits forever."""
 
 from __future__ import annotations
 

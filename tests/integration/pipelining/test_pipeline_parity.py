@@ -1,4 +1,4 @@
-"""A pipeline gives what one process gives that accumulates the same micro-batches."""
+"""A pipeline has the results of one process that accumulates the same micro-batches."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def test_every_schedule_gives_the_gradients_of_one_process(
 
 @pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble", "zbv"])
 def test_frozen_parameters_and_stages_without_trainable_ones(schedule: str) -> None:
-    """The first half is frozen, so that the stages after it get an input that wants no gradient."""
+    """The first half is frozen, so the stages after it get an input that requires no gradient."""
     module, (inputs, targets) = made("mlp"), batch("mlp", 7)
     for parameter in module[0].parameters():
         parameter.requires_grad_(False)
@@ -69,7 +69,7 @@ def test_frozen_parameters_and_stages_without_trainable_ones(schedule: str) -> N
         pipeline = pipeline_of(module, group, schedule=schedule)
         train(pipeline, inputs, targets)
         frozen = gradients_here(pipeline)
-        for parameter in pipeline.module.parameters():  # thawed in the middle of training
+        for parameter in pipeline.module.parameters():  # unfrozen in the middle of training
             parameter.grad = None
             parameter.requires_grad_(True)
         train(pipeline, inputs, targets)
@@ -123,7 +123,7 @@ def test_predict_gives_every_rank_the_output_in_evaluation_mode(name: str, ranks
 
 
 def test_random_numbers_of_seeded_micro_batches_do_not_depend_on_the_schedule() -> None:
-    """Threads share torch's generator, so the stages run one after the other: of one rank."""
+    """Ranks that are threads share torch's generator, so the test runs all stages on one rank."""
     torch.manual_seed(0)
     module, (inputs, targets) = GPT(dropout=0.5), batch("gpt", 8)
 

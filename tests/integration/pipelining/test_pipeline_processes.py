@@ -1,4 +1,4 @@
-"""Pipelines of real processes on Gloo: the same results, and an end to all waits when a rank fails
+"""Pipelines of real processes over Gloo have the same results, and all waits end if a rank raises
 or dies."""
 
 from __future__ import annotations

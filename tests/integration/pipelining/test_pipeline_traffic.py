@@ -1,4 +1,4 @@
-"""Tests what a pipeline sends."""
+"""The messages that a pipeline sends."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from tests.integration.pipelining.threads import run_line
 def test_a_step_sends_activations_and_gradients_at_the_borders_between_ranks_and_no_more(
     schedule: str, borders: int
 ) -> None:
-    """SPEC.md 2. ZBV's middle border lies within one rank. The embedding's and the scale's
-    gradients go to their owner and back."""
+    """SPEC.md 2. The middle border of ZBV is within one rank. The gradients of the embedding and
+    the scale go to the parameters' owner, and the sums return."""
     rows, length, width = 7, 5, 8
     module, (inputs, targets) = made("gpt"), batch("gpt", rows)
 

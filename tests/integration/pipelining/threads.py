@@ -1,4 +1,5 @@
-"""Ranks as threads of the test, with a pipeline group each, and data groups across replicas."""
+"""Ranks as threads of the test, with one pipeline group per replica and data groups across
+replicas."""
 
 from __future__ import annotations
 
@@ -19,19 +20,19 @@ Body = Callable[[int, int, Any, Any], Any]
 
 
 def run_grid(pipeline: int, data: int, body: Body) -> list[list[Any]]:
-    """`body` on each rank; results by replica and stage rank. Raises what the first rank to fail
-    has raised."""
+    """Runs `body` on each rank; returns the results by replica and stage rank. Raises the error of
+    the first rank that failed."""
     results = run_threads(_grid(pipeline, data, body))
     return [results[replica * pipeline :][:pipeline] for replica in range(data)]
 
 
 def errors_of_grid(pipeline: int, data: int, body: Body) -> dict[int, BaseException]:
-    """Returns what each rank that failed has raised, by rank."""
+    """Returns the errors of the ranks that failed, by rank."""
     return errors_of_threads(_grid(pipeline, data, body))
 
 
 def run_line(ranks: int, body: Callable[[int, Any], Any]) -> list[Any]:
-    """`body(rank, group)` on each rank of one pipeline; results by rank."""
+    """Runs `body(rank, group)` on each rank of one pipeline; returns the results by rank."""
     return run_grid(ranks, 1, lambda rank, _, group, __: body(rank, group))[0]
 
 

@@ -1,10 +1,10 @@
-"""Lightning's Trainer, elastic: a small network with dropout, a schedule, clipping, validations,
-early stopping, in epochs of a limited number of batches. Each rank prints what it ends with.
+"""Lightning's Trainer, elastic: a small network with dropout, a schedule, clipping, validations and
+early stopping, in epochs of a limited number of batches. Each rank prints its final state.
 
-Arguments: a directory, a strategy ("plain": Lightning's own, alone), and perhaps "kill", "late" or
-"slow". "kill": the second worker kills itself in its 6th step, before the update, "late": in the
-validation behind step 5; the others wait behind step 10 until its replacement has come. "slow":
-steps take 0.3 s.
+Arguments: a directory, a strategy ("plain": Lightning's own, in one process), and optionally
+"kill", "late" or "slow". "kill": the second worker kills itself in its 6th step, before the update.
+"late": it does so in the validation after step 5. In both cases the others wait after step 10 for
+its replacement. "slow": each step takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Net(lightning.LightningModule):
-    """A regression; `dropout` is left out where the run is compared with Lightning's own, which
-    draws other random numbers."""
+    """A regression network. `dropout` is off in comparisons with Lightning's own strategy, which
+    draws different random numbers."""
 
     def __init__(self, dropout: float) -> None:
         super().__init__()
@@ -63,8 +63,8 @@ class Net(lightning.LightningModule):
 
 
 class Fault(Callback):
-    """Kills the second worker, once, and paces the others until there is another in its place; or
-    is slow."""
+    """Kills the second worker once and holds the others until it has been replaced; or slows the
+    steps."""
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.mode, self.killed, self.came = mode, directory / "killed", directory / "came"
@@ -101,7 +101,7 @@ class Fault(Callback):
 
 
 class Course(Callback):
-    """Results of each epoch, in state that joiners receive."""
+    """The results of each epoch, in registered state that joiners receive."""
 
     def __init__(self) -> None:
         self.epochs: list[dict[str, float]] = []

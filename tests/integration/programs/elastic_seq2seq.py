@@ -1,8 +1,8 @@
-"""transformers' Seq2SeqTrainer, elastic: a small T5, evaluations of which generate by beam search.
-Each rank prints what it ends with.
+"""transformers' Seq2SeqTrainer, elastic: a small T5 whose evaluations generate by beam search. Each
+rank prints its final state.
 
-Arguments: a directory, a strategy, and perhaps "kill": the second worker kills itself while it
-evaluates behind step 2.
+Arguments: a directory, a strategy, and optionally "kill": the second worker kills itself in the
+evaluation after step 2.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from transformers import T5Config, T5ForConditionalGeneration, TrainerCallback, 
 
 
 class Reversed(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of 8 tokens, and the same in reverse order."""
+    """Rows of 8 tokens, with the same tokens in reverse order as labels."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -34,7 +34,7 @@ class Reversed(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Fault(TrainerCallback):
-    """Kills the second worker in an evaluation, once."""
+    """Kills the second worker once, in an evaluation."""
 
     def __init__(self, directory: Path) -> None:
         self.killed = directory / "killed"

@@ -1,11 +1,11 @@
-"""transformers' Trainer, elastic: a small GPT-2 with dropout, a schedule, evaluations with metrics,
-the best model loaded at the end, which is that of step 20 of 40. Each rank prints what it ends
-with.
+"""transformers' Trainer, elastic: a small GPT-2 with dropout, a schedule, and evaluations with
+metrics. At the end it loads the best model, which is that of step 20 of 40. Each rank prints its
+final state.
 
-Arguments: a directory, a strategy, and perhaps "kill", "late", "saving" or "slow". "kill": the
-second worker kills itself in its 6th step, before the update, "late": in its evaluation behind step
-5; the others wait behind step 10 until its replacement has come. "saving": it is killed while it
-writes its part of the best checkpoint. "slow": steps take 0.3 s.
+Arguments: a directory, a strategy, and optionally "kill", "late", "saving" or "slow". "kill": the
+second worker kills itself in its 6th step, before the update. "late": it does so in its evaluation
+after step 5. In both cases the others wait after step 10 for its replacement. "saving": it is
+killed while it writes its part of the best checkpoint. "slow": each step takes 0.3 s.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from xxhash import xxh3_64_hexdigest
 
 
 class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
-    """Rows of 16 tokens, of which some do not count."""
+    """Rows of 16 tokens, some of which are masked in the loss."""
 
     def __init__(self, rows: int) -> None:
         self.rows = rows
@@ -46,8 +46,8 @@ class Tokens(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
 
 
 class Fault(TrainerCallback):
-    """Kills the second worker, once, and paces the others until there is another in its place; or
-    is slow."""
+    """Kills the second worker once and holds the others until it has been replaced; or slows the
+    steps."""
 
     def __init__(self, directory: Path, mode: str) -> None:
         self.mode, self.killed, self.came = mode, directory / "killed", directory / "came"

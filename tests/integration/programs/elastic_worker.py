@@ -1,10 +1,10 @@
-"""A member of a job without torch: joins, says what it is told, and leaves when asked.
+"""A member of a job that does not use torch: joins, prints what it receives, and leaves when asked.
 
-It prints a line per generation, `generation G rank R of N`, and one when it leaves. On SIGTERM, a
-drain or a stop it leaves as drained; once the file named by its argument exists, as finished; as
-shoal's workers do, it tells its launcher so in a file. Its heartbeats count steps. Once a file
-raise-RANK is there beside the one to finish, with its rank in the job, it raises. Put out, it ends
-with PUT_OUT.
+It prints one line per generation, `generation G rank R of N`, and one when it leaves. On SIGTERM, a
+drain or a stop it leaves as drained. Once the file named by its argument exists, it leaves as
+finished, and reports that to its launcher in a file, as real workers do. Its heartbeats count
+steps. It raises once a file raise-RANK, with its rank in the job, exists beside the file to finish.
+If it is evicted, it exits with PUT_OUT.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Member:
         )
         yield pb.MemberMessage(ready=pb.Ready())
         step = 0
-        while stream == self.streams:  # gRPC goes on drawing for a stream that broke
+        while stream == self.streams:  # gRPC keeps reading requests for a broken stream
             if self.finish_file.exists() and self.generation:
                 self.leaving = pb.Leave.REASON_FINISHED
             if self.finish_file.with_name(f"raise-{self.rank}").exists():

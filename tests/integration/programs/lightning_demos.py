@@ -1,10 +1,9 @@
-"""Models that come with Lightning and that it is tested and shown with, unchanged: a BoringModel
-through fit, validate, test and predict, and the word language model of torch's own examples, which
-it has ported, with its `prepare_data`.
+"""Unmodified models from Lightning's own tests and demos: a BoringModel through fit, validate, test
+and predict, and its port of the word language model from torch's examples, with `prepare_data`.
 
-Arguments: a directory, "boring" or "language", a strategy ("plain": Lightning's own, alone), and
-perhaps "kill": the second worker kills itself in its 6th step. The language model reads
-`data/wikitext-2.txt` of the working directory, and would download it were it not there.
+Arguments: a directory, "boring" or "language", a strategy ("plain": Lightning's own, in one
+process), and optionally "kill": the second worker kills itself in its 6th step. The language model
+reads `data/wikitext-2.txt` in the working directory, and would download it if it were missing.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
 
 
 class Killed(Callback):
-    """The second worker kills itself, once."""
+    """Kills the second worker once."""
 
     def __init__(self, directory: Path) -> None:
         self.killed = directory / "killed"
@@ -44,7 +43,7 @@ class Killed(Callback):
 
 
 class Language(LightningTransformer):
-    """Says where it prepares data."""
+    """Records where it prepares data."""
 
     def prepare_data(self) -> None:
         print("prepares data", flush=True)
@@ -62,8 +61,8 @@ def main() -> None:
     torch.set_num_threads(1)
     torch.manual_seed(3)
     net = BoringModel() if model == "boring" else Language(WikiText2().vocab_size)
-    # In its steps a rounding of the language model grows a thousandfold, so that it is compared bit
-    # by bit or not at all.
+    # The steps of the language model amplify a rounding error a thousandfold, so it is compared bit
+    # for bit.
     named: dict[str, Any] = (
         {"strategy": ShoalStrategy(strategy, deterministic=model == "language")}
         if strategy != "plain"

@@ -1,10 +1,10 @@
-"""Lightning's Trainer with what people log and measure: torchmetrics' modules, values by step and
-epoch with every reduction, validations within epochs, then `validate`, `test` and `predict`. Each
-rank prints what came of it.
+"""Lightning's Trainer with common logging and metrics: torchmetrics' modules, values per step and
+per epoch with every reduction, validations within epochs, then `validate`, `test` and `predict`.
+Each rank prints the results.
 
-Arguments: a directory, a strategy ("plain": Lightning's own, alone), and perhaps when the second
-worker kills itself: "kill", in the fit, behind the forward pass of its 5th step, or "late", in the
-test, at its second batch.
+Arguments: a directory, a strategy ("plain": Lightning's own, in one process), and optionally when
+the second worker kills itself: "kill" is in the fit, after the forward pass of its 5th step; "late"
+is in the test, at its second batch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ CLASSES = 4
 
 
 class Net(lightning.LightningModule):
-    """A classifier that logs in every way."""
+    """A classifier that logs in every supported way."""
 
     def __init__(self, directory: Path, mode: str) -> None:
         super().__init__()
@@ -109,7 +109,7 @@ class Net(lightning.LightningModule):
 
 
 class Writer(BasePredictionWriter):
-    """Writes each batch's samples, and how many predictions there are in all."""
+    """Writes each batch's samples, and the total number of predictions."""
 
     def __init__(self, directory: Path) -> None:
         super().__init__("batch_and_epoch")

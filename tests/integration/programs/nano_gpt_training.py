@@ -1,9 +1,9 @@
-"""A GPT that another package brings (nano_gpt, after Karpathy's lessons), unchanged, with that
-package's optimizer, schedule and batches, in a loop like its own: parts of a batch, clipping,
-learning rates set by hand. It says what the model ends with.
+"""The unmodified GPT of another package (nano_gpt, after Karpathy's lessons), with that package's
+optimizer, schedule and batches, in a loop like its own: gradient accumulation, clipping, learning
+rates set by hand. It prints the model's final state.
 
-Arguments: a directory, a strategy ("plain": torch alone), and perhaps "kill": the second worker
-kills itself in its 6th step.
+Arguments: a directory, a strategy ("plain": torch, in one process), and optionally "kill": the
+second worker kills itself in its 6th step.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def main() -> None:
     tokens = torch.randint(0, SIZE.vocab_size, (40 * 16 + 1,))
     xs, ys = zip(*ChunkingIterable(DATA, tokens), strict=True)
     samples = torch.utils.data.TensorDataset(torch.cat(xs), torch.cat(ys))
-    net = GPT(SIZE, None).double()  # it is given a tokenizer to keep, and asks it for nothing
+    net = GPT(SIZE, None).double()  # the tokenizer is stored but never called
     optimizer = create_optimizer(net, COURSE, None, is_cuda=False)
     if strategy == "plain":
         plain_steps(samples, net, optimizer)

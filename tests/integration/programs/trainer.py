@@ -1,5 +1,5 @@
-"""transformers' Trainer, as its users write it: a small GPT-2 on tokens that follow from their
-places. Prints a line at its end."""
+"""transformers' Trainer as its users write it: a small GPT-2 on tokens that follow from their
+positions. Prints a line at its end."""
 
 from __future__ import annotations
 
@@ -49,9 +49,9 @@ def main() -> None:
     loss = trainer.train().training_loss
     total = sum(float(parameter.detach().double().sum()) for parameter in model.parameters())
     print(f"ranks {arguments.world_size} loss {loss:.6f} sum {total:.9f}", flush=True)
-    # No destructors: a thread of torch's process group that still has a collective's tensors wants
-    # the interpreter to let go of them, and the interpreter waits for that thread. Where nobody
-    # destroys the group, the process may abort instead.
+    # Skips destructors. A thread of torch's process group that still owns a collective's tensors
+    # needs the interpreter to release them, while the interpreter waits for that thread. If the
+    # group is not destroyed, the process may abort instead.
     sys.stdout.flush()
     os._exit(0)
 

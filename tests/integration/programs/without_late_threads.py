@@ -1,8 +1,8 @@
-"""Trains as any script does and ends without shoal.shutdown(), on a Python that starts no thread
-once its interpreter goes down.
+"""Trains like any script and ends without shoal.shutdown(), on a Python that starts no threads
+during interpreter shutdown.
 
-Python 3.12.0 to 3.12.2 are such (gh-113964). On others this makes Thread.start raise what they
-raise, and has `native_threads` take this Python for one of them.
+Python 3.12.0 to 3.12.2 behave so (gh-113964). On other versions the script makes Thread.start raise
+the same error, and makes `native_threads` treat this Python as affected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def be_such_a_python() -> None:
             raise RuntimeError("can't create new thread at interpreter shutdown")
         start(thread)
 
-    # mypy takes it for a mistake
+    # mypy reports this as an error
     setattr(threading.Thread, "start", start_unless_late)  # noqa: B010
     package = importlib.util.find_spec("shoal_worker")
     assert package is not None

@@ -1,9 +1,9 @@
-"""Real parameter servers over real sockets: on an event loop of a thread for most tests, as
-processes where signals and files matter.
+"""Real parameter servers on real sockets: on an event loop in a thread for most tests, as processes
+where signals and files matter.
 
-Their coordinator is either the real one (test_ps_real_coordinator.py) or a scripted one, over real
-gRPC too, for moments that the real one reaches only by luck: a member evicted at a given time, a
-coordinator that dies and comes back.
+Their coordinator is either the real one (test_ps_real_coordinator.py) or a scripted one, which also
+uses real gRPC. The scripted one produces events whose time the real one leaves to chance: the
+eviction of a member, or the crash and return of a coordinator.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ DEADLINE_S = 60.0
 
 
 def wait_until(condition: Callable[[], Any], what: str) -> Any:
-    """Returns the condition's first true value; fails, saying what it waited for."""
+    """Returns the condition's first true value; `what` names the condition in the failure
+    message."""
     deadline = time.monotonic() + DEADLINE_S
     while not (value := condition()):
         if time.monotonic() > deadline:
@@ -58,7 +59,8 @@ def wait_until(condition: Callable[[], Any], what: str) -> Any:
 
 
 class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
-    """Start it with `start`, and again after `stop` on the same port."""
+    """A coordinator whose messages the test decides. Begins with `start`, and after `stop` again on
+    the same port."""
 
     def __init__(self) -> None:
         self.registrations: queue.Queue[coordinator_pb2.RegisterServer] = queue.Queue()
@@ -69,9 +71,9 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self.shard_map: coordinator_pb2.ShardMap | None = None
         self.tokens: queue.Queue[str] = queue.Queue()
         self.credentials: grpc.ServerCredentials | None = None
-        """For TLS, from the next start on."""
+        """Credentials for TLS; take effect at the next start."""
         self.refusal: ShoalError | None = None
-        """Error with which registrations are refused; None: they succeed."""
+        """Error returned to registrations; None: they succeed."""
         self._reserved = ReservedPort()  # for the next start
         self._members = (0, ())
         self._keys: Mapping[str, str] = {}
@@ -81,11 +83,11 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
     @property
     def address(self) -> str:
-        """Present or future listening address, host:port."""
+        """Listening address, host:port; known before the start."""
         return f"127.0.0.1:{self._reserved.port}"
 
     def start(self) -> str:
-        """Serves; returns host:port."""
+        """Starts to serve and returns host:port."""
         self._server = grpc.server(ThreadPoolExecutor(8))
         coordinator_pb2_grpc.add_CoordinatorServicer_to_server(self, self._server)
         address = self.address
@@ -97,7 +99,7 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         return address
 
     def stop(self) -> None:
-        """Breaks every session, as a coordinator's death does."""
+        """Breaks every session, like the death of a coordinator."""
         if self._server is not None:
             self._outbox.put(None)
             self._server.stop(None).wait(5)
@@ -110,15 +112,15 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
     def members(
         self, generation: int, *member_ids: str, keys: Mapping[str, str] | None = None
     ) -> None:
-        """Tells the server of a generation, now and at every reconnection. `keys`: of those members
-        that have one."""
+        """Sends a generation to the server, now and at every reconnection. `keys`: keys of those
+        members that have one."""
         with self._lock:
             self._members = (generation, member_ids)
             self._keys = keys or {}
             self._outbox.put(self._members_directive())
 
     def placed(self, **place: Any) -> None:
-        """Tells the server what it is, now and at every reconnection."""
+        """Sends the server its place, now and at every reconnection."""
         with self._lock:
             self.place = coordinator_pb2.ServerPlace(**place)
             self._outbox.put(coordinator_pb2.ServerDirective(place=self.place))
@@ -192,8 +194,8 @@ class ScriptedCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 def shard_map(
     *tensors: tuple[str, int, str], epoch: int = 1, partition: int = 2 << 20, owner: int = 0
 ) -> coordinator_pb2.ShardMap:
-    """A map of flat tensors (name, length, dtype), cut every `partition` elements, all on server
-    `owner`."""
+    """Returns a map of flat tensors (name, length, dtype) in partitions of `partition` elements,
+    all on server `owner`."""
     made = coordinator_pb2.ShardMap(epoch=epoch)
     for index, (name, length, dtype) in enumerate(tensors):
         made.tensors.add(name=name, shape=[length], dtype=dtype)
@@ -206,8 +208,8 @@ def shard_map(
 
 
 class Member:
-    """A worker, as a parameter server sees it: it keeps its sequence numbers and the versions that
-    it pulled."""
+    """A worker from a parameter server's point of view: keeps its sequence numbers and the versions
+    that it has pulled."""
 
     def __init__(
         self,
@@ -225,7 +227,8 @@ class Member:
         self.versions: dict[int, int] = {}
 
     def header(self, partition_id: int, **changes: Any) -> pb.PushHeader:
-        """The next push of a partition; its sequence number is not used up."""
+        """Returns the header of the next push of a partition, without consuming its sequence
+        number."""
         tensor, length = self._shape(partition_id)
         dtype, size = {
             "float32": (pb.DTYPE_FLOAT32, 4),
@@ -249,7 +252,7 @@ class Member:
         return pb.PushHeader(**{**fields, **changes})
 
     def initialize(self, values: np.ndarray[Any, Any]) -> list[pb.PartitionResult]:
-        """Offers the same values, repeated, to every partition."""
+        """Sends initial values, the same for every partition, repeated to its length."""
         return self.client.initialize(
             (
                 self.header(each.partition_id, sequence=0, base_version=0),
@@ -261,7 +264,7 @@ class Member:
     def push(
         self, gradient: np.ndarray[Any, Any] | float, partitions: Sequence[int] = (), **changes: Any
     ) -> list[pb.PartitionResult]:
-        """One iteration: pushes to the partitions (none named: all) and counts."""
+        """Pushes one iteration to the given partitions (default: all) and advances the clock."""
         wanted = list(partitions) or [each.partition_id for each in self._map.partitions]
         uploads = []
         for partition_id in wanted:
@@ -278,7 +281,7 @@ class Member:
     def pull(
         self, *, wait: timedelta = timedelta(0), **changes: Any
     ) -> dict[int, np.ndarray[Any, Any]]:
-        """All partitions that are newer than those pulled before, as their elements' bytes."""
+        """Returns the bytes of all partitions that are newer than those pulled before."""
         buffers: dict[int, np.ndarray[Any, Any]] = {}
 
         def into(header: pb.PullHeader) -> memoryview:
@@ -307,13 +310,13 @@ class Member:
         return memoryview(whole)
 
     def _shape(self, partition_id: int) -> tuple[coordinator_pb2.TensorSpec, int]:
-        """The first tensor of a partition, and its elements."""
+        """Returns the first tensor of a partition, and the number of the partition's elements."""
         pieces = self._map.partitions[partition_id].pieces
         return self._map.tensors[pieces[0].tensor_index], sum(piece.length for piece in pieces)
 
 
 class Cluster:
-    """A scripted coordinator, and servers on loops of this process."""
+    """A scripted coordinator, and servers on event loops in this process."""
 
     wait_until = staticmethod(wait_until)
 
@@ -332,13 +335,13 @@ class Cluster:
         partition: int = 256,
         **settings: Any,
     ) -> ParameterServerClient:
-        """Starts a server that holds these tensors (default: 600 floats) cut in partitions of so
-        many elements, and waits until it is registered and knows the members (default: a, b in
-        generation 1)."""
+        """Starts a server for these tensors (default: 600 floats) in partitions of `partition`
+        elements. Waits until it is registered and knows the members (default: a, b in generation
+        1)."""
         self.declare(*tensors, members=members, partition=partition)
         client = self.unregistered(**settings)
         self.coordinator.registrations.get(timeout=DEADLINE_S)
-        self.coordinator.heartbeats.get(timeout=DEADLINE_S)  # the welcome has arrived, too
+        self.coordinator.heartbeats.get(timeout=DEADLINE_S)  # by now the welcome has arrived too
         return client
 
     def declare(
@@ -355,14 +358,14 @@ class Cluster:
             self.coordinator.members(generation, *names)
 
     def unregistered(self, **settings: Any) -> ParameterServerClient:
-        """Starts a server and does not wait for the coordinator."""
+        """Starts a server without waiting for its registration."""
         self._running.append(Running(self.directory, **{"coordinator": self.address, **settings}))
         return self.client(self._running[-1])
 
     def client(
         self, running: Running, *, transport: Transport | None = None, **settings: Any
     ) -> ParameterServerClient:
-        """Another client of a server. `transport`: other than the cluster's."""
+        """Returns another client of a server. `transport`: default: the cluster's."""
         channel = ChannelSettings(
             address=running.address, deadline=timedelta(seconds=DEADLINE_S), **settings
         )
@@ -374,25 +377,26 @@ class Cluster:
 
     @property
     def all_running(self) -> Sequence[Running]:
-        """Every server, in the order in which they were started."""
+        """All servers, in the order in which they were started."""
         return self._running
 
     @property
     def running(self) -> Running:
-        """The newest server."""
+        """The server that was started last."""
         return self._running[-1]
 
     def member(
         self, client: ParameterServerClient, name: str = "a", *, generation: int = 1
     ) -> Member:
-        """A worker. Its first pushes and pulls must come after `server` returned."""
+        """Returns a worker. Call `server` first: the worker needs the shard map."""
         assert self.coordinator.shard_map is not None
         return Member(client, self.coordinator.shard_map, name, generation)
 
     def trainable(
         self, client: ParameterServerClient, *, bound: int | None = None, lr: float = 1.0
     ) -> Member:
-        """Configures plain SGD with asp, or with ssp(bound), and starts from zeros."""
+        """Configures plain SGD with asp, or with ssp(bound), and initializes all values
+        with zeros."""
         mode = (
             pb.Consistency(mode=pb.Consistency.MODE_ASP)
             if bound is None
@@ -414,7 +418,7 @@ class Cluster:
 
 
 class _Noted(ParameterServer):
-    """A server that its thread's `Running` can access."""
+    """A server that its `Running` can find by the thread it runs on."""
 
     of_thread: ClassVar[dict[int, ParameterServer]] = {}
 
@@ -424,10 +428,10 @@ class _Noted(ParameterServer):
 
 
 class Running:
-    """One server on an event loop of its own thread."""
+    """One server on an event loop in its own thread."""
 
     def __init__(self, directory: Path, *, until_serving: bool = True, **settings: Any) -> None:
-        """`until_serving`: waits until it serves, which a backup may never do."""
+        """`until_serving`: waits until the server serves, which a backup may never do."""
         port_file = directory / f"port-{time.monotonic_ns()}"
         defaults = {
             "job": JOB,
@@ -445,11 +449,11 @@ class Running:
         if not until_serving:
             return
         wait_until(lambda: port_file.exists() or self.failure, "the server to serve")
-        # One that has served, and failed since, is the test's business.
+        # A failure after the server began to serve is left to the test.
         if self.failure is not None and not port_file.exists():
             raise self.failure
         addresses = json.loads(port_file.read_text())
-        # What it advertises may be a name that only the test knows.
+        # The advertised host name may be known only to the test.
         self.address = "127.0.0.1:" + addresses["grpc"].rpartition(":")[2]
         self.http: str = addresses["http"]
 
@@ -461,11 +465,12 @@ class Running:
             with asyncio.Runner() as runner:
                 self._loop = runner.get_loop()
                 runner.run(serve())
-        except BaseException as error:  # for the test's own thread
+        except BaseException as error:  # read by the test's own thread
             self.failure = error
 
     def shut_bulk_channel(self) -> None:
-        """Shuts the bulk channel as a firewall does: its port and socket refuse all connections."""
+        """Closes the bulk channel as a firewall does: its port and socket refuse all
+        connections."""
         assert self._loop is not None
         assert self.thread.ident is not None
         bulk = _Noted.of_thread[self.thread.ident]._bulk
@@ -474,7 +479,7 @@ class Running:
         )
 
     def stop(self) -> None:
-        """Stops the server as SIGTERM does."""
+        """Stops the server in the same way as SIGTERM."""
         if self._loop is not None and self.thread.is_alive():
             with suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stop.set)
@@ -484,7 +489,7 @@ class Running:
 
 @pytest.fixture
 def transport() -> Transport:
-    """Transport of tensors."""
+    """Each transport for tensors in turn."""
     return Transport.AUTO
 
 
@@ -499,8 +504,7 @@ def cluster(
 
 
 class ServerProcess:
-    """A parameter server in a process of its own, forked from the zygote or as launchers start
-    it."""
+    """A parameter server in its own process, forked from the zygote or started as by a launcher."""
 
     def __init__(
         self,
@@ -510,11 +514,13 @@ class ServerProcess:
         most_descriptors: int | None = None,
         **variables: str,
     ) -> None:
-        """Starts it, without waiting for it.
+        """Starts the process, without waiting until it serves.
 
-        zygote: what the process is forked from; None: a fresh `python -m shoal_ps_server`.
-        most_descriptors: limit of its open files; a fresh process only.
-        variables: set in its environment.
+        zygote: process to fork from; None: a fresh `python -m shoal_ps_server`.
+
+        most_descriptors: limit of open files, for a fresh process only.
+
+        variables: added to its environment.
         """
         self._port_file = directory / f"port-{time.monotonic_ns()}"
         self._log = directory / f"log-{time.monotonic_ns()}"
@@ -549,18 +555,18 @@ class ServerProcess:
         return self._log.read_text()
 
     def address(self) -> str:
-        """Waits until it serves."""
+        """The server's address; waits until it serves."""
         eventually(lambda: self._port_file.exists() or self.ended, "the server process to serve")
         assert not self.ended, self.log
         return str(json.loads(self._port_file.read_text())["grpc"])
 
     @property
     def http(self) -> str:
-        """Returns the address of the metrics once they are served."""
+        """The address of the metrics; waits until they are served."""
         return str(json.loads(self._port_file.read_text())["http"])
 
     def client(self) -> ParameterServerClient:
-        """Waits until it serves."""
+        """Returns a client; waits until the server serves."""
         return ParameterServerClient(
             ChannelSettings(address=self.address(), deadline=timedelta(seconds=DEADLINE_S))
         )
@@ -572,9 +578,9 @@ class ServerProcess:
         return self._process.wait(DEADLINE_S)
 
     def end(self, number: signal.Signals = signal.SIGTERM) -> int:
-        """Sends a signal and waits."""
+        """Sends a signal and waits for the process."""
         if not self.ended:
-            with suppress(ProcessLookupError):  # ended, which is not known here yet
+            with suppress(ProcessLookupError):  # ended, but not reaped yet
                 os.kill(self.pid, number)
         return self.wait()
 

@@ -1,4 +1,4 @@
-"""Servers between which partitions move: a coordinator that decides what the test says, and a
+"""Servers between which partitions move, with a coordinator whose decisions the test controls and a
 trainer that follows its shard map."""
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ ASP = pb.Consistency(mode=pb.Consistency.MODE_ASP)
 
 
 class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
-    """A coordinator of any number of servers, `s0`, `s1`, ..., at the places 0, 1, .... Its
-    decisions are its shard map. Its own lock guards its state."""
+    """A coordinator of any number of servers `s0`, `s1`, ... at the places 0, 1, ... Its decisions
+    are published as its shard map. `_lock` guards its state."""
 
     def __init__(
         self,
@@ -46,14 +46,14 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         partition: int,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
-        """`credentials`: for TLS."""
+        """`credentials`: for TLS; None: no TLS."""
         self._lock = threading.RLock()
         self.map = shard_map(*tensors, partition=partition)
         self.order: coordinator_pb2.MovePartitions | None = None
         self._giver = 0
         self._settled = coordinator_pb2.MovesSettled(move=0, epoch=1)
         self.decides = True
-        """At once, when the giver has reported; else when the test says so."""
+        """True: decides as soon as the giver has reported. False: the test calls `decide`."""
         self.reports: queue.Queue[coordinator_pb2.MoveReport] = queue.Queue()
         self.members: tuple[int, tuple[str, ...]] = (1, ("a", "b"))
         self.registered: dict[int, coordinator_pb2.RegisterServer] = {}
@@ -72,7 +72,7 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
         self._server.stop(None).wait(5)
 
     def move(self, partition_ids: Sequence[int], giver: int, receiver: int) -> int:
-        """Tells the giver; returns the move's number."""
+        """Orders the giver to move partitions; returns the move's number."""
         with self._lock:
             self.order = coordinator_pb2.MovePartitions(
                 move=self._settled.move + 1,
@@ -88,7 +88,7 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
             return self.order.move
 
     def decide(self, report: coordinator_pb2.MoveReport | None = None) -> None:
-        """The move under way ends as the report says; without one, as it was."""
+        """Ends the current move with the outcome in `report`; None: ends it without effect."""
         with self._lock:
             order, self.order = self.order, None
             assert order is not None
@@ -184,7 +184,7 @@ class MovingCoordinator(coordinator_pb2_grpc.CoordinatorServicer):
 
 
 class MovingServer:
-    """The process of one place, which can be started again over the same data."""
+    """The server process of one place, which can be restarted on the same data directory."""
 
     def __init__(
         self,
@@ -245,8 +245,8 @@ class MovingServer:
 
 
 class Trainer:
-    """One worker: follows the shard map, and sends again what was not acknowledged, under the same
-    numbers. `whole` is a server that does the same without moves."""
+    """One worker that follows the shard map and repeats unacknowledged pushes with their sequence
+    numbers. `whole` is a reference server that applies the same pushes without moves."""
 
     def __init__(
         self,
@@ -256,7 +256,7 @@ class Trainer:
         optimizer: pb.OptimizerSpec = ADAMW,
         **channel: Any,
     ) -> None:
-        """`channel`: ChannelSettings besides the address."""
+        """`channel`: ChannelSettings other than the address."""
         self._channel = channel
         self._coordinator = coordinator
         self._member = member
@@ -277,24 +277,24 @@ class Trainer:
         return range(len(self._map.partitions))
 
     def begin(self, consistency: pb.Consistency = ASP) -> None:
-        """First values of all partitions."""
+        """Sends the initial values of all partitions."""
         for index in {self._coordinator.owner(each) for each in self.partition_ids}:
             self._client(index).configure_optimizer(JOB, self._optimizer, consistency)
         for partition_id in self.partition_ids:
             self._send(partition_id, UploadKind.INITIALIZE)
 
     def step(self) -> None:
-        """One push of each partition."""
+        """Pushes each partition once."""
         self.steps += 1
         for partition_id in self.partition_ids:
             assert not self._send(partition_id, UploadKind.PUSH).known_batch
 
     def push_again(self, partition_id: int) -> pb.PartitionResult:
-        """The last one, as if its answer had been lost."""
+        """Repeats the last push of a partition, as if its answer had been lost."""
         return self._send(partition_id, UploadKind.PUSH, again=True)
 
     def check(self) -> None:
-        """Checks that the servers' state equals, to the last bit, that of a single server without
+        """Checks that the servers' state equals bit for bit that of the reference server without
         moves."""
         for partition_id in self.partition_ids:
             version, values = self._retry_until(
@@ -377,7 +377,7 @@ class Trainer:
                     raise
                 self.refusals.add(error.reason)
                 self._map = self._coordinator.newest_map()
-            except KeyError:  # it has not registered yet
+            except KeyError:  # not registered yet
                 pass
             return None
 
@@ -393,7 +393,7 @@ class Trainer:
 
 
 def holds(server_address: str) -> dict[int, int]:
-    """Partition -> version, of a server; empty while it cannot be reached."""
+    """Returns the version of each partition on a server; empty while it cannot be reached."""
     with (
         suppress(ShoalError),
         ParameterServerClient(ChannelSettings(address=server_address)) as client,

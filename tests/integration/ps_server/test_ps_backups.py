@@ -1,5 +1,5 @@
-"""A primary and its backup at awkward moments: the backup's side, or the coordinator's, is played
-by the test."""
+"""A primary and its backup at critical moments; the test plays either the backup or the
+coordinator."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DATA = ("weight", 8 << 20, "float32")
 
 
 class Follower:
-    """The backup `b`, as the primary sees it."""
+    """The stream of backup `b`, as the primary receives it."""
 
     def __init__(self, address: str, *, epoch: int = 2) -> None:
         self._out: queue.Queue[pb.FollowRequest | None] = queue.Queue()
@@ -49,7 +49,7 @@ class Follower:
         self._position = 0
 
     def read_all(self) -> None:
-        """All that the primary holds."""
+        """Reads until the primary has sent all that it holds."""
         for data in self.call:
             header, _ = decode_follow_chunk(data)
             if header is not None:
@@ -59,7 +59,7 @@ class Follower:
         pytest.fail("the stream ended before all had come")
 
     def has_all(self) -> None:
-        """Says that what was read is on its disk."""
+        """Acknowledges that everything read is on the backup's disk."""
         self._out.put(pb.FollowRequest(kept=pb.FollowKept(position=self._position, whole=True)))
 
     def close(self) -> None:
@@ -78,7 +78,8 @@ def follower(cluster: Cluster) -> Iterator[Follower]:
 
 @contextmanager
 def eventually_followed(cluster: Cluster) -> Iterator[Follower]:
-    """A follower that has read all; until the primary takes one, it is told to try again."""
+    """Yields a follower that has read everything. Connects again as long as the primary answers
+    UNAVAILABLE."""
     while True:
         with follower(cluster) as following:
             try:
@@ -92,7 +93,8 @@ def eventually_followed(cluster: Cluster) -> Iterator[Follower]:
 
 
 def primary(cluster: Cluster, *tensors: Any, **settings: Any) -> Any:
-    """A member of a job whose only server has `b` for a backup, by the coordinator's word."""
+    """Starts the only server of a job, to which the coordinator has assigned the backup `b`;
+    returns a member of the job."""
     cluster.coordinator.place = coordinator_pb2.ServerPlace(epoch=2, backup_id="b")
     return cluster.trainable(
         cluster.server(*tensors, data_dir=cluster.directory / "data", **settings)
@@ -100,7 +102,7 @@ def primary(cluster: Cluster, *tensors: Any, **settings: Any) -> Any:
 
 
 def report(cluster: Cluster) -> coordinator_pb2.BackupReport:
-    """The next one that the coordinator gets."""
+    """Returns the next report to the coordinator."""
     return cluster.coordinator.reports.get(timeout=30)
 
 
@@ -237,7 +239,7 @@ def test_a_primary_that_was_started_anew_does_not_serve_beside_a_backup_that_is_
     cluster.coordinator.place = coordinator_pb2.ServerPlace(epoch=2, backup_id="b", in_sync=True)
     client = cluster.unregistered(data_dir=cluster.directory / "data")
     while report(cluster).in_sync:
-        pass  # what was said before it ended
+        pass  # messages from before it ended
     member = cluster.member(client)
     with pytest.raises(UnavailableError) as caught:
         member.push(1.0)
@@ -263,8 +265,7 @@ def told_to_follow(cluster: Cluster) -> Iterator[ScriptedCoordinator]:
 
 
 def holds(directory: Path) -> dict[int, int]:
-    """Returns what a server that has ended left in its directory: the versions of its
-    partitions."""
+    """Returns the partition versions that a stopped server has left in its directory."""
     with DataDirectory(directory) as data:
         recovered = data.recover(job_id="job", server_id="b")
         return dict(recovered.shard.summary().versions)

@@ -1,5 +1,5 @@
-"""The bulk channel: who gets one, what it refuses, what happens when it cannot be had or breaks,
-and that it leaves nothing behind."""
+"""The bulk channel: which clients get one, what it refuses, the fallback when it is unavailable or
+breaks, and that it leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ BOTH = pytest.mark.parametrize("transport", [Transport.TCP, Transport.MEMORY])
 
 
 class Wire:
-    """A bulk connection that is spoken by hand."""
+    """A bulk connection whose bytes the test writes itself."""
 
     def __init__(
         self, opened: pb.OpenDataResponse, *, memory: bool = False, ticket: bytes | None = None
@@ -60,7 +60,7 @@ class Wire:
         self.socket.sendall(greeting(opened.ticket if ticket is None else ticket))
 
     def ready(self) -> int:
-        """The descriptor of the shared memory; 0: none."""
+        """Returns the descriptor of the shared memory; 0: none."""
         data, descriptors, _, _ = socket.recv_fds(self.socket, HEAD_BYTES, 1)
         assert parse_head(data).kind is Kind.READY
         return descriptors[0] if descriptors else 0
@@ -78,7 +78,7 @@ class Wire:
         return from_error_message(message)
 
     def is_closed(self) -> bool:
-        """Nothing comes any more, but for an alert of TLS's."""
+        """Returns whether the server has closed the connection; a TLS alert counts as closed."""
         try:
             return self.socket.recv(1) in (b"", b"\x15")
         except ConnectionResetError:
@@ -97,7 +97,7 @@ class Wire:
 
 
 def metric(cluster, line: str) -> float:
-    """The value of a line of /metrics; 0 without it."""
+    """Returns the value of a line of /metrics; 0 if there is no such line."""
     with urllib.request.urlopen(f"http://{cluster.running.http}/metrics", timeout=30) as answer:
         lines = answer.read().decode().splitlines()
     return next(
@@ -109,7 +109,7 @@ def connections(cluster, transport: Transport) -> float:
     return metric(cluster, f'shoal_ps_bulk_connections{{transport="{transport}"}}')
 
 
-# ------------------------------------------------------------------------------------- who gets one
+# ------------------------------------------------------------------------- which clients get one
 
 
 def test_one_machine_shares_memory_without_being_told_to(cluster) -> None:
@@ -145,7 +145,7 @@ def test_with_tls_on_the_rpcs_the_bulk_channel_has_it_too(cluster, tmp_path, mut
     member.push(1.0)
     assert all((values.view(np.float32) == -1).all() for values in member.pull().values())
     assert metric(cluster, 'shoal_ps_streams_total{method="Push",transport="tcp"}') == 1
-    with closing(Wire(client.open_data("job"))) as stranger:  # whose greeting is no handshake
+    with closing(Wire(client.open_data("job"))) as stranger:  # its greeting is not a TLS handshake
         assert stranger.is_closed()
     if mutual:  # the RPCs would refuse it as well: here with a ticket that another one got
         authority_alone = TlsSettings(authority=files["authority"])
@@ -258,7 +258,7 @@ def test_bulk_connections_leave_descriptors_for_everything_else(cluster, start, 
     )
     member = cluster.member(late, members[-1])
     member.initialize(np.zeros(1))
-    late.snapshot("job")  # begins a file of the journal
+    late.snapshot("job")  # starts a new file of the journal
     assert {each.version for each in member.push(1.0)} == {2}
     for wire in wires:
         wire.close()
@@ -266,7 +266,7 @@ def test_bulk_connections_leave_descriptors_for_everything_else(cluster, start, 
     late.close()
 
 
-# ---------------------------------------------------------------------------------- what it refuses
+# ------------------------------------------------------------------------------- what it refuses
 
 
 PULL = pb.PullRequest(job_id="job", member_id="", shard_map_epoch=1).SerializeToString()
@@ -304,7 +304,8 @@ def test_what_is_no_frame_ends_the_connection_with_one_error(cluster, data) -> N
 
 @BOTH
 def test_after_a_refusal_the_connection_goes_on(cluster, transport) -> None:
-    """Also after one in the middle of an upload, whose rest is read and passed over."""
+    """This also holds after a refusal in the middle of an upload, whose remaining bytes are read
+    and discarded."""
     client = cluster.server(("weight", 3 << 20, "float32"), partition=1 << 20)
     member = cluster.trainable(client)
     good, bad = (memoryview(np.full(1 << 20, value, np.float32)) for value in (1, np.nan))
@@ -347,7 +348,7 @@ def test_what_a_client_does_to_shared_memory_changes_nothing_that_was_checked(cl
     assert (member.pull()[0].view(np.float32) == -1).all()
 
 
-# ----------------------------------------------------------------- when it cannot be had, or breaks
+# ------------------------------------------------------------ when it is unavailable or breaks
 
 
 def test_where_the_port_is_shut_tensors_go_over_grpc_and_it_is_said_once(cluster, caplog) -> None:
@@ -363,7 +364,7 @@ def test_where_the_port_is_shut_tensors_go_over_grpc_and_it_is_said_once(cluster
         for _ in range(3):
             member.push(1.0)
             member.pull()
-    # nobody expects to share memory with a server that may be anywhere
+    # A client does not try shared memory with a server that may be on any machine.
     assert lost == [Transport.TCP]
     assert [
         record.getMessage() for record in caplog.records if "no bulk channel" in record.getMessage()
@@ -408,7 +409,7 @@ def test_a_server_that_is_killed_in_the_middle_of_a_push_is_unavailable_and_the_
     def push(member) -> None:
         def partitions():
             yield member.header(0), payload
-            halfway.wait(30)  # all have begun
+            halfway.wait(30)  # all pushes have begun
             halfway.wait(30)  # the server is dead
             yield member.header(1), payload
 
@@ -495,16 +496,16 @@ def test_a_server_that_stops_ends_idle_connections_and_the_next_call_finds_the_o
     cluster.running.stop()
     assert time.monotonic() - began < 8, "nobody waits for connections that have nothing to do"
     cluster.unregistered(data_dir=tmp_path / "data", listen=cluster.running.address)
-    client.get_server()  # gRPC has found it
+    client.get_server()  # gRPC has found the server again
     assert {each.version for each in member.push(1.0)} == {3}
 
 
-# ---------------------------------------------------------------------------- what it leaves behind
+# ------------------------------------------------------------------------ what it leaves behind
 
 
 def test_hundreds_of_connections_leave_no_descriptors_and_no_memory(cluster, start) -> None:
     cluster.declare(("weight", 600, "float32"), partition=300)
-    # Not forked: memory is measured, and the zygote has shared some of its own.
+    # Not forked: the test measures memory, and a fork shares memory with the zygote.
     process = start(
         "--coordinator", cluster.address, "--job", "job", "--server-id", "server", fresh=True
     )

@@ -1,5 +1,5 @@
-"""Tests what asp, ssp and bsp promise, held against recorded histories: real servers and sockets, a
-thread for each member, seeded delays."""
+"""The guarantees of asp, ssp and bsp, checked against recorded histories: real servers and sockets,
+one thread per member, seeded delays."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def ssp(bound: int) -> pb.Consistency:
 
 
 class Trainer:
-    """One member, which writes the history as it goes."""
+    """One member, which records the history of its pushes and pulls."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class Trainer:
         self.member = cluster.member(client, f"m{place}", generation=generation)
         self.place = place
         self.joined_at = 0
-        """Iterations of the job when it came."""
+        """Number of iterations of the job when this member joined."""
         self._history = history
         self._gradient = np.zeros(members)
         self._gradient[place] = -1.0
@@ -66,7 +66,7 @@ class Trainer:
                 counts[partition] = tuple(int(value) for value in values.view(np.float64))
 
     def read(self, *, wait: timedelta = LONG) -> None:
-        """Pulls, and says so, as bsp has it."""
+        """Pulls and reports the read to the server, as bsp requires."""
         self.pull(wait=wait)
         self.member.client.advance_clock(
             "job", self.member.member_id, clock=self.member.clock, has_read=True
@@ -153,15 +153,15 @@ def test_a_history_keeps_what_its_consistency_promises(
 
 
 def test_bsp_is_kept_by_members_that_never_say_that_they_have_read(begin) -> None:
-    """Then their next push says it: all pushes of an iteration are let in when the last of them has
-    come."""
+    """Their next push then counts as the report: all pushes of an iteration are admitted when the
+    last of them has arrived."""
     _, history, trainers = begin(BSP)
     together(*(partial(t.train, 10, says_so=False) for t in trainers))
     check_bsp(history)
 
 
 def overlapping(trainers: list[Trainer]) -> None:
-    """The first member pushes after its pull; only then do the others pull."""
+    """The first member pulls and pushes before the others pull."""
     fast, *others = trainers
     fast.pull(wait=timedelta(0))
     fast.push()
@@ -211,7 +211,7 @@ def test_the_check_of_asp_finds_lost_pushes_double_pushes_and_values_that_go_bac
     for wrong in ((0,), (2,)):
         with pytest.raises(BrokenPromise):
             check_asp(history(wrong))
-    unsure = History()  # begun, and never acknowledged: it may be there or not, but not by turns
+    unsure = History()  # not acknowledged: pulls may show it or not, but not in turns
     with pytest.raises(RuntimeError), unsure.pushing(0, 1):
         raise RuntimeError
     for count in (1, 0):
@@ -228,7 +228,7 @@ def test_under_bsp_a_push_waits_until_all_have_read_what_it_changes(begin, clust
     with ThreadPoolExecutor(1) as pool:
         pushing = pool.submit(fast.push)
         cluster.wait_until(lambda: "m0" in client.get_server().iterations, "the push to arrive")
-        slow.pull()  # it sees nothing of that, however long the other has been waiting
+        slow.pull()  # it does not see that push, however long the other has waited
         assert not pushing.done()
         assert client.get_server().pushes_applied == 0
         slow.member.client.advance_clock("job", "m1", clock=0, has_read=True)
@@ -253,7 +253,7 @@ def test_under_bsp_nobody_waits_for_a_member_that_is_gone_or_has_said_farewell(
             each.result(60)
     together(*(each.read for each in trainers[:2]))
     if how == "rests":
-        # It has work again, and begins with the iteration that the others are in.
+        # The member has work again and begins with the current iteration of the others.
         back = trainers[2]
         back.joined_at = 1
         back.read()
@@ -273,7 +273,7 @@ def test_under_bsp_a_joiner_reads_whole_iterations_and_is_waited_for_from_then_o
     first, second = trainers
     for each in trainers:
         each.read()
-    first.push()  # its iteration is open when the joiner comes, and goes on without it
+    first.push()  # its iteration is open when the joiner comes, and continues without it
     cluster.coordinator.members(2, "m0", "m1", "m2")
     cluster.wait_until(
         lambda: "m2" in client.get_server().clocks, "the server to hear of the joiner"
@@ -290,7 +290,7 @@ def test_under_bsp_a_joiner_reads_whole_iterations_and_is_waited_for_from_then_o
 def test_after_a_restart_of_the_server_bsp_goes_on_though_nobody_reads_again(
     begin, cluster, tmp_path
 ) -> None:
-    """Reads are not in the journal. A push from a member proves that it has read."""
+    """Reads are not in the journal. A member's push proves that the member has read."""
     _, history, trainers = begin(BSP, data_dir=tmp_path / "data")
     together(*(partial(each.train, 2) for each in trainers))
     for each in trainers:

@@ -1,5 +1,5 @@
-"""A member speaks for itself alone: who has a worker's token, and not the member's key, neither
-pushes nor pulls as that member."""
+"""A member can act only for itself: a client with a worker's token but without the member's key can
+neither push nor pull as that member."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def client_of(cluster: Any, name: str | None, transport: Transport = Transport.G
 
 @pytest.fixture
 def guarded(cluster: Any, tmp_path: Any) -> Any:
-    """A server that asks for tokens, with members a and b, who have keys."""
+    """A server that requires tokens, with members a and b, each of which has a key."""
     tokens = tmp_path / "tokens"
     tokens.write_text("worker: wt\nreader: rt\n")
     cluster.declare()
@@ -82,7 +82,7 @@ def test_every_call_that_names_a_member_asks_for_its_key(guarded: Any) -> None:
 def test_a_ticket_that_was_got_before_the_server_knew_of_the_member_does_not_speak_for_it(
     guarded: Any,
 ) -> None:
-    """The thief asks for a connection in the name of a member that is yet to come."""
+    """The thief requests a connection in the name of a member that has not joined yet."""
     owner = guarded.member(client_of(guarded, "a"))
     guarded.trainable(owner.client)
     early = guarded.client(
@@ -117,5 +117,5 @@ def test_a_server_that_comes_back_while_the_coordinator_is_away_knows_the_keys(
 
 
 def test_members_without_a_key_are_taken_at_their_word(cluster: Any) -> None:
-    """Members of an earlier release have no key."""
+    """Members of an earlier release have no key, and the server trusts the ids that they send."""
     cluster.trainable(cluster.server()).push(1.0)

@@ -1,5 +1,4 @@
-"""Tests what membership does to pushes and pulls: fencing, ssp's waits, and a coordinator that is
-away."""
+"""Effects of membership on pushes and pulls: fencing, ssp's waits, and an absent coordinator."""
 
 from __future__ import annotations
 
@@ -132,8 +131,8 @@ def test_ssp_holds_the_fast_until_the_slow_come_up(cluster) -> None:
 def test_a_member_that_caught_up_before_its_first_push_is_as_far_after_a_crash(
     cluster, tmp_path
 ) -> None:
-    """Its first word, with which its count begins, came with a pull, of which the journal has
-    nothing else."""
+    """The member's count begins with its first request. That was a pull, which the journal does not
+    record."""
     client = cluster.server(data_dir=tmp_path / "data")
     others, joiner = cluster.trainable(client, bound=5), cluster.member(client, "b")
     others.pull()
@@ -142,7 +141,7 @@ def test_a_member_that_caught_up_before_its_first_push_is_as_far_after_a_crash(
     client.advance_clock("job", "b", clock=3)
     before = dict(client.get_server().clocks)
     assert before == {"a": 1, "b": 3}
-    others.push(1.0)  # the journal has what came before it
+    others.push(1.0)  # writes the earlier state to the journal
     shutil.copytree(tmp_path / "data", tmp_path / "crashed")
     after = cluster.unregistered(data_dir=tmp_path / "crashed").get_server().clocks
     assert dict(after) == before
@@ -210,7 +209,7 @@ def test_a_clock_can_be_advanced_without_a_push(cluster) -> None:
     client.advance_clock("job", "b", clock=0)
     assert client.advance_clock("job", "b", clock=1).slowest_clock == 1
     fast.pull()
-    # "Wait for me no more."
+    # 2**63 - 1 means that nobody waits for this member any more.
     client.advance_clock("job", "b", clock=2**63 - 1)
     for _ in range(5):
         fast.push(1.0)

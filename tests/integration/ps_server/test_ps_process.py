@@ -1,4 +1,4 @@
-"""The server as a process: its command line, its snapshots over restarts and kills, its end."""
+"""The server as a process: its command line, snapshots across restarts and kills, and its exit."""
 
 from __future__ import annotations
 
@@ -71,8 +71,8 @@ def test_metrics_tell_of_the_disk_and_of_the_bound_that_workers_keep(
 
 
 def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_path) -> None:
-    """SIGTERM writes a snapshot; the next server has values, momentum, versions, sequence numbers
-    and settings."""
+    """SIGTERM makes the server write a snapshot. The next process has its values, momentum,
+    versions, sequence numbers and settings."""
     data = tmp_path / "data"
     client = cluster.server()  # the same pushes on a server that is not stopped
     process = start(*flags(cluster, "--data-dir", str(data)))
@@ -112,8 +112,7 @@ def test_a_restarted_server_goes_on_where_it_was_stopped(cluster, start, tmp_pat
 
 
 def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start, tmp_path) -> None:
-    """Two members push without a pause; the server is killed in the middle of it, again and
-    again."""
+    """Two members push continuously, and the server is killed several times meanwhile."""
     data = tmp_path / "data"
     cluster.declare(partition=300)
     generator = random.Random(0)
@@ -148,7 +147,7 @@ def test_a_killed_server_comes_back_with_all_that_it_acknowledged(cluster, start
                 acknowledged[name] + 1,
             }
             acknowledged[name] = min(each.sequence for each in server.partitions)
-            # whatever of it is not there yet
+            # repeats the part of the push that the server does not have yet
             cluster.member(client, name).push(1.0, sequence=acknowledged[name] + 1, base_version=1)
             acknowledged[name] += 1
         members = [threading.Thread(target=train, args=(name,)) for name in acknowledged]
@@ -191,7 +190,7 @@ def test_a_damaged_snapshot_keeps_the_server_from_starting_and_stays_as_it_is(
     with pytest.raises(CorruptDataError, match=r"snapshot\.safetensors is damaged"):
         cluster.unregistered(data_dir=snapshot.parent)
     assert snapshot.read_bytes() == b"no snapshot at all"
-    # it asked whether it is a backup, and is none
+    # it asked whether it is a backup, and it is not
     assert not cluster.coordinator.registrations.get(timeout=30).address
     cluster.coordinator.refusal = InvalidRequestError(
         "register.address='': this job has no backups", reason="REQUEST_INVALID"
@@ -323,7 +322,7 @@ def test_roles_are_enforced(cluster, tmp_path) -> None:
     ):
         with pytest.raises(PermissionDeniedError):
             call()
-    assert len(cluster.member(reader).pull(member_id="")) == 3  # it looks on, as nobody's member
+    assert len(cluster.member(reader).pull(member_id="")) == 3  # not as a member
     assert cluster.member(worker).pull()
     assert cluster.coordinator.tokens.get(timeout=30) == "Bearer st"
 
@@ -436,7 +435,7 @@ def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(
 ) -> None:
     data = tmp_path / "data"
     client = cluster.server(data_dir=data, snapshot_interval=timedelta(milliseconds=20))
-    (data / "snapshot.safetensors").mkdir()  # so that the rename fails, also for root
+    (data / "snapshot.safetensors").mkdir()  # makes the rename fail, also for root
     member = cluster.trainable(client)
     with pytest.raises(UnavailableError) as caught:
         cluster.client(cluster.running, attempts=1).snapshot("job")
@@ -471,7 +470,7 @@ def test_the_port_file_names_both_addresses_and_the_process(cluster, tmp_path) -
 def test_a_server_that_is_given_another_place_ends_and_the_next_process_serves_there(
     cluster, tmp_path
 ) -> None:
-    """Epochs of the one place say nothing of the other's."""
+    """Epochs of the two places are not comparable."""
     coordinator = cluster.coordinator
     coordinator.place = coordinator_pb2.ServerPlace(epoch=3)
     coordinator.shard_map = shard_map(("weight", 600, "float32"), owner=1)
@@ -487,7 +486,7 @@ def test_a_server_that_is_given_another_place_ends_and_the_next_process_serves_t
     )
     client = cluster.unregistered(**settings)
     assert client.get_server(member_id="a").server_id == "server"
-    coordinator.stop()  # the same place again is no other one
+    coordinator.stop()  # the same place again is not a change
     coordinator.start()
     coordinator.heartbeats.queue.clear()
     coordinator.heartbeats.get(timeout=60)

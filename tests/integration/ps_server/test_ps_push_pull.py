@@ -1,4 +1,4 @@
-"""Training over the wire: what is pushed is applied once and pulled as it is."""
+"""Training over the network: each push is applied once, and pulls return the result."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def test_a_schedule_changes_the_learning_rate_and_never_turns_back(cluster) -> N
     member.push(1.0)
     assert (floats(member.pull())[0] == -0.25).all()
     assert client.get_server().optimizer.hyperparameters["lr"] == 0.25
-    # Who comes later asks for what the job began with.
+    # A worker that comes later requests the job's initial settings.
     again = client.configure_optimizer(
         "job",
         pb.OptimizerSpec(name="sgd", hyperparameters={"lr": 1.0}),
@@ -144,8 +144,8 @@ def test_a_schedule_changes_the_learning_rate_and_never_turns_back(cluster) -> N
 
 
 def test_pulls_see_each_partition_whole_while_others_push(cluster) -> None:
-    """All elements of a partition get the same gradients, so a pull in which they differ saw half a
-    push."""
+    """All elements of a partition get the same gradients, so a pull with differing elements has
+    seen a partly applied push."""
     client = cluster.server(("weight", 3 << 20, "float32"), partition=2 << 20)
     pusher, puller = cluster.trainable(client), cluster.member(client, "b")
     done = threading.Event()
@@ -323,7 +323,7 @@ def test_values_are_pulled_in_a_codec_alike_by_all_and_the_server_keeps_their_pr
     assert all(bytes(rounded[number]) == bytes(again[number]) for number in rounded)
     lengths = {0: 256, 1: 256, 2: 88, 3: 100, 4: 256, 5: 44}
     for number, length in lengths.items():
-        if number == 3 and codec != codecs.INT8:  # a half of a half would save nothing
+        if number == 3 and codec != codecs.INT8:  # compressing a 16-bit dtype would save nothing
             assert bytes(rounded[number]) == bytes(raw[number])
             continue
         assert rounded[number].nbytes == codecs.payload_bytes(codec, length)

@@ -1,5 +1,5 @@
-"""Two servers, the real coordinator and real sessions of workers: the shard map is spread,
-membership reaches the servers, the end too."""
+"""Two servers, the real coordinator and real worker sessions: the servers receive the shard map,
+the membership and the end of the job."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def coordinator(tmp_path, cluster) -> Iterator[Callable[..., str]]:
 
 
 class Session:
-    """A worker's session, held open until `leave`."""
+    """A worker's session, which stays open until `leave`."""
 
     def __init__(self, client: CoordinatorClient) -> None:
         self.member_id = uuid.uuid4().hex

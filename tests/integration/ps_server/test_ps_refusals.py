@@ -1,5 +1,5 @@
-"""Every malformed request gets its status and reason, and the server goes on as if it had not
-come."""
+"""Every malformed request is answered with its status and reason, and leaves the server
+unchanged."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ over_each_transport = pytest.mark.parametrize(
 
 @pytest.fixture
 def trained(cluster):
-    """A server that has values, its only member, and a raw channel to it."""
+    """A server with values, its only member, and a raw channel to it."""
     client = cluster.server(members={1: ["a"]})
     member = cluster.trainable(client)
     member.pull()
@@ -46,7 +46,7 @@ def trained(cluster):
 
 
 def send(channel: grpc.Channel, method: str, data: bytes | list[bytes]) -> grpc.RpcError | None:
-    """The call's error, None if there was none."""
+    """Makes a call and returns its error, or None."""
     path = f"/{SERVICE.full_name}/{method}"
     try:
         if method in STREAMED:
@@ -293,8 +293,8 @@ HEADERS = st.builds(
 def test_whatever_is_sent_the_answer_is_one_that_is_expected(
     trained, method, data, changes, payload
 ) -> None:
-    """Random bytes to every RPC, and nearly right pushes: an answer, or a status of ours; the
-    values move only by whole pushes."""
+    """Sends random bytes to every RPC, and almost valid pushes. The server answers, or fails with
+    one of the project's statuses. Only complete pushes change values."""
     client, member, channel = trained
     header = member.header(0)
     for name, value in changes.items():
@@ -302,14 +302,14 @@ def test_whatever_is_sent_the_answer_is_one_that_is_expected(
     stream = [chunk(header, payload), data]
     error = send(channel, method, stream if method in STREAMED else data)
     if error is not None:
-        # The server waits for the coordinator to say that there is a newer generation.
+        # For a newer generation, the server waits until the coordinator announces it.
         expected = set(EXPECTED_CODES)
         if header.generation > member.header(0).generation:
             expected.add(grpc.StatusCode.UNAVAILABLE)
         assert error.code() in expected
         assert reason(error)
     partitions = client.get_server(member_id="a").partitions
-    # All pushes are this member's: a partition's version counts them, and its values are numbers
+    # All pushes are from this member, so a partition's version counts them. Its values stay finite
     # whatever was sent.
     assert [each.version for each in partitions] == [1 + each.sequence for each in partitions]
     reader = {

@@ -1,4 +1,4 @@
-"""A server's session with the coordinator, looked at on its own loop."""
+"""A server's session with the coordinator, run on its own event loop."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shoal_ps_server.session import CoordinatorSession, Known, Place, Registrati
 
 
 class Deaf:
-    """A listener to whom it is all the same."""
+    """A listener that ignores all events."""
 
     def known(self) -> Known:
         return Known()

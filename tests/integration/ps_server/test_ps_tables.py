@@ -1,5 +1,5 @@
-"""Sparse tables over the wire: rows are pulled and pushed by id, on every transport, and are there
-after a kill."""
+"""Sparse tables over the network: rows are pulled and pushed by id on every transport, and survive
+a kill."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ over_each_transport = pytest.mark.parametrize(
 
 
 def declare(cluster: Any, *, rows: int = 0) -> None:
-    """A dense tensor in partition 0, and a table in the four behind it."""
+    """Declares a dense tensor in partition 0, and a table in the partitions after it."""
     cluster.declare(("weight", 200, "float32"))
     shard_map = cluster.coordinator.shard_map
     shard_map.tensors.add(name="users", shape=[rows, DIM], dtype="float32", table=SPEC.message())
@@ -48,7 +48,7 @@ def declare(cluster: Any, *, rows: int = 0) -> None:
 
 
 class TableMember:
-    """A worker that trains rows."""
+    """A worker that trains the rows of a table."""
 
     def __init__(self, client: ParameterServerClient, name: str = "a") -> None:
         self.client = client
@@ -58,7 +58,7 @@ class TableMember:
     def pull(
         self, ids: np.ndarray[Any, Any], *, reader: bool = False, **changes: Any
     ) -> np.ndarray[Any, Any]:
-        """Rows in the order of their ids."""
+        """Returns rows in the order of their ids."""
         rows = np.empty((len(ids), DIM), np.float32)
         buffers: dict[int, np.ndarray[Any, Any]] = {}
         places = by_bucket(ids, BUCKETS)
@@ -85,7 +85,7 @@ class TableMember:
     def uploads(
         self, ids: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any], **changes: Any
     ) -> Any:
-        """One for each bucket, with ids or without."""
+        """Yields one upload per bucket, also for buckets without ids."""
         unique, summed = combined(ids, gradients)
         for number, chosen in enumerate(by_bucket(unique, BUCKETS)):
             payload = pushed_payload(unique[chosen], summed[chosen])
@@ -110,7 +110,7 @@ class TableMember:
     def push(
         self, ids: np.ndarray[Any, Any], gradients: np.ndarray[Any, Any], *, again: bool = False
     ) -> list[pb.PartitionResult]:
-        """One iteration; `again`: the one before, once more."""
+        """Pushes one iteration; `again`: repeats the previous one."""
         self.sequence -= again
         results = self.client.push(self.uploads(ids, gradients))
         self.sequence += 1
@@ -118,7 +118,7 @@ class TableMember:
 
 
 def steps(count: int, seed: int = 0) -> list[tuple[np.ndarray[Any, Any], np.ndarray[Any, Any]]]:
-    """Ids of which some repeat, and their gradients."""
+    """Returns `count` pairs of ids, some of which repeat, and their gradients."""
     generator = np.random.default_rng(seed)
     return [
         (generator.integers(0, 60, 30), generator.standard_normal((30, DIM)).astype(np.float32))
@@ -128,7 +128,7 @@ def steps(count: int, seed: int = 0) -> list[tuple[np.ndarray[Any, Any], np.ndar
 
 @pytest.fixture
 def member(cluster: Any) -> TableMember:
-    """A server with the table, and who trains it."""
+    """A worker of a server that has the table."""
     declare(cluster)
     client = cluster.unregistered()
     cluster.coordinator.registrations.get(timeout=30)
@@ -268,7 +268,7 @@ def test_a_server_that_is_killed_comes_back_with_every_row_that_it_acknowledged(
     member = TableMember(process.client())
     cluster.coordinator.registrations.get(timeout=30)
     member.client.configure_optimizer("job", pb.OptimizerSpec(name="sgd"), ASP)
-    member.pull(np.arange(1))  # the server knows the member
+    member.pull(np.arange(1))  # makes the member known to the server
     for number, (ids, gradients) in enumerate(steps(8)):
         member.push(ids, gradients)
         if number == 4:

@@ -1,5 +1,5 @@
-"""A bucket of a table is read whole, and put in place whole: to the last bit, once, and whatever
-stops the server on the way."""
+"""Buckets of a table are read and restored as a unit: bit for bit, once, and even if the server
+stops meanwhile."""
 
 from __future__ import annotations
 
@@ -253,14 +253,14 @@ def test_a_stream_that_is_damaged_on_its_way_is_noticed(
 def test_a_server_that_is_killed_has_restored_rows_and_what_was_pushed_before_and_since(
     cluster: Any, start: Make, tmp_path: Any, snapshot_after: int | None
 ) -> None:
-    """Versions go back with the restoration: the journal is made again all the same, after a
-    snapshot of any moment."""
+    """Versions go back with the restoration. The journal nevertheless replays correctly, whenever
+    the snapshot was taken."""
     declare(cluster)
     flags = ("--coordinator", cluster.address, *FLAGS, "--data-dir", str(tmp_path / "data"))
     process = start(*flags)
     member = trained(process.client())
     cluster.coordinator.registrations.get(timeout=30)
-    member.pull(np.arange(1))  # the server knows the member
+    member.pull(np.arange(1))  # makes the member known to the server
     then: list[bytes] = []
     for number, each in enumerate(steps(8)):
         if number == 2:

@@ -1,5 +1,5 @@
-"""Test cases that run on one rank of a tensor-parallel group; run by ranks.py. Failures are
-assertions on the rank."""
+"""Test cases that run on one rank of a tensor-parallel group; run by ranks.py. A failed case raises
+an assertion on the rank."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def close(a: torch.Tensor, b: torch.Tensor, what: str) -> None:
 def parity(
     mesh: DeviceMesh, model: str, sequence_dimension: int | None = None, length: int | None = None
 ) -> None:
-    """Output, gradients of parameters and input, and one optimizer step are those of one
-    process."""
+    """Output, gradients of parameters and input, and one optimizer step equal those of
+    one process."""
     alone, inputs = build(model)
     inputs = inputs if length is None else inputs[:, :length]
     split = copy.deepcopy(alone)
@@ -87,7 +87,7 @@ def pair(
     dropout: DropoutRandomness = DropoutRandomness.PER_SHARD,
     **options: Any,
 ) -> tuple[nn.Module, Any]:
-    """A split copy of a model."""
+    """Returns a sharded copy of a model, and its state."""
     split = copy.deepcopy(alone)
     return split, SplitModel(
         split,
@@ -107,7 +107,8 @@ def same_gradients(alone: nn.Module, split: nn.Module, state: Any) -> None:
 
 
 def more(mesh: DeviceMesh, model: str) -> None:
-    """With and without sequence parallelism, buffers included."""
+    """Less usual blocks equal one process with and without sequence parallelism, buffers
+    included."""
     make, styles = MORE[model]
     torch.manual_seed(0)
     alone, inputs = make().double(), activations(16)()
@@ -130,8 +131,8 @@ def more(mesh: DeviceMesh, model: str) -> None:
 
 
 def evaluation(mesh: DeviceMesh, model: str) -> None:
-    """Without gradients torch's transformer layers have ways of their own (fast path, nested
-    tensors), which know nothing of DTensors."""
+    """Without gradients, torch's transformer layers take their own code paths (fast path, nested
+    tensors), which do not support DTensor."""
     alone, inputs = build(model)
     split, _ = pair(mesh, alone)
     for without_gradients in (torch.no_grad, torch.inference_mode):
@@ -199,8 +200,8 @@ def dropout_per_shard(mesh: DeviceMesh) -> None:
 
 
 def parallel_loss(mesh: DeviceMesh) -> None:
-    """Over an uneven vocabulary, with all of cross_entropy's options; and through the model,
-    without ever having the whole logits."""
+    """The loss over sharded logits equals cross_entropy with all its options, for a vocabulary of
+    uneven shards. Through the model, no rank gathers the full logits."""
     generator = torch.Generator().manual_seed(3)
     logits = torch.randn(6, 11, dtype=torch.float64, generator=generator)
     target = torch.tensor([0, 10, 5, -100, 3, 7])
@@ -316,8 +317,9 @@ def checkpointed_copied_compiled_frozen(mesh: DeviceMesh) -> None:
 
 
 def checkpointed_within_a_loss(mesh: DeviceMesh, elsewhere: bool) -> None:
-    """A model whose passes are within the region of a loss keeps its own settings there, also where
-    a checkpoint is computed again. `elsewhere`: on a thread of autograd's, as on CUDA."""
+    """A model whose passes run within `loss_parallel` keeps its own settings there, also when a
+    checkpointed block is recomputed. `elsewhere`: the recomputation is on a thread of autograd, as
+    on CUDA."""
     torch.manual_seed(0)
     alone = NanoGpt(dropout=0.2).double()
     split, state = pair(mesh, alone, DropoutRandomness.AS_ONE_PROCESS)
@@ -337,7 +339,7 @@ def checkpointed_within_a_loss(mesh: DeviceMesh, elsewhere: bool) -> None:
         loss = split(tokens()).square().sum()
         with passes_on_threads_of_autograd() if elsewhere else contextlib.nullcontext():
             loss.backward()
-    assert open_regions == [1, 1]  # another one would apply rules to what rules call
+    assert open_regions == [1, 1]  # another one would apply sharding rules twice
     same_gradients(alone, split, state)
 
 

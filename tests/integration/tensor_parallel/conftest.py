@@ -1,5 +1,5 @@
-"""Gives tests functions that run a case on all ranks of one group: processes, which serve all tests
-of a session, or threads."""
+"""Runs a case on all ranks of one group: on processes, which serve all tests of a session, or on
+threads."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def _ranks(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Ite
         run_task(ranks, f"{_TASKS}:join", directory=str(tmp_path_factory.mktemp("tensor-parallel")))
         yield ranks
         for rank in ranks:
-            rank.end()  # nobody else can use a rank of this world
+            rank.end()  # no other test can use a rank of this world
 
 
 @pytest.fixture
 def run(_ranks: list[Rank]) -> Callable[..., list[Any]]:
-    """run(case, size, **arguments): on groups of `size` ranks; what each of the four ranks
-    returned."""
+    """run(case, size, **arguments) -> the results of four ranks, which form groups of
+    `size` ranks."""
 
     def run(case: str, size: int, **arguments: Any) -> list[Any]:
         return list(
@@ -43,8 +43,8 @@ def run(_ranks: list[Rank]) -> Callable[..., list[Any]]:
 
 @pytest.fixture
 def run_threads() -> Callable[..., None]:
-    """run_threads(case, **arguments): on two ranks that are threads of this process, which is
-    quicker."""
+    """run_threads(case, **arguments): runs a case on two ranks that are threads of this process,
+    which is faster."""
 
     def run(case: str, **arguments: Any) -> None:
         launch(

@@ -1,7 +1,7 @@
-"""Counts what a piece of code really sends: every collective that runs within, with its bytes.
+"""Counts every collective that a piece of code really sends, with its bytes.
 
-Sees functional collectives (DTensor's) and c10d's own. What a plan expects is
-`TensorParallelPlan.communication`.
+Sees functional collectives (DTensor's) and those of c10d. `TensorParallelPlan.communication` is
+what a plan expects.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 @dataclass(frozen=True, order=True)
 class Collective:
-    """One call."""
+    """One collective call."""
 
     kind: str
     """all_reduce, all_gather, reduce_scatter, all_to_all, broadcast, scatter, gather."""
@@ -26,21 +26,21 @@ class Collective:
     dtype: torch.dtype
 
     def bytes_sent(self, size: int) -> float:
-        """By one rank of `size`, on average, with the best algorithm."""
+        """Returns the bytes sent by one of `size` ranks, on average, with the best algorithm."""
         once = self.payload_bytes * (size - 1) / size
         return 2 * once if self.kind == "all_reduce" else once
 
 
 class CollectiveCounter(TorchDispatchMode):
-    """Within `with CollectiveCounter() as counter:` all collectives of this thread, and of a
-    backward pass that it runs, are recorded."""
+    """Within `with CollectiveCounter() as counter:`, records all collectives of this thread and of
+    the backward passes that it runs."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]  # torch's is untyped
         self.collectives: list[Collective] = []
 
     def counts(self) -> Counter[str]:
-        """Returns how many of each kind."""
+        """Returns the number of collectives of each kind."""
         return Counter(c.kind for c in self.collectives)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -1,5 +1,5 @@
-"""Small models, built as the libraries that people use build theirs: by structure and attribute
-names, without those libraries."""
+"""Small models with the structure and attribute names of popular libraries, without those
+libraries."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ class Mlp(nn.Module):
 
 
 class NanoAttention(nn.Module):
-    """Karpathy's nanoGPT: sizes come from the input's shape; packed query, key and value; attention
-    spelled out or by torch."""
+    """Karpathy's nanoGPT: sizes come from the input's shape; query, key and value are packed;
+    attention is written out or torch's function."""
 
     def __init__(self, width, heads, dropout, flash):
         super().__init__()
@@ -81,7 +81,7 @@ class NanoBlock(nn.Module):
 
 
 class NanoGpt(nn.Module):
-    """With tied embeddings."""
+    """A GPT with tied embeddings."""
 
     def __init__(self, vocabulary=20, width=16, heads=4, blocks=1, dropout=0.0, flash=True):
         super().__init__()
@@ -117,8 +117,8 @@ def rotate_half(x):
 
 
 class LlamaAttention(nn.Module):
-    """Attention as in transformers: grouped heads, rotary positions, the number of heads in the
-    configuration only, and a norm of each head as in Qwen 3."""
+    """Attention as in transformers: grouped heads, rotary positions, the number of heads only in
+    the configuration, and a norm of each head as in Qwen 3."""
 
     def __init__(self, config):
         super().__init__()
@@ -200,8 +200,8 @@ class LlamaLayer(nn.Module):
 
 
 class Llama(nn.Module):
-    """Embeddings not tied; computes the loss itself if it gets labels, as transformers' models
-    do."""
+    """A Llama with untied embeddings; computes the loss itself if it gets labels, like
+    transformers' models."""
 
     def __init__(self, vocabulary=20, eager=False, key_heads=4):
         super().__init__()
@@ -233,8 +233,7 @@ class Llama(nn.Module):
 
 
 class Conv1D(nn.Module):
-    """transformers.pytorch_utils.Conv1D: a linear layer that keeps its weight the other way
-    round."""
+    """transformers.pytorch_utils.Conv1D: a linear layer that stores its weight transposed."""
 
     def __init__(self, nf, nx):
         super().__init__()
@@ -365,8 +364,8 @@ class BertLayer(nn.Module):
 
 
 class Vit(nn.Module):
-    """timm's attention: query, key and value by reshape and unbind; Sequential MLP; a head of its
-    own."""
+    """timm's attention: query, key and value by reshape and unbind; a Sequential MLP; a
+    classification head."""
 
     def __init__(self, width=16, heads=4):
         super().__init__()
@@ -389,7 +388,7 @@ class Vit(nn.Module):
 
 
 class Odd(nn.Module):
-    """Names that say nothing; torch's attention function."""
+    """A block whose attribute names reveal nothing; uses torch's attention function."""
 
     def __init__(self, width=16, heads=4):
         super().__init__()
@@ -463,14 +462,14 @@ MODELS = {
 
 
 def build(name: str) -> tuple[nn.Module, torch.Tensor]:
-    """The model, always with the same values, in float64, and an input."""
+    """Builds a model in float64, with the same values on each call, and an input."""
     make, inputs = MODELS[name]
     torch.manual_seed(0)
     return make().double(), inputs()
 
 
 class LlamaBlock(LlamaLayer):
-    """A layer of Llama without the norm of each head, given its positions."""
+    """A Llama layer without the norm of each head; the caller passes its positions."""
 
     def __init__(self):
         super().__init__(
@@ -505,4 +504,4 @@ BLOCKS = {
     "bert": (BertLayer, 16),
     "torch": (lambda: nn.TransformerEncoderLayer(16, 4, 32, 0.0, batch_first=True), 16),
 }
-"""One transformer block each, and its width."""
+"""One transformer block of each model, and its width."""

@@ -1,5 +1,5 @@
-"""Attention and MLPs that are built in ways less usual: what is split of them is right, if not
-always as cheap."""
+"""Attention and MLPs of less usual structure: their shards compute correct results, if not always
+at the lowest cost."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tests.integration.tensor_parallel.models import LlamaMlp
 
 
 class NeoxAttention(nn.Module):
-    """GPT-NeoX: query, key and value packed head by head."""
+    """GPT-NeoX: query, key and value are packed head by head."""
 
     def __init__(self, width=16, heads=4):
         super().__init__()
@@ -30,7 +30,7 @@ class NeoxAttention(nn.Module):
 
 
 class T5Layer(nn.Module):
-    """T5: a learned bias for each head, added in place."""
+    """T5: a learned bias for each head is added in place."""
 
     def __init__(self, width=16, heads=4):
         super().__init__()
@@ -56,7 +56,7 @@ class T5Layer(nn.Module):
 
 
 class Alibi(nn.Module):
-    """A learned slope for each head in the mask, a gate after the sum, attention by einsum and
+    """A learned slope for each head in the mask, a gate after the sum, and attention by einsum and
     baddbmm."""
 
     def __init__(self, width=16, heads=4):
@@ -84,7 +84,7 @@ class Alibi(nn.Module):
 
 
 class Experts(nn.Module):
-    """Mixtral's: each expert is a block, and gets the tokens that choose it."""
+    """Mixtral's experts: each is a block, and gets the tokens that are routed to it."""
 
     def __init__(self, width=16):
         super().__init__()
@@ -102,7 +102,7 @@ class Experts(nn.Module):
 
 
 class BatchNormed(nn.Module):
-    """A norm over the batch between the two layers, which needs its whole input."""
+    """A batch norm between the two layers, which needs its full input."""
 
     def __init__(self):
         super().__init__()
@@ -125,4 +125,4 @@ MORE = {
     }}),
     "batch norm": (BatchNormed, {"fc1": "column", "fc2": "row"}),
 }  # fmt: skip
-"""The model, and what is split of it."""
+"""Model -> constructor and input, and the style of each sharded module."""

@@ -18,8 +18,8 @@ from tests.integration.tensor_parallel.split_model import SplitModel
 
 
 def block_communication(mesh: DeviceMesh, block: str) -> None:
-    """A transformer block: two all-reduces of the activations in each direction, and nothing else
-    (SPEC.md 2)."""
+    """A transformer block sends two all-reduces of the activations in each direction, and nothing
+    else (SPEC.md 2)."""
     make, width = BLOCKS[block]
     torch.manual_seed(0)
     model, x = make().double(), activations(width)()
@@ -75,7 +75,7 @@ def sequence_communication(mesh: DeviceMesh) -> None:
 
 
 def model_communication(mesh: DeviceMesh) -> None:
-    """The plan of a whole model says what is measured."""
+    """The plan of a full model predicts the measured communication."""
     torch.manual_seed(0)
     model, state = pair(mesh, NanoGpt(blocks=2).double())
     with CollectiveCounter() as forward:
@@ -117,7 +117,7 @@ def mismatched(mesh: DeviceMesh) -> None:
 
 
 def traced(mesh: DeviceMesh) -> None:
-    """Blocks found by tracing are split right, with two all-reduces in each direction."""
+    """Blocks found by tracing are sharded correctly, with two all-reduces in each direction."""
     torch.manual_seed(0)
     alone, inputs = Odd().double(), activations(16)()
     split, state = pair(mesh, alone, example_inputs=(inputs,))
@@ -129,7 +129,8 @@ def traced(mesh: DeviceMesh) -> None:
 
 
 def asked(mesh: DeviceMesh) -> None:
-    """Checks that the result is that of one process under any plan of a user's, sensible or not."""
+    """The result equals that of one process under any plan of the user's, whether it is sensible or
+    not."""
     torch.manual_seed(0)
     alone = NanoGpt(flash=False).double()
     for plan in (

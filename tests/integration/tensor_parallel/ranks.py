@@ -1,5 +1,5 @@
-"""Tasks of four ranks of one `shoal_gloo` world (tests/ranks): the cases (cases.py, plan_cases.py)
-that a test requests."""
+"""Tasks of four ranks of one `shoal_gloo` world (tests/ranks), which run the cases that a test
+requests (cases.py, plan_cases.py)."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WORLD = 4
 CASES = {**vars(cases), **vars(plan_cases)}
 
 _meshes: dict[int, DeviceMesh] = {}
-"""By size: of two ranks there are two, which do the same."""
+"""Mesh by size: with size 2 there are two meshes, which do the same work."""
 
 
 def join(rank: int, directory: str) -> None:
@@ -32,7 +32,7 @@ def join(rank: int, directory: str) -> None:
 
 
 def run_case(rank: int, case: str, size: int, arguments: dict[str, Any]) -> Any:
-    """A task: a case on the mesh of `size` ranks."""
+    """A task: runs a case on the mesh of `size` ranks."""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         warnings.filterwarnings("ignore", category=FutureWarning, module="torch")

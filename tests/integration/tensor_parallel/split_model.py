@@ -1,5 +1,5 @@
-"""A model that is split over the ranks of a mesh and has the values of the whole one; what its
-ranks hold can be put together again."""
+"""A model that is sharded over the ranks of a mesh and has the values of the unsharded one. Its
+shards can be gathered again."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 
 class SplitModel:
-    """`module`, split in place."""
+    """Shards `module` in place."""
 
     def __init__(
         self,
@@ -47,19 +47,19 @@ class SplitModel:
                     parameter.copy_(whole[name])
 
     def gather(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """The whole of a tensor that is laid out like the parameter `name`. All ranks call it."""
+        """Gathers a tensor that is sharded like the parameter `name`. All ranks must call it."""
         if not isinstance(tensor, DTensor):
             return tensor.detach()
         return tensor.full_tensor().detach().reshape(self._layouts[name].shape)
 
     def full_state_dict(self) -> dict[str, torch.Tensor]:
-        """Parameters and buffers under the names, and in the shapes, of the whole model. All ranks
-        call it."""
+        """Gathers parameters and buffers under the names and shapes of the unsharded model. All
+        ranks must call it."""
         return {
             name: self.gather(name, tensor) for name, tensor in self._module.state_dict().items()
         }
 
     def bytes_here(self) -> int:
-        """Bytes that this rank's parts of the parameters take."""
+        """Returns the bytes of this rank's shards of the parameters."""
         parts = [p.to_local() if isinstance(p, DTensor) else p for p in self._module.parameters()]
         return sum(part.numel() * part.element_size() for part in parts)

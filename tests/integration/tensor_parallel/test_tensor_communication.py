@@ -1,5 +1,5 @@
-"""Tests what tensor parallelism sends is what SPEC.md 2 says: two all-reduces of the activations a
-block and direction."""
+"""Tensor parallelism sends what SPEC.md 2 says: two all-reduces of the activations per block and
+direction."""
 
 from __future__ import annotations
 

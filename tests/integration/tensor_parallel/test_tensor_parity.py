@@ -1,5 +1,5 @@
-"""A model split over ranks computes what one process computes, to 1e-10 in float64, for every kind
-of block that is known."""
+"""A model sharded over ranks computes what one process computes, to 1e-10 in float64, for every
+known kind of block."""
 
 from __future__ import annotations
 

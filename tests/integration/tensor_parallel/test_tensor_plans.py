@@ -1,4 +1,4 @@
-"""Plans that do not fit, and one rank."""
+"""Plans that do not fit their model, and groups of one rank."""
 
 from __future__ import annotations
 

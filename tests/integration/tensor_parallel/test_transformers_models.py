@@ -1,4 +1,4 @@
-"""transformers' models as they come, with their caches and masks, are split without a plan, and
+"""Unmodified transformers models, with their caches and masks, are sharded without a plan, and
 train and generate as in one process."""
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def test_a_family_generates_split_over_two_ranks_what_one_process_generates(fami
         model, optimizer = shoal.as_distributed(
             net, torch.optim.SGD(net.parameters(), 0.0), strategy="tensor"
         )
-        _train(family, model, optimizer)  # a step of nothing lays the model out over the ranks
+        _train(family, model, optimizer)  # an empty step places the model on the ranks
         model.eval()
         return model.generate(**_prompt(family)), model.config.model_type
 

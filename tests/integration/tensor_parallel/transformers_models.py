@@ -1,5 +1,5 @@
-"""Tiny models of transformers, of each family that `tensor` splits without a plan, with batches as
-their users have them."""
+"""Tiny transformers models of each family that `tensor` shards without a plan, with typical
+batches."""
 
 from __future__ import annotations
 
@@ -73,13 +73,13 @@ FAMILIES: Mapping[str, tuple[str, str, Mapping[str, Any]]] = {
         {"image_size": 16, "patch_size": 4, "num_labels": 5, **_ENCODER},
     ),
 }
-"""Family -> its model, its configuration, and the values of that."""
+"""Family -> its model class, its configuration class, and the configuration's values."""
 GENERATING = tuple(family for family in FAMILIES if family not in ("bert", "vit"))
 
 
 def build(family: str) -> nn.Module:
-    """A small model of the family, in float64, with the same values on each call."""
-    import transformers  # takes more than a second, which only those who build a model pay for
+    """Builds a small model of the family in float64, with the same values on each call."""
+    import transformers  # imported here because it takes more than a second
 
     model, configuration, values = FAMILIES[family]
     torch.manual_seed(0)
@@ -89,7 +89,7 @@ def build(family: str) -> nn.Module:
 
 
 def batch(family: str, seed: int) -> dict[str, torch.Tensor]:
-    """Returns the model's keyword arguments. One of several sequences is padded, and its padding
+    """Returns the model's keyword arguments. One of several sequences is padded, and its padding is
     masked."""
     generator = torch.Generator().manual_seed(seed)
     if family == "vit":

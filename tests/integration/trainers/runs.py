@@ -1,4 +1,4 @@
-"""Runs of the Trainers' programs, which say as JSON what each process ended with."""
+"""Runs of the Trainers' programs, each of whose processes prints its final state as JSON."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ import pytest
 
 IN_TWO = ("run", "--standalone", "--nproc-per-node", "2")
 DEADLINE_S = 200.0
-"""Three processes import the Trainer's library, and then a fourth."""
+"""Time for three processes to import the Trainer's library, and then for a fourth."""
 
 Alone = Callable[[str], tuple[dict[str, Any], Path]]
 
 
 def told(output: str) -> list[dict[str, Any]]:
-    """Returns what the processes say that they ended with."""
+    """Returns the final states that the processes printed."""
     return [
         json.loads(line.split("told ", 1)[1]) for line in output.splitlines() if "told {" in line
     ]
 
 
 def finish(command: Any) -> list[dict[str, Any]]:
-    """Waits for the end of a run, and asserts that it succeeded and that its workers were forked.
+    """Waits for the end of a run; asserts that it succeeded and that its workers were forked.
 
-    What it is compared with ran in a fresh interpreter (`run_alone`).
+    The run that it is compared with used a fresh interpreter (`run_alone`).
     """
     try:
         status = command.process.wait(DEADLINE_S)
@@ -49,7 +49,7 @@ def run_alone(
     *also: str,
     cwd: Path | None = None,
 ) -> dict[str, Any]:
-    """Returns what one process without a job ends with, which writes into `directory`."""
+    """Runs one process without a job, which writes into `directory`; returns its final state."""
     ended = subprocess.run(
         [sys.executable, program, directory, strategy, *also],
         check=False,
@@ -72,8 +72,8 @@ def runs_alone(
     *also: str,
     cwd: Path | None = None,
 ) -> Alone:
-    """Returns what one process without a job ends with, by strategy, and the file `model` that it
-    writes; each is run once. `also`: further arguments."""
+    """Returns a function that runs one process without a job, once for each strategy. It returns
+    the final state and the file `model` that was written. `also`: further arguments."""
 
     @cache
     def run(strategy: str) -> tuple[dict[str, Any], Path]:

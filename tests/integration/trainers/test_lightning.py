@@ -1,5 +1,5 @@
-"""Lightning's Trainer under `shoal run`: workers are killed, others join, all are asked to leave;
-it ends as one process alone would."""
+"""Lightning's Trainer under `shoal run`: workers are killed, others join, or all are asked to
+leave. The run ends like a single process."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """Returns the final state of one process without a job and the model that it writes, by
+    """Returns the final state of one process without a job and the model file that it writes, by
     strategy."""
     return runs_alone(tmp_path_factory, PROGRAM, "model.ckpt", {})
 
 
 def weights(path: Path) -> dict[str, torch.Tensor]:
-    """The module's state in a file that `trainer.save_checkpoint` wrote."""
+    """Returns the module's state in a file that `trainer.save_checkpoint` wrote."""
     state: dict[str, torch.Tensor] = torch.load(path, weights_only=True)["state_dict"]
     return state
 
@@ -55,9 +55,10 @@ def test_alone_it_ends_as_lightnings_own_strategy_does(alone: Alone) -> None:
 def test_a_killed_worker_and_its_replacement_change_nothing(
     shell: Shell, alone: Alone, strategy: str, mode: str
 ) -> None:
-    """Weights bit for bit, losses and metrics of all epochs, and what callbacks have counted, on
-    all ranks. What is logged beside the loss is exact unless a worker died when the step counted
-    already and before the others had its value, as under ddp, which is told."""
+    """On all ranks, weights are equal bit for bit, and so are the losses and metrics of all epochs
+    and the counts of callbacks. Other logged values are exact, with one exception, which is
+    reported: under ddp a worker may die after a step is committed and before the others have its
+    value."""
     expected, model = alone("ddp" if strategy == "ddp" else "zero2")
     expected = json.loads(json.dumps(expected))
     assert (expected["steps"], expected["epochs"], len(expected["course"])) == (40, 8, 8)
@@ -98,7 +99,7 @@ def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alo
 
 
 def nearly(value: Any) -> Any:
-    """Rounds fractional numbers to five places."""
+    """Rounds floats to five decimal places."""
     if isinstance(value, dict):
         return {name: nearly(each) for name, each in value.items()}
     if isinstance(value, list):

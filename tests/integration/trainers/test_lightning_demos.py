@@ -1,6 +1,5 @@
-"""Models that come with Lightning, unchanged, under Shoal's strategy: its BoringModel, with which
-it tests its own strategies, and the word language model of torch's examples, which it has
-ported."""
+"""Unmodified models of Lightning under Shoal's strategy: its BoringModel, with which it tests its
+own strategies, and its port of the word language model from torch's examples."""
 
 from __future__ import annotations
 
@@ -22,8 +21,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def words(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with a text of 48 windows of 35 words, where the language model looks for its
-    own."""
+    """A directory with a text of 48 windows of 35 words, at the path that the language
+    model reads."""
     directory = tmp_path_factory.mktemp("words")
     draw = random.Random(0)
     lines = [" ".join(f"word{draw.randrange(60)}" for _ in range(20)) for _ in range(82)]
@@ -56,8 +55,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 def test_a_boring_model_is_fitted_validated_tested_and_predicted_with(
     shell: Shell, alone: Alone, strategy: str
 ) -> None:
-    """A BoringModel draws its data anew for each of these, so only weights are compared with
-    another process's; the ranks agree on all."""
+    """A BoringModel draws new data for each of these, so only its weights are compared with another
+    process. The ranks agree on all results."""
     expected, model = alone("boring")
     results = finish(shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "boring", strategy))
     assert results[0] == results[1]
@@ -72,8 +71,8 @@ def test_a_boring_model_is_fitted_validated_tested_and_predicted_with(
 def test_the_language_model_of_torchs_examples_survives_a_kill(
     shell: Shell, words: Path, strategy: str
 ) -> None:
-    """The run ends as one process alone does, bit by bit, with dropout. One worker of the machine
-    prepares the data, and the replacement of a killed one does not do so again."""
+    """The run, with dropout, ends bit for bit like one process. One worker of the machine prepares
+    the data, and the replacement of a killed worker does not prepare them again."""
     expected = run_alone(PROGRAM, shell.directory / "alone", "language", {}, strategy, cwd=words)
     (shell.directory / "data").symlink_to(words / "data")
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "language", strategy, "kill")

@@ -1,5 +1,5 @@
-"""examples/lora.py, and Shoal's Trainer with a model of peft: the adapter is that of one process,
-whatever the strategy, also after a kill."""
+"""examples/lora.py, and Shoal's Trainer with a peft model: the adapter equals that of one process
+under every strategy, also after a kill."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ Adapter = dict[str, torch.Tensor]
 
 
 def train(directory: Path, script: str, *arguments: str, ranks: int) -> tuple[Adapter, str]:
-    """Runs the script in `directory`. Returns the adapter that it writes, and its output."""
+    """Runs the script in `directory`; returns the adapter that it writes, and its output."""
     directory.mkdir()
     (directory / "script.py").write_text(script.format(examples=str(EXAMPLE.parent)))
     shoal = ["-m", "shoal", "run", "--standalone", "--nproc-per-node", str(ranks)] if ranks else []

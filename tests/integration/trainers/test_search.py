@@ -1,5 +1,5 @@
-"""examples/search.py: a study of Optuna whose trials are runs, one of which loses its main process
-at the worst moment."""
+"""examples/search.py: an Optuna study whose trials are runs, one of which loses its main process at
+a critical moment."""
 
 from __future__ import annotations
 
@@ -33,13 +33,14 @@ def report(self, value, step):
 
 optuna.Trial.report = report
 """
-"""Kills the process that reports, behind its report and before the others have the decision."""
+"""Kills the process that reports to Optuna, after its report and before the others have the
+decision."""
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def search(directory: Path, *arguments: str, patch: str = "") -> str:
-    """Runs the example in `directory` and returns what it writes to stderr."""
+    """Runs the example in `directory` and returns its stderr."""
     directory.mkdir(exist_ok=True)
     script = directory / "search.py"
     shutil.copy(EXAMPLE, script)
@@ -80,7 +81,7 @@ def test_trials_survive_a_kill_and_report_each_epoch_once(tmp_path: Path) -> Non
 
 
 def test_the_guide_shows_the_functions_of_the_example() -> None:
-    """Without their docstrings."""
+    """The guide leaves out their docstrings."""
     lines = [line for line in EXAMPLE.read_text().splitlines() if not line.startswith('    """')]
     for block in GUIDE.read_text().split("```python\n")[1:]:
         assert block.partition("```")[0].rstrip() in "\n".join(lines)

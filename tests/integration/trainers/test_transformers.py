@@ -1,5 +1,5 @@
-"""transformers' Trainer under `shoal run`: workers are killed, others join, all are asked to leave;
-it ends as one process alone would. Evaluations may generate."""
+"""transformers' Trainer under `shoal run`: workers are killed, others join, or all are asked to
+leave. The run ends like a single process. Evaluations may generate."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    """Returns the final state of one process without a job and the model that it writes, by
+    """Returns the final state of one process without a job and the model file that it writes, by
     strategy."""
     return runs_alone(tmp_path_factory, PROGRAM, "model/model.safetensors", OFFLINE)
 
@@ -41,8 +41,8 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Alone:
 def test_a_killed_worker_and_its_replacement_change_nothing(
     shell: Shell, alone: Any, strategy: str, mode: str, like: str
 ) -> None:
-    """Weights of the best model, losses and metrics, what callbacks have counted, and what was
-    logged, on all ranks, bit for bit."""
+    """Weights of the best model, losses and metrics, counts of callbacks, and logged values are
+    equal bit for bit on all ranks."""
     expected, model = alone(like)
     assert (expected["steps"], expected["best_step"]) == (40, 20)
     shell.environment.update(OFFLINE)
@@ -76,7 +76,7 @@ def test_all_asked_to_leave_and_begun_again_it_ends_as_without(shell: Shell, alo
 def test_the_best_model_outlives_a_worker_killed_while_it_is_saved(
     shell: Shell, alone: Any
 ) -> None:
-    """The checkpoint that lacks the dead worker's part is written again by the others."""
+    """The survivors repeat the checkpoint that lacks the dead worker's part."""
     expected, _ = alone("zero2")
     shell.environment.update(OFFLINE)
     command = shell.start(*IN_TWO, PROGRAM, shell.directory / "run", "zero2", "saving")

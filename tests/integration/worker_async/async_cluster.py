@@ -27,7 +27,7 @@ from tests.zygote.children import PATIENCE_S, Child, Zygote, eventually
 
 
 class Server:
-    """One parameter server, which can be started again over the same data."""
+    """One parameter server process, which can be restarted on the same data directory."""
 
     def __init__(
         self, cluster: AsyncCluster, index: int, *, keeps_data: bool, **environment: str
@@ -41,7 +41,8 @@ class Server:
         self.start(**environment)
 
     def start(self, *, coordinator: str = "", **environment: str) -> None:
-        """`coordinator`: where it finds that; empty: where the cluster does."""
+        """Starts the process. `coordinator`: address to connect to; empty: the cluster's
+        coordinator."""
         self._port_file = self._directory / f"{uuid.uuid4().hex}.json"
         arguments = [
             "--coordinator",
@@ -76,7 +77,7 @@ class Server:
             return client.get_server()
 
     def looks(self) -> parameter_server_pb2.GetServerResponse | None:
-        """None while it cannot be reached."""
+        """Returns the server's description, or None while it cannot be reached."""
         with suppress(ShoalError):
             return self.look()
         return None
@@ -86,7 +87,7 @@ class Server:
             client.snapshot(self._cluster.job_id)
 
     def try_snapshot(self) -> None:
-        """It may die meanwhile."""
+        """Requests a snapshot; ignores errors, because the server may die meanwhile."""
         with suppress(ShoalError):
             self.snapshot()
 
@@ -99,11 +100,11 @@ class Worker:
         self.directory = directory
 
     def reached(self, step: int) -> bool:
-        """It was handed its batch number `step`, counted from 0."""
+        """Returns whether the worker has received batch `step`, counted from 0."""
         return (self.directory / f"step-{step}").exists()
 
     def wait_step(self, step: int) -> None:
-        """Until it was handed that batch; it must be alive."""
+        """Waits until the worker has received batch `step`; fails if the worker has ended."""
         eventually(
             lambda: self.reached(step) or self.process.ended.is_set(),
             f"step {step}: {self.process.said()}",
@@ -111,11 +112,11 @@ class Worker:
         assert not self.process.ended.is_set(), self.process.said()
 
     def go(self, step: int) -> None:
-        """Ends its hold at that batch."""
+        """Releases a worker that is held at batch `step`."""
         (self.directory / f"go-{step}").touch()
 
     def result(self) -> dict[str, Any]:
-        """Waits for its end, which is to be a good one."""
+        """Waits for the worker to end with status 0 and returns its result."""
         status = self.process.wait()
         assert status == 0, f"status {status}: {self.process.said()}"
         result: dict[str, Any] = json.loads((self.directory / "result.json").read_text())
@@ -123,7 +124,7 @@ class Worker:
 
 
 class AsyncCluster:
-    """One job with its servers and workers."""
+    """One job with its parameter servers and workers."""
 
     def __init__(
         self,
@@ -141,14 +142,15 @@ class AsyncCluster:
         lease_ms: int = 10_000,
         stall_timeout_ms: int = 60_000,
     ) -> None:
-        """`together`: how many workers the first generation waits for."""
+        """Creates the job and starts its servers. `together`: number of workers that the first
+        generation waits for."""
         self.zygote = zygote
         self.coordinator = coordinator
         self.directory = directory
         self.records = directory / "records"
         self.job_id = f"job-{uuid.uuid4().hex[:8]}"
         if together > 1:
-            max_workers = together  # a full world does not wait for its grace
+            max_workers = together  # a full world does not wait for the join grace to pass
         self._spec = coordinator_pb2.JobSpec(
             job_id=self.job_id,
             min_workers=min_workers,
@@ -165,7 +167,7 @@ class AsyncCluster:
         self.servers: list[Server] = []
         for index in range(servers * (1 + backups)):
             self.start_server()
-            if backups:  # the first ones have the places
+            if backups:  # the first servers to register become primaries
                 eventually(
                     lambda there=index: len(self.job().servers) > there, "a server to register"
                 )
@@ -179,9 +181,9 @@ class AsyncCluster:
         return client
 
     def begin_run(self, **how: Any) -> coordinator_pb2.CreateJobResponse:
-        """Begins a run like a restarted launcher.
+        """Begins a new run, as a restarted launcher does.
 
-        how: as in CreateJob.
+        how: fields of CreateJob.
         """
         return self.client.create_job(self._spec, **how)
 
@@ -198,7 +200,8 @@ class AsyncCluster:
         environment: dict[str, str] | None = None,
         **config: Any,
     ) -> Worker:
-        """`program`: a script that reads its configuration from the environment; None: train.py."""
+        """Starts one more worker. `program`: script that reads its configuration from the
+        environment; None: train.py."""
         number = len(self.workers)
         directory = self.directory / f"worker-{number}"
         directory.mkdir()
@@ -227,7 +230,8 @@ class AsyncCluster:
 
     @contextmanager
     def member(self) -> Iterator[Session]:
-        """Makes this process a worker of the job, without the actions at a process's end."""
+        """Makes this process a worker of the job, without installing the handlers that run at
+        process exit."""
         settings = WorkerSettings(
             coordinator=self.coordinator.address,
             job_id=self.job_id,

@@ -1,4 +1,4 @@
-"""One coordinator for all tests here; a job with its own servers for each."""
+"""One coordinator shared by all tests in this folder; each test's job has its own servers."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A user's script: ddp trains a model with sparse tables. Says what it ends with as one JSON line
-in its directory.
+"""A user's script in which ddp trains a model with sparse tables. Writes its final state as one
+JSON line to its directory.
 
 Configuration: one JSON object in DDP_TABLES; see the keys below.
 """
@@ -25,10 +25,10 @@ SAMPLES = 96
 
 
 class Recommender(nn.Module):
-    """Two tables and a dense part."""
+    """A model with two sparse tables and a dense part."""
 
     def __init__(self, **users: Any) -> None:
-        """`users`: what is different about the table of users."""
+        """`users`: settings of the table of users that differ from the default."""
         super().__init__()
         torch.manual_seed(0)
         if users.get("optimizer") == "sparse_adam":
@@ -81,7 +81,8 @@ def main() -> None:
     if "machine" in config:  # a directory that stands for a machine's own disk
         os.chdir(config["machine"])
     if "patience_s" in config:
-        # so that only what never comes is taken over by others, however busy the machine is
+        # A long timeout: ranks take over the pushes of a rank that is gone, not those of a rank on
+        # a busy machine.
         step_tables._PATIENCE_S = config["patience_s"]  # type: ignore[misc]
     micro = config.get("micro", True)
     shoal.init()

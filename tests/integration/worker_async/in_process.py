@@ -1,4 +1,4 @@
-"""Helpers of tests that run one worker in their own process."""
+"""Helpers for tests that run one worker in their own process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""A small model with two sparse tables, the same with torch's embeddings, and steps of either."""
+"""A small model with two sparse tables, its twin with torch's embeddings, and training loops for
+both."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ IDS = 200
 
 
 class Recommender(nn.Module):
-    """Two tables and a dense part."""
+    """A model with two sparse tables and a dense part."""
 
     def __init__(self, users: nn.Module, words: nn.Module) -> None:
         super().__init__()
@@ -54,7 +55,7 @@ def sparse(num_embeddings: int | None = IDS, **options: Any) -> Recommender:
 
 
 def dense_twin(model: Recommender) -> tuple[Recommender, list[torch.optim.Optimizer]]:
-    """The same model with torch's embeddings, and torch's optimizers for each part."""
+    """Returns the same model with torch's embeddings, and a torch optimizer for each part."""
     ids = torch.arange(IDS)
     with torch.no_grad():
         users = nn.Embedding(IDS, DIM, sparse=True, _weight=model.users(ids))
@@ -97,7 +98,7 @@ def train(model: Any, optimizers: list[Any], count: int = 8) -> None:
 
 
 def begin_step(model: Any) -> None:
-    """A forward pass of which nothing comes."""
+    """Runs a forward pass whose result is not used."""
     model(torch.tensor([0]), torch.tensor([[0]]))
 
 

@@ -1,5 +1,5 @@
-"""`python train.py` without a cluster: async_sgd brings a server of its own, and takes it away
-again."""
+"""`python train.py` without a cluster: async_sgd starts its own services and stops them when it
+ends."""
 
 from __future__ import annotations
 
@@ -75,14 +75,15 @@ def script(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def trained(process: subprocess.Popen[str]) -> list[psutil.Process]:
-    """Waits until it has trained; its services."""
+    """Waits until the script has trained; returns its services."""
     assert process.stdout is not None
     assert process.stdout.readline() == "steps 80 loss 0.0\n", process.communicate()[1]
     return services_of(process.pid)
 
 
 def services_of(pid: int) -> list[psutil.Process]:
-    """Coordinator, its Valkey, server: without the keepers of temporary directories."""
+    """Returns the coordinator, its Valkey and the server, without the processes that clean up
+    temporary directories."""
     children = psutil.Process(pid).children(recursive=True)
     services = [
         child
@@ -124,7 +125,7 @@ def test_the_services_go_with_a_process_that_is_killed(zygote: Zygote, tmp_path:
     _, alive = psutil.wait_procs(services, timeout=PATIENCE_S)
     assert not alive
     give_up_at = time.monotonic() + 10
-    while files.exists():  # it could not remove its files; their keeper does
+    while files.exists():  # it could not remove its files; the cleanup process does
         assert time.monotonic() < give_up_at
         time.sleep(0.01)
 
@@ -132,7 +133,7 @@ def test_the_services_go_with_a_process_that_is_killed(zygote: Zygote, tmp_path:
 def test_without_the_services_distributions_there_is_one_clear_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # What a machine where they are not installed says.
+    # The error message of a machine on which the services are not installed.
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     net = nn.Linear(2, 1)
     assert find_session() is None
@@ -147,7 +148,7 @@ def test_without_the_services_distributions_there_is_one_clear_error(
 
 @pytest.mark.slow
 def test_the_examples_of_sparse_tables_run(tmp_path: Path) -> None:
-    """The second one reads what the first one has saved."""
+    """The second example reads the checkpoint that the first one saved."""
     page = (Path(__file__).parents[3] / "docs" / "sparse-tables.md").read_text()
     train, read = re.findall(r"^```python\n(.*?)^```$", page, re.DOTALL | re.MULTILINE)
     run(train, tmp_path)
@@ -155,7 +156,7 @@ def test_the_examples_of_sparse_tables_run(tmp_path: Path) -> None:
 
 
 def run(example: str, tmp_path: Path) -> str:
-    """Returns what it prints."""
+    """Runs an example and returns its output."""
     path = tmp_path / "train.py"
     path.write_text(example)
     environment = {

@@ -1,5 +1,5 @@
-"""Parameter servers with backups: a primary that is lost is replaced at once, and nothing that was
-acknowledged is."""
+"""Parameter servers with backups: a backup takes over at once from a lost primary, and no
+acknowledged push is lost."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class Pair:
 
 @pytest.fixture
 def alone(cluster: Make, tmp_path: Path) -> Callable[[], dict[str, Any]]:
-    """Returns the final state of one undisturbed worker. Its pushes are sequential, so every such
-    run ends alike."""
+    """Returns a function that trains one worker without faults and returns its final state. Its
+    pushes are sequential, so every such run ends with the same parameters."""
 
     def run() -> dict[str, Any]:
         directory = tmp_path / "alone"
@@ -97,7 +97,7 @@ def test_a_worker_without_a_batch_says_so_to_the_server_that_took_the_place(
 ) -> None:
     running = cluster(servers=1, backups=1)
     pair = Pair(running)
-    # the last batch of the epoch; next it says that it rests
+    # This is the last batch of the epoch; the worker reports next that it is idle.
     stops = {"SHOAL_FAILPOINTS": f"exchange.done@{BATCHES}=stop"}
     worker = running.start_worker(
         epochs=2, hold_at=[4], options={"consistency": "bsp"}, environment=stops, **ADAM
@@ -131,7 +131,7 @@ def test_whichever_of_the_two_is_killed_at_whatever_moment_the_run_ends_as_if_no
     worker.wait_step(1)
     for step in sorted(schedule.sample(range(2, 2 * BATCHES - 8), 6)):
         eventually(lambda reached=step: worker.reached(reached), f"step {step}")
-        if schedule.random() < 0.7:  # else it may be killed while it catches up
+        if schedule.random() < 0.7:  # otherwise it may be killed while it catches up
             pair.wait_in_sync()
         role = PRIMARY if pair.status(BACKUP).in_sync and schedule.random() < 0.6 else BACKUP
         struck = pair.process(role)
@@ -153,7 +153,7 @@ def test_a_backup_that_stands_still_is_dropped_and_follows_anew_when_it_goes_on(
     stopped = pair.process(BACKUP)
     stopped.process.kill(signal.SIGSTOP)
     worker.go(4)
-    worker.wait_step(8)  # long before its lease ends
+    worker.wait_step(8)  # long before its lease expires
     assert not pair.status(BACKUP).in_sync
     stopped.process.kill(signal.SIGCONT)
     worker.go(8)
@@ -179,7 +179,7 @@ def test_a_primary_that_stood_still_past_its_lease_acknowledges_nothing_when_it_
     stopped.process.kill(signal.SIGSTOP)
     pair.wait_replaced(before)
     stopped.process.kill(signal.SIGCONT)
-    worker.go(4)  # it may try the one that it knows first
+    worker.go(4)  # it may try the server that it knows first
     worker.wait_step(12)
     pair.wait_in_sync()
     assert pair.status(BACKUP).server_id == before.server_id
@@ -211,7 +211,7 @@ def test_a_push_to_a_frozen_primary_is_sent_again_as_soon_as_its_backup_has_take
     pair.wait_replaced(before)
     replaced_at = time.monotonic()
     worker.wait_step(6)
-    assert time.monotonic() < replaced_at + 5  # about 1 s; without word of the takeover a minute
+    assert time.monotonic() < replaced_at + 5  # about 1 s; a minute without news of it
     worker.wait_step(12)
     assert versions(pair.process(PRIMARY)) == {1 + 12}
     worker.go(12)

@@ -1,4 +1,4 @@
-"""Compressed pushes and pulls of one worker, in the tests' own process, against real servers."""
+"""Compressed pushes and pulls of one worker in the test process, against real servers."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ Make = Callable[..., AsyncCluster]
 def test_compressed_pushes_move_the_values_by_all_gradients_in_the_end(
     session: Session, compression: Any, tolerance: float
 ) -> None:
-    # The gradient is the same in each step, so what is owed at the end is a small part of the
-    # whole.
+    # The gradient is the same in each step, so the residual at the end is a small part of the
+    # total.
     steps, gradient = (
         40,
         torch.randn(16, FEATURES, generator=torch.Generator().manual_seed(0)).sign() + 0.25,
@@ -64,7 +64,7 @@ def test_ranks_of_powersgd_that_servers_do_not_take_are_refused(session: Session
 def test_a_worker_has_rounded_values_and_the_servers_keep_full_precision(
     session: Session, compression: str, error: float
 ) -> None:
-    """Frozen values, and reads of the whole model, are never rounded."""
+    """Frozen values and reads of the full model are never rounded."""
     net = nn.ModuleDict({"used": nn.Linear(20, 30), "frozen": nn.Linear(20, 30)})
     net["frozen"].requires_grad_(False)
     exact = {name: value.clone() for name, value in net.state_dict().items()}
@@ -110,9 +110,9 @@ SPARSE: list[Any] = [{"name": "topk", "ratio": 0.1}, {"name": "powersgd", "rank"
 
 
 class Pushed:
-    """A worker that pushes gradients of a matrix and of what can be made to overflow, compressed,
-    each step of another batch. The matrix's learning rate is 1: what its values have moved by is
-    what was applied."""
+    """A worker that pushes compressed gradients of one sound matrix and of one whose gradient can
+    be made to overflow, with a new batch in each step. The sound matrix has a learning rate of 1,
+    so the change of its values is the sum of the gradients that were applied."""
 
     def __init__(self, compression: Any) -> None:
         self.net = nn.ModuleDict({name: nn.Linear(8, 8, bias=False) for name in ("sound", "wild")})
@@ -144,7 +144,8 @@ class Pushed:
         return gradient
 
     def check_that_all_was_applied(self, batches: Iterator[Any]) -> None:
-        """With gradients of zero, what is owed is sent."""
+        """Sends the remaining residual with gradients of zero, then compares the values with the
+        sum of all gradients."""
         for _ in range(40):
             next(batches)
             self.step(gradient=torch.zeros(8, 8))
@@ -157,8 +158,8 @@ class Pushed:
 def test_nothing_is_owed_twice_or_lost_when_answers_to_pushes_are_lost(
     cluster: Make, compression: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Some pushes are applied, the answer does not come, and they are sent again: the same
-    bytes."""
+    """Some pushes are applied, but their answers are lost. The worker sends them again with the
+    same bytes."""
     running = cluster(keeps_data=False, servers=1)
     sent: list[list[bytes]] = []
     push = ParameterServerClient.push
@@ -192,8 +193,9 @@ def test_nothing_is_owed_twice_or_lost_when_answers_to_pushes_are_lost(
 def test_nothing_is_owed_twice_or_lost_when_a_push_was_refused_in_part(
     cluster: Make, compression: Any, again: str, servers: int
 ) -> None:
-    """The script catches the error. What it does next adds all of it, or nothing, to what the
-    partition is owed that took the push."""
+    """The script catches the error of a push that one partition accepted and another refused. For
+    the partition that accepted it, the next step adds either the full gradient to the residual, or
+    nothing."""
     running = cluster(keeps_data=False, servers=servers)
     with running.member():
         worker = Pushed(compression)
@@ -205,7 +207,7 @@ def test_nothing_is_owed_twice_or_lost_when_a_push_was_refused_in_part(
         with pytest.raises(InvalidRequestError, match="NaN or infinite"):
             worker.step(wild=3e38)
         if again == "the same batch":
-            worker.step(counts=False)  # with another gradient: the servers have taken the first one
+            worker.step(counts=False)  # another gradient: the servers applied the first one
         else:
             batches = iter(shoal.ElasticDataLoader(problem(), batch_size=4, name="other"))
             next(batches)

@@ -1,5 +1,5 @@
-"""A server, a worker and the coordinator are killed at each of their failpoints in turn: each one
-is reached, and nothing is lost by it."""
+"""A server, a worker and the coordinator are killed at each of their failpoints in turn. Each
+failpoint is reached, and no data is lost."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from tests.zygote.children import Zygote, eventually
 Make = Callable[..., AsyncCluster]
 
 ENDLESS = 1000
-"""Epochs, of workers that are stopped."""
+"""Epochs of workers that the test stops."""
 
 
 @pytest.fixture
 def coordinator_of_its_own(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinator]:
-    """One that can be killed, and finds its state again."""
+    """A coordinator that the test can kill, and that finds its state again when it restarts."""
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(tmp_path / "redis"))
         coordinator = Coordinator(zygote, tmp_path, "--redis", redis.url).start()
@@ -38,14 +38,14 @@ def coordinator_of_its_own(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinat
 
 @pytest.mark.slow
 def test_a_server_can_be_killed_at_each_of_its_failpoints(cluster: Make) -> None:
-    """One server, and a worker that trains on through all of it."""
+    """The job has one server, and its worker trains on through every crash."""
     running = cluster(servers=1)
     worker = running.start_worker(epochs=ENDLESS, optimizer="Adam", settings={"lr": 0.01})
     worker.wait_step(10)
     (server,) = running.servers
     for name in sorted(documented("Parameter servers")):
         if name.startswith(("backup.", "move.")):
-            continue  # below, and in test_ps_moves.py
+            continue  # tested below, and in test_ps_moves.py
         before = server.look()
         server.process.kill()
         server.process.wait()
@@ -106,8 +106,8 @@ def test_a_primary_and_its_backup_can_be_killed_at_each_failpoint_between_them(
 def test_giver_and_receiver_of_partitions_can_be_killed_at_each_failpoint_between_them(
     cluster: Make, tmp_path: Path
 ) -> None:
-    """A server comes and is drained again, for each failpoint; the run ends as one on which one
-    server has all."""
+    """For each failpoint, a server joins and is drained again. The run ends with the same
+    parameters as a run on one server."""
     running = cluster(servers=1, max_servers=2)
     (giver,) = running.servers
     names = sorted(name for name in documented("Parameter servers") if name.startswith("move."))

@@ -1,5 +1,5 @@
-"""A worker hangs in its own code, while its heartbeats go on. The others wait for it, at the end of
-the epoch or at the bound that they keep; then it is evicted, and they train its batches."""
+"""A worker hangs in its own code while its heartbeats continue. The others wait for it at the end
+of the epoch, or at their staleness bound. Then it is evicted, and they train its batches."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""One worker, in the tests' own process, against real servers: what its user may call when, and
-what bad input gets."""
+"""One worker in the test process, against real servers: which calls are allowed when, and how bad
+input is reported."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def test_a_gradient_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out
 
 
 class MomentumEncoder(nn.Module):
-    """Writes a frozen parameter in its forward pass, `by_data` or in place."""
+    """Writes a frozen parameter in its forward pass, via `.data` if `by_data`, else in place."""
 
     def __init__(self, *, by_data: bool) -> None:
         super().__init__()
@@ -239,11 +239,11 @@ def test_a_server_may_hold_nothing_but_frozen_parameters(
 
 
 def test_after_a_push_that_was_refused_in_part_no_later_one_is_taken_for_it(cluster: Make) -> None:
-    """The script catches the error and goes on with other batches: each counts once on each
-    partition, and so does the first one, again."""
+    """The script catches the error and continues with other batches. Each of them counts once on
+    each partition, and so does the first batch when it is repeated."""
     running = cluster(keeps_data=False, servers=1)
     net = nn.ModuleDict({name: nn.Linear(FEATURES, 1, bias=False) for name in ("sound", "wild")})
-    net["wild"].bfloat16()  # a partition of its own, and the second one
+    net["wild"].bfloat16()  # a partition of its own, the second one
     with running.member():
         _, optimizer = shoal.as_distributed(
             net, torch.optim.SGD(net.parameters(), 10.0), strategy="async_sgd"
@@ -275,8 +275,8 @@ def test_after_a_push_that_was_refused_in_part_no_later_one_is_taken_for_it(clus
 def test_gradients_are_clipped_by_their_norm_over_all_servers(
     session: Session, running: AsyncCluster, clip: str
 ) -> None:
-    """The clipping equals that of one process, also where groups and dtypes have partitions of
-    their own."""
+    """The norm equals that of a single process, also where parameter groups and dtypes are in
+    separate partitions."""
 
     def make(net: nn.Module) -> torch.optim.Optimizer:
         groups = [
@@ -336,8 +336,8 @@ def test_optimizers_of_shoals_own_run_on_servers_as_they_do_alone(
 
 @pytest.mark.parametrize("pull_every", [1, 3])
 def test_gradients_of_older_values_are_compensated(session: Session, pull_every: int) -> None:
-    """Beginning with the first: this worker's own pushes move the values that its later ones are
-    computed on."""
+    """Compensation applies from the first step on, because this worker's own pushes move the
+    servers' values after each pull."""
     strength, rate = 0.5, 0.1
     net = nn.Linear(FEATURES, 1, bias=False)
     expected = then = net.weight.detach().clone()

@@ -1,5 +1,5 @@
-"""Batches are leased in blocks: training goes on while the coordinator is away, and each batch is
-applied once, whoever dies."""
+"""Batches are leased in blocks. Training continues while the coordinator is away, and each batch is
+applied once, even if a worker or server dies."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from tests.zygote.children import Zygote, eventually
 Make = Callable[..., AsyncCluster]
 
 FAR_AHEAD = {"lease_ahead_s": 600}
-"""Nothing is acknowledged but with a request for more, when half of a block is left."""
+"""A lease so long that a worker acknowledges batches only when it requests more, at half of a
+block."""
 
 
 def versions(running: AsyncCluster) -> set[int]:
-    """Returns what the servers had at the end, in their last snapshots."""
+    """Waits for the servers to end and returns the partition versions in their last snapshots."""
     found: set[int] = set()
     for server in running.servers:
         server.process.wait()
@@ -37,7 +38,7 @@ def versions(running: AsyncCluster) -> set[int]:
 
 
 def assert_leaves(worker: Worker) -> None:
-    """It goes soon, in good order, on SIGTERM."""
+    """Sends SIGTERM and checks that the worker exits with status 0 within 20 s."""
     worker.process.kill(signal.SIGTERM)
     told = time.monotonic()
     assert worker.process.wait() == 0, worker.process.said()
@@ -48,7 +49,7 @@ def assert_leaves(worker: Worker) -> None:
 def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_twice(
     cluster: Make, consistency: str
 ) -> None:
-    """Also with a server that is killed and recovers before they are dealt again."""
+    """This also holds if a server is killed and recovers before the batches are dealt again."""
     running = cluster(together=2)
     options = FAR_AHEAD | (
         {"consistency": "ssp", "staleness_bound": 30} if consistency == "ssp" else {}
@@ -57,13 +58,13 @@ def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_tw
     other = running.start_worker(epochs=2, batch_size=1, hold_at=[1], options=options)
     other.wait_step(1)
     victim.wait_step(20)
-    victim.process.kill()  # at once: a worker acknowledges what it has pushed from time to time
+    victim.process.kill()  # at once: a worker acknowledges pushed batches now and then
     running.servers[0].process.kill()
     running.servers[0].process.wait()
     running.servers[0].start()
     other.go(1)
-    # Batches that were pushed and not acknowledged are dealt again. How many were acknowledged
-    # depends on when the victim last asked for more.
+    # Batches that were pushed but not acknowledged are dealt again. How many were acknowledged
+    # depends on when the victim last requested more.
     assert other.result()["steps"] >= 2 * SAMPLES - 20
     assert versions(running) == {1 + 2 * SAMPLES}
     assert audit(running.records).exactly_once
@@ -71,7 +72,7 @@ def test_a_worker_that_dies_with_many_batches_unacknowledged_has_none_applied_tw
 
 @pytest.fixture
 def coordinator_of_its_own(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinator]:
-    """One that can be killed, and finds its state again."""
+    """A coordinator that the test can kill, and that finds its state again when it restarts."""
     with ExitStack() as stack:
         redis = stack.enter_context(EmbeddedRedis(tmp_path / "redis"))
         coordinator = Coordinator(zygote, tmp_path, "--redis", redis.url).start()

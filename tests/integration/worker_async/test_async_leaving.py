@@ -25,7 +25,7 @@ TRAIN = (
 def test_a_worker_that_waits_for_the_first_values_leaves_on_sigterm(
     session: Session, running: AsyncCluster
 ) -> None:
-    """This process is rank 0, which is to give them, and does not."""
+    """This process is rank 0, which should send the first values and does not."""
     worker = running.start_worker()
     eventually(
         lambda: all(server.look().HasField("optimizer") for server in running.servers),
@@ -38,8 +38,8 @@ def test_a_worker_that_waits_for_the_first_values_leaves_on_sigterm(
 def test_a_script_that_is_interrupted_does_not_wait_for_values_that_are_pulled_ahead(
     cluster: Make, tmp_path: Path
 ) -> None:
-    """They come from a server that stands still. The interpreter is one of its own: how it ends is
-    what counts."""
+    """The values are being pulled from a server that is stopped. The script runs in its own
+    interpreter, because the test checks how the interpreter exits."""
     running = cluster(servers=1)
     server = running.servers[0]
     server.process.kill()
@@ -73,7 +73,7 @@ def test_a_script_that_is_interrupted_does_not_wait_for_values_that_are_pulled_a
         try:
             ended = script.wait(PATIENCE_S / 4)
         except subprocess.TimeoutExpired:
-            script.send_signal(signal.SIGABRT)  # it writes where its threads are
+            script.send_signal(signal.SIGABRT)  # prints the stack of each of its threads
             ended = script.wait()
         assert ended == -signal.SIGINT, (directory / "log").read_text()
     finally:

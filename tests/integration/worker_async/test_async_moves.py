@@ -1,5 +1,5 @@
-"""Parameter servers come and go while workers train: partitions move, and the run ends as if they
-had not."""
+"""Parameter servers join and leave while workers train: partitions move, and the run ends with the
+same parameters as one without moves."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ ADAM = {"optimizer": "AdamW", "settings": {"lr": 0.001}, "deep": 6}
 
 
 LARGEST = 128 * 128 * 4
-"""Bytes of a partition of a network that is `deep`."""
+"""Bytes of one partition of a network built with `deep`."""
 
 
 def stored(running: AsyncCluster) -> Mapping[str, int]:
-    """Returns how many bytes of values each primary has, by its id."""
+    """Returns the bytes of values on each primary, by server id."""
     return {
         server.server_id: server.value_bytes
         for server in running.job().servers
@@ -36,8 +36,8 @@ def stored(running: AsyncCluster) -> Mapping[str, int]:
 
 
 def is_even(running: AsyncCluster, servers: int) -> bool:
-    """All is dealt out over so many servers, and none has more than a partition more than
-    another."""
+    """Returns whether the values are spread over `servers` primaries, whose sizes differ by one
+    partition at most."""
     held = stored(running)
     return len(held) == servers and max(held.values()) - min(held.values()) <= LARGEST
 
@@ -52,8 +52,8 @@ def check_ended_alike(running: AsyncCluster, worker: Worker, expected: dict[str,
 
 @pytest.fixture
 def alone(cluster: Make, tmp_path: Path) -> Callable[..., dict[str, Any]]:
-    """Returns the final state of one worker whose servers do not change. Its pushes are sequential,
-    so every such run ends alike."""
+    """Returns a function that trains one worker on servers that do not change and returns its final
+    state. Its pushes are sequential, so every such run ends with the same parameters."""
 
     def run(**options: Any) -> dict[str, Any]:
         directory = tmp_path / "alone"
@@ -105,8 +105,8 @@ def test_servers_come_and_go_while_a_worker_trains_and_the_run_ends_as_if_they_h
 def test_servers_come_and_go_with_their_backups(
     cluster: Make, alone: Callable[..., dict[str, Any]]
 ) -> None:
-    """One of them is killed once it has its share: its backup, which has that too, takes its
-    place."""
+    """One of them is killed once it has its partitions. Its backup, which has received them too,
+    takes over."""
     running = cluster(servers=1, max_servers=2, backups=1)
     worker = running.start_worker(epochs=2, hold_at=[4, 12, 20, 30], delay_s=0.005, **ADAM)
     worker.wait_step(4)

@@ -1,4 +1,4 @@
-"""One worker with inner steps, in the tests' own process, against real servers that run the outer
+"""One worker with inner steps, in the test process, against real servers that run the outer
 optimizer."""
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ Make = Callable[..., AsyncCluster]
 
 
 def nesterov(parameters: Any) -> torch.optim.Optimizer:
-    """The paper's."""
+    """Returns the outer optimizer of the DiLoCo paper."""
     return torch.optim.SGD(parameters, 0.7, momentum=0.9, nesterov=True)
 
 
 def distributed(
     net: nn.Module, *, outer: Any = nesterov, inner_steps: int = 3, **options: Any
 ) -> tuple[Any, Any]:
-    """AdamW on the worker; `outer` makes the servers' optimizer of parameters."""
+    """Wraps a model with AdamW on the worker; `outer` creates the servers' optimizer."""
     inner = torch.optim.AdamW(net.parameters(), 0.02, weight_decay=0.1)
     there = outer(net.parameters())
     return shoal.as_distributed(
@@ -38,7 +38,7 @@ def distributed(
 
 
 def averaging(parameters: Any) -> torch.optim.Optimizer:
-    """With one worker: takes what it has reached."""
+    """Returns an outer optimizer that, with one worker, adopts the worker's values unchanged."""
     return torch.optim.SGD(parameters, 1.0)
 
 
@@ -50,7 +50,8 @@ def assert_equal_values(ours: nn.Module, theirs: nn.Module) -> None:
 def diloco(
     net: nn.Module, inputs: list[torch.Tensor], targets: list[torch.Tensor], rounds: list[int]
 ) -> None:
-    """Algorithm 1 of Douillard et al. with one worker: so many inner steps in each round."""
+    """Runs Algorithm 1 of Douillard et al. with one worker. `rounds`: number of inner steps in each
+    round."""
     inner = torch.optim.AdamW(net.parameters(), 0.02, weight_decay=0.1)
     there = [p.detach().clone() for p in net.parameters()]
     outer = nesterov(there)
@@ -69,7 +70,7 @@ def diloco(
 
 
 def train(model: Any, optimizer: Any, *, epochs: int, size: int = 64) -> list[int]:
-    """Returns `steps_in_round` after each step."""
+    """Trains on a loader and returns `steps_in_round` after each step."""
     loader = shoal.ElasticDataLoader(problem(), batch_size=size, shuffle=False, name="train")
     counted = []
     for _ in loader.epochs(epochs):
@@ -143,8 +144,8 @@ def test_a_round_of_the_users_own_loop_can_be_ended_early(
 def test_frozen_unused_and_tied_parameters_and_buffers(
     session: Session, running: AsyncCluster
 ) -> None:
-    """Parameters without gradients stay as with torch alone: the outer optimizer has momentum and
-    decay, and moves no parameter for which no step had a gradient."""
+    """Parameters without gradients stay as they are under plain torch. The outer optimizer has
+    momentum and weight decay, but does not move a parameter that had no gradient in any step."""
     net = nn.ModuleDict(
         {name: nn.Linear(FEATURES, FEATURES) for name in ("used", "tied", "unused", "frozen")}
         | {"norm": nn.BatchNorm1d(FEATURES)}
@@ -401,8 +402,8 @@ def test_a_checkpoint_has_the_inner_optimizers_state(
 
 
 def test_of_a_checkpoint_without_inner_state_the_settings_are_taken(session: Session) -> None:
-    """Checkpoints of plain async_sgd have no inner state. Adagrad creates its state in its
-    constructor."""
+    """A checkpoint of plain async_sgd has no inner state, so the new settings are used. Adagrad
+    creates its state in its constructor."""
     net = network(0)
     model, optimizer = shoal.as_distributed(
         net,
@@ -452,7 +453,7 @@ def test_outer_gradients_travel_compressed_and_what_is_left_out_comes_later(
 def test_parameters_that_lie_in_several_pieces_of_memory_train_as_others_do(
     session: Session,
 ) -> None:
-    """Like parameters on a device, they are copied through host memory."""
+    """Non-contiguous parameters are copied through host memory, like parameters on a device."""
     reference, net = network(0), network(0)
     net[0].weight = nn.Parameter(net[0].weight.detach().t().contiguous().t())
     assert not net[0].weight.is_contiguous()
@@ -530,7 +531,7 @@ def test_workers_with_other_outer_optimizers_are_refused(
 
 
 def test_what_a_round_has_moved_is_not_overwritten_by_a_pull(session: Session) -> None:
-    """Another loader of the script may find its epoch at an end meanwhile, at which values are
+    """Meanwhile another loader of the script may reach the end of its epoch, where values are
     pulled."""
     net = network(0)
     model, optimizer = distributed(net)

@@ -1,5 +1,5 @@
-"""The cells of the parity matrix (tests/parity) in which one worker trains by parameter servers,
-against one process."""
+"""Cells of the parity matrix (tests/parity) in which one worker trains on parameter servers,
+compared with one process."""
 
 from __future__ import annotations
 

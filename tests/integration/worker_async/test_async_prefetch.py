@@ -1,4 +1,4 @@
-"""Values that are pulled while the next batch is computed."""
+"""Prefetch: values are pulled while the next batch is computed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ def values(net: torch.nn.Module) -> torch.Tensor:
 
 
 def delayed(by: int) -> torch.Tensor:
-    """Returns what SGD comes to whose gradients are of values that are older by so many steps."""
+    """Returns the result of SGD in which each gradient is computed on values that are `by` steps
+    old."""
     net = network(0)
     history = [values(net)]
     optimizer = torch.optim.SGD(net.parameters(), 0.1, momentum=0.9)
@@ -45,7 +46,8 @@ def delayed(by: int) -> torch.Tensor:
 def test_gradients_are_of_values_that_are_older_by_at_most_one_pull(
     session: Session, running: AsyncCluster, monkeypatch: pytest.MonkeyPatch, late: bool
 ) -> None:
-    """`late`: the values never come before the next batch begins, else always."""
+    """With `late`, pulled values never arrive before the next batch begins; otherwise they always
+    do."""
 
     def is_there(self: Prefetch) -> bool:
         self.wait()

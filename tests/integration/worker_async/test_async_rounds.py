@@ -1,5 +1,5 @@
-"""Workers with inner steps, as processes: a round counts as a whole and once, whoever dies, leaves
-or comes within it."""
+"""Workers with inner steps, as processes: each round is applied completely and once, even if a
+worker dies, leaves or joins during it."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ BATCHES = SAMPLES // 8
 ROUNDS = -(-BATCHES // STEPS)
 """Number of rounds per epoch. The last round has fewer batches."""
 INNER = {"inner_steps": STEPS, "lease_ahead_s": 0}
-"""Each round is leased and acknowledged by itself, so that it is known which a dead worker has
-left."""
+"""Each round is leased and acknowledged separately, so the test knows which rounds a dead worker
+has left undone."""
 TRAINING: dict[str, Any] = {
     "epochs": 2,
     "optimizer": "AdamW",
@@ -67,8 +67,8 @@ def test_a_worker_that_dies_within_a_round_has_none_of_it_counted(cluster: Make)
 def test_a_worker_that_dies_around_its_push_has_no_round_applied_twice(
     cluster: Make, failpoint: str
 ) -> None:
-    """The worker dies around the push of its second round, which one or both of the two servers
-    have, and whose acknowledgement nobody received."""
+    """The worker dies around the push of its second round. One or both servers have that push, and
+    nobody has received its acknowledgement."""
     running = cluster(together=2)
     victim = running.start_worker(**TRAINING, environment={"SHOAL_FAILPOINTS": f"{failpoint}=kill"})
     other = running.start_worker(**TRAINING, hold_at=[0])
@@ -78,7 +78,7 @@ def test_a_worker_that_dies_around_its_push_has_no_round_applied_twice(
     assert result["steps"] == 2 * BATCHES - STEPS
     again = len(result["computed_on"]) - len(set(result["computed_on"]))
     if failpoint.startswith("exchange.server_answered"):
-        # the other server may have been quicker than the kill
+        # the other server may have received its push before the kill
         assert again <= 1
     else:
         assert again == 1, (
@@ -151,7 +151,7 @@ def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(
     running = cluster()
     config = TRAINING | {"epochs": 4, "schedule": "epochs", "gamma": 0.5}
     begun = 2 * BATCHES + STEPS + 2
-    # a copy is made for joiners fifty times its own time apart
+    # copies for joiners are at least fifty times their own duration apart
     first = running.start_worker(**config, hold_at=[begun], delay_s=0.02)
     first.wait_step(begun)
     eventually(
@@ -164,8 +164,8 @@ def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(
     joiner.go(1)
     results = [first.result(), joiner.result()]
     assert results[1]["epochs"] == [2, 3]
-    # A peer's offer is a copy made at one of its last step boundaries, perhaps before the step of
-    # its scheduler behind the last epoch.
+    # A peer offers a copy made at one of its last step boundaries, perhaps before its scheduler's
+    # step at the end of the last epoch.
     assert any(results[1]["lr"] == pytest.approx(0.01 * 0.5**steps) for steps in (3, 4))
     assert results[1]["computed_on"][0] == results[0]["computed_on"][2 * BATCHES + STEPS], (
         "the last that was pushed"
@@ -180,8 +180,8 @@ def test_a_joiner_begins_a_round_with_the_servers_values_and_a_peers_schedules(
     ids=["ssp", "bsp"],
 )
 def test_workers_wait_for_one_another_by_rounds(cluster: Make, options: dict[str, Any]) -> None:
-    """With rounds that divide the epoch, and a slow worker. Under bsp a round begins on the same
-    values for all."""
+    """The rounds divide the epoch evenly, and one worker is slow. Under bsp all workers begin a
+    round on the same values."""
     running = cluster(together=2)
     config = TRAINING | {"options": {**INNER, "inner_steps": 4, **options}, "epochs": 3}
     workers = [running.start_worker(**config, delay_s=delay) for delay in (0.0, 0.005)]
@@ -197,7 +197,8 @@ def test_workers_wait_for_one_another_by_rounds(cluster: Make, options: dict[str
 
 
 def rounds_of(records: Path) -> list[list[list[int]]]:
-    """The samples of each batch of each worker, in the order in which it took them."""
+    """Returns the samples of each batch of each worker, in the order in which the worker received
+    them."""
     workers = []
     for file in sorted(records.glob("*.jsonl")):
         lines = [json.loads(line) for line in file.read_text().splitlines()]
@@ -206,8 +207,8 @@ def rounds_of(records: Path) -> list[list[list[int]]]:
 
 
 def test_with_bsp_and_delayed_nesterov_it_is_diloco_of_all_workers(cluster: Make) -> None:
-    """Algorithm 1 of Douillard et al. with two workers, step by step: each iteration is one outer
-    step with the mean of what they moved."""
+    """Compares each iteration with Algorithm 1 of Douillard et al. for two workers: one outer step
+    with the mean of the workers' updates."""
     running = cluster(together=2)
     config = TRAINING | {
         "options": {**INNER, "inner_steps": 4, "consistency": "bsp"},
@@ -258,7 +259,7 @@ def test_with_bsp_and_delayed_nesterov_it_is_diloco_of_all_workers(cluster: Make
 def test_nobody_waits_for_a_worker_that_has_left_its_loop_within_a_round(
     cluster: Make, options: dict[str, Any], leaves: str
 ) -> None:
-    """Behind a step, or with a batch at hand."""
+    """The worker leaves its loop after a step, or while it has a batch that it has not trained."""
     running = cluster(together=2)
     config = TRAINING | {"options": {**INNER, **options}, "epochs": 1}
     left = running.start_worker(**config, **{leaves: STEPS + 2}, hold_at=[LEFT])

@@ -1,5 +1,5 @@
-"""A job whose id is used again, with parameter servers that keep their data: what a new run, a
-resumed one and a lost one find."""
+"""A job id is used again with parameter servers that keep their data: the values found by a new
+run, a resumed run and a lost run."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Make = Callable[..., AsyncCluster]
 
 @pytest.fixture
 def forgetful(zygote: Zygote, tmp_path: Path) -> Iterator[Coordinator]:
-    """A coordinator whose Redis can be lost: its data is in tmp_path/valkey."""
+    """A coordinator whose Redis data is in tmp_path/valkey, where the test can delete it."""
     coordinator = Coordinator(
         zygote, tmp_path, "--redis", f"embedded://{tmp_path / 'valkey'}"
     ).start()
@@ -35,14 +35,15 @@ def lose_redis(coordinator: Coordinator, tmp_path: Path) -> None:
 
 
 def ended(servers: list[Server]) -> None:
-    """With status 0, as a server ends with its run."""
+    """Checks that the servers exit with status 0, as they do at the end of their run."""
     assert {server.process.wait() for server in servers} == {0}, [
         server.process.said() for server in servers
     ]
 
 
 def fail_job(running: AsyncCluster) -> None:
-    """Kills the worker, and says what its launcher would if its script had raised."""
+    """Kills the worker and reports to the coordinator what its launcher reports if the script
+    raises."""
     worker = running.workers[-1]
     (member,) = running.job().members
     worker.process.kill()
@@ -58,7 +59,7 @@ def test_a_new_run_begins_with_fresh_values_and_those_of_the_last_four_runs_lie_
     for number in range(2, 7):
         ended(running.servers)
         for server in running.servers:
-            # before anybody has begun the next run: as in compose, where workers wait for servers
+            # before anyone has begun the next run: under compose, workers wait for servers
             server.start()
         assert running.begin_run().run.number == number
         worker = running.start_worker(epochs=1).result()
@@ -184,7 +185,7 @@ def test_a_server_whose_run_redis_has_lost_sets_its_data_aside_and_serves_the_ne
 def test_a_run_that_redis_has_lost_goes_on_with_its_servers_while_its_workers_live(
     cluster: Make, forgetful: Coordinator, tmp_path: Path
 ) -> None:
-    """The job is created anew first, by a launcher that is just started."""
+    """A launcher that has just started creates the job again first."""
     running = cluster(coordinator=forgetful)
     worker = running.start_worker(epochs=1, hold_at=[8])
     worker.wait_step(8)

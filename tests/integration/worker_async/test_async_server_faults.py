@@ -1,4 +1,4 @@
-"""Parameter servers that go away and come back, with all they had, with less, or with nothing."""
+"""Parameter servers that fail and come back with all of their data, part of it, or none."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_a_server_that_stays_away_ends_the_step_with_one_clear_error(cluster: Ma
     running.servers[0].process.kill()
     running.servers[0].process.wait()
     worker.go(2)
-    assert worker.process.wait() == PUT_OUT  # not for what the script did
+    assert worker.process.wait() == PUT_OUT  # not because of the script's error
     assert "parameter server 0" in worker.process.said()
     assert (
         "was away for more than 0 s (server_timeout); start it again with its data directory"

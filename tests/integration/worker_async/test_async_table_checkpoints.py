@@ -1,5 +1,4 @@
-"""Checkpoints of one worker of async_sgd, in the tests' own process, that have the rows of its
-sparse tables."""
+"""Checkpoints of sparse tables under async_sgd, with one worker in the test process."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ Make = Callable[..., AsyncCluster]
 
 
 def another(cluster: Make, tmp_path: Path, **settings: Any) -> AsyncCluster:
-    """One with servers that have nothing."""
+    """Returns another cluster, whose servers have no data."""
     directory = tmp_path / "another"
     directory.mkdir()
     return cluster(directory=directory, **settings)
@@ -62,7 +61,7 @@ def test_a_checkpoint_has_the_rows_and_makes_the_servers_write_theirs(
 def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_last_bit(
     cluster: Make, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """`train` takes the same eight steps each time."""
+    """Each call of `train` takes the same eight steps."""
     with cluster(servers=1).member():
         net = sparse()
         model, optimizer = distributed(net)
@@ -84,7 +83,7 @@ def test_fresh_servers_get_rows_and_state_of_the_checkpoint_and_go_on_to_the_las
         assert all(map(torch.equal, rows_of(again), then))  # before the first step, too
         train(model, [optimizer])
         assert all(map(torch.equal, [*rows_of(again), again.out.weight], through))
-        assert versions(running) == {9, 17}  # of what is dense the servers count anew
+        assert versions(running) == {9, 17}  # versions of dense partitions start anew
         assert caplog.text.count("moments and momentum start over") == 1
         shoal.shutdown()
 
@@ -148,7 +147,8 @@ def test_a_checkpoint_without_a_table_or_with_one_of_another_kind_is_refused(
 
 
 def rewrite(checkpoint: Path, change: dict[str, Any] | None) -> None:
-    """Declares the table of users otherwise than it was saved; None: leaves it out."""
+    """Rewrites the checkpoint's manifest: it declares the table of users with these settings
+    instead of the saved ones. `change` is None: removes the table."""
     original = checkpoint.parent / "original.json"
     if not original.exists():
         shutil.copy(checkpoint / "checkpoint.json", original)

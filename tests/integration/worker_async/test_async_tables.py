@@ -1,5 +1,5 @@
-"""One worker, in the tests' own process, that trains sparse tables on real servers: what its steps
-push, and what faults make of it."""
+"""One worker in the test process trains sparse tables on real servers: what its steps push, and the
+effects of faults."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_a_server_that_is_killed_comes_back_and_every_push_of_rows_counts_once(
         killed = running.servers[0]
         for number, (users, words, labels) in enumerate(batches(8)):
             optimizer.zero_grad()
-            if number in (2, 5):  # before the rows are looked up, and before they are pushed
+            if number in (2, 5):  # before the lookup of the rows, and before their push
                 restart(killed)
             loss = nn.functional.binary_cross_entropy_with_logits(model(users, words), labels)
             if number == 4:
@@ -132,8 +132,8 @@ def test_rows_survive_the_loss_of_a_primary_whose_backup_takes_over(
 def test_buckets_move_between_servers_while_their_rows_are_trained(
     cluster: Make, torchs_sparse_gradients: None
 ) -> None:
-    """A server comes and gets its share of the buckets, then the first one gives all away: the rows
-    are as if none had moved."""
+    """A server joins and gets its share of the buckets, then the first server gives all of its
+    buckets away. The rows equal those of a run without moves."""
     running = cluster(servers=1, max_servers=2)
     with running.member():
         net = sparse()
@@ -178,12 +178,12 @@ def test_prefetched_rows_are_used_by_the_lookup_that_wants_them(
     ids = torch.tensor([3, 9, 3])
     net.users.prefetch(torch.tensor([9, 3, 50]))
     net.users.prefetch(torch.tensor([150]))
-    net.users._source._ahead[-1][1].result()  # both are here
+    net.users._source._ahead[-1][1].result()  # both servers have arrived
     begin_step(model)
     net.users(torch.arange(IDS)).sum().backward()
     optimizer.step()
     with torch.no_grad():
-        assert torch.equal(net.users(torch.tensor([7])), rows_of(net)[0][7:8])  # of no prefetch
+        assert torch.equal(net.users(torch.tensor([7])), rows_of(net)[0][7:8])  # not of a prefetch
         assert torch.equal(net.users(ids), before[ids])  # as they were then
         assert torch.equal(net.users(ids), rows_of(net)[0][ids])
         assert not torch.equal(net.users(ids), before[ids])
@@ -257,7 +257,8 @@ def test_more_rows_than_a_push_may_have_are_refused_before_anything_is_sent(
 def test_a_push_that_failed_is_sent_again_as_it_was(
     session: Session, running: AsyncCluster, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The step is taken again by the script: what the servers had of its batch counts once."""
+    """The script repeats the step. The part of its batch that servers had already applied counts
+    once."""
     net = sparse()
     model, optimizer = distributed(net)
     before = rows_of(net)[0]

@@ -19,8 +19,8 @@ Make = Callable[..., AsyncCluster]
 BATCHES = SAMPLES // 8
 BSP = {"consistency": "bsp"}
 EACH_BY_ITSELF = {"lease_ahead_s": 0}
-"""Each batch is leased and acknowledged before the next one begins, so that it is known which a
-dead worker has left."""
+"""Each batch is leased and acknowledged before the next one begins, so the test knows which batches
+a dead worker has left undone."""
 
 
 def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(cluster: Make) -> None:
@@ -41,7 +41,7 @@ def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(clus
     found = audit(running.records)
     assert found.exactly_once
     assert len(found.epochs) == 6
-    # The last epoch was over for all before anyone read them.
+    # All workers had finished the last epoch before any of them read the parameters.
     assert results[0]["parameters"] == results[1]["parameters"] == results[2]["parameters"]
 
 
@@ -49,8 +49,8 @@ def test_workers_start_with_rank_0s_weights_and_reach_the_solution_together(clus
 def test_workers_begin_with_rank_0s_buffers_and_a_joiner_with_a_peers(
     cluster: Make, together: int
 ) -> None:
-    """Each script draws its random features from another seed; workers that train through different
-    ones train nothing in common."""
+    """Each script draws its random features from a different seed. Training would fail if workers
+    used different features."""
     running = cluster(together=together)
     workers = []
     for seed in range(2):
@@ -67,7 +67,7 @@ def test_workers_begin_with_rank_0s_buffers_and_a_joiner_with_a_peers(
 def test_a_killed_workers_batches_are_done_by_others_who_do_not_notice(cluster: Make) -> None:
     running = cluster(together=3)
     victim = running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[3])
-    # Held, or they could do all batches before the victim comes to its fourth.
+    # They are held: otherwise they could train all batches before the victim reaches its fourth.
     others = [running.start_worker(epochs=2, options=EACH_BY_ITSELF, hold_at=[4]) for _ in range(2)]
     victim.wait_step(3)
     victim.process.kill()
@@ -87,8 +87,8 @@ def test_a_worker_killed_between_its_push_and_the_acknowledgement_has_no_batch_a
 ) -> None:
     running = cluster(together=2)
     batches = 8
-    # With ssp the other waits for the victim at the end of its third iteration, so that the victim
-    # comes to its own third.
+    # With ssp the other worker waits for the victim at the end of its third iteration, so the
+    # victim reaches its own third.
     config = {
         "epochs": 2,
         "batch_size": SAMPLES // batches,
@@ -97,8 +97,8 @@ def test_a_worker_killed_between_its_push_and_the_acknowledgement_has_no_batch_a
     victim = running.start_worker(
         **config, environment={"SHOAL_FAILPOINTS": "session.after_apply@3=kill"}
     )
-    # Two batches of the first epoch are the victim's; its third one comes again, for it was pushed
-    # and not acknowledged.
+    # The victim trains two batches of the first epoch. Its third one is dealt again, because it was
+    # pushed but not acknowledged.
     other = running.start_worker(**config, hold_at=[batches - 2])
     other.wait_step(batches - 2)
     assert victim.process.wait() == -signal.SIGKILL
@@ -116,7 +116,8 @@ def test_with_ssp_nobody_is_further_ahead_than_the_bound(cluster: Make) -> None:
         running.start_worker(epochs=1, options=options),
     )
     slow.wait_step(1)
-    # It has finished 1 iteration. The other may finish 3, and a fourth whose end waits.
+    # The victim has finished 1 iteration. The other worker may finish 3, and a fourth whose end
+    # waits.
     eventually(
         lambda: all(sorted(server.look().clocks.values()) == [1, 4] for server in running.servers),
         "the fast worker to wait",
@@ -141,15 +142,15 @@ def test_a_worker_without_batches_holds_nobody_up(cluster: Make, options: dict[s
 
 
 def in_common(left: list[int], right: list[int]) -> tuple[list[int], list[int]]:
-    """Returns what two workers computed on, of that which both did."""
+    """Returns the parameter hashes that occur in both lists, in the order of each list."""
     return [each for each in left if each in right], [each for each in right if each in left]
 
 
 def test_with_bsp_all_workers_compute_an_iteration_on_the_same_values_also_a_joiner(
     cluster: Make,
 ) -> None:
-    """On two servers, with workers of different speed and more than one epoch; with asp they would
-    have the very first values in common."""
+    """There are two servers, workers of different speed, and more than one epoch. Under asp the
+    workers would share only the first values."""
     running = cluster(together=1)
     slow = running.start_worker(epochs=3, options=BSP, hold_at=[4], delay_s=0.01)
     slow.wait_step(4)
@@ -160,8 +161,8 @@ def test_with_bsp_all_workers_compute_an_iteration_on_the_same_values_also_a_joi
     assert sum(result["steps"] for result in results) == 3 * BATCHES
     left, right = in_common(*(result["computed_on"] for result in results))
     assert left == right
-    # Each computed some alone: before the joiner came, and where one had no batch towards an
-    # epoch's end.
+    # Each worker computed some iterations alone: before the joiner came, and at the end of an
+    # epoch, when the other had no batch.
     assert len(left) > min(result["steps"] for result in results) / 2
     assert audit(running.records).exactly_once
 
@@ -215,7 +216,7 @@ def test_of_two_schedules_the_one_that_is_furthest_counts(cluster: Make) -> None
 
     fast.wait_step(10)
     slow.wait_step(4)
-    # that of its push number 10; its scheduler's tenth step comes with the next
+    # the rate of its push number 10; the tenth step of its scheduler is sent with the next push
     assert rates() == pytest.approx([0.05 * 0.9**9] * 2)
     slow.go(4)
     slow.wait_step(8)
@@ -240,7 +241,7 @@ def test_a_joiner_goes_on_in_the_epoch_where_the_others_are(cluster: Make) -> No
     joiner.go(1)
     results = [first.result(), joiner.result()]
     assert results[1]["epochs"] == [2, 3]
-    # its scheduler went on from the other's two steps
+    # its scheduler continued after the two steps of the other worker
     assert results[1]["lr"] == pytest.approx(0.05 * 0.5**4)
     assert sum(result["steps"] for result in results) == 4 * BATCHES
     assert audit(running.records).exactly_once
@@ -264,7 +265,7 @@ def test_a_drained_worker_leaves_with_all_its_batches_acknowledged(cluster: Make
 
 def test_a_stopped_job_ends_all_loops_also_of_workers_that_find_no_batch(cluster: Make) -> None:
     running = cluster(together=2)
-    epochs = 1000  # of one batch each; the stop comes to both long before
+    epochs = 1000  # one batch each; both workers are stopped long before the end
     holding = running.start_worker(epochs=epochs, batch_size=SAMPLES, hold_at=[0])
     idle = running.start_worker(epochs=epochs, batch_size=SAMPLES, hold_at=[0])
     eventually(lambda: holding.reached(0) or idle.reached(0), "one of them to get the only batch")

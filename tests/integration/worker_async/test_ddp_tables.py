@@ -1,5 +1,5 @@
-"""Sparse tables under ddp: each step's rows reach the servers once and whole, whoever dies, and
-however many ranks there are."""
+"""Sparse tables under ddp: the rows of each step reach the servers completely and once, even if
+ranks die, and for any number of ranks."""
 
 from __future__ import annotations
 

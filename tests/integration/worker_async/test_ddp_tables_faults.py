@@ -1,5 +1,5 @@
-"""Sparse tables under ddp, where servers lose their data, runs begin anew, and ranks die or leave
-at the end."""
+"""Sparse tables under ddp when servers lose their data, runs begin again, and ranks die or leave at
+the end."""
 
 from __future__ import annotations
 

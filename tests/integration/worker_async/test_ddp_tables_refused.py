@@ -43,9 +43,9 @@ def test_a_rank_that_is_drained_pushes_its_rows_and_holds_nobody_up(cluster: Mak
 def test_peers_push_the_share_of_a_rank_that_servers_shut_out_later(
     cluster: Make, step: int
 ) -> None:
-    """The leaving rank 0 is stopped before its push until servers refuse it. Rank 1 has pushed only
-    its own share then. It waits in the next step, or in `evaluate`, where only rank 0 has a batch
-    and so needs rows."""
+    """The leaving rank 0 is stopped before its push until servers refuse it. By then rank 1 has
+    pushed only its own share. It waits in the next step, or in `evaluate`, where only rank 0 has a
+    batch and needs rows."""
     running = cluster(together=2)
     config = {"patience_s": 60.0, "validated": 4}
     leaver = start(running, failpoints=f"tables.met@{step}=stop", **config)

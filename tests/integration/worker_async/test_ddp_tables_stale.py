@@ -1,5 +1,5 @@
-"""A server that was replaced and has not heard of it gives rows that lack the last steps: nobody
-takes them for all that there are."""
+"""A replaced server that does not know of its replacement returns rows without the last steps. A
+rank notices that they are stale."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Make = Callable[..., AsyncCluster]
 
 
 class Trainer:
-    """A world of one under ddp, in this process."""
+    """A ddp world of one rank in this process."""
 
     def __init__(self) -> None:
         self.net = Recommender()
@@ -45,8 +45,8 @@ class Trainer:
 
 @pytest.fixture
 def behind(cluster: Make) -> Iterator[Trainer]:
-    """Pushes go to a server that has taken another one's place two steps ago; rows are looked up at
-    that one, which knows nothing of it and answers for two seconds still."""
+    """A trainer whose lookups go to a server that was replaced two steps ago. That server does not
+    know of the replacement and answers for two more seconds. Pushes go to the new primary."""
     running = cluster(servers=1, backups=1, lease_ms=1_000)
     pair = Pair(running)
     with Relay(running.coordinator.address) as first, Relay(running.coordinator.address) as second:
@@ -67,7 +67,7 @@ def behind(cluster: Make) -> Iterator[Trainer]:
             (link,) = servers._links
 
             def found() -> bool:
-                link._server.find()  # as after any call that has failed
+                link._server.find()  # as after any failed call
                 return link.address != replaced.address
 
             eventually(found, "the new primary's address")
@@ -92,7 +92,7 @@ def test_saved_rows_are_those_of_the_server_that_has_the_place(
 ) -> None:
     shoal.save_checkpoint(tmp_path / "saved")
     behind.step()
-    shoal.save_checkpoint(tmp_path / "saved")  # waits for the one before
+    shoal.save_checkpoint(tmp_path / "saved")  # waits for the previous lookup
     files = sorted((tmp_path / "saved" / "step-2").glob("rows-*"))
     assert [read_bucket(memoryview(file.read_bytes())).version for file in files] == [3] * 5
     assert "has lost its data" not in caplog.text

@@ -43,8 +43,8 @@ def reader_of(
 
 
 def test_what_is_read_are_the_workers_parameters(cluster: Make) -> None:
-    """Also frozen ones, those of other dtypes, and tied ones once; buffers are each worker's
-    own."""
+    """The result includes frozen parameters and other dtypes, and tied parameters once. It has no
+    buffers, because each worker has its own."""
     running = cluster()
     net = nn.ModuleDict({"first": nn.Linear(FEATURES, FEATURES), "norm": nn.BatchNorm1d(FEATURES)})
     net["short"], net["frozen"] = nn.Linear(2, 2).bfloat16(), nn.Linear(2, 2)
@@ -119,7 +119,8 @@ def test_a_model_is_read_anew_while_it_trains_and_sent_again_only_where_it_has_c
 
 @pytest.mark.parametrize("keeps_data", [True, False], ids=["with its data", "without"])
 def test_a_server_that_comes_back_elsewhere_is_followed(cluster: Make, keeps_data: bool) -> None:
-    """One without a data directory has an older version then, which counts."""
+    """A server without a data directory comes back with an older version, and the reader accepts
+    it."""
     running = cluster(keeps_data=keeps_data)
     worker = running.start_worker(epochs=1, hold_at=[3, 4])
     worker.wait_step(3)

@@ -1,5 +1,5 @@
-"""The example of a recommender comes near to the best that its click log allows; and a table is
-larger than what a worker may have."""
+"""The recommender example comes close to the best AUC that its click log allows, and trains a table
+larger than the memory of a worker."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.integration.worker_async.async_cluster import AsyncCluster
 EXAMPLE = Path(__file__).parents[3] / "examples" / "recommender.py"
 MEBIBYTE = 1 << 20
 ROOM = 96 * MEBIBYTE
-"""Limit of the worker's memory growth after its first step."""
+"""Limit on the growth of the worker's memory after its first step."""
 
 SCRIPT = """
 import resource
@@ -70,8 +70,7 @@ sys.stdin.read()
 
 
 def run(*options: str, servers: int = 2) -> list[tuple[float, float]]:
-    """The example over servers of its own, which end with it: of each epoch the AUC, and the best
-    that is possible."""
+    """Runs the example on its own servers; returns each epoch's AUC and the best possible AUC."""
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")
     }
@@ -126,15 +125,15 @@ def test_the_recommender_comes_near_to_what_its_log_allows(strategy: str) -> Non
 def test_the_recommender_goes_on_from_a_checkpoint_as_if_its_servers_had_lived_on(
     tmp_path: Path, strategy: str
 ) -> None:
-    """On other servers the model is what it was; what is trained from it depends on who came first
-    under async_sgd alone."""
+    """On new servers the model equals the saved one. Only the updates that follow depend on the
+    order of the workers, as always under async_sgd."""
     options = ["--strategy", strategy, "--samples", "20000"]
     saved = ["--checkpoints", str(tmp_path / "saved")]
     (_, before), (resumed, after) = (
         run(*options, *saved, "--epochs", "2"),
         run(*options, *saved, "--epochs", "3", servers=1),
     )
-    # the other worker may yet have pushed a little
+    # the other worker may have pushed a little more
     assert resumed[0] == pytest.approx(before[0], abs=1e-3 if strategy == "ddp" else 1e-2)
     assert after[0] > before[0]
     if strategy == "ddp":
@@ -145,8 +144,8 @@ def test_the_recommender_goes_on_from_a_checkpoint_as_if_its_servers_had_lived_o
 def test_a_table_larger_than_what_a_worker_may_have_is_trained_whole(
     cluster: Callable[..., AsyncCluster], tmp_path: Path
 ) -> None:
-    """The address space of the worker is limited (RLIMIT_AS); the same table as an embedding of its
-    own does not fit into it."""
+    """The worker's address space is limited (RLIMIT_AS). A local embedding of the same size would
+    not fit into it."""
     rows, dim, step = 1_000_000, 32, 20_000
     running = cluster(servers=2, keeps_data=False)
     script = tmp_path / "train.py"

@@ -1,5 +1,5 @@
-"""Checkpoints have the rows of sparse tables: under ddp those of the step to the last bit, whoever
-dies, for any number of ranks, servers and buckets."""
+"""Checkpoints contain the rows of sparse tables. Under ddp they equal those of the step bit for
+bit, even if ranks die, for any number of ranks, servers and buckets."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.zygote.children import Zygote, eventually
 
 Make = Callable[..., AsyncCluster]
 LIMITS = {"max_rows": 30, "max_age": 6, "buckets": 3}
-"""Limits of the table of users. Every few steps both of them evict rows."""
+"""Limits of the table of users. Both of them evict rows every few steps."""
 
 
 def ended(workers: list[Worker]) -> list[dict[str, Any]]:
@@ -30,7 +30,7 @@ def ended(workers: list[Worker]) -> list[dict[str, Any]]:
 
 
 def is_stopped(worker: Worker) -> bool:
-    """By SIGSTOP."""
+    """Returns whether the worker is stopped by SIGSTOP."""
     assert not worker.process.ended.is_set(), worker.process.said()
     return Path(f"/proc/{worker.process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
 
@@ -45,7 +45,7 @@ def newest(directory: Path) -> int:
 def fault_free(
     zygote: Zygote, coordinator: Coordinator, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[dict[str, Any]]:
-    """Returns the final state of a run of one worker without limits."""
+    """The final state of a run of one worker without limits."""
     with async_cluster(zygote, coordinator, tmp_path_factory.mktemp("alone"), servers=1) as running:
         yield ended([start(running)])[0]
 
@@ -54,7 +54,7 @@ def fault_free(
 def elsewhere(
     zygote: Zygote, coordinator: Coordinator, tmp_path: Path, cluster: Make
 ) -> Callable[..., AsyncCluster]:
-    """elsewhere(**settings) -> another cluster, with servers that have nothing."""
+    """elsewhere(**settings) -> another cluster, whose servers have no data."""
 
     def make(**settings: Any) -> AsyncCluster:
         directory = tmp_path / f"cluster-{len(list(tmp_path.glob('cluster-*')))}"
@@ -112,7 +112,8 @@ def test_a_table_may_have_another_number_of_buckets(
 def test_servers_that_ran_on_beyond_the_checkpoint_go_back_to_it(
     cluster: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
-    """All workers die, servers live on: the next ones find rows that are newer than their model."""
+    """All workers die and the servers keep running. The next workers find rows that are newer than
+    their checkpoint."""
     saved = tmp_path / "saved"
     running = cluster(servers=2)
     victim = start(running, save=str(saved), hold_at=[16])
@@ -191,8 +192,8 @@ def test_servers_killed_while_rows_are_saved_and_put_in_place_cost_none(
 def test_rows_that_were_put_in_place_are_in_backups(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
-    """The backup gets one bucket with all that its primary holds, and the others as changes; then
-    it takes over, and has one in turn."""
+    """The backup receives one bucket completely, and the others as changes. Then it takes over as
+    the primary and gets a backup itself."""
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=2, save=saved).result()
     running = elsewhere(servers=1, backups=1)
@@ -231,7 +232,7 @@ def fail_over(running: AsyncCluster, primary: Server) -> None:
 def test_buckets_that_were_put_in_place_move(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
-    """To a server that comes, which is killed then."""
+    """The buckets move to a server that joins, which is then killed."""
     saved = str(tmp_path / "saved")
     start(elsewhere(servers=1), epochs=2, save=saved).result()
     running = elsewhere(servers=1, max_servers=2)
@@ -254,8 +255,8 @@ def test_buckets_that_were_put_in_place_move(
 def test_rows_come_from_the_checkpoint_that_the_first_rank_reads(
     elsewhere: Make, fault_free: dict[str, Any], tmp_path: Path
 ) -> None:
-    """On machines with disks of their own, on which checkpoints of one step lie that two runs have
-    saved."""
+    """Each machine has its own disk. The checkpoints on these disks have the same step but come
+    from two different runs."""
     machines = [tmp_path / "machine-0", tmp_path / "machine-1"]
     for machine, changes in zip(machines, ({}, {"nan_at": [3]}), strict=True):
         machine.mkdir()

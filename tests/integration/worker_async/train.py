@@ -1,4 +1,4 @@
-"""The script of the tests' workers: a user's script with moments at which it can be held."""
+"""The training script of the workers in these tests. It can be held at given batches."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from torch.utils.data import TensorDataset
 FEATURES = 8
 SAMPLES = 256
 LEFT = 1000
-"""The moment behind a loop that was left before its end."""
+"""Number of the hold after a loop that was left before its end."""
 
 
 def problem() -> TensorDataset:
@@ -30,7 +30,7 @@ def problem() -> TensorDataset:
 
 
 def network(seed: int, *, deep: int = 0) -> nn.Module:
-    """`deep`: so many more layers, each of them a partition of its own on the servers."""
+    """Builds the network. `deep`: number of extra layers, each in a server partition of its own."""
     torch.manual_seed(seed)
     width = 128 if deep else 16
     more = [layer for _ in range(deep) for layer in (nn.Linear(width, width), nn.Tanh())]
@@ -38,7 +38,7 @@ def network(seed: int, *, deep: int = 0) -> nn.Module:
 
 
 class RandomFeatures(nn.Module):
-    """Features that the process has drawn; one of the two tables is saved."""
+    """Random features drawn by the process; one of the two tables is saved."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -60,14 +60,16 @@ def squared_error(
 
 
 class Moments:
-    """Says where this worker is, by files, and holds it there for as long as the test likes."""
+    """Writes a file for each batch that the worker reaches, and holds the worker there until the
+    test releases it."""
 
     def __init__(self, directory: Path, hold_at: Sequence[int]) -> None:
         self._directory = directory
         self._hold_at = hold_at
 
     def step(self, number: int) -> None:
-        """A batch was handed out, nothing of it is computed; `number` are done."""
+        """Reports that a batch was received and `number` batches are done; waits here if the test
+        holds it."""
         (self._directory / f"step-{number}").touch()
         if number in self._hold_at:
             while not (self._directory / f"go-{number}").exists():
@@ -75,7 +77,7 @@ class Moments:
 
 
 def main(arguments: Sequence[str]) -> int:
-    """`arguments`: one JSON object; see the keys below."""
+    """Trains as configured. `arguments`: one JSON object; see the keys below."""
     config: dict[str, Any] = json.loads(arguments[0])
     directory = Path(config["directory"])
     moments = Moments(directory, config.get("hold_at", ()))
@@ -108,7 +110,7 @@ def main(arguments: Sequence[str]) -> int:
     first_buffers: dict[str, Any] = {}
     steps, statuses, epochs = 0, [], []
     computed_on: list[int] = []
-    """A hash of the parameters of each step."""
+    """Hash of the parameters in each step."""
     for epoch in loader.epochs(config.get("epochs", 1)):
         epochs.append(epoch)
         for inputs, targets in loader:

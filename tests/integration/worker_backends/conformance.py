@@ -1,9 +1,9 @@
 """Conformance checks of backends, which each rank runs.
 
-They cover the collectives of CommunicationBackend, those of torch.distributed, and torch's parallel
-code (DDP, FSDP2, DTensor, pipelining), unmodified, against one process on the whole batch. A check
-raises on the rank where it fails. test_conformance.py runs them on threads, on forked processes, or
-by mpiexec.
+They cover the collectives of CommunicationBackend, those of torch.distributed, and torch's
+unmodified parallel code (DDP, FSDP2, DTensor, pipelining), compared with one process on the full
+batch. A check raises on the rank where it fails. test_conformance.py runs them on threads and on
+forked processes, test_mpi.py with mpiexec.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ DTYPES = (
     torch.int64,
 )
 
-# --- torch's functions whose names torch 2.13 gave them, and those that they had before
+# --- torch's functions under their names since torch 2.13, and under the names before that
 
 all_gather_single: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 reduce_scatter_single: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
@@ -58,7 +58,7 @@ all_gather_single_autograd: Any = getattr(
 
 
 def check_backend(backend: CommunicationBackend) -> None:
-    """Every collective, dtype and op, complete at once and later."""
+    """Checks every collective, dtype and op, both blocking and asynchronous."""
     for dtype in DTYPES:
         _check_reductions(backend, dtype)
         _check_movements(backend, dtype)
@@ -73,8 +73,8 @@ def check_backend(backend: CommunicationBackend) -> None:
 
 
 def _everybodys(size: int, dtype: torch.dtype) -> torch.Tensor:
-    """(ranks, 2 * ranks, 3) of integers from 1 to 3: their sums and products over four ranks are
-    exact in every dtype."""
+    """Returns a tensor of shape (ranks, 2 * ranks, 3) with integers from 1 to 3, whose sums and
+    products over four ranks are exact in every dtype."""
     return torch.randint(
         1, 4, (size, 2 * size, 3), generator=torch.Generator().manual_seed(size)
     ).to(dtype)
@@ -108,8 +108,8 @@ def _check_reductions(backend: CommunicationBackend, dtype: torch.dtype) -> None
 
 
 def _check_short_sums(backend: CommunicationBackend) -> None:
-    """`all_reduce_short` and `sum_numbers` of numbers whose sum depends on the order of adding: the
-    sums of all ranks must be equal to the last bit."""
+    """Checks that the results of `all_reduce_short` and `sum_numbers` are bit for bit equal on all
+    ranks, for numbers whose sum depends on the order."""
     for numel in (1, 20, 3000):
         given = torch.rand(
             backend.world_size,
@@ -150,7 +150,7 @@ def _check_movements(backend: CommunicationBackend, dtype: torch.dtype) -> None:
         swapped = torch.empty(2 * size, 3, dtype=dtype)
         backend.all_to_all(swapped, given[rank].clone(), async_op=async_op).wait()
         assert torch.equal(swapped, given[:, 2 * rank : 2 * rank + 2].reshape(-1, 3))
-        # Rank r sends r + 1 rows to everybody.
+        # Rank r sends r + 1 rows to each rank.
         rows = [source + 1 for source in range(size)]
         received = torch.empty(sum(rows), 3, dtype=dtype)
         sent = torch.full((size * (rank + 1), 3), rank, dtype=dtype)
@@ -161,7 +161,8 @@ def _check_movements(backend: CommunicationBackend, dtype: torch.dtype) -> None:
 
 
 def _check_halves(backend: CommunicationBackend) -> None:
-    """Half precision is summed in float32 and rounded once: small parts are not lost one by one."""
+    """Checks that half precision is summed in float32 and rounded once, so that small parts are not
+    lost one by one."""
     size, rank = backend.world_size, backend.rank
     parts = torch.full((size * 64,), 256.0 if rank == 0 else 1.0, dtype=torch.bfloat16)
     part = torch.empty(64, dtype=torch.bfloat16)
@@ -170,8 +171,8 @@ def _check_halves(backend: CommunicationBackend) -> None:
 
 
 def _check_large(backend: CommunicationBackend) -> None:
-    """Sizes at which backends take other ways, several at once; and a reduce-scatter's sum goes by
-    rank, to the last bit."""
+    """Checks sizes at which backends use other algorithms, with several collectives in flight, and
+    that a reduce-scatter adds in the order of ranks, bit for bit."""
     size, rank = backend.world_size, backend.rank
     given = torch.randn(size, size, 50_001, generator=torch.Generator().manual_seed(size))
     parts = [torch.empty(50_001) for _ in range(3)]
@@ -201,7 +202,7 @@ def _check_memory(backend: CommunicationBackend) -> None:
 
 
 def _check_point_to_point(backend: CommunicationBackend) -> None:
-    """A ring, out of order: tags tell messages apart."""
+    """Sends in a ring, out of order: tags tell the messages apart."""
     size, rank = backend.world_size, backend.rank
     following, before = (rank + 1) % size, (rank - 1) % size
     handles = [
@@ -215,7 +216,7 @@ def _check_point_to_point(backend: CommunicationBackend) -> None:
         handle.wait()
     assert first.tolist() == [10.0 * before + 1] * 4
     assert second.tolist() == [10.0 * before + 2] * 4
-    # Large: more than any library sends unasked.
+    # Larger than any library sends before the receiver is ready.
     large = torch.full((1 << 18,), float(rank))
     sending = backend.send(large, following, async_op=True)
     received = torch.empty(1 << 18)
@@ -232,7 +233,7 @@ def _mine(shape: Sequence[int] = (4,)) -> torch.Tensor:
 
 
 def collectives_by_torchs_names() -> None:
-    """The functions of torch.distributed."""
+    """Checks the functions of torch.distributed."""
     size, rank = dist.get_world_size(), dist.get_rank()
     numbers = [float(one + 1) for one in range(size)]
     total = _mine()
@@ -256,7 +257,7 @@ def collectives_by_torchs_names() -> None:
         part, [torch.full((2,), float(one * rank)) for one in range(size)], op=dist.ReduceOp.MAX
     )
     assert part.tolist() == [float(rank * (size - 1))] * 2
-    if VERSION >= (2, 12):  # torch 2.11's Gloo has none of lists
+    if VERSION >= (2, 12):  # torch 2.11's Gloo has no list variants
         outputs = [torch.empty(1) for _ in range(size)]
         dist.all_to_all(outputs, [torch.tensor([10.0 * rank + one]) for one in range(size)])
         assert [one.item() for one in outputs] == [10.0 * one + rank for one in range(size)]
@@ -279,8 +280,8 @@ def futures_hold_the_result() -> None:
 
 
 def single_tensor_forms() -> None:
-    """all_gather_single and reduce_scatter_single, as FSDP2 calls them; the input may lie in the
-    output."""
+    """Checks all_gather_single and reduce_scatter_single as FSDP2 calls them; the input may be a
+    view of the output."""
     size, rank = dist.get_world_size(), dist.get_rank()
     whole = torch.zeros(size, 3)
     whole[rank] = rank + 1.0
@@ -310,8 +311,8 @@ def coalesced_forms() -> None:
 
 
 def sparse_tensors() -> None:
-    """Sums of gradients of sparse embeddings, whose rows differ by rank; a backend that has none
-    says so."""
+    """Sums the gradients of sparse embeddings, whose rows differ between ranks. A backend without
+    sparse sums raises."""
     rank, size = dist.get_rank(), dist.get_world_size()
     rows = torch.sparse_coo_tensor(
         [[rank, size]], torch.ones(2, 3), (size + 1, 3), check_invariants=True
@@ -348,7 +349,7 @@ def functional_collectives() -> None:
 
 
 def transfers() -> None:
-    """Checks isend and irecv in batches, by tags, and from any rank."""
+    """Checks isend and irecv in batches, with tags, and from any rank."""
     size, rank = dist.get_world_size(), dist.get_rank()
     following, before = (rank + 1) % size, (rank - 1) % size
     received = torch.empty(4)
@@ -371,7 +372,7 @@ def transfers() -> None:
 
 
 def objects() -> None:
-    """Python objects, whose sizes differ."""
+    """Checks Python objects of different sizes."""
     size, rank = dist.get_world_size(), dist.get_rank()
     everybodys: list[Any] = [None] * size
     dist.all_gather_object(everybodys, {"rank": rank, "padding": "x" * rank})
@@ -382,7 +383,7 @@ def objects() -> None:
 
 
 def sub_groups() -> None:
-    """Groups of some ranks, side by side, and the axes of a mesh."""
+    """Checks groups of some of the ranks at the same time, and the axes of a mesh."""
     size, rank = dist.get_world_size(), dist.get_rank()
     groups = [dist.new_group([one]) for one in range(size)] + [
         dist.new_group(list(reversed(range(size))))
@@ -438,14 +439,14 @@ def _assert_trained_as_alone(model: nn.Module) -> None:
 
 
 def data_parallel() -> None:
-    """DDP."""
+    """Trains with DDP."""
     model = DistributedDataParallel(_net())
     _train(model, *_share())
     _assert_trained_as_alone(model)
 
 
 def fully_sharded() -> None:
-    """FSDP2, nested."""
+    """Trains with nested FSDP2 modules."""
     model, mesh = _net(), init_device_mesh("cpu", (dist.get_world_size(),))
     for layer in (model[0], model[2]):
         fully_shard(layer, mesh=mesh)
@@ -455,7 +456,7 @@ def fully_sharded() -> None:
 
 
 def fully_sharded_in_half_precision() -> None:
-    """FSDP2 with bfloat16 parameters and gradients on the wire."""
+    """Trains with FSDP2, with parameters and gradients sent as bfloat16."""
     model, mesh = _net().float(), init_device_mesh("cpu", (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.bfloat16)
     fully_shard(model, mesh=mesh, mp_policy=policy)
@@ -470,7 +471,7 @@ def fully_sharded_in_half_precision() -> None:
 
 
 def hybrid_sharded() -> None:
-    """FSDP2 on a mesh of two axes."""
+    """Trains with FSDP2 on a mesh of two axes."""
     model = _net()
     fully_shard(
         model,
@@ -483,7 +484,7 @@ def hybrid_sharded() -> None:
 
 
 def tensor_parallel() -> None:
-    """parallelize_module, and a redistribution."""
+    """Trains with parallelize_module, and redistributes a DTensor."""
     size = dist.get_world_size()
     model, mesh = _net(), init_device_mesh("cpu", (size,))
     parallelize_module(model, mesh, {"0": ColwiseParallel(), "2": RowwiseParallel()})
@@ -496,7 +497,7 @@ def tensor_parallel() -> None:
 
 
 def pipeline_parallel() -> None:
-    """Two schedules over a stage per rank."""
+    """Runs two schedules over one stage per rank."""
     size, rank = dist.get_world_size(), dist.get_rank()
     torch.manual_seed(0)
     layers = [nn.Sequential(nn.Linear(8, 8), nn.Tanh()).double() for _ in range(size)]
@@ -515,7 +516,7 @@ def pipeline_parallel() -> None:
 
 
 def distributed_checkpoint() -> None:
-    """DCP: saved in the background, over a group of its own, and loaded."""
+    """Saves a DCP checkpoint in the background, with its own group, and loads it."""
     group = dist.new_group(list(range(dist.get_world_size())))
     model = _net()
     fully_shard(model, mesh=init_device_mesh("cpu", (dist.get_world_size(),)))
@@ -560,11 +561,11 @@ CHECKS: dict[str, Callable[[], None]] = {
 
 
 def failures() -> dict[str, str]:
-    """Runs all checks; those that failed here, and how. After one the others are not run: ranks may
-    be out of step."""
+    """Runs all checks and returns those that failed on this rank, with their errors. After a
+    failure ranks may be out of step, so the remaining checks are not run."""
     for name, check in CHECKS.items():
         try:
             check()
-        except Exception:  # the test shows it, whatever it is
+        except Exception:  # any error: the test reports it
             return {name: traceback.format_exc()}
     return {}

@@ -1,4 +1,4 @@
-"""Ranks as real processes (tests/ranks) that run the tasks of rank_tasks.py."""
+"""Ranks as real processes (tests/ranks) that run the tasks in rank_tasks.py."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _TASKS = "tests.integration.worker_backends.rank_tasks"
 
 
 class BackendRank:
-    """A rank, told tasks of rank_tasks.py by their names there."""
+    """A rank that runs tasks by their names in rank_tasks.py."""
 
     def __init__(self, rank: Rank) -> None:
         self._rank = rank
@@ -28,7 +28,7 @@ class BackendRank:
 
 @pytest.fixture
 def ranks(take_ranks: Callable[[int], list[Rank]]) -> Callable[[int], list[BackendRank]]:
-    """Gives so many processes. Those that are well and idle at the test's end serve the next
+    """Starts the given number of ranks. Ranks that are idle at the end of a test serve the next
     one."""
     return lambda count: [BackendRank(rank) for rank in take_ranks(count)]
 

@@ -1,8 +1,8 @@
-"""A rank of two over Gloo that ends while it has something to do with its peer. Arguments: a
-store's file, what it has to do, the rank.
+"""One of two ranks over Gloo that ends while an operation with its peer is in flight. Arguments: a
+store's file, the operation, the rank.
 
-Rank 0 raises. While its interpreter finalizes it waits for its standard input to end; rank 1 ends
-before that. What Gloo still has to say, it says then.
+Rank 0 raises. During its finalization, the interpreter waits for standard input to end, which is
+after the end of rank 1. Gloo reports the lost peer at that time.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from shoal_worker.backends.gloo.backend import GlooBackend
 from torch.distributed import FileStore
 
 _MOMENT_S: Final = 0.5
-"""In which Gloo's threads notice that the peer has gone: nothing tells when they have."""
+"""Time for Gloo's threads to notice that the peer has gone, which has no observable event."""
 
 
 class _Lingering:
-    """Takes its time when the interpreter finalizes, and lets other threads run meanwhile, as the
-    destructors of a large program do."""
+    """Delays the interpreter's finalization and lets other threads run meanwhile, like the
+    destructors of a large program."""
 
     def __init__(self) -> None:
         self._write, self._read, self._sleep = os.write, os.read, time.sleep
@@ -46,8 +46,8 @@ def main() -> None:
         print("waits", flush=True)
         sys.stdin.readline()
         os._exit(0)
-    # Never closed by the script. What hangs on sys is destroyed last, when no thread may come back
-    # to Python any more.
+    # The script never closes it. Attributes of sys are destroyed last, when no thread may enter
+    # Python any more.
     setattr(sys, "kept", [backend, _Lingering()])  # noqa: B010 - mypy knows no such attribute
     match what:
         case "callback":

@@ -1,5 +1,5 @@
-"""The ranks that test_mpi.py starts by mpiexec: all checks on MPI in one start of its processes,
-which is slow."""
+"""The ranks that test_mpi.py starts with mpiexec. All MPI checks share one start of the processes,
+because it is slow."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.integration.worker_backends.conformance import CHECKS, check_backend
 
 
 def backend_collectives() -> None:
-    """Checks the collectives of CommunicationBackend over a communicator of its own."""
+    """Checks the collectives of CommunicationBackend on their own communicator."""
     backend = MPIBackend()
     backend.initialize()
     check_backend(backend)
@@ -35,7 +35,7 @@ def backend_collectives() -> None:
 
 
 def booleans_and_complex_numbers() -> None:
-    """dtypes that MPI has in another form, or not at all."""
+    """dtypes that MPI represents differently, or not at all."""
     rank, size = dist.get_rank(), dist.get_world_size()
     flags = torch.tensor([rank == 0, False, True])
     dist.all_reduce(flags)
@@ -46,7 +46,7 @@ def booleans_and_complex_numbers() -> None:
 
 
 def parts_that_do_not_lie_side_by_side() -> None:
-    """They go by way of a copy."""
+    """Non-contiguous tensors are sent through a copy."""
     rank, size = dist.get_rank(), dist.get_world_size()
     outputs = list(torch.zeros(size, 2, 3).transpose(0, 2).unbind(2))  # not contiguous
     dist.all_gather(outputs, torch.full((3, 2), float(rank)))
@@ -57,7 +57,7 @@ def parts_that_do_not_lie_side_by_side() -> None:
 
 
 def a_part_of_the_ranks_has_a_communicator_of_its_own() -> None:
-    """In the order that is asked for."""
+    """The communicator has the ranks in the requested order."""
     world = dist.get_rank()
     members = [3, 1] if world % 2 else [0, 2]
     backend = MPIBackend()
@@ -69,7 +69,7 @@ def a_part_of_the_ranks_has_a_communicator_of_its_own() -> None:
 
 
 def another_rank_or_size_than_mpis_is_refused() -> None:
-    """They are MPI's to give."""
+    """MPI decides rank and size."""
     with _raises(
         ConfigurationError,
         "rank=0, world_size=7: MPI started this process as rank . of 4; start it with `mpiexec -n "
@@ -79,7 +79,7 @@ def another_rank_or_size_than_mpis_is_refused() -> None:
 
 
 def a_message_that_is_too_long_is_refused() -> None:
-    """By the receiver."""
+    """The receiver refuses it."""
     if dist.get_rank() == 0:
         dist.send(torch.ones(5), 1)
     elif dist.get_rank() == 1:
@@ -89,7 +89,7 @@ def a_message_that_is_too_long_is_refused() -> None:
 
 
 def a_wait_ends_at_its_deadline() -> None:
-    """And ends the group for all."""
+    """The timeout ends the group on all ranks."""
     backend = MPIBackend()
     backend.initialize(timeout=timedelta(milliseconds=300))
     if backend.rank != 0:
@@ -107,7 +107,7 @@ def a_wait_ends_at_its_deadline() -> None:
 
 
 def an_abort_is_heard_by_those_who_wait() -> None:
-    """With its reason."""
+    """Their error contains the reason of the abort."""
     backend = MPIBackend()
     backend.initialize()
     if backend.rank == 1:
@@ -119,7 +119,8 @@ def an_abort_is_heard_by_those_who_wait() -> None:
 
 
 def an_abort_is_heard_by_all_threads_that_look_at_once() -> None:
-    """One message tells it: a thread that finds it gone does not wait for another."""
+    """The abort is a single message. A thread that finds it already received does not wait for
+    another."""
     for _ in range(12):
         backend = MPIBackend()
         backend.initialize()
@@ -149,7 +150,8 @@ def _look_until_over(backend: MPIBackend) -> None:
 
 
 def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
-    """The last check: the others are left with a communicator that was never made."""
+    """This check is last, because it leaves the other ranks with a communicator that was never
+    made."""
     if dist.get_rank() != 0:
         with _raises(
             DeadlineError, "connecting 4 MPI ranks took longer than connect_timeout=0.2 s"
@@ -161,7 +163,7 @@ def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
 
 
 def a_process_of_mpiexec_is_a_rank_of_a_job() -> None:
-    """Without a coordinator (docs/explanation/backends.md#mpi)."""
+    """It needs no coordinator (docs/explanation/backends.md#mpi)."""
     session = open_session()
     assert (session.rank, session.world_size, session.default_backend) == (
         dist.get_rank(),
@@ -173,7 +175,7 @@ def a_process_of_mpiexec_is_a_rank_of_a_job() -> None:
 
 
 class _raises:
-    """pytest's is not at hand in these processes."""
+    """Like pytest.raises, which is not available in these processes."""
 
     def __init__(self, kind: type[Exception], pattern: str) -> None:
         self._kind, self._pattern = kind, pattern
@@ -211,15 +213,15 @@ MPI_CHECKS: dict[str, Callable[[], None]] = {
 
 
 def run_checks() -> dict[str, str | None]:
-    """Returns what came of each check. After a failure ranks may be out of step, and the other
-    checks are not run."""
+    """Runs all checks and returns their outcomes. After a failure ranks may be out of step, so the
+    remaining checks are not run."""
     dist.init_process_group("shoal_mpi", init_method="mpi://", timeout=timedelta(seconds=20))
     outcomes: dict[str, str | None] = {}
     for name, check in MPI_CHECKS.items():
         try:
             check()
             outcomes[name] = None
-        except Exception:  # the test shows it, whatever it is
+        except Exception:  # any error: the test reports it
             outcomes[name] = traceback.format_exc()
             break
     dist.destroy_process_group()

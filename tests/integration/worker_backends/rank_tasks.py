@@ -26,7 +26,7 @@ _PATIENCE = timedelta(seconds=60)
 
 
 def _meet(store: RedisStore, name: str, world_size: int) -> None:
-    """Returns when all ranks have called it. (A store has `barrier` from torch 2.12 on.)"""
+    """Waits until all ranks have called it. (A store has `barrier` from torch 2.12 on.)"""
     if store.add(f"{name}/came", 1) == world_size:
         store.set(f"{name}/all", "1")
     store.wait([f"{name}/all"], _PATIENCE)
@@ -42,7 +42,7 @@ def group(
     timeout_s: float = 300.0,
     connect_timeout_s: float = 60.0,
 ) -> Iterator[GlooBackend]:
-    """A formed group. Waits first for all processes to be up."""
+    """Yields a group, once all processes are running."""
     store = RedisStore(url, prefix, timeout=_PATIENCE)
     backend = GlooBackend()
     _meet(store, "up", world_size)
@@ -64,13 +64,13 @@ def group(
 
 
 def conform_backend(url: str, prefix: str, rank: int, world_size: int) -> None:
-    """Collectives of GlooBackend."""
+    """Checks the collectives of GlooBackend."""
     with group(url, prefix, rank, world_size) as backend:
         check_backend(backend)
 
 
 def conform_torch(init_method: str, rank: int, world_size: int) -> dict[str, str]:
-    """torch on the backend shoal_gloo; the checks that failed, and how."""
+    """Checks torch on the backend shoal_gloo; returns the failed checks and their errors."""
     dist.init_process_group(
         "shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_PATIENCE
     )
@@ -94,8 +94,8 @@ def survive(
 ) -> dict[str, Any]:
     """Reduces until the group fails, then forms the next group and reduces there.
 
-    Says `formed` first, and `reducing` once a first collective went well. With `abort_when_told` a
-    thread waits for the key `abort`.
+    Reports `formed` first, and `reducing` after the first collective. With `abort_when_told`, a
+    thread aborts the group when the store has the key `abort`.
     """
     signals = RedisStore(url, prefix + ":signals", timeout=_PATIENCE)
     with group(url, prefix, rank, world_size) as backend:
@@ -134,8 +134,8 @@ def _abort_when_told(signals: RedisStore, backend: GlooBackend) -> None:
 
 
 def be_reducing(url: str, prefix: str, rank: int, world_size: int, fork: bool = False) -> str:
-    """Reduces until the group fails, or it is killed. With `fork`, a forked child outlives it, as a
-    DataLoader's worker would."""
+    """Reduces until the group fails or the process is killed. With `fork`, a forked child outlives
+    the process, as a DataLoader's worker would."""
     with group(url, prefix, rank, world_size) as backend:
         backend.all_reduce(torch.ones(1))
         child = _idle_child() if fork else None
@@ -144,8 +144,7 @@ def be_reducing(url: str, prefix: str, rank: int, world_size: int, fork: bool = 
 
 
 def _idle_child() -> int:
-    """A forked child that holds everything this process held, and does nothing, until it is
-    killed."""
+    """Forks a child that inherits all descriptors of this process and idles until it is killed."""
     child = os.fork()
     if child == 0:
         while True:
@@ -168,7 +167,7 @@ def die_while_connecting(url: str, prefix: str, rank: int, world_size: int) -> N
 def try_to_connect(
     url: str, prefix: str, rank: int, world_size: int, connect_timeout_s: float
 ) -> dict[str, Any]:
-    """Connects, in vain; with what error and after how long."""
+    """Tries to connect; returns the error and the time until it was raised."""
     started = time.perf_counter()
     try:
         backend = GlooBackend()
@@ -179,7 +178,7 @@ def try_to_connect(
             store=store,
             connect_timeout=timedelta(seconds=connect_timeout_s),
         )
-        # its system may have taken the connection before the peer died
+        # its system may have accepted the connection before the peer died
         backend.all_reduce(torch.ones(1))
         return {"error": None}
     except ShoalError as error:
@@ -191,8 +190,8 @@ def try_to_connect(
 
 
 def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dict[str, Any]:
-    """Groups made and aborted in the middle of a collective, again and again; what is open and
-    running before and after."""
+    """Makes groups and aborts each in the middle of a collective; returns the open descriptors and
+    threads before and after."""
     before = _usage()
     base = RedisStore(url, prefix, timeout=_PATIENCE)
     for number in range(cycles):
@@ -222,8 +221,8 @@ def cycle(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> dic
 
 
 def leave_in_order(url: str, prefix: str, rank: int, world_size: int, cycles: int) -> None:
-    """Groups that all ranks leave as soon as they have the last collective's result: that must
-    disturb nobody who is still at it."""
+    """Makes groups that each rank leaves as soon as it has the last collective's result. That must
+    not disturb ranks that are still in the collective."""
     base = RedisStore(url, prefix, timeout=_PATIENCE)
     _meet(base, "up", world_size)
     for number in range(cycles):
@@ -253,7 +252,7 @@ def _usage() -> dict[str, int]:
 
 
 def abort_torch_group(url: str, init_method: str, rank: int, world_size: int) -> str:
-    """torch's default group: aborted from a thread while all wait for a rank that never comes."""
+    """Aborts torch's default group from a thread, while all ranks wait for one that never comes."""
     dist.init_process_group(
         "shoal_gloo", init_method=init_method, rank=rank, world_size=world_size, timeout=_PATIENCE
     )

@@ -1,5 +1,5 @@
-"""Tasks of ranks whose group is reconfigured: by torch's own API if this torch has it, else by the
-methods that it would call."""
+"""Tasks of ranks whose group is reconfigured, through torch's own API if this torch has it,
+otherwise through the methods that it would call."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Member:
         """Store for handles and signals."""
 
     def handles(self, number: int, who: Sequence[int]) -> list[str]:
-        """Tells this process's handle, and returns those of `who`, in that order."""
+        """Publishes this process's handle and returns those of `who`, in that order."""
         self.store.set(f"handle/{number}/{self.rank}", self._handle())
         return [self.store.get(f"handle/{number}/{rank}").decode() for rank in who]
 
@@ -59,7 +59,7 @@ class Member:
         return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def found(self) -> list[float]:
-        """Returns rank, number of ranks, and the sum of rank + 1 over all."""
+        """Returns the rank, the world size, and the sum of rank + 1 over all ranks."""
         total = torch.full((4,), self.group.rank() + 1.0)
         self.sum(total).wait()
         return [self.group.rank(), self.group.size(), total[-1].item()]
@@ -76,7 +76,7 @@ class Member:
 def member(
     url: str, prefix: str, rank: int, world_size: int, *, timeout_s: float = 60.0
 ) -> Iterator[Member]:
-    """Yields a process that is in no group yet. `url`: redis://..., or tcp:PORT of a TCPStore on
+    """Yields a process that is not in a group yet. `url`: redis://..., or tcp:PORT of a TCPStore on
     this machine."""
     timeout = timedelta(seconds=timeout_s)
 
@@ -86,7 +86,7 @@ def member(
             return dist.TCPStore("127.0.0.1", port, is_master=False, timeout=_PATIENCE)
         return RedisStore(url, prefix, timeout=_PATIENCE)
 
-    for_signals, for_groups = connect(), connect()  # kept: a PrefixStore holds only the C++ half
+    for_signals, for_groups = connect(), connect()  # a PrefixStore holds only the C++ half
     signals = PrefixStore(f"{prefix}/signals", for_signals)
     groups = PrefixStore(f"{prefix}/groups", for_groups)
     if HAS_API:
@@ -121,7 +121,7 @@ def _failure(call: Any) -> str:
 
 
 def shrink_and_grow(url: str, prefix: str, rank: int) -> list[Any]:
-    """Three ranks, two without the one in the middle, three, one each, and three again."""
+    """Forms groups of three ranks, two without the middle one, three, one each, and three again."""
     with member(url, prefix, rank, 3) as me:
         found: list[Any] = [_failure(me.found)]
         me.reconfigure(1, [0, 1, 2])
@@ -139,7 +139,8 @@ def shrink_and_grow(url: str, prefix: str, rank: int) -> list[Any]:
 
 
 def again_and_again(url: str, prefix: str, rank: int) -> list[Any]:
-    """The same ranks, twice in a row without a collective between; then as a set."""
+    """Forms a group of the same ranks twice without a collective in between, then with the ranks as
+    a set."""
     with member(url, prefix, rank, 2) as me:
         me.reconfigure(1, [0, 1])
         me.reconfigure(2, [0, 1])
@@ -159,8 +160,8 @@ def again_and_again(url: str, prefix: str, rank: int) -> list[Any]:
 
 
 def leave_in_flight(url: str, prefix: str, rank: int) -> dict[str, Any]:
-    """Ranks 0 and 1 leave collectives behind that wait for rank 2, which is stopped meanwhile, and
-    reuse their tensors. Then it continues, and they form one group again."""
+    """Ranks 0 and 1 leave collectives in flight that wait for the stopped rank 2, and reuse their
+    tensors. Then rank 2 continues, and all form one group again."""
     with member(url, prefix, rank, 3) as me:
         me.reconfigure(1, [0, 1, 2])
         me.found()
@@ -194,7 +195,8 @@ def leave_in_flight(url: str, prefix: str, rank: int) -> dict[str, Any]:
 
 
 def meet_a_dead_rank(url: str, prefix: str, rank: int) -> dict[str, Any]:
-    """Kills rank 2 while the others sum. They try to form a group with it, and then without it."""
+    """Kills rank 2 during a sum. The other ranks try to form a group with it, and then
+    without it."""
     with member(url, prefix, rank, 3) as me:
         me.reconfigure(1, [0, 1, 2])
         handles = me.handles(2, [0, 1, 2])
@@ -258,7 +260,7 @@ def abort_and_go_on(url: str, prefix: str, rank: int) -> dict[str, Any]:
 
 
 def be_refused(url: str, prefix: str, rank: int) -> list[Any]:
-    """Calls that no group can be made of leave the group as it is."""
+    """Invalid calls raise and leave the group unchanged."""
     with member(url, prefix, rank, 2) as me:
         me.reconfigure(1, [0, 1])
         handles = me.handles(2, [0, 1])
@@ -271,7 +273,7 @@ def be_refused(url: str, prefix: str, rank: int) -> list[Any]:
 
 
 def average_with_ddp(url: str, prefix: str, rank: int) -> list[Any]:
-    """DDP's reducer, which is C++, divides by the number of ranks that there are."""
+    """The C++ reducer of DDP divides by the current number of ranks."""
     with member(url, prefix, rank, 3) as me:
         me.reconfigure(1, [0, 1, 2])
         if rank == 2:

@@ -1,4 +1,5 @@
-"""Every backend does what conformance.py says: on threads of this process, and on processes."""
+"""Every backend passes the checks of conformance.py, on threads of this process and on
+processes."""
 
 from __future__ import annotations
 

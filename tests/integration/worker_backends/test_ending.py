@@ -1,4 +1,5 @@
-"""A process whose script fails keeps the exit status of that, whatever Gloo is at."""
+"""A process whose script fails keeps the exit status of that failure, whatever Gloo is doing at
+that time."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Aborting: what it frees, how it reaches a group that is still forming, and what it leaves alone.
-Ranks are threads here."""
+"""Aborts: which waits they end, how they reach a group that is still forming, and that they affect
+nothing else. Ranks are threads here."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from shoal_worker.store.redis_store import RedisStore
 
 Form = Callable[..., list[GlooBackend]]
 _DEADLINE_S = 60.0
-"""Less than the time-outs that an abort must not wait for."""
+"""Less than the timeouts that an abort must not wait for."""
 
 
 @pytest.fixture
@@ -40,7 +40,7 @@ def threads() -> Iterator[Pool]:
 
 @pytest.fixture
 def form(threads: Pool) -> Iterator[Form]:
-    """Makes a group of so many ranks, all in this process."""
+    """Makes a group of the given number of ranks, all in this process."""
     made: list[GlooBackend] = []
 
     def make(world_size: int, **options: Any) -> list[GlooBackend]:
@@ -64,8 +64,7 @@ def form(threads: Pool) -> Iterator[Form]:
 
 @pytest.fixture
 def many_descriptors() -> Iterator[None]:
-    """All descriptors below 1024 are taken, as in a process that holds many files or shared
-    tensors."""
+    """Takes all descriptors below 1024, as in a process with many open files or shared tensors."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (max(soft, 2048), hard))
     taken = [os.open(os.devnull, os.O_RDONLY)]
@@ -89,7 +88,7 @@ def _forming_threads() -> int:
 
 
 def _reduce_alone(threads: Pool, backend: GlooBackend, *, short: bool = False) -> Future[Any]:
-    """A collective that nobody else takes part in, once it is really waiting."""
+    """Starts a collective that no other rank joins, and returns once it is waiting."""
     issued = threading.Event()
 
     def reduce() -> None:
@@ -157,7 +156,8 @@ def test_a_message_that_does_not_come_ends_at_the_groups_timeout(form: Form) -> 
 
 
 def test_an_abort_in_the_middle_of_a_message_frees_both_ends(form: Form, threads: Pool) -> None:
-    """Gloo does not tell an operation whose message was cut: it sleeps for the group's timeout."""
+    """Gloo does not fail an operation whose message is cut off; the operation sleeps for the
+    group's timeout."""
     cut = 0
     for _ in range(30):
         first, second = form(2)
@@ -171,7 +171,7 @@ def test_an_abort_in_the_middle_of_a_message_frees_both_ends(form: Form, threads
         )
         second.abort("generation 9")
         error = receiving.exception(timeout=_DEADLINE_S)
-        if error is None:  # it had come whole
+        if error is None:  # it had arrived completely
             continue
         assert isinstance(error, MembershipChanged)
         assert "generation 9" in str(error)
@@ -184,7 +184,7 @@ def test_an_abort_in_the_middle_of_a_message_frees_both_ends(form: Form, threads
 
 
 def test_an_abort_touches_no_other_connection_of_the_process(form: Form, redis_url: str) -> None:
-    """A gRPC stream, a Redis connection and another group go on over the connections they had."""
+    """A gRPC stream, a Redis connection and another group keep their connections."""
     doomed, other = form(2), form(2)
     with (
         _echo_stream() as (say, peers),
@@ -313,8 +313,8 @@ def test_a_backend_that_is_forgotten_closes_its_connections(form: Form, threads:
 
 
 class _echo_stream:
-    """One gRPC stream that stays open. `peers` are the addresses of those who opened streams: a
-    reconnect would be a second one."""
+    """Serves one gRPC stream that stays open. `peers`: addresses of clients that opened a stream; a
+    reconnect would add a second one."""
 
     def __init__(self) -> None:
         self.peers: list[str] = []

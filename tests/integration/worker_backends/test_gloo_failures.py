@@ -1,4 +1,5 @@
-"""Tests what a failure costs the others: ranks killed, stopped or stuck, and groups made anew."""
+"""The cost of a failure to the other ranks: ranks are killed, stopped or stuck, and new groups
+form."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from shoal_worker.store.redis_store import RedisStore
 
 Ranks = Callable[[int], list[Any]]
 _AT_ONCE_S = 50.0
-"""Milliseconds on a free machine. What it must not be is the groups' timeout, 300 s."""
+"""Takes milliseconds on an idle machine. It must not be the groups' timeout, 300 s."""
 
 
 def _signals(url: str, prefix: str) -> RedisStore:
@@ -74,8 +75,8 @@ def test_a_forked_child_of_the_killed_rank_does_not_keep_its_connections_alive(
 def test_an_abort_frees_all_but_the_stopped_rank_which_fails_when_it_goes_on(
     ranks: Ranks, redis_url: str, prefix: str
 ) -> None:
-    """The stopped rank answers nothing and its sockets stay open: without the abort the others
-    would wait out their timeout."""
+    """The stopped rank does not answer, but its sockets stay open. Without the abort the others
+    would wait for their timeout."""
     members = ranks(3)
     for number, member in enumerate(members[:2]):
         group = {"url": redis_url, "prefix": prefix, "rank": number, "world_size": 3}
@@ -159,7 +160,7 @@ def test_torchs_default_group_on_shoal_gloo_can_be_aborted(
         )
     members[2].event("idle")
     for member in members[:2]:
-        said = member.result()  # its own abort, or its peer's
+        said = member.result()  # either its own abort or its peer's
         assert any(
             words in said
             for words in (

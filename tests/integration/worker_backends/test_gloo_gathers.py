@@ -1,5 +1,5 @@
-"""All-gathers that are not Gloo's own: they end with their group as every collective does, and
-refuse what Gloo refuses."""
+"""All-gathers that the project implements instead of Gloo end with their group like every
+collective, and refuse what Gloo refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _ELEMENTS = BROADCASTS_FROM_BYTES // 4
 
 @pytest.fixture(params=[2, 3])
 def group(request: pytest.FixtureRequest) -> Iterator[list[GlooBackend]]:
-    """Ranks in this process. Two exchange what they gather; more broadcast it."""
+    """Ranks in this process. Two ranks exchange their tensors; larger groups broadcast them."""
     size: int = request.param
     store, backends = dist.HashStore(), [GlooBackend() for _ in range(size)]
     with ThreadPoolExecutor(size) as pool:
@@ -70,7 +70,7 @@ def test_small_and_large_gathers_can_be_under_way_together(group: list[GlooBacke
 
 
 def test_connections_within_a_host_take_little_at_once_to_send(group: list[GlooBackend]) -> None:
-    """One call sends under a lock for which Gloo's other thread spins (decision 90)."""
+    """A send call holds a lock for which Gloo's other thread spins (decision 90)."""
     sockets = [
         copy
         for backend in group

@@ -1,5 +1,5 @@
-"""Ranks as threads: what `launch` gives back, what happens when ranks fail or do not fit together,
-and ranks without `launch`."""
+"""Ranks as threads: the results of `launch`, ranks that fail or make different calls, and ranks
+without `launch`."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _LONG = timedelta(seconds=20)
 
 
 def _unmatched(*ranks: Callable[[], Any]) -> list[str]:
-    """Returns what each rank is told of collectives that do not fit together: a launch itself
-    raises the first rank's error only."""
+    """Returns each rank's error for mismatched collectives; `launch` raises only the
+    first rank's."""
     told: list[str] = [""] * len(ranks)
 
     def be_rank() -> None:
@@ -140,7 +140,7 @@ def test_collectives_in_autograd_hooks_find_their_rank() -> None:
                 y.register_hook(sum_over_ranks)
             return y
 
-        # The reentrant kind runs a backward pass inside the backward pass.
+        # The reentrant implementation runs a backward pass within the backward pass.
         checkpoint(checkpoint, block, leaf * 1.0, use_reentrant=True).sum().backward()
         assert leaf.grad is not None
         return leaf.grad.tolist()
@@ -151,7 +151,7 @@ def test_collectives_in_autograd_hooks_find_their_rank() -> None:
 
 
 def test_meshes_of_two_ranks_are_not_equal() -> None:
-    """DTensor caches by mesh, for the whole process."""
+    """DTensor caches by mesh, for the entire process."""
     first, second = launch(lambda: init_device_mesh("cpu", (2,)), world_size=2)
     assert first != second
 

@@ -1,5 +1,5 @@
-"""The rounds of docs/benchmarks/late-writes.md: Shoal's groups leave no collective behind that
-writes into tensors in use, and wait for no timeout."""
+"""The rounds of docs/benchmarks/late-writes.md: no collective left by a Shoal group writes into
+tensors in use, and no rank waits for a timeout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ needs_api = pytest.mark.skipif(
 
 
 def rounds(scheme: str, directory: Path) -> list[dict[str, Any]]:
-    """Two rounds, with one all-reduce in flight and with two."""
+    """Runs two rounds, with one and with two all-reduces in flight."""
     output = directory / "rounds.json"
     flags = {"scheme": scheme, "rounds": 2, "numel": 1 << 20, "timeout-s": _TIMEOUT_S}
     subprocess.run(

@@ -1,5 +1,5 @@
-"""MPIBackend on four processes, started once by mpiexec (mpi_ranks.py), and what it says where
-there is no MPI."""
+"""MPIBackend on four processes, started once by mpiexec (mpi_ranks.py), and its error if MPI is
+missing."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.ranks.processes import mpi_world
 
 @pytest.fixture(scope="module")
 def outcomes(nursery: str, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str | None]]:
-    """Outcomes of the checks by rank. They run in a world of their own, because some damage it."""
+    """Outcomes of the checks by rank. The checks run in a world of their own, because some of them
+    damage it."""
     with mpi_world(nursery, 4, tmp_path_factory.mktemp("mpi")) as ranks:
         for rank in ranks:
             rank.start("tests.integration.worker_backends.mpi_ranks:run_checks")

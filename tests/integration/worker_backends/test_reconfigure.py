@@ -1,7 +1,8 @@
-"""Groups that change their ranks by torch's `_reconfigure`: collectives in flight end, and write
-nothing afterwards.
+"""Groups that change their ranks through torch's `_reconfigure`: collectives in flight end, and
+write nothing afterwards.
 
-With a torch that lacks the API (before 2.14) the same tasks call the group's methods themselves."""
+With a torch that lacks the API (before 2.14), the same tasks call the group's methods themselves.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ from tests.ranks.processes import Rank
 
 _TASKS = "tests.integration.worker_backends.reconfigure_tasks"
 _LONG_S = 30.0
-"""Much longer than it takes, and much shorter than the groups' timeout."""
+"""Much longer than a reconfiguration takes, and much shorter than the groups' timeout."""
 
 needs_api = pytest.mark.skipif(
     not HAS_API,
@@ -40,7 +41,7 @@ def server() -> dist.TCPStore:
 
 @pytest.fixture
 def begin(take_ranks: Take, server: dist.TCPStore) -> Callable[..., list[Rank]]:
-    """Has so many ranks begin a task."""
+    """Starts a task on the given number of ranks."""
 
     def start(task: str, count: int, url: str = f"tcp:{server.port}") -> list[Rank]:
         ranks = take_ranks(count)

@@ -1,5 +1,5 @@
-"""Streams in shards, elastic: a worker is killed in the middle of its shards, or of an evaluation,
-and nothing of the result differs."""
+"""Sharded streams, elastic: a worker is killed within a shard or an evaluation, and the results do
+not change."""
 
 import re
 import signal
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.slow
 
 
 def script(directory: Path, kind: str, pause: float, workers: int) -> Path:
-    """Runs the example with its command line; the worker's program takes none."""
+    """Runs the example with its command line, because the worker's program takes no arguments."""
     example = Path(__file__).parents[3] / "examples" / "tar_shards.py"
     path = directory / f"{kind}.py"
     arguments = [

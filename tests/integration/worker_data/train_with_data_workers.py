@@ -1,5 +1,5 @@
 """A training script whose batches are made by data workers. After step 5 it waits for the file
-`go`: a spare can be there in time."""
+`go`, so that a spare can arrive in time."""
 
 import json
 import os
@@ -14,8 +14,8 @@ torch.set_num_threads(1)
 
 
 class Slow(torch.utils.data.Dataset):
-    """Takes about as long to make a batch as a step takes, so that there is always something under
-    way."""
+    """Takes about as long to make a batch as a step takes, so that a batch is always in
+    the making."""
 
     def __len__(self) -> int:
         return 240

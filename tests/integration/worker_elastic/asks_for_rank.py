@@ -1,5 +1,5 @@
-"""A script that asks at its top which rank it is, as scripts do that begin a log. Writes the
-answers as one JSON line in OUTPUT."""
+"""A script that asks for its rank at the top, before training, as scripts do that open a log.
+Writes the answers as one JSON line to OUTPUT."""
 
 import json
 import os
@@ -25,7 +25,7 @@ at_top = [
 net = nn.Linear(2, 1)
 model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
 everyones = [None]
-if shoal.is_joining():  # torch's own code finds a world of one
+if shoal.is_joining():  # torch itself reports a world of one
     dist.broadcast_object_list(everyones, group_src=0, group=group)
     dist.all_gather_object(everyones, "mine", group=group)
     assert everyones == ["mine"]

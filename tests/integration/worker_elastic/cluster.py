@@ -1,4 +1,4 @@
-"""A coordinator and worker processes for tests: real processes, a real Valkey, killed with real
+"""A coordinator and workers for tests: real processes and a real Valkey, killed with real
 signals."""
 
 from __future__ import annotations
@@ -86,8 +86,9 @@ class Cluster:
 
     @contextmanager
     def held(self, *, before: int | None = None) -> Iterator[None]:
-        """Slows the run's steps while open, or holds it `before` that step (the first is 0). So the
-        condition awaited in the block holds before the run ends, or before that step."""
+        """Slows the run's steps while the block runs, or holds the run at step `before` (counted
+        from 0). So a condition that the block waits for occurs before the run ends, or before that
+        step."""
         hold = self.output / "hold"
         hold.write_text("" if before is None else str(before))
         yield
@@ -97,7 +98,7 @@ class Cluster:
         return self.client.get_job("job")
 
     def steps(self) -> int:
-        """The most steps that a ranked member reported."""
+        """Returns the highest step that a member with a rank has reported."""
         return max((m.progress.step for m in self.job().members if m.rank >= 0), default=0)
 
     def wait_steps(self, count: int) -> None:
@@ -112,14 +113,15 @@ class Cluster:
         )
 
     def said(self) -> str:
-        """All that the workers wrote."""
+        """Returns the output of all workers."""
         return "".join(worker.said() for worker in self.workers.values())
 
     def signal(self, index: int, number: signal.Signals) -> None:
         self.workers[index].kill(number)
 
     def restart_coordinator(self) -> None:
-        """SIGKILL, and a new one at the same address over the same data."""
+        """Kills the coordinator with SIGKILL and starts a new one at the same address on the same
+        data."""
         self.coordinator.kill()
         self.client.close()
         self._start_coordinator()
@@ -127,8 +129,8 @@ class Cluster:
     def finish(
         self, *expected_to_end_well: int, may_end_well: bool = False
     ) -> list[dict[str, Any]]:
-        """Waits for all workers, and returns what those that are expected to end well say.
-        `may_end_well`: so may others (drained ones)."""
+        """Waits for all workers; returns the results of those that are expected to exit with status
+        0. `may_end_well`: the other workers may do so too (drained workers)."""
         for index, worker in self.workers.items():
             code = worker.wait()
             well = index in expected_to_end_well
@@ -143,7 +145,7 @@ class Cluster:
     def close(self) -> None:
         self.client.close()
         for worker in self.workers.values():
-            worker.kill()  # a stopped process, too
+            worker.kill()  # also a stopped process
             worker.wait()
         self.coordinator.kill()
         self.coordinator.close()

@@ -1,5 +1,5 @@
-"""Trains with compressed gradients, which leave something behind in every step; says what it ends
-with as one JSON line in OUTPUT."""
+"""Trains with compressed gradients, which leave a residual in every step. Writes its final state as
+one JSON line to OUTPUT."""
 
 import hashlib
 import json

@@ -1,5 +1,5 @@
-"""A script whose loss compares the samples of all ranks. Says what it has trained as one JSON file
-in OUTPUT."""
+"""A script whose loss compares the samples of all ranks. Writes its result as one JSON file to
+OUTPUT."""
 
 import json
 import os
@@ -26,7 +26,7 @@ for _ in loader.epochs(2):
     for x, kinds in loader:
         features = shoal.whole_batch(nn.functional.normalize(model(x), dim=1))
         kinds = shoal.whole_batch(kinds)
-        alike = (kinds[:, None] == kinds).double()  # of both, whatever becomes of the step
+        alike = (kinds[:, None] == kinds).double()  # of both, whatever the outcome of the step
         nn.functional.binary_cross_entropy_with_logits(features @ features.T, alike).backward()
         optimizer.step()
         optimizer.zero_grad()

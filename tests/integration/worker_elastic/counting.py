@@ -1,5 +1,5 @@
-"""A script that evaluates every few steps, and counts them as COUNT says. Says what it ends with as
-one JSON line in OUTPUT."""
+"""A script that evaluates every few steps, which it counts in the way that COUNT selects. Writes
+its final state as one JSON line to OUTPUT."""
 
 import hashlib
 import json
@@ -21,7 +21,7 @@ count_by = os.environ["COUNT"]
 
 
 class Shuffled(torch.utils.data.Sampler[int]):
-    """Has a generator of its own, which no seed was given."""
+    """A sampler with its own generator, which is not seeded."""
 
     def __init__(self, length: int) -> None:
         self.length = length

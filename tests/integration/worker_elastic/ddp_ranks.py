@@ -1,5 +1,5 @@
-"""One rank that runs all cases (ddp_cases/), one job each on the coordinator of SHOAL_COORDINATOR.
-What became of each goes to OUTPUT as JSON; see test_ddp_parity.py."""
+"""One rank that runs all cases (ddp_cases/), each in its own job on the coordinator at
+SHOAL_COORDINATOR. Writes the outcome of each case to OUTPUT as JSON; see test_ddp_parity.py."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ __all__ = ["CASES", "WORLD"]
 
 
 def difference(expected: State, got: State) -> str:
-    """Returns what differs by more than the tolerance."""
+    """Describes the tensors that differ by more than the tolerance; empty if none does."""
     exact = all(tensor.dtype != torch.float32 for tensor in expected.values())
     tolerance = TOLERANCE if exact else 1e-6
     wrong = []
@@ -51,7 +51,8 @@ def difference(expected: State, got: State) -> str:
 
 
 def outcome(name: str) -> str:
-    """Empty if the ranks end as one process does."""
+    """Runs one case; returns a description of the difference from one process, empty if there is
+    none."""
     run = CASES[name]
     try:
         torch.manual_seed(0)
@@ -63,14 +64,14 @@ def outcome(name: str) -> str:
         finally:
             current_session().close()
             set_session(None)
-    except Exception as error:  # whatever it is: what became of the case
+    except Exception as error:  # any error is the outcome of the case
         return f"{type(error).__name__}: {error}"
 
 
 def main() -> None:
     warnings.simplefilter("error")
     warnings.filterwarnings("ignore", "Sparse invariant checks are implicitly disabled")
-    # SequentialLR's own use
+    # warned by SequentialLR itself
     warnings.filterwarnings(
         "ignore", "The epoch parameter in `scheduler.step\\(\\)` was not necessary"
     )

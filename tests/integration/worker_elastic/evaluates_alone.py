@@ -1,5 +1,5 @@
-"""A script with a common mistake: what all ranks do together is done by rank 0 alone. With IN_STEP
-all do it, in the middle of a step."""
+"""A script with a common mistake: rank 0 alone calls an operation that all ranks must call. With
+IN_STEP all ranks call it, but in the middle of a step."""
 
 import os
 

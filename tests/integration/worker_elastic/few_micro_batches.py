@@ -1,4 +1,4 @@
-"""Trains with fewer micro-batches in a step than ranks, from the first step on. Run on three ranks,
+"""Trains with fewer micro-batches per step than ranks, from the first step on. Runs on three ranks,
 with STRATEGY."""
 
 import os

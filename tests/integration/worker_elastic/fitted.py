@@ -1,5 +1,5 @@
-"""A whole fit in one call, on ranks that may die. Says what came of it as one JSON file in OUTPUT;
-with STRATEGY."""
+"""Trains with a single call of `optimize`, on ranks that may die. Writes its result as one JSON
+file to OUTPUT; uses STRATEGY."""
 
 import json
 import os

@@ -1,8 +1,8 @@
 """A script with two models: a discriminator that takes a step for each batch, and a generator that
-takes one for every EVERY-th.
+takes one step in every EVERY batches.
 
-Everything is in float64, so that runs on other numbers of ranks end alike but for rounding. Says
-what it ends with as one JSON line in OUTPUT.
+Everything is in float64, so that runs with different numbers of ranks agree up to rounding. Writes
+its final state as one JSON line to OUTPUT.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""A script with a SIGTERM handler of its own, set before or after `shoal.init()` as WHEN says."""
+"""A script that sets its own SIGTERM handler, before or after `shoal.init()` as WHEN selects."""
 
 import json
 import logging

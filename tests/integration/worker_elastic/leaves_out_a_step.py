@@ -1,6 +1,6 @@
-"""Scripts with a common mistake: rank 1 leaves out what the other rank does in its third step.
-MISTAKE says what: "step", optimizer.step() in a loop without a loader of Shoal's; "second", the
-optimizer of the second of two models."""
+"""Scripts with a common mistake: rank 1 omits a call that the other rank makes in its third step.
+MISTAKE selects the call: "step" is optimizer.step() in a loop that does not use Shoal's loader;
+"second" is the optimizer of the second of two models."""
 
 import os
 
@@ -12,7 +12,7 @@ torch.set_num_threads(1)
 shoal.init()
 torch.manual_seed(0)
 mistake, strategy = os.environ["MISTAKE"], os.environ["STRATEGY"]
-# small layers are not cut
+# small layers are not sharded
 options = {"minimum_parameter_group_size": 1} if strategy == "tensor" else {}
 
 

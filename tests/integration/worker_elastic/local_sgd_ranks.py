@@ -1,5 +1,5 @@
-"""One rank of a run with local_sgd. RECIPES names them, one job each on the coordinator of
-SHOAL_COORDINATOR; the results go to OUTPUT."""
+"""One rank of runs with local_sgd. RECIPES names the recipes, each of which runs in its own job on
+the coordinator at SHOAL_COORDINATOR. Writes the results to OUTPUT."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.integration.worker_elastic.local_sgd_simulation import RECIPES, Recip
 from tests.integration.worker_elastic.pacing import pace
 
 CHECKPOINT_AT = 11
-"""Steps before the checkpoint: inside of a round."""
+"""Steps before the checkpoint, which is taken in the middle of a round."""
 _sent: list[int] = []
 
 
@@ -61,7 +61,7 @@ def _count_bytes() -> None:
         _sent.append(tensor.nbytes)
         return plain(self, tensor)
 
-    # nothing public lies between a strategy and its backend
+    # there is no public interface between a strategy and its backend
     Group.all_reduce_async = counted  # type: ignore[method-assign]
 
 

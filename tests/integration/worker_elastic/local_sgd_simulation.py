@@ -95,7 +95,7 @@ RECIPES = {
 
 
 def whole_batches(recipe: Recipe) -> State:
-    """One process on the whole of each batch: what ddp gives."""
+    """Trains one process on full batches, which is the result of ddp."""
     net = recipe.net()
     optimizer = recipe.optimizer(net)
     x, y = recipe.data()
@@ -110,8 +110,8 @@ def whole_batches(recipe: Recipe) -> State:
 def simulate(
     recipe: Recipe, world: int, *, then: tuple[int, int] | None = None, steps: int | None = None
 ) -> State:
-    """`then` = (step, ranks): from the round that begins with this step on there are so many.
-    `steps`: the mean after so many."""
+    """Trains `world` replicas. `then` = (step, ranks): number of ranks from the round that begins
+    with that step. `steps`: returns the mean after that many steps."""
     replicas = [recipe.net() for _ in range(world)]
     optimizers = [recipe.optimizer(net) for net in replicas]
     x, y = recipe.data()
@@ -141,7 +141,8 @@ def simulate(
 
 
 def _deal(batch: torch.Tensor, ranks: int, micro: int | None) -> list[list[torch.Tensor]]:
-    """Contiguous parts of which the first are larger by one sample, or one micro-batch."""
+    """Splits a batch into contiguous parts; the first parts have one sample or one micro-batch
+    more."""
     units = list(batch.split(micro or 1))
     each, more = divmod(len(units), ranks)
     dealt = []

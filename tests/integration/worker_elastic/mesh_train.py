@@ -1,5 +1,5 @@
-"""A training script for tensor, pipeline and hybrid: STRATEGY with OPTIONS (JSON), perhaps in
-micro-batches of MICRO samples; says what it ends with as one JSON line in OUTPUT."""
+"""A training script for tensor, pipeline and hybrid: STRATEGY with OPTIONS (JSON), and
+micro-batches of MICRO samples if set. Writes its final state as one JSON line to OUTPUT."""
 
 import json
 import logging
@@ -22,7 +22,7 @@ def train(
     checkpoints: str | None = None,
     micro: int | None = None,
 ) -> dict[str, Any]:
-    """One rank's part; what it ends with."""
+    """Trains on one rank and returns its final state."""
     net = models.make()
     optimizer = models.OPTIMIZERS["adamw"](net.parameters())
     model, optimizer = shoal.as_distributed(

@@ -1,5 +1,5 @@
-"""A script whose ranks normalize over all their samples. Says what it has trained as one JSON file
-in OUTPUT."""
+"""A script whose ranks normalize over the samples of all ranks. Writes its result as one JSON file
+to OUTPUT."""
 
 import json
 import os

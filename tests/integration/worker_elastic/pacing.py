@@ -1,4 +1,4 @@
-"""Waits of scripts for a test that holds their run (cluster.Cluster.held)."""
+"""Slows or holds scripts whose run a test controls (cluster.Cluster.held)."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from tests.zygote.children import PATIENCE_S
 
 
 def pace(hold: Path, step: int, steps: int) -> None:
-    """Before each of `steps` steps of a run: steps are slow while `hold` exists, and slower towards
-    the run's end, so that what the test waits for happens before that also on a busy machine. They
-    must go on: members come and go between them.
+    """Waits before a step of a run of `steps` steps, while the file `hold` exists. Waits are longer
+    towards the run's end, so that the event awaited by the test occurs in time on a busy machine
+    too. Steps are slow rather than held, because members can join and leave only between steps.
 
-    Where `hold` has a number in it, the run stands before the step of that number, and other steps
-    are as quick as ever: for tests in which no member comes or goes meanwhile.
+    If `hold` contains a number, the run is held before that step and the other steps run at full
+    speed: for tests in which no member joins or leaves meanwhile.
     """
     stands_at = _number_in(hold)
     if stands_at is None:
@@ -24,10 +24,10 @@ def pace(hold: Path, step: int, steps: int) -> None:
         longest_s = PATIENCE_S if step == stands_at else 0.0
     over = time.monotonic() + longest_s
     while hold.exists() and time.monotonic() < over:
-        time.sleep(0.01)  # a file tells nobody that it is gone
+        time.sleep(0.01)  # there is no event for the removal of a file
 
 
 def _number_in(hold: Path) -> int | None:
-    with contextlib.suppress(OSError, ValueError):  # it is gone, or empty
+    with contextlib.suppress(OSError, ValueError):  # the file is gone, or empty
         return int(hold.read_text())
     return None

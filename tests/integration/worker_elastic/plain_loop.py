@@ -1,5 +1,5 @@
-"""A script with torch's own loader, whose lost batches are dropped, and with a count of the
-committed steps. Says what it ends with as one JSON line in OUTPUT."""
+"""A script with torch's own loader, whose lost batches are dropped, and with its own count of
+committed steps. Writes its final state as one JSON line to OUTPUT."""
 
 import hashlib
 import json

@@ -1,9 +1,10 @@
-"""One rank of a run in one of the shapes that users give their loops; says what it ended with as
-one JSON line in OUTPUT.
+"""One rank of a run whose loop has one of the shapes that users write. Writes its final state as
+one JSON line to OUTPUT.
 
-SHAPE names what is in the loop beside a step, STRATEGY the strategy. DIE="place:step" kills this
-process when its script comes to that place of that step. Failpoints (SHOAL_FAILPOINTS) reach the
-places that no script sees."""
+SHAPE selects what the loop contains beside a step, STRATEGY the strategy. DIE="place:step" kills
+this process when its script reaches that place of that step. Failpoints (SHOAL_FAILPOINTS) cover
+the places that a script cannot observe.
+"""
 
 import hashlib
 import json
@@ -25,12 +26,12 @@ from tests.integration.worker_elastic.pacing import pace
 from tests.zygote.children import eventually
 
 EPOCHS, STEPS = 3, 8
-"""Epochs, and steps of one."""
+"""Number of epochs, and of steps in each."""
 BATCH, MICRO = 24, 4
 
 
 class Average:
-    """An exponential moving average as users write it; nobody registers it."""
+    """An exponential moving average as users write it; it is not registered."""
 
     def __init__(self, model: nn.Module) -> None:
         self.values = {name: p.detach().clone() for name, p in model.named_parameters()}
@@ -67,10 +68,10 @@ def main(arguments: Sequence[str]) -> None:
         {"sync_every": 2} if strategy == "local_sgd" else {"deterministic": True}
     )
     model, optimizer = shoal.as_distributed(net, plain, strategy=strategy, **options)
-    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # nobody registers it
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)  # nor this
+    scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)  # not registered
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=4)  # not registered
     average = Average(model) if shape == "ema" else None
-    # nor this
+    # not registered
     averaged = (
         AveragedModel(net, multi_avg_fn=get_ema_multi_avg_fn(0.9)) if shape == "averaged" else None
     )
@@ -93,7 +94,7 @@ def main(arguments: Sequence[str]) -> None:
             (scaler.scale(loss) if shape == "scaler" else loss).backward()
         number = loader.global_step
         pace(Path(os.environ["OUTPUT"], "hold"), number, EPOCHS * STEPS)
-        if shape == "asks" and number == 5 and not told:  # all are told before any closes the step
+        if shape == "asks" and number == 5 and not told:  # before any rank closes the step
             told.append(True)
             if os.environ["SHOAL_LOCAL_INDEX"] == "0":
                 with CoordinatorClient(
@@ -146,7 +147,7 @@ def main(arguments: Sequence[str]) -> None:
         group = current_session().group
         eventually(lambda: group is not None and group.broken is not None, "a peer's end")
     if shape == "break" and strategy == "ddp":
-        # what a script does without another word to its peers
+        # the script makes no further collective call
         state = {name: p.detach().clone() for name, p in model.named_parameters()}
     else:
         state = model.gather_full_parameters()

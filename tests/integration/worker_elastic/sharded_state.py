@@ -1,5 +1,5 @@
-"""Takes the whole state of a sharded model and optimizer apart from training, and puts it back. Run
-on several ranks, with STRATEGY."""
+"""Gathers the full state of a sharded model and optimizer outside of training, and loads it again.
+Runs on several ranks, with STRATEGY."""
 
 import os
 

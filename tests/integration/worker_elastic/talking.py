@@ -1,5 +1,5 @@
-"""A script whose ranks tell each other something behind every step. Says what it was told as one
-JSON file in OUTPUT."""
+"""A script whose ranks exchange values after every step. Writes the values that it received as one
+JSON file to OUTPUT."""
 
 import json
 import os

@@ -1,5 +1,5 @@
-"""Tests who does what one rank, or one process of a machine, does for all: never a process that
-replays its script, nor one too many."""
+"""Work that one rank, or one process of each machine, does for all: never done by a process that
+replays its script, nor by more than one process."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def test_a_joiner_that_replays_its_script_is_not_taken_for_rank_0(
 
 
 def first_of(zygote: Zygote, directory: Path, job: str, run: str, end: str = "") -> str:
-    """Returns what `main_first` gives to a process of this run. `end`: what it does within the
-    block."""
+    """Starts a process of this run and returns the value that `main_first` gives it. `end`:
+    statement that it runs within the block."""
     program = (
         "import os, shoal\nwith shoal.main_first() as first:\n    print(first, "
         f"flush=True)\n    {end or 'pass'}"
@@ -49,7 +49,7 @@ def test_main_first_is_true_for_one_process_of_each_run_also_after_the_others_ha
     zygote: Zygote, tmp_path: Path
 ) -> None:
     job = f"job-{uuid.uuid4().hex}"
-    # it has not done the work
+    # the process ends before it has done the work
     assert first_of(zygote, tmp_path, job, "1:5", end="os._exit(1)") == "True"
     assert [first_of(zygote, tmp_path, job, run) for run in ("1:5", "1:5", "2:9")] == [
         "True",

@@ -1,6 +1,6 @@
-"""Tests what asks the other ranks in a pass, under faults: a rank that dies in the middle of it
-costs a step that is done again, and the result is the same. SyncBatchNorm, and losses over the
-whole batch."""
+"""Exchanges between ranks within a forward or backward pass (SyncBatchNorm, and losses over the
+full batch), under faults. If a rank dies during an exchange, the step is redone and the result is
+the same."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ STEPS = 18
 
 
 class Asking(NamedTuple):
-    """A script that asks, and where a rank is killed."""
+    """A script with exchanges, and the places where a rank is killed."""
 
     script: str
     places: tuple[tuple[str, int], ...]
-    """Failpoints, and how often each is passed before."""
+    """Failpoints, with the hit at which each kills the rank."""
 
 
 NORMS = Asking(
     "normalizes.py", (("norms.before_gather", 5 * 4 + 1), ("norms.before_gather", 5 * 4 + 4))
 )
-"""Each step gathers in two layers' forward and backward passes: the first of these in the sixth
-step, and the last."""
+"""Each step gathers in the forward and backward passes of two layers. The failpoints are the first
+and the last of these gathers in the sixth step."""
 LOSS = Asking(
     "contrasts.py",
     (
@@ -37,8 +37,8 @@ LOSS = Asking(
         ("whole_batch.before_rows", 5 * 2 + 2),
     ),
 )
-"""Each step puts two tensors together. When the second one's rows do not come, the script has the
-first one's."""
+"""Each step gathers two tensors. In the last case the script has the first tensor's rows when the
+gather of the second one fails."""
 
 
 def trained(

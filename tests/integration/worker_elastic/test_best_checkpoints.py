@@ -1,4 +1,5 @@
-"""The best checkpoint of a run outlives the deaths of those who wrote it, and joiners."""
+"""A run's best checkpoint survives the deaths of the ranks that wrote it, and the arrival of
+joiners."""
 
 import signal
 from pathlib import Path
@@ -14,7 +15,8 @@ from tests.zygote.children import Zygote, eventually
 def test_a_death_and_a_joiner_do_not_replace_the_best_checkpoint_by_a_worse_one(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
-    """Step 20 is the best; who wrote it is killed behind it, and another takes its place."""
+    """Step 20 is the best. The worker that saved it is killed after that step, and another one
+    replaces it."""
     checkpoints = tmp_path / "checkpoints"
     with cluster(
         zygote, tmp_path, EPOCHS="4", STRATEGY=strategy, CHECKPOINTS=str(checkpoints), BEST="2"

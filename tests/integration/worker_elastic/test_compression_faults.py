@@ -1,5 +1,5 @@
-"""Tests what compression leaves behind counts when the step does: a run that lost steps ends as one
-that lost none, bit for bit."""
+"""A step's compression residual counts if the step does: a run that lost steps ends bit for bit
+like a run that lost none."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from tests.integration.worker_elastic.cluster import cluster
 
 SCRIPT = Path(__file__).with_name("compressed_train.py")
 VOID = "compression.halfway@6=lose"
-"""Nobody can have applied the step: this rank's part of the second half is missing."""
+"""No rank can have applied the step: this rank's part of the second half is missing."""
 TAKEN = "reduction.completed@12=lose"
-"""The others may have applied the step, and then this rank's part is in it."""
+"""The other ranks may have applied the step, with this rank's part in it."""
 
 
 @pytest.mark.parametrize(

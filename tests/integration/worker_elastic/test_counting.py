@@ -1,6 +1,6 @@
-"""Tests what a script does every few steps, over a kill and a replacement: by the run's steps it is
-the same on all ranks; by a count of the script's own it cannot be, and the ranks are told so at
-once, by name."""
+"""Operations that a script calls every few steps, across a kill and a replacement. Counted in the
+run's steps, they happen at the same steps on all ranks. A count of the script's own differs between
+ranks, and they fail at once with an error that names the call."""
 
 import signal
 from collections.abc import Iterator
@@ -18,8 +18,8 @@ SCRIPT = Path(__file__).parent / "counting.py"
 
 @contextmanager
 def one_replaced(zygote: Zygote, directory: Path, **environment: str) -> Iterator[Cluster]:
-    """Two workers of the script; one is killed in the middle of its first epoch, and another one
-    takes its place."""
+    """Starts two workers. One is killed in the middle of its first epoch, and a new one replaces
+    it."""
     checkpoints = str(directory / "checkpoints")
     with cluster(
         zygote,
@@ -50,10 +50,10 @@ def test_every_so_many_steps_survives_a_kill_and_a_replacement_and_skips_and_rep
             int(path.name.removeprefix("step-"))
             for path in (tmp_path / "checkpoints").glob("step-*")
         }
-        # the third step's may have been in the hands of the worker that was killed
+        # the killed worker may have been writing the checkpoint of the third step
         assert saved | {3} == {3, 6, 9, 12, 15, 18}
-        # A sampler with an unseeded generator of its own draws alike on all ranks, on the joiner in
-        # the middle of the epoch, too.
+        # A sampler with its own unseeded generator draws the same samples on all ranks, also on the
+        # joiner in the middle of the epoch.
         assert all(epoch.exactly_once for epoch in audit(running.records).epochs)
 
 
@@ -69,7 +69,8 @@ def test_every_so_many_steps_survives_a_kill_and_a_replacement_and_skips_and_rep
 def test_a_count_of_the_scripts_own_ends_in_one_clear_error_at_once_which_names_the_remedy(
     zygote: Zygote, tmp_path: Path, count_by: str, strategy: str, operation: str
 ) -> None:
-    """At once: a collective has 300 s, its default, and a worker here has less to end in."""
+    """The error comes before the collective's timeout, whose default is 300 s: this worker has less
+    time to end."""
     with one_replaced(zygote, tmp_path, COUNT=count_by, STRATEGY=strategy) as running:
         for worker in (running.workers[1], running.workers[2]):
             assert worker.wait() == 1, worker.said()

@@ -1,5 +1,5 @@
-"""Tests what users do with torch's DDP gives, on two ranks with ddp, what one process gives on the
-whole batch, to 1e-10 in float64."""
+"""Common uses of torch's DDP, on two ranks with ddp, have the result of one process on the full
+batch, to 1e-10 in float64."""
 
 from __future__ import annotations
 
@@ -15,7 +15,8 @@ from tests.zygote.children import Zygote
 
 @pytest.fixture(scope="module")
 def outcomes(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, str]]:
-    """By rank and case. All cases run in one pair of processes, one after the other."""
+    """The outcomes by rank and case. All cases run in one pair of processes, one after the
+    other."""
     script = Path(__file__).with_name("ddp_ranks.py")
     with cluster(
         zygote,

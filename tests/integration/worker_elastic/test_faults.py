@@ -1,5 +1,5 @@
-"""Faults at exactly the moments that matter. Every faulty run must end with the parameters of the
-run without a fault, bit for bit, and every sample of every epoch must have counted exactly once."""
+"""Faults at the critical moments of a step. Every run with a fault must end bit for bit with the
+parameters of the run without one, and every sample of every epoch must count exactly once."""
 
 import json
 import signal
@@ -20,7 +20,7 @@ STEPS = 10 * EPOCHS
 
 @pytest.fixture(scope="module")
 def fault_free(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run of one worker alone, without a fault."""
+    """The result of a run of one worker without a fault."""
     with cluster(
         zygote, tmp_path_factory.mktemp("fault-free"), max_workers=1, EPOCHS=str(EPOCHS), MICRO="1"
     ) as alone:
@@ -136,7 +136,7 @@ def test_a_replacement_takes_the_state_from_its_peers_and_goes_on(
                 running.start(index)
             running.wait_steps(1)
             running.signal(1, signal.SIGKILL)
-            running.start(3)  # makes the world full again, so no grace is waited for
+            running.start(3)  # makes the world full again, so there is no wait for the join grace
             running.wait_ranked(3)
         results = running.finish(0, 2, 3)
         assert {r["world"] for r in results} == {3}
@@ -174,7 +174,8 @@ def test_a_join_that_fails_half_way_leaves_the_others_whole(
 def test_a_worker_that_hangs_is_put_out_and_the_others_go_on(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any], failpoint: str
 ) -> None:
-    # A stopped process loses its lease; one whose heartbeats go on is found by its peers' time-out.
+    # A stopped process loses its lease; a process whose heartbeats continue is found by its peers'
+    # timeout.
     limits = {
         "lease_ms": 3000,
         "stall_timeout_ms": 2000,
@@ -324,8 +325,8 @@ def test_when_all_that_held_the_state_are_gone_a_replacement_starts_from_the_che
 def test_replacements_of_all_go_on_together_from_a_checkpoint_of_an_epochs_last_step(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
-    """Saved within the loop, so that what follows the epoch, which all take part in, is still to be
-    done."""
+    """The checkpoint was saved within the loop, so the operations at the end of the epoch, in which
+    all ranks take part, are still to be done."""
     settings = {"MICRO": "1", "CHECKPOINTS": str(tmp_path / "checkpoints"), "SAVE_EVERY": "20"}
     with cluster(
         zygote,
@@ -351,7 +352,7 @@ def test_replacements_of_all_go_on_together_from_a_checkpoint_of_an_epochs_last_
 def test_where_it_is_allowed_a_replacement_that_finds_no_state_begins_anew_at_step_0_and_says_so(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
-    """The whole run once more, with the first weights."""
+    """It repeats the full run from the initial weights."""
     with cluster(
         zygote, tmp_path, max_workers=1, lease_ms=2000, EPOCHS=str(EPOCHS), MICRO="1"
     ) as running:

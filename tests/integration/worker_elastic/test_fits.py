@@ -1,5 +1,5 @@
-"""`optimizer.optimize(data)` on ranks that die: it ends as one rank's fit does, and whoever asked
-is told of the change."""
+"""`optimizer.optimize(data)` on ranks that die ends like the fit of a single rank, and reports the
+change to the script if it asked for that."""
 
 from pathlib import Path
 

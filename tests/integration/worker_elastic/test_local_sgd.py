@@ -1,5 +1,5 @@
-"""local_sgd on real ranks ends as replicas in one process do that average by hand (1e-10 in
-float64), whatever happens on the way, and every sample counts exactly once."""
+"""local_sgd on real ranks ends like replicas in one process that are averaged by hand (1e-10 in
+float64), with and without faults, and every sample counts exactly once."""
 
 import signal
 from collections.abc import Sequence
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.usefixtures("fresh_session")
 
 
 def differences(result: dict[str, Any], expected: State) -> dict[str, float]:
-    """Returns what is not as expected, and by how much."""
+    """Returns the largest error of each tensor that differs from the expected one."""
     assert result["state"].keys() == expected.keys()
     off = {
         name: float((torch.tensor(value, dtype=torch.float64) - expected[name]).abs().max())
@@ -46,7 +46,7 @@ def run(
     survivors: Sequence[int],
     **more: str,
 ) -> list[Any]:
-    """The results of the survivors of one run; each sample has counted once."""
+    """Runs one recipe, checks that each sample counted once, and returns the survivors' results."""
     with cluster(
         zygote, directory, max_workers=len(failpoints), script=SCRIPT, RECIPES=recipe, **more
     ) as running:
@@ -69,7 +69,8 @@ def check_counted(running: Cluster, recipe: str, results: Sequence[dict[str, Any
 def ranks(
     request: pytest.FixtureRequest, zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> tuple[int, list[dict[str, Any]]]:
-    """All recipes by ranks of one number, one after the other."""
+    """World size, and the results of all recipes, which run one after the other on the same
+    ranks."""
     world = request.param
     directory = tmp_path_factory.mktemp("local-sgd")
     with cluster(
@@ -103,10 +104,10 @@ def test_an_average_in_each_step_of_plain_sgd_is_ddp(
 
 def test_bytes_are_sent_at_a_rounds_end_alone(ranks: tuple[int, list[dict[str, Any]]]) -> None:
     parameters = sum(p.numel() * p.element_size() for p in RECIPES["momentum"].net().parameters())
-    control = (CONTROL_LENGTH + 1) * 8  # and the weight of the rank's samples
+    control = (CONTROL_LENGTH + 1) * 8  # plus the weight of the rank's samples
     for result in ranks[1]:
         sent = result["momentum"]["bytes"]
-        # six steps an epoch
+        # six steps per epoch
         assert [n > 0 for n in sent] == [False, False, True, False, False, True] * 2
         assert all(parameters <= n <= parameters + control for n in sent if n)
 
@@ -125,8 +126,8 @@ def test_a_round_whose_average_nobody_got_is_done_again_from_its_start(
 def test_a_round_that_one_rank_lost_counts_on_all_ranks_or_on_none(
     zygote: Zygote, tmp_path: Path, failpoint: str
 ) -> None:
-    """The others lose the next round if they had already committed this one, together with that
-    rank."""
+    """The other ranks, if they have already committed this round, lose the next one together with
+    that rank."""
     recipe = "outer_momentum"
     results = run(zygote, tmp_path, recipe, ["", failpoint, ""], (0, 1, 2))
     assert [r["lost"] for r in results] == [1, 1, 1]

@@ -1,5 +1,5 @@
-"""`epochs(max_steps=)` on workers that die and join: exactly so many steps are committed, and each
-of their samples is dealt once."""
+"""`epochs(max_steps=)` on workers that die and join: exactly that many steps are committed, and
+each of their samples is dealt once."""
 
 import signal
 from pathlib import Path
@@ -10,12 +10,12 @@ from tests.integration.worker_elastic.cluster import Cluster, cluster
 from tests.zygote.children import Zygote
 
 STEPS = 25
-"""Two epochs of 10 steps, and half of one."""
+"""Two epochs of 10 steps, and half of a third."""
 OPTIONS = {"EPOCHS": "100", "MICRO": "1", "MAX_STEPS": str(STEPS)}
 
 
 def counts(running: Cluster) -> list[tuple[int, int]]:
-    """Returns the numbers of samples that count once, and more than once, in each epoch."""
+    """Returns how many samples count once, and how many more than once, in each epoch."""
     return [(epoch.once, epoch.repeated) for epoch in audit(running.records).epochs]
 
 
@@ -61,7 +61,7 @@ def test_the_last_step_that_a_death_makes_void_is_taken_again(
 def test_a_run_that_is_resumed_with_more_steps_goes_on_within_the_epoch(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Ends like a run without the interruption."""
+    """The run ends like one that was not interrupted."""
     for name in ("whole", "first", "second"):
         (tmp_path / name).mkdir()
     with cluster(zygote, tmp_path / "whole", max_workers=1, EPOCHS="4", MICRO="1") as running:

@@ -1,5 +1,5 @@
-"""tensor, pipeline and hybrid in a job: whole replicas may leave, what is left over waits, and
-comes in again when there are enough."""
+"""tensor, pipeline and hybrid in a job: full replicas may leave. Left-over ranks wait as spares,
+and take part again when there are enough for a replica."""
 
 import json
 import signal
@@ -22,7 +22,7 @@ SCRIPT = Path(mesh_train.__file__)
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, Any]:
-    """The run of one rank, without a fault."""
+    """The result of a run of one rank without a fault."""
     (result,) = shoal.launch(lambda: mesh_train.train("ddp", {}, EPOCHS), world_size=1)
     return result
 
@@ -73,8 +73,8 @@ def test_a_broken_replicas_other_rank_is_a_spare_until_a_joiner_makes_it_whole(
         zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis
     ) as running:
         with running.held():
-            # In a step: at an evaluation the left-over rank would end, for a launcher to start it
-            # again.
+            # The death is within a step: at an evaluation the spare rank would exit, so that a
+            # launcher restarts it.
             in_a_step = (
                 {"SHOAL_FAILPOINTS": "session.before_apply@3=kill"}
                 if leaves is signal.SIGKILL
@@ -167,8 +167,7 @@ def test_replicas_outlive_a_rank_killed_at_any_moment(
     ) as running:
         start(running, 4, of_2=failpoint)
         if "in_operation" in failpoint:
-            # the rank that is left over is in the operation, too, and ends so that a launcher
-            # starts it again
+            # the spare rank is in the operation too, and exits so that a launcher restarts it
             assert running.workers.pop(3).wait() == PUT_OUT
             results = running.finish(0, 1)
         else:
@@ -213,7 +212,8 @@ def test_a_rank_that_missed_the_closing_of_a_step_applies_it_when_a_peer_has(
 def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_a_part_is_left(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], data_axis: str
 ) -> None:
-    """Worker 0 has one part, worker 3, a spare in the generation that fails, the other."""
+    """Worker 0 has one part. Worker 3, which is a spare in the generation that fails, has the
+    other."""
     with hybrid_of_four(
         zygote, tmp_path, tensor_parallel_size=2, data_parallel_strategy=data_axis
     ) as running:
@@ -225,8 +225,8 @@ def test_a_second_death_while_the_ranks_are_divided_anew_loses_nothing_of_which_
 def test_ranks_without_samples_learn_no_pass_that_was_lost(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """There are two micro-batches for four replicas: two of them repeat what the others have
-    done."""
+    """There are two micro-batches for four replicas, so two replicas repeat the passes of the
+    others."""
     with hybrid_of_four(zygote, tmp_path, micro=4, data_parallel_strategy="fsdp") as running:
         start(running, 4, of_3="session.after_commit@1=kill")
         check_same_run(running.finish(0, 1, 2), alone, running)
@@ -236,8 +236,8 @@ def test_ranks_without_samples_learn_no_pass_that_was_lost(
 def test_replicas_on_several_hosts_learn_the_passes_together(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any]
 ) -> None:
-    """Ranks of a host are neighbours: after the join the replicas of one part have known the
-    passes, and those of the other have not."""
+    """Ranks on the same host are neighbours. After the join, all replicas of one part know the
+    passes already, and those of the other part do not."""
     options = json.dumps({"tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"})
     settings = {"EPOCHS": str(EPOCHS), "STRATEGY": "hybrid", "OPTIONS": options, "MICRO": "2"}
     with cluster(
@@ -276,7 +276,7 @@ def test_a_model_of_which_a_part_is_lost_goes_back_to_the_newest_checkpoint(
         OPTIONS="{}",
         **places,
     ) as running:
-        with running.held(before=6):  # the rank that is killed may not have written its part yet
+        with running.held(before=6):  # the killed rank may not have written its part yet
             start(running, 2, of_1="session.before_apply@7=kill")
             eventually(lambda: any(checkpoints.glob("step-*")), "a checkpoint to go back to")
         check_same_run(running.finish(0), alone, running)

@@ -1,5 +1,5 @@
-"""One real membership of a real coordinator; its peers are sessions that the test holds, and come
-to no group."""
+"""One real membership with a real coordinator. Its peers are sessions that the test opens, and
+never form a process group."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def test_peers_that_take_connections_are_told_from_those_that_do_not(
         socket.create_server(("127.0.0.1", 0), backlog=0) as deaf,
         socket.create_connection(deaf.getsockname()[:2]),
     ):
-        silent = f"127.0.0.1:{deaf.getsockname()[1]}"  # its queue is full: as if a cable were cut
+        silent = f"127.0.0.1:{deaf.getsockname()[1]}"  # its backlog is full, as if a cable were cut
         peers = {0: there.address, 2: refusing, 3: silent, 5: "no-such-host.invalid:1"}
         assert unreachable(peers, timeout=SECOND / 5, given_up=lambda: False) == [2, 3, 5]
         assert unreachable(peers, timeout=SECOND * 60, given_up=lambda: True) == []
@@ -183,7 +183,7 @@ def test_in_a_stopping_job_a_failure_is_answered_by_a_generation_or_a_refusal(
     job.members[1].kill()
     b.generation(lambda g: g.number == 2)
     with pytest.raises(MembershipChanged, match="generation 2 did not form") as failure:
-        membership.form()  # the stop it knows of does not end it in the middle of a step
+        membership.form()  # the known stop does not end it in the middle of a step
     membership.failed(failure.value)
     b.kill()
     with pytest.raises(StopTraining, match="enough"):
@@ -207,7 +207,7 @@ def test_a_member_that_drains_goes_into_the_generation_after_a_failure_which_may
     with pytest.raises(MembershipChanged, match="generation 2 did not form") as failure:
         membership.form()
     membership.failed(failure.value)
-    # too few are left: the job is on hold, and the member does not wait until there are enough
+    # too few are left: the job is on hold, but the member does not wait for more
     b.kill()
     with pytest.raises(Drained, match="preempted"):
         # a wait for enough members would end in a DeadlineError
@@ -223,7 +223,7 @@ def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(
     host, _, port = job.coordinator.address.rpartition(":")
     job.coordinator.kill()
     with socket.create_server((host, int(port))):
-        # takes connections, and is silent: as a machine that hangs
+        # accepts connections and stays silent, like a machine that hangs
         eventually(lambda: "no connection to the coordinator" in caplog.text, "the link to notice")
         began = time.monotonic()
         membership.link.leave(LeaveReason.FINISHED, timeout=60 * SECOND)
@@ -277,7 +277,7 @@ def test_a_member_that_is_to_leave_does_not_wait_for_a_slow_name_lookup() -> Non
 
 
 def joined(job: Job) -> Membership:
-    """Joins as member "a", which waits for a rank."""
+    """Joins as member "a", which then waits for a rank."""
     settings = WorkerSettings(
         collective_timeout_s=0.3, connect_timeout_s=0.3, rendezvous_timeout_s=60
     )
@@ -336,7 +336,7 @@ def test_a_collective_that_fails_before_a_boundary_is_reported_though_the_next_g
     link.entered(1)
     b.beat(1)
     job.client.drain_member(job.job_id, member_id="b")
-    # for the step boundary that the collective does not let it come to
+    # waits for the step boundary, which the collective prevents it from reaching
     link.wait_generation(after=1, timeout=60 * SECOND)
     link.failed(1, detail="timed out", timed_out=True)
     eventually(
@@ -372,7 +372,7 @@ def test_who_waits_for_a_generation_waits_on_while_the_coordinator_is_away(
     assert "the coordinator has been away" in caplog.text
     assert answers.empty(), "it gave up while the coordinator was away"
     job.coordinator.start()
-    answers.get(timeout=60)  # the next generation, or its own deadline, which counts again
+    answers.get(timeout=60)  # the next generation, or its own deadline, which applies again
     waiter.join()
     link.leave(LeaveReason.FINISHED)
 
@@ -394,7 +394,7 @@ def test_members_of_a_job_that_the_coordinator_has_lost_go_on_in_it(job: Job) ->
         link.wait_generation(after=0, timeout=60 * SECOND)
         link.entered(1)
     job.coordinator.kill()
-    job.coordinator.start()  # with a Redis of its own, and that empty
+    job.coordinator.start()  # with its own empty Redis
     found = [link.wait_generation(after=1, timeout=60 * SECOND, mid_step=True) for link in links]
     assert [(g.number, g.rank, g.world_size) for g in found] == [(2, 0, 2), (2, 1, 2)]
     assert not any(peer.joining for peer in found[0].peers)
@@ -404,7 +404,8 @@ def test_members_of_a_job_that_the_coordinator_has_lost_go_on_in_it(job: Job) ->
 
 
 class Slower(CoordinatorClient):
-    """Somebody else, who belongs to no run, creates a job just before this client does."""
+    """A client that is too late: another client, which belongs to no run, creates the job just
+    before it."""
 
     settings: ChannelSettings
 

@@ -1,5 +1,5 @@
-"""A loop over torch's own loader: what becomes of a step under a fault is the same on all ranks
-that are left, so all drop its batch or none does."""
+"""A loop over torch's own loader: all surviving ranks see the same outcome of a step that meets a
+fault, so all of them drop its batch or none does."""
 
 from pathlib import Path
 
@@ -42,8 +42,8 @@ def test_the_batch_of_a_step_that_a_fault_hit_is_dropped_by_all_ranks_or_by_none
         one, other = running.finish(0, 2)
         assert one == other
         assert one["committed"] == STEPS - len(one["dropped"])
-        # Who had seen the end of the fifth step may have been in the sixth already, which then is
-        # nobody's.
+        # A rank that had seen the end of the fifth step may already have been in the sixth, which
+        # is then lost for all ranks.
         assert (
             one["dropped"] == [[0, 4]]
             if killed.startswith("reduction")

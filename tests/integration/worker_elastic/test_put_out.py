@@ -1,5 +1,5 @@
-"""A worker that the coordinator has evicted is no result of the run: it ends with a status of its
-own, so that its launcher replaces it."""
+"""An evicted worker is not the result of the run: it exits with a status of its own, so that its
+launcher replaces it."""
 
 import signal
 from pathlib import Path
@@ -64,7 +64,7 @@ def test_a_script_that_swallows_its_own_putting_out_does_not_end_well(
     with cluster(zygote, tmp_path, max_workers=1, lease_ms=3000, script=script) as running:
         running.start(0)
         running.wait_steps(5)
-        # as a launcher does that is wrong about its worker
+        # like a launcher that wrongly considers its worker ended
         running.client.report_exit("job", running.members[0], exit_code=1)
         assert running.workers[0].wait() == PUT_OUT
         assert "the end of the script" in running.workers[0].said()

@@ -1,5 +1,5 @@
-"""Ranks whose scripts go different ways are told, and do not wait for each other until a
-collective's timeout, or again and again."""
+"""Ranks whose scripts diverge get an error, instead of waiting for each other until a collective's
+timeout, or again and again."""
 
 from pathlib import Path
 
@@ -29,7 +29,7 @@ def test_an_operation_of_all_ranks_that_one_does_alone_ends_the_run_with_one_cle
 def test_an_operation_in_the_middle_of_a_step_is_refused_by_name(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """A fault in it could neither keep the step's gradients nor take them back."""
+    """A fault during the operation could neither keep nor undo the step's gradients."""
     environment = {"STRATEGY": "zero3", "IN_STEP": "1"}
     with cluster(
         zygote, tmp_path, min_workers=2, max_workers=2, script=SCRIPT, **environment

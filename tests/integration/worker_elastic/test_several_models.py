@@ -1,5 +1,5 @@
-"""A generator and a discriminator in one loop: all updates of a batch count, or none, whoever dies
-between them."""
+"""A generator and a discriminator in one loop: either all updates of a batch count or none, even if
+a rank dies between them."""
 
 import json
 import signal
@@ -37,7 +37,7 @@ QUICK = {
     ("hybrid_zero2", "several_models.closed@10=lose"),
     ("hybrid_fsdp", "several_models.sealed@10=kill"),
 }
-"""The rest is part of `make parity`."""
+"""Cases that always run; the others are part of `make parity`."""
 IN_PARTS = {
     "tensor": ("tensor", {}),
     **{
@@ -45,11 +45,11 @@ IN_PARTS = {
         for along in ("ddp", "zero1", "zero2", "fsdp")
     },
 }
-"""Two ranks hold a replica together; the discriminator's last layer is too small to be split."""
+"""Two ranks form one replica; the discriminator's last layer is too small to be sharded."""
 
 
 def layout(name: str) -> dict[str, str]:
-    """The environment for a strategy, or one of `IN_PARTS`."""
+    """Returns the environment variables of a strategy, or of an entry of `IN_PARTS`."""
     if name not in IN_PARTS:
         return {
             "STRATEGY": name,
@@ -85,14 +85,14 @@ def run_alone(zygote: Zygote, directory: Path, **environment: str) -> dict[str, 
 
 @pytest.fixture(scope="module", params=["3", pytest.param("1", marks=pytest.mark.matrix)])
 def every(request: pytest.FixtureRequest) -> str:
-    """After how many batches the generator takes a step."""
+    """Number of batches per step of the generator."""
     value: str = request.param
     return value
 
 
 @pytest.fixture(scope="module")
 def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory, every: str) -> dict[str, Any]:
-    """The run of one worker, without a fault."""
+    """The result of a run of one worker without a fault."""
     result = run_alone(zygote, tmp_path_factory.mktemp("alone"), EVERY=every)
     assert result["updates"] == [STEPS // int(every), STEPS]
     return result
@@ -113,8 +113,8 @@ def check_same_run(results: list[dict[str, Any]], alone: dict[str, Any], running
 def run_with_a_fault(
     zygote: Zygote, directory: Path, alone: dict[str, Any], failpoint: str, **environment: str
 ) -> None:
-    """Three workers, of which the second comes to `failpoint`: it is killed, or loses its group and
-    goes on."""
+    """Runs three workers and checks the survivors. The second worker is killed at `failpoint`, or
+    loses its group there and continues."""
     survivors = (0, 1, 2) if failpoint.endswith("lose") else (0, 2)
     with cluster(zygote, directory, script=SCRIPT, EPOCHS=str(EPOCHS), **environment) as running:
         for index in range(3):
@@ -135,7 +135,7 @@ def test_a_worker_killed_between_two_updates_costs_the_others_nothing(
 def four(
     zygote: Zygote, directory: Path, every: str, strategy: str, failpoint: str
 ) -> Iterator[Cluster]:
-    """Four workers, the second of which comes to the failpoint."""
+    """Starts four workers, the second with the failpoint set."""
     settings = {"EPOCHS": str(EPOCHS), "EVERY": every, **layout(strategy)}
     with cluster(zygote, directory, max_workers=4, script=SCRIPT, **settings) as running:
         for index in range(4):
@@ -202,7 +202,7 @@ def test_a_replica_that_is_made_whole_again_is_given_both_models(
 def test_a_rank_that_lost_its_group_does_what_its_peers_did(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    """A rank that received the commit all-reduce has committed the step for all ranks."""
+    """The step is committed for all ranks if the rank has received the commit all-reduce."""
     run_with_a_fault(zygote, tmp_path, alone, failpoint, EVERY=every, **layout(strategy))
 
 
@@ -211,8 +211,8 @@ def test_a_rank_that_lost_its_group_does_what_its_peers_did(
 def test_a_scale_that_an_update_was_made_with_is_undone_with_it(
     zygote: Zygote, tmp_path: Path, alone: dict[str, Any], every: str, strategy: str, failpoint: str
 ) -> None:
-    """Else ranks of which one has made the update, and one has not, would hold different
-    settings."""
+    """Otherwise a rank that has made the update and a rank that has not would continue with
+    different scales."""
     run_with_a_fault(
         zygote, tmp_path, alone, failpoint, EVERY=every, SCALED="1", **layout(strategy)
     )

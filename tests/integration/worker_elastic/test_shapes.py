@@ -1,6 +1,7 @@
-"""The outcome of a step is the group's, whatever shape the user's loop has: every survivor's script
-is told the same outcomes, and what it advances by them stays alike. Each run ends bit for bit as
-one worker's without a fault, and every sample counts exactly once."""
+"""The outcome of a step is the same on all ranks, whatever the shape of the user's loop. The
+scripts of all survivors see the same outcomes, and state that they advance by them stays equal.
+Each run ends bit for bit like a run of one worker without a fault, and every sample counts exactly
+once."""
 
 import signal
 from collections.abc import Callable
@@ -23,7 +24,8 @@ ALL = EPOCHS * STEPS
 def alone(
     zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, Any]]:
-    """Returns the final state of one undisturbed worker, by shape and strategy."""
+    """Returns a function that trains one worker without a fault, by shape and strategy, and returns
+    its final state."""
     known: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(shape: str, strategy: str = "ddp") -> dict[str, Any]:
@@ -40,7 +42,8 @@ def alone(
 
 
 def check_alike(results: list[dict[str, Any]], expected: dict[str, Any], running: Cluster) -> None:
-    """Survivors were told the same, and hold what the run without a fault ended with."""
+    """Checks that survivors saw the same outcomes and ended with the state of the run without a
+    fault."""
     told = {str(result["outcomes"]) for result in results}
     assert len(told) == 1, told
     for result in results:
@@ -56,8 +59,8 @@ def check_alike(results: list[dict[str, Any]], expected: dict[str, Any], running
 def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends_it(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
 ) -> None:
-    """The gradients are handed out when the commit all-reduce comes back; a forward pass without
-    gradients meets the death."""
+    """The gradients become available when the commit all-reduce completes. A forward pass without
+    gradients then runs into the peer's death."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="no_grad", STRATEGY=strategy) as running:
         for index in range(3):
             running.start(index, **({"DIE": "clipped:5"} if index == 1 else {}))
@@ -80,8 +83,8 @@ def test_a_step_that_was_closed_counts_though_a_peer_dies_before_the_script_ends
 def test_what_a_script_advances_stays_alike_when_one_rank_misses_the_closing_of_a_step(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], shape: str, strategy: str
 ) -> None:
-    """A scheduler, a moving average and a GradScaler that nobody registered, and a counter behind
-    `if optimizer.step()`."""
+    """State that is not registered: a scheduler, a moving average, a GradScaler, and a counter
+    behind `if optimizer.step()`."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE=shape, STRATEGY=strategy) as running:
         for index in range(3):
             running.start(index, SHOAL_FAILPOINTS="step.closed@6=lose" if index == 1 else "")
@@ -114,7 +117,8 @@ def test_a_joiner_gets_the_schedulers_and_scalers_that_nobody_registered(
 def test_a_loop_left_by_break_ends_with_the_last_step_on_every_rank(
     zygote: Zygote, tmp_path: Path, alone: Callable[..., dict[str, Any]], strategy: str
 ) -> None:
-    """The rank that is in doubt of the last step asks peers that are on their way out."""
+    """The rank that is in doubt of the last step asks its peers for the outcome while they are
+    leaving."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="break", STRATEGY=strategy) as running:
         for index in range(3):
             running.start(
@@ -163,7 +167,7 @@ def test_when_all_ranks_are_asked_to_leave_they_stop_at_one_border_and_save_toge
 def test_a_rank_that_leaves_alone_saves_nothing_in_finally_and_its_peers_do(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """The leaving rank has a part of an older state only."""
+    """The leaving rank has only a part of an older state."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="finally", STRATEGY="zero2") as running:
         with running.held():
             for index in range(3):
@@ -182,7 +186,7 @@ def test_a_rank_that_leaves_alone_saves_nothing_in_finally_and_its_peers_do(
 def test_a_death_after_the_jobs_last_border_leaves_all_shards_to_be_saved(
     zygote: Zygote, tmp_path: Path, strategy: str
 ) -> None:
-    """The survivors have noticed it before they save."""
+    """The survivors notice the death before they save."""
     with cluster(zygote, tmp_path, script=SCRIPT, SHAPE="left", STRATEGY=strategy) as running:
         with running.held():
             for index in range(3):

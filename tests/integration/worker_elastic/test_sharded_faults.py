@@ -1,5 +1,5 @@
-"""Strategies whose state is cut over the ranks lose nothing to a death: mirrors stand in. Every run
-ends bit for bit as one worker's."""
+"""Strategies with sharded state lose nothing if a rank dies, because mirrors replace its shard.
+Every run ends bit for bit like the run of one worker."""
 
 import signal
 from pathlib import Path
@@ -16,7 +16,8 @@ from tests.zygote.children import Zygote, eventually
 
 @pytest.fixture(scope="module")
 def alone(zygote: Zygote, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """The run of one worker, without a fault; the three stages do the same arithmetic."""
+    """The result of a run of one worker without a fault; all three ZeRO stages compute the same
+    values."""
     with cluster(
         zygote,
         tmp_path_factory.mktemp("alone"),
@@ -66,7 +67,7 @@ def test_a_worker_killed_at_any_moment_costs_the_others_nothing(
 def alone_with_adafactor(
     zygote: Zygote, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Any]:
-    """The run of one worker, with an optimizer that looks at whole tensors."""
+    """The result of a run of one worker, with an optimizer that needs unsharded tensors."""
     settings = {"EPOCHS": str(EPOCHS), "MICRO": "1", "STRATEGY": "zero1", "OPTIMIZER": "Adafactor"}
     with cluster(
         zygote, tmp_path_factory.mktemp("adafactor"), max_workers=1, **settings
@@ -196,7 +197,7 @@ def test_a_worker_killed_while_writing_its_checkpoint_shard_leaves_the_previous_
                 index,
                 **({"SHOAL_FAILPOINTS": "checkpoint.shard_written@2=kill"} if index == 1 else {}),
             )
-        for index in (0, 2):  # the one that was to complete it, and one that waits for that
+        for index in (0, 2):  # the rank that completes the checkpoint, and one that waits for it
             eventually(running.workers[index].ended.is_set, "the survivors' end")
             assert (
                 "this worker fails: the last checkpoint is not there"
@@ -209,7 +210,7 @@ def test_a_worker_killed_while_writing_its_checkpoint_shard_leaves_the_previous_
 def test_a_checkpoint_does_not_wait_for_the_shard_of_a_dead_rank_in_a_job_on_hold(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """No generation without the dead rank comes: too few are left."""
+    """No generation forms without the dead rank, because too few are left."""
     with cluster(
         zygote,
         tmp_path,
@@ -228,7 +229,7 @@ def test_a_checkpoint_does_not_wait_for_the_shard_of_a_dead_rank_in_a_job_on_hol
 
 
 NEIGHBOURS = (1, 2)
-"""Ranks of four, of which one mirrors the other's shard."""
+"""Two of four ranks, one of which mirrors the other's shard."""
 
 
 def start_with_neighbours_that_stop(running: Cluster, moment: str) -> None:
@@ -239,7 +240,7 @@ def start_with_neighbours_that_stop(running: Cluster, moment: str) -> None:
 
 
 def kill_two_neighbours(running: Cluster, moment: str) -> None:
-    """Kills two neighbouring ranks once both have reached that moment."""
+    """Kills two neighbouring ranks once both are stopped at `moment`."""
     processes = [psutil.Process(running.workers[index].pid) for index in NEIGHBOURS]
     eventually(
         lambda: all(process.status() == psutil.STATUS_STOPPED for process in processes),
@@ -285,8 +286,8 @@ def test_two_neighbours_that_die_at_once_take_the_run_back_to_the_newest_checkpo
     }
     with cluster(zygote, tmp_path, max_workers=4, lease_ms=60_000, **settings) as running:
         with running.held(before=12):
-            # ranks write their parts beside the steps, and the neighbours may stop before theirs
-            # are on the disk
+            # ranks write their parts in the background, and the neighbours may be stopped before
+            # theirs are on disk
             start_with_neighbours_that_stop(running, moment)
             eventually((checkpoints / "step-10").is_dir, "a checkpoint to go back to")
         kill_two_neighbours(running, moment)

@@ -16,7 +16,7 @@ def test_a_handler_that_was_set_before_is_called_and_the_worker_leaves(
 ) -> None:
     with cluster(zygote, tmp_path, max_workers=1, script=SCRIPT, WHEN="before") as running:
         running.start(0)
-        (told,) = running.finish(0)  # else it trains for a million epochs
+        (told,) = running.finish(0)  # otherwise it trains for a million epochs
     assert told["heard"] == [signal.SIGTERM]
     assert told["steps"] >= 4
 

@@ -1,5 +1,5 @@
-"""Stops and drains that meet something else: a member that hears of it late, a death at the same
-time, a start that is not over."""
+"""Stops and drains that coincide with another event: a member that learns of them late, a death, a
+start that is still in progress."""
 
 import signal
 from collections.abc import Callable, Iterator
@@ -21,7 +21,7 @@ def same_end(results: list[dict[str, Any]]) -> None:
 
 @contextmanager
 def third_is_deaf(zygote: Zygote, directory: Path) -> Iterator[tuple[Cluster, Relay]]:
-    """Three workers that train; what the coordinator says does not reach the third any more."""
+    """Starts three workers, and then blocks the coordinator's messages to the third."""
     with (
         cluster(zygote, directory, EPOCHS="4", MICRO="1") as running,
         Relay(running.address) as line,

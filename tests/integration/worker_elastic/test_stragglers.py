@@ -1,4 +1,4 @@
-"""A rank that holds the others back is named where people look."""
+"""A rank that slows the others down is named in the places where users look."""
 
 from pathlib import Path
 

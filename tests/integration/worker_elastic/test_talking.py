@@ -1,5 +1,5 @@
-"""Tests what ranks tell each other survives faults: all that are left are told the same, and nobody
-is told nothing."""
+"""Values that ranks exchange survive faults: all survivors receive the same ones, and none receives
+nothing."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.zygote.children import Zygote
 SCRIPT = Path(__file__).with_name("talking.py")
 STEPS = 12
 OPERATIONS = ("all_reduce", "gather", "broadcast", "barrier")
-"""Behind each step, in this order."""
+"""The calls after each step, in this order."""
 QUICK = {("all_reduce", "in_operation"), ("broadcast", "after_operation")}
 
 
@@ -33,8 +33,8 @@ QUICK = {("all_reduce", "in_operation"), ("broadcast", "after_operation")}
 def test_a_rank_that_is_killed_on_the_way_leaves_the_others_with_one_answer(
     zygote: Zygote, tmp_path: Path, operation: int, place: str
 ) -> None:
-    """Rank 0, whose value is broadcast, is killed behind the fifth step; with after_operation it
-    has the answer already."""
+    """Rank 0, whose value is broadcast, is killed after the fifth step. With after_operation it has
+    already received the answer."""
     with cluster(zygote, tmp_path, script=SCRIPT) as running:
         running.start(0, SHOAL_FAILPOINTS=f"session.{place}@{4 * len(OPERATIONS) + operation}=kill")
         running.start(1)

@@ -1,5 +1,5 @@
-"""Series of torch's own calls with shoal.process_group() survive faults: all that are left have the
-results of one whole series."""
+"""Series of torch's own calls with shoal.process_group() survive faults: all survivors have the
+results of one complete series."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.zygote.children import Zygote
 SCRIPT = Path(__file__).with_name("torch_talking.py")
 STEPS = 12
 OPERATIONS = ("all_reduce", "all_gather", "broadcast", "barrier", "sizes of objects", "objects")
-"""Behind each step, in this order: gathering objects gathers their sizes first."""
+"""The calls after each step, in this order: gathering objects gathers their sizes first."""
 QUICK = {("all_gather", "in_operation"), ("broadcast", "after_operation")}
 
 
@@ -33,8 +33,8 @@ QUICK = {("all_gather", "in_operation"), ("broadcast", "after_operation")}
 def test_a_rank_that_is_killed_in_the_middle_of_a_series_leaves_the_others_with_one_answer(
     zygote: Zygote, tmp_path: Path, operation: int, place: str
 ) -> None:
-    """Rank 0, the root, is killed behind the fifth step; with after_operation it has the result
-    already."""
+    """Rank 0, the root, is killed after the fifth step. With after_operation it has already
+    received the result."""
     with cluster(zygote, tmp_path, script=SCRIPT) as running:
         running.start(0, SHOAL_FAILPOINTS=f"session.{place}@{4 * len(OPERATIONS) + operation}=kill")
         running.start(1)

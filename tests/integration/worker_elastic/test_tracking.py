@@ -1,5 +1,5 @@
-"""A run in TensorBoard's event files: in one piece, each step once, whichever rank wrote it and
-however often the run was interrupted."""
+"""TensorBoard's event files contain a run as one series with each step once, whichever rank wrote
+it and however often the run was interrupted."""
 
 from __future__ import annotations
 
@@ -44,8 +44,7 @@ def test_the_next_rank_goes_on_when_the_one_that_writes_is_killed(
 def test_a_run_that_goes_on_from_a_checkpoint_has_no_step_twice(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """All workers are killed two steps behind a checkpoint, and those two are done again by
-    others."""
+    """All workers are killed two steps after a checkpoint, and new workers redo those two steps."""
     places = {"TRACKED": str(tmp_path / "runs"), "CHECKPOINTS": str(tmp_path / "checkpoints")}
     (tmp_path / "first").mkdir()
     with cluster(zygote, tmp_path / "first", script=SCRIPT, max_workers=2, **places) as running:

@@ -1,4 +1,5 @@
-"""A run in MLflow: one run there, whichever rank writes it and however often it is interrupted."""
+"""MLflow contains a run as one MLflow run, whichever rank writes it and however often it is
+interrupted."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ KILLED = 7
 
 @pytest.fixture
 def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A directory in which MLflow keeps its runs. For this process too, which reads them."""
+    """The directory of MLflow's runs, which this process reads too."""
     directory = tmp_path / "mlruns"
     for name, value in environment(directory).items():
         monkeypatch.setenv(name, value)
@@ -67,8 +68,8 @@ def test_the_next_rank_goes_on_in_the_same_mlflow_run_when_the_one_that_writes_i
 def test_a_run_that_goes_on_from_a_checkpoint_goes_on_in_its_mlflow_run(
     zygote: Zygote, tmp_path: Path, store: Path
 ) -> None:
-    """All workers are killed two steps behind a checkpoint, and those two are done again by others,
-    under another coordinator."""
+    """All workers are killed two steps after a checkpoint, and new workers redo those two steps
+    with a new coordinator."""
     places = {"CHECKPOINTS": str(tmp_path / "checkpoints"), **environment(store)}
     for name, killed in (("first", "session.after_commit@6=kill"), ("second", "")):
         (tmp_path / name).mkdir()

@@ -1,5 +1,5 @@
-"""Scripts with more than one training loader: joiners and resumed runs get into the right one, at
-the right epoch."""
+"""Scripts with more than one training loader: joiners and resumed runs continue in the right loader
+at the right epoch."""
 
 import signal
 from pathlib import Path
@@ -76,7 +76,8 @@ def test_a_resumed_run_goes_on_with_the_second_loader_where_it_was(
 def test_a_checkpoint_damaged_on_the_disk_ends_the_run_with_one_clear_error(
     zygote: Zygote, tmp_path: Path
 ) -> None:
-    """Other than a state damaged on its way between ranks: asking again would give the same."""
+    """Unlike a state that was damaged in transit between ranks, a damaged file stays the same if it
+    is read again."""
     damaged = tmp_path / "checkpoints" / "step-7"
     damaged.mkdir(parents=True)
     (damaged / "checkpoint.json").write_text("{")

@@ -1,5 +1,5 @@
-"""A script whose ranks call torch.distributed's own functions behind every step. Says what it was
-told as one JSON file in OUTPUT."""
+"""A script whose ranks call torch.distributed's own functions after every step. Writes the values
+that it received as one JSON file to OUTPUT."""
 
 import json
 import os
@@ -40,7 +40,7 @@ for _ in loader.epochs(1):
                 mean /= dist.get_world_size(group)
                 everyones = [torch.zeros(2, dtype=torch.int64) for _ in range(world_size)]
                 dist.all_gather(everyones, torch.tensor([step, rank]), group=group)
-                named = torch.tensor([step if rank == 0 else -1])  # only the root has it
+                named = torch.tensor([step if rank == 0 else -1])  # only the root receives it
                 dist.broadcast(named, src=0, group=group)
                 dist.barrier(group=group)
                 objects = [None] * world_size

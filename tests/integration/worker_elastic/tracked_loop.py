@@ -1,5 +1,5 @@
-"""A script whose run is written for TensorBoard into TRACKED, or to MLflow, every step of it; the
-loss of step n is n."""
+"""A script that logs every step to TensorBoard in TRACKED, or to MLflow. The loss of step n
+is n."""
 
 import os
 import time
@@ -33,8 +33,8 @@ for _ in loader.epochs(2):
         optimizer.zero_grad()
         give_up_at = time.monotonic() + 60
         while loader.global_step == 5 and not all(written() for written in AWAITED):
-            # They are written beside the training, by threads that tell nobody, and some tests kill
-            # that soon.
+            # A background thread writes the values and does not report when it is done, and some
+            # tests kill the process soon afterwards.
             assert time.monotonic() < give_up_at, (
                 "step-4 was not written within 60 s, or MLflow had no point"
             )

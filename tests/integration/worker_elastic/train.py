@@ -1,5 +1,5 @@
-"""The training script of these tests: a small model with BatchNorm and dropout; says what it ends
-with as one JSON line in OUTPUT."""
+"""The training script of these tests: a small model with BatchNorm and dropout. Writes its final
+state as one JSON line to OUTPUT."""
 
 import hashlib
 import json

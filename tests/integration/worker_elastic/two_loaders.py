@@ -1,6 +1,6 @@
-"""A script with two training loaders, one of whose loops is left early, and with all that scripts
-do around their loops: a look at a batch, a forward pass ahead of the loop, an evaluation in
-between, a scheduler for each epoch. Says what it ends with as one JSON line in OUTPUT."""
+"""A script with two training loaders, one of whose loops is left early, and with common code around
+the loops: it inspects a batch, runs a forward pass before the loop, evaluates between loops, and
+has a scheduler for each epoch. Writes its final state as one JSON line to OUTPUT."""
 
 import hashlib
 import json
@@ -26,8 +26,8 @@ def dataset(seed: int) -> torch.utils.data.TensorDataset:
 def train(
     loader: shoal.ElasticDataLoader, scheduler: torch.optim.lr_scheduler.LRScheduler, most: int
 ) -> None:
-    """At most that many steps of an epoch, counted by the loader: a joiner comes in the middle, and
-    a lost step is none."""
+    """Trains for at most `most` steps of an epoch, counted by the loader: a joiner starts in the
+    middle of the epoch, and a lost step does not count."""
     for step in loader.steps():
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
@@ -56,7 +56,7 @@ if "CHECKPOINTS" in os.environ:
 if look:
     next(iter(next(first.steps())))
     x, y = dataset(1)[:16]
-    # ahead of the loop: in a joiner this is no step
+    # before the loop: in a joiner this is not a step
     nn.functional.cross_entropy(model(x), y).backward()
     shoal.evaluate(model, validation, correct)
 seen = []

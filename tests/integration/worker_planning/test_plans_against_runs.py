@@ -1,4 +1,4 @@
-"""Plans held against ranks that are processes, over Gloo: bytes of storages, and bytes that the
+"""Plans compared with ranks that are processes, over Gloo: bytes of storages, and bytes that the
 kernel has sent."""
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A store of its own for each test, over the real server."""
+"""A separate store for each test, on the real server."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shoal_worker.store.redis_store import RedisStore
 
 @pytest.fixture
 def store(redis_url: str) -> Iterator[RedisStore]:
-    """Waits at most 10 s; every test that waits longer has failed."""
+    """A store whose waits last 10 s at most, so that a longer wait fails the test."""
     opened = RedisStore(
         redis_url, f"shoal:{{test}}:{uuid.uuid4().hex}", timeout=timedelta(seconds=10)
     )

@@ -1,5 +1,5 @@
-"""A torch script that does not import Shoal: run by test_redis_init_method.py as one of several
-ranks, which has made torch know its names."""
+"""A torch script that does not import Shoal. test_redis_init_method.py runs it as one of several
+ranks, after registering the init method with torch."""
 
 import datetime
 import sys

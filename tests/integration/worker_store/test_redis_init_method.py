@@ -1,5 +1,5 @@
-"""init_method="redis://...": plain scripts meet through Redis, and job names can be used again
-whatever an earlier run left."""
+"""init_method="redis://...": plain scripts meet through Redis, and job names can be reused whatever
+an earlier run has left there."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ _WAYS = (
     ("-c", f"import shoal, torch; {_RUN}"),
     ("-c", f"import torch.distributed, shoal; {_RUN}"),
 )
-"""Ways to register the init method: by the module that starts the script, or by importing shoal
-before or after torch."""
+"""Ways to register the init method: through the module that starts the script, or by importing
+shoal before or after torch."""
 
 
 def test_plain_scripts_meet_through_redis_and_can_do_so_again(redis_url: str) -> None:
@@ -87,7 +87,8 @@ def test_a_server_that_is_not_there_is_named() -> None:
 
 @pytest.fixture
 def arrive(store: RedisStore) -> Callable[..., tuple[bytes, ...]]:
-    """One arrival at a round; ranks that have been silent for `patience_ms` count as dead."""
+    """Registers one rank at a rendezvous round; ranks that have been silent for `patience_ms` count
+    as dead."""
 
     def call(
         rank: int, token: str, *, size: int = 2, patience_ms: int = 60_000

@@ -1,4 +1,4 @@
-"""RedisStore answers as torch's own stores do, whatever is asked in whatever order."""
+"""RedisStore answers any sequence of calls in the same way as torch's own stores."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def _outcome(call: Callable[[], Any]) -> tuple[str, Any]:
 
 
 class _SideBySide(RuleBasedStateMachine):
-    """The same calls on a RedisStore and on torch's HashStore."""
+    """Makes the same calls on a RedisStore and on torch's HashStore."""
 
     def __init__(self, opened: RedisStore) -> None:
         super().__init__()

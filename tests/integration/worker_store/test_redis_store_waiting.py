@@ -1,5 +1,5 @@
-"""Waits wake by themselves, end at their deadline, are freed by an abort, and survive a server that
-is away."""
+"""Waits wake by notification, end at their deadline or on an abort, and survive an absent
+server."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def _eventually(condition: Callable[[], bool]) -> None:
 
 
 def _blocked_on(store: RedisStore, key: str, waits: int = 1) -> Callable[[], bool]:
-    """Returns whether that many waits sleep on the key: their subscription is known to the
-    server."""
+    """Returns whether the given number of waits sleep on the key: the server then has their
+    subscriptions."""
 
     def there() -> bool:
         client = store._connection.client
@@ -93,7 +93,8 @@ def test_every_kind_of_write_wakes_a_wait(
 def test_a_wake_up_needs_no_second_look_by_the_clock(
     store: RedisStore, threads: ThreadPoolExecutor, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Twenty hand-overs in a row, each of which would end at the store's deadline."""
+    """Passes a key back and forth twenty times; a missed notification would last until the store's
+    deadline."""
     monkeypatch.setattr(redis_store, "_RECHECK_S", 1000.0)
 
     def answer() -> None:

@@ -1,8 +1,8 @@
-"""The parts of DDP cases: uses of torch's DDP, each as a small training run that returns its
-parameters.
+"""The parts of DDP cases: uses of torch's DDP, each of which is a small training run that returns
+its parameters.
 
-A case runs twice: in plain torch on the whole batch, and on the ranks of a job, each with its part
-of it. See ddp_ranks.py.
+A case runs twice: in plain torch on the full batch, and on the ranks of a job, each with its part
+of the batch. See ddp_ranks.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ State = dict[str, torch.Tensor]
 
 
 class Alone:
-    """Plain torch."""
+    """Runs a case in plain torch."""
 
     rank, size = 0, 1
 
@@ -40,7 +40,7 @@ class Alone:
 
 
 class Ranks:
-    """The ranks of this process's job."""
+    """Runs a case on the ranks of this process's job."""
 
     size = WORLD
 
@@ -101,7 +101,7 @@ def train(
     loss_of: Callable[[Any, torch.Tensor, torch.Tensor], torch.Tensor],
     **options: Any,
 ) -> State:
-    """The usual loop, over `net` with SGD."""
+    """Trains `net` with SGD in the usual loop."""
     model, optimizer = place.distribute(net, sgd(net), **options)
     for x, y in batches():
         optimizer.zero_grad()

@@ -1,4 +1,4 @@
-"""Ways of computing, and buffers."""
+"""Cases of different computations, and of buffers."""
 
 from __future__ import annotations
 
@@ -141,7 +141,8 @@ def sparse_gradients(place: Place, make: Any) -> State:
 
 
 class Averages(nn.Module):
-    """Keeps a buffer by assignment, as moving averages often are, and one that never changes."""
+    """Assigns one buffer anew in each step, as moving averages often do, and never changes the
+    other one."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -169,8 +170,8 @@ def buffers_that_are_assigned_anew(place: Place) -> State:
 
 @case
 def buffers_that_are_changed_behind_the_backward_pass(place: Place) -> State:
-    """Each rank changes buffers by its own samples, as codebooks are updated, and one rank alone
-    changes a counter."""
+    """Each rank changes buffers by its own samples after the backward pass, as codebooks are
+    updated, and only one rank changes a counter."""
     net = Averages()
     net.register_buffer("counter", torch.zeros((), dtype=torch.int64))
     model, optimizer = place.distribute(net, sgd(net))

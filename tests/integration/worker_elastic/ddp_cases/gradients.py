@@ -1,4 +1,5 @@
-"""Several backward passes in a step, and parameters that take no part in some."""
+"""Cases with several backward passes in a step, and with parameters that are unused in some of
+them."""
 
 from __future__ import annotations
 
@@ -61,7 +62,7 @@ def accumulation_without_synchronization(place: Place, options: dict[str, str]) 
                 model(whole[0][:2]), whole[1][:2], reduction=reduction
             ).backward()
         nn.functional.mse_loss(model(whole[0]), whole[1], reduction=reduction).backward()
-        with model.no_sync():  # the last one is reduced at the step
+        with model.no_sync():  # the last one is reduced in `step`
             nn.functional.l1_loss(model(whole[0]), whole[1], reduction=reduction).backward()
         optimizer.step()
     if isinstance(place, Alone):
@@ -70,7 +71,7 @@ def accumulation_without_synchronization(place: Place, options: dict[str, str]) 
 
 
 def _accumulated_alone(reduction: str) -> nn.Module:
-    """The first two samples of each rank's part, then all."""
+    """Trains on the first two samples of each rank's part, then on all samples."""
     torch.manual_seed(0)
     net = network()
     optimizer = torch.optim.SGD(net.parameters(), 0.01)

@@ -1,4 +1,4 @@
-"""Optimizers, schedulers and train_step."""
+"""Cases of optimizers, schedulers and train_step."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def a_gradient_scaler(place: Place) -> State:
         shoal.register_state(scaler=scaler)
     for number, (x, y) in enumerate(batches(6)):
         optimizer.zero_grad()
-        bad = number == 3 and place.rank == 0  # on one rank alone: all must skip the step
+        bad = number == 3 and place.rank == 0  # on one rank only: all ranks must skip the step
         scaler.scale(
             mse(model, place.part(x), place.part(y)) * (float("inf") if bad else 1.0)
         ).backward()
@@ -142,7 +142,7 @@ def synchronization_by_hand(place: Place) -> State:
         mse(model, place.part(x), place.part(y)).backward()
         if isinstance(place, Ranks):
             model.synchronize_gradients()
-            model.synchronize_gradients()  # a second time changes nothing
+            model.synchronize_gradients()  # the second call changes nothing
         optimizer.step()
     return state(net)
 

@@ -37,7 +37,8 @@ class Output:
 
 
 class ModelOutput(collections.OrderedDict):
-    # as Hugging Face's, which torch's pytree does not know either until it is registered
+    # like Hugging Face's outputs, which torch's pytree does not know either until they are
+    # registered
     pass
 
 

@@ -350,7 +350,7 @@ def refused_compression(row: str, compressor: str) -> str | None:
         )
     if compressor == "powersgd" and strategy != "ddp":
         return (
-            "it needs whole matrices on every rank, and gradients are cut here; take topk, int8 "
+            "it needs whole matrices on every rank, and gradients are cut here; use topk, int8 "
             "or another, or ddp"
         )
     return None

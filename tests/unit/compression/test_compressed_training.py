@@ -335,7 +335,7 @@ def test_what_is_trained_may_change_between_steps() -> None:
         ),
         (
             {"gradient_compression": "powersgd", "strategy": "fsdp"},
-            "take topk, int8 or another, or ddp",
+            "use topk, int8 or another, or ddp",
         ),
     ],
 )

@@ -55,7 +55,7 @@ def _plan(**options: Any) -> Any:
             "device_memory='80 bananas': expected a positive number of bytes",
         ),
         ({"device_memory": "-1GB"}, "device_memory='-1GB'"),
-        ({"device_flops": "fast"}, "device_flops='fast': expected operations a second"),
+        ({"device_flops": "fast"}, "device_flops='fast': expected a positive number of operations"),
         ({"bandwidth": 0}, "bandwidth=0"),
         ({"efficiency": 1.5}, "efficiency=1.5: expected a share above 0, at most 1"),
         ({"ranks_per_host": 0}, "ranks_per_host=0"),

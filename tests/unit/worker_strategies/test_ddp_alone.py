@@ -415,7 +415,7 @@ def test_a_lazy_model_is_refused_until_it_has_a_shape(strategy: str) -> None:
 )
 def test_complex_parameters_are_refused_by_strategies_that_cut_them(strategy: str) -> None:
     net = nn.Linear(2, 2, dtype=torch.complex64)
-    with pytest.raises(shoal.ConfigurationError, match="'weight' is complex, and strategy="):
+    with pytest.raises(shoal.ConfigurationError, match="'weight' is complex, but strategy="):
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
 
 
@@ -525,4 +525,4 @@ def test_gradients_that_a_lost_step_would_have_added_to_are_not_lost_without_a_w
             for parameter in net.parameters():
                 parameter.grad = None
     assert outcomes == [True, True, False, True, True]
-    assert ("gradients of the steps before" in caplog.text) is warned
+    assert ("gradients accumulated in earlier steps" in caplog.text) is warned

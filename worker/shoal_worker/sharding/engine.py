@@ -129,7 +129,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         if compressor is not None and compressor.of_matrices:
             raise ConfigurationError(
                 f"gradient_compression={compressor.name!r} with strategy={self.strategy!r}: it "
-                "needs whole matrices on every rank, and gradients are cut here; take topk, int8 "
+                "needs whole matrices on every rank, and gradients are cut here; use topk, int8 "
                 "or another, or ddp"
             )
         synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")

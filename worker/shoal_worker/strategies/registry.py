@@ -138,7 +138,7 @@ def check_several(
     for number, model in enumerate(models):
         if tables := tables_of(model):
             raise ConfigurationError(
-                f"one of several models has the sparse table {tables[0].name!r}: take "
+                f"one of several models has the sparse table {tables[0].name!r}: use "
                 "torch.nn.Embedding, or one model"
             )
         for name, parameter in model.named_parameters():
@@ -182,7 +182,7 @@ def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str
     None: it can."""
     if not strategy.communicates_in_passes:
         return (
-            f"with strategy={strategy.name!r} a rank cannot ask the others in a pass: take "
+            f"with strategy={strategy.name!r} a rank cannot ask the others in a pass: use "
             f"{_those(lambda other: other.communicates_in_passes)}, or compute the loss of each "
             "rank's own samples"
         )
@@ -202,7 +202,7 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
         compress = _those(lambda other: other.compressor is not None)
         raise ConfigurationError(
             f"gradient_compression={config.compressor.name!r} with strategy={name!r}, which does "
-            f"not compress: take {compress}, or leave it out"
+            f"not compress: use {compress}, or leave it out"
         )
     for field, instead in _INSTEAD.items():
         value = getattr(config, field)
@@ -217,14 +217,14 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
     if synchronized is not None and not strategy.communicates_in_passes:
         raise ConfigurationError(
             f"{synchronized or 'the model'} is a SyncBatchNorm, and with strategy={name!r} a "
-            "rank's layers cannot ask the others in a pass: take "
+            "rank's layers cannot ask the others in a pass: use "
             f"{_those(lambda other: other.communicates_in_passes)}, or use BatchNorm, whose "
             "running statistics are averaged"
         )
     if (tables := tables_of(module)) and not strategy.sparse_tables:
         raise ConfigurationError(
             f"the model has the sparse table {tables[0].name!r}, whose rows are on parameter "
-            f"servers, and strategy={name!r} knows none: take "
+            f"servers, and strategy={name!r} knows none: use "
             f"{_those(lambda other: other.sparse_tables)}, or torch.nn.Embedding"
         )
     _check_embeddings(module)

@@ -26,8 +26,9 @@ For `local_sgd`, the comparison is with one rank alone, within a round.
 {table}
 
 The table's tests do not cover `async_sgd`. Its workers hold full values and their own gradients,
-and no optimizer state. The calls are therefore right for that worker. The next step overwrites
-values that a script sets with the servers'.
+and no optimizer state. The calls are therefore right for that worker, except those that change
+values: between two steps they raise `PARAMETERS_WRITTEN`, because the servers' values would
+overwrite them.
 
 ## Which rank calls
 
@@ -114,7 +115,9 @@ in torch's own data parallelism.
 - **Writes on one rank.** If only one rank writes to parameters or buffers between two steps
   (`p.mul_`, `load_state_dict`, `p.data.mul_`), the next step raises `REPLICAS_DIVERGED` before it
   is applied. The error names the tensor and the ranks. `local_sgd` averages such values. A rank may
-  swap weights for an evaluation and restore them (`test_written_between_steps.py`).
+  swap weights for an evaluation and restore them (`test_written_between_steps.py`). Under
+  `async_sgd` any write between two steps raises `PARAMETERS_WRITTEN`, if a few elements of the
+  parameter on the host show it; within a round of inner steps it is part of the round's movement.
 - An aborted step restores everything that its passes changed: buffers, written parameters, extra
   state, and tensors and numbers in attributes of modules (under `tensor`, `pipeline` and `hybrid`
   only tensors).

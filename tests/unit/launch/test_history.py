@@ -153,7 +153,7 @@ def test_runs_are_named_by_job_and_number(tmp_path: Path) -> None:
     ]
     with pytest.raises(UnknownResourceError, match="no run 'a/3': this job has a/10, a/9"):
         history.find("a/3")
-    with pytest.raises(UnknownResourceError, match="`shoal history` lists those"):
+    with pytest.raises(UnknownResourceError, match="`shoal history` lists the recorded runs"):
         history.find("never")
 
 

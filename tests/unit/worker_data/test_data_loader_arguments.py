@@ -148,7 +148,7 @@ class Sharded(IterableDataset):
 
 @pytest.mark.parametrize(
     ("dataset", "named"),
-    [(Unsized(), "__len__"), (3, "__iter__"), (iter([1]), "iterated once"), ([], "empty")],
+    [(Unsized(), "__len__"), (3, "__iter__"), (iter([1]), "iterated only once"), ([], "empty")],
 )
 def test_datasets_that_cannot_be_dealt_are_refused(session, dataset, named):
     with pytest.raises(ConfigurationError, match=named):

@@ -30,8 +30,8 @@ def shards(lengths=(3, 5)):
 @pytest.mark.parametrize(
     ("make", "options", "named"),
     [
-        (lambda: iter([1, 2]), {}, "iterated once"),
-        (lambda: (i for i in range(3)), {}, "iterated once"),
+        (lambda: iter([1, 2]), {}, "iterated only once"),
+        (lambda: (i for i in range(3)), {}, "iterated only once"),
         (lambda: Numbers(9), {"shuffle": True}, "set_epoch"),
         (lambda: Numbers(9), {"sampler": [1]}, "sampler"),
         (lambda: Numbers(9), {"num_workers": 2}, "num_workers=1 it reads ahead"),

@@ -156,7 +156,7 @@ def test_when_a_node_is_killed_the_others_go_on_ray_finds_another_and_the_result
     faulty.wait_for_steps_of(3)
     faulty.release()
     assert faulty.told() == expected, faulty.said
-    assert re.search("was lost with .*: Ray (finds|found) another place for it", faulty.said), (
+    assert re.search("was lost with .*: Ray (will find|found) another place for it", faulty.said), (
         "at once, or after it did not answer"
     )
     for driver in (calm, faulty):

@@ -155,7 +155,7 @@ def test_a_digest_that_a_device_has_made_is_not_compared_with_the_hosts(
     monkeypatch.setattr(transfer, "_encode_header", encode)
     monkeypatch.setattr(transfer, "_send_part", send_part)
     assert torch.equal(taken_from(same, same, same)["x"], same["x"])
-    assert "hold different states" not in caplog.text
+    assert "hold different contents" not in caplog.text
     assert sorted(part for part in served if part[1] == 2) == [(0, 2), (1, 2)]
 
 

@@ -51,6 +51,7 @@ from shoal_coordinator.membership.model.state import (
     PastRun,
     Rank,
     RankChange,
+    Recovery,
     RunId,
     Server,
     ServerRole,
@@ -118,9 +119,11 @@ def decode_state(written: Mapping[str, str]) -> JobState:
     header = _read(written, "header", _parse_header)
     departed = _read_all(written, "departed", lambda _, value: Departure(**value))
     members = _read_all(written, "member", lambda _, value: _parse_member(value))
+    generation = _read_generation(written) if "generation" in written else None
     return JobState(
         **header,
-        generation=_read_generation(written) if "generation" in written else None,
+        generation=generation,
+        recovery=_recovery(header, generation),
         layout=_read(written, "layout", _parse_layout) if "layout" in written else None,
         # older releases wrote none
         moves=_read(written, "moves", _parse_moves) if "moves" in written else Moves(),
@@ -130,6 +133,15 @@ def decode_state(written: Mapping[str, str]) -> JobState:
         servers=_read_all(written, "server", _parse_server),
         loaders=_read_all(written, "loader", lambda _, value: _parse_loader(value)),
     )
+
+
+def _recovery(header: Mapping[str, Any], generation: Generation | None) -> Recovery | None:
+    """Returns the recovery that is under way if the number is above that of the generation on
+    record, or of the run's beginning: members, or a server, know of generations in between."""
+    known = header.get("run_above", 0) if generation is None else generation.number
+    if header["number"] <= known:
+        return None
+    return Recovery(known=known, newest=header["number"], world_size=0, until_ms=Recovery.FOUND)
 
 
 # ------------------------------------------------------------------------------------------ writing

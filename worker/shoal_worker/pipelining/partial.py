@@ -387,7 +387,8 @@ class _LayeredPart(PartialModel):
                 "the model's forward uses a layer of an earlier pipeline stage again, after layers "
                 "of this one: use each layer once, or give the model a method pipeline_blocks()"
             )
-        if not isinstance(hidden, Placeholder):  # the model's input, which every stage has
+        if isinstance(hidden, torch.Tensor) and not isinstance(hidden, Placeholder):
+            # the model's input, which every stage has
             hidden = placeholder_like(hidden, self._device)
         if not received.wrapped:
             return hidden

@@ -48,17 +48,11 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
 
 
 def continue_recovery(draft: Draft) -> None:
-    """Continues a recovery that a restarted coordinator finds: within a run, only a recovery raises
-    the number above that of the generation on record. Members have a lease's time to return, as
+    """Continues a recovery that was found in Redis: members have a lease's time to return, as
     before the restart."""
-    generation = draft.generation
-    if draft.recovery is None and generation is not None and draft.number > generation.number:
-        draft.recovery = Recovery(
-            known=generation.number,
-            newest=draft.number,
-            world_size=0,
-            until_ms=draft.now.ms + draft.spec.lease_ms,
-        )
+    recovery = draft.recovery
+    if recovery is not None and recovery.until_ms == Recovery.FOUND:
+        draft.recovery = replace(recovery, until_ms=draft.now.ms + draft.spec.lease_ms)
 
 
 def readmit(draft: Draft, event: MemberJoined) -> None:

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 from shoal_common.formats import rank_table
 
@@ -356,6 +357,9 @@ def populate(members: Mapping[str, Member]) -> Mapping[MemberPhase, int]:
 class Recovery:
     """Members know of generations lost by Redis; they continue in the newest of them until all are
     back."""
+
+    FOUND: ClassVar[int] = -1
+    """`until_ms` of a recovery that was under way when the coordinator was restarted."""
 
     known: int
     """Newest generation that Redis had kept."""

@@ -203,7 +203,7 @@ def versions_are_monotonic(history: History) -> Iterator[Violation]:
     for partition, all_seen in by_partition.items():
         ended = sorted(all_seen, key=lambda seen: seen.ended)
         newest: list[Seen] = []
-        """For each entry of `ended`: the one with the newest version so far."""
+        """Entry of `ended` with the newest version so far, for each of them."""
         for seen in ended:
             newest.append(seen if not newest or seen.version >= newest[-1].version else newest[-1])
         ends = [seen.ended for seen in ended]

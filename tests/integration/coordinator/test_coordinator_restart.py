@@ -388,7 +388,8 @@ def refusal(call: Callable[[], object]) -> ShoalError:
 
 
 def test_a_coordinator_that_waits_for_a_mute_redis_stops_when_it_is_told_to() -> None:
-    """It stops before it would give up on Redis, which takes 5 s for each of two attempts."""
+    """The coordinator stops before it would give up on Redis, which takes 5 s for each of two
+    attempts."""
 
     async def test() -> None:
         stop = asyncio.Event()

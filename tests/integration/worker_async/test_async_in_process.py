@@ -148,18 +148,26 @@ def test_a_parameter_written_between_two_steps_is_refused_and_not_overwritten(
         calls[then]()
 
 
+@pytest.mark.parametrize("within_step", [False, True])
 def test_values_that_a_script_swaps_in_for_an_evaluation_and_out_again_are_no_writes(
-    session: Session,
+    session: Session, within_step: bool
 ) -> None:
     net = network(0)
     model, optimizer = distributed(net)
     added = 0.3 * torch.randn_like(net[0].weight)
-    for _ in range(3):
-        backward(model)
-        optimizer.step()
-        optimizer.zero_grad()
+
+    def swap() -> None:
         net[0].weight.data += added  # as LoRA layers merge in eval(): rounding leaves a difference
         net[0].weight.data -= added
+
+    for step in range(4):
+        backward(model)
+        if within_step and step:
+            swap()
+        optimizer.step()
+        optimizer.zero_grad()
+        if not within_step:
+            swap()
     assert optimizer.last_staleness == 0
 
 

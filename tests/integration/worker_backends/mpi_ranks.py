@@ -163,7 +163,7 @@ def ranks_that_do_not_come_are_waited_for_no_longer_than_asked() -> None:
 
 
 def a_process_of_mpiexec_is_a_rank_of_a_job() -> None:
-    """It needs no coordinator (docs/explanation/backends.md#mpi)."""
+    """Checks that no coordinator is needed (docs/explanation/backends.md#mpi)."""
     session = open_session()
     assert (session.rank, session.world_size, session.default_backend) == (
         dist.get_rank(),

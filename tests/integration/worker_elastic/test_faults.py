@@ -352,7 +352,7 @@ def test_replacements_of_all_go_on_together_from_a_checkpoint_of_an_epochs_last_
 def test_where_it_is_allowed_a_replacement_that_finds_no_state_begins_anew_at_step_0_and_says_so(
     zygote: Zygote, tmp_path: Path, fault_free: dict[str, Any]
 ) -> None:
-    """It repeats the full run from the initial weights."""
+    """The replacement repeats the full run from the initial weights."""
     with cluster(
         zygote, tmp_path, max_workers=1, lease_ms=2000, EPOCHS=str(EPOCHS), MICRO="1"
     ) as running:

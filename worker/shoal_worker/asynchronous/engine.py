@@ -317,7 +317,10 @@ class AsyncEngine(Engine):
             )
         if self._outer is not None:
             self._outer.check_step()
-        _refuse(self._writes.names(), "in the passes of a step (by forward(), say) or before them")
+        _refuse(
+            self._writes.names_beyond_rounding(),
+            "in the passes of a step (by forward(), say) or before them",
+        )
         # the update itself writes; a script may call step() again after an error, and hooks of the
         # update may read the model
         self._writes.replaced()

@@ -457,11 +457,11 @@ class Session:
             if known:
                 return result
             try:
+                if self.row_store is not None:
+                    # A rank that leaves may wait for rows that only this one pushes, and comes to
+                    # this operation with them. An error of a server is not one of the group.
+                    self.row_store.settle()
                 try:
-                    if self.row_store is not None:
-                        # A rank that leaves may wait for rows that only this one pushes, and comes
-                        # to this operation with them.
-                        self.row_store.settle()
                     channel = formation.channel(kind)
                     failpoint("session.in_operation")
                     with self.operations.in_progress(kind):

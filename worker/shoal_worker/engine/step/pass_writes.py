@@ -204,6 +204,22 @@ class WrittenParameters:
         """Returns the names of written parameters."""
         return [self._named[index][0] for index in self._changed()]
 
+    @torch.no_grad()
+    def names_beyond_rounding(self) -> list[str]:
+        """Returns the result of `names` without parameters that were changed and restored through
+        `.data`, as sampled elements show it, so that only rounding has left a difference."""
+        changed = self._changed()
+        if self._elements is None or self._digests or not self._seen:
+            return [self._named[index][0] for index in changed]
+        versions, elements = self._sight(), self._sample()
+        restored = {
+            index
+            for index in self._sampled_otherwise(self._sampled, elements)
+            if versions[index] == self._seen[index]
+            and self._elements.about_equal(index, self._sampled, elements)
+        }
+        return [self._named[index][0] for index in changed if index not in restored]
+
     def digest(self) -> int:
         """Returns a digest of the written parameters and their values; 0 if none."""
         changed = self._written = self._changed()

@@ -16,6 +16,7 @@ from shoal_common.optimizers.for_torch import LAMB, RowWiseAdagrad
 from shoal_common.rpc.channel import ChannelSettings
 from shoal_protos.v1 import coordinator_pb2, parameter_server_pb2
 from shoal_worker.elastic.session.session import Session
+from shoal_worker.engine.step.pass_writes import some_of
 from shoal_worker.state.serial import load_tensors
 from shoal_worker.strategies.fitting import OptimizationInputData
 from torch import nn
@@ -146,6 +147,61 @@ def test_a_parameter_written_between_two_steps_is_refused_and_not_overwritten(
     }
     with pytest.raises(ConfigurationError, match=f"'{name}' was written between two steps"):
         calls[then]()
+
+
+def test_a_write_that_no_sampled_element_shows_is_warned_of_once_and_then_refused(
+    session: Session, caplog: pytest.LogCaptureFixture
+) -> None:
+    net = nn.Sequential(nn.Linear(FEATURES, 64), nn.Linear(64, 1))
+    weight = net[0].weight
+    model, optimizer = distributed(net)
+
+    def step() -> None:
+        backward(model)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    def write() -> None:
+        with torch.no_grad():
+            weight[1, 1] += 1.0
+
+    def undo() -> None:
+        with torch.no_grad():
+            weight[1, 1] -= 1.0
+
+    step()
+    assert weight[1, 1] not in some_of(weight).view(torch.float32)
+    for _ in range(2):
+        write()
+        undo()
+        model.full_state_dict()
+        step()
+    warned = [each.getMessage() for each in caplog.records if "between two" in each.getMessage()]
+    assert len(warned) == 1
+    assert "parameter '0.weight' was written between two steps" in warned[0]
+    write()
+    with pytest.raises(ConfigurationError, match="'0.weight' was written between two steps"):
+        backward(model)
+
+
+@pytest.mark.parametrize("ends", [False, True], ids=["within an epoch", "at its end"])
+def test_a_save_within_an_epoch_that_a_resumed_run_repeats_is_warned_of_once(
+    session: Session, tmp_path: Path, caplog: pytest.LogCaptureFixture, ends: bool
+) -> None:
+    model, optimizer = distributed()
+    data = torch.utils.data.TensorDataset(torch.ones(12, FEATURES))
+    loader = shoal.ElasticDataLoader(data, batch_size=4)
+    for epoch in loader.epochs(2):
+        for (inputs,) in loader:
+            model(inputs).square().mean().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            if not ends:
+                shoal.save_checkpoint(tmp_path)
+        shoal.save_checkpoint(tmp_path)
+    warned = [each.getMessage() for each in caplog.records if "within epoch" in each.getMessage()]
+    assert len(warned) == (0 if ends else 1)
+    assert all("within epoch 0 of loader 'loader'" in message for message in warned)
 
 
 @pytest.mark.parametrize("within_step", [False, True])

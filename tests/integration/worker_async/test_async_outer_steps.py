@@ -507,6 +507,24 @@ def test_an_outer_optimizer_that_servers_lack_is_refused(session: Session) -> No
         distributed(network(0), outer=torch.optim.Adamax)
 
 
+def test_step_hooks_of_the_outer_optimizer_which_the_servers_run_are_refused(
+    session: Session,
+) -> None:
+    net = network(0)
+    outer = averaging(net.parameters())
+    model, optimizer = distributed(net, outer=lambda _: outer, inner_steps=1)
+    backward(model)
+    optimizer.step()
+    backward(model)
+    handle = outer.register_step_post_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match=r"outer_optimizer=SGD has a step hook"):
+        optimizer.step()
+    handle.remove()
+    outer.register_step_pre_hook(lambda *_: None)
+    with pytest.raises(ConfigurationError, match=r"outer_optimizer=SGD has a step hook"):
+        distributed(net, outer=lambda _: outer)
+
+
 def test_any_optimizer_may_be_the_inner_one(session: Session, running: AsyncCluster) -> None:
     net = network(0)
     inner = torch.optim.Adamax(net.parameters())

@@ -116,8 +116,10 @@ in torch's own data parallelism.
   (`p.mul_`, `load_state_dict`, `p.data.mul_`), the next step raises `REPLICAS_DIVERGED` before it
   is applied. The error names the tensor and the ranks. `local_sgd` averages such values. A rank may
   swap weights for an evaluation and restore them (`test_written_between_steps.py`). Under
-  `async_sgd` any write between two steps raises `PARAMETERS_WRITTEN`, if a few elements of the
-  parameter on the host show it; within a round of inner steps it is part of the round's movement.
+  `async_sgd` a write between two steps that is not undone raises `PARAMETERS_WRITTEN`, if a few
+  elements of the parameter on the host show it. A write that only torch's count of in-place changes
+  shows gets one warning; from then on all elements are compared. Within a round of inner steps a
+  write is part of the round's movement.
 - An aborted step restores everything that its passes changed: buffers, written parameters, extra
   state, and tensors and numbers in attributes of modules (under `tensor`, `pipeline` and `hybrid`
   only tensors).

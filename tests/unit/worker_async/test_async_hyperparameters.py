@@ -121,6 +121,13 @@ def test_an_optimizer_with_momentum_that_servers_would_lose_is_refused(make: Mak
         server_optimizer(optimizer)
 
 
+def test_an_optimizer_whose_momentum_is_none_has_taken_no_step() -> None:
+    held = parameters()
+    optimizer = torch.optim.SGD(held, 0.1, momentum=0.9)
+    optimizer.state[held[0]]["momentum_buffer"] = None
+    server_optimizer(optimizer)
+
+
 @pytest.mark.parametrize("kind", [torch.optim.Adagrad, torch.optim.RMSprop])
 def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(
     kind: type[torch.optim.Optimizer],

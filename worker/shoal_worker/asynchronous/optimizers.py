@@ -27,21 +27,39 @@ class Optimizers:
         """Wraps `own`, the user's optimizer; `names` maps id(parameter) to its name.
 
         Raises:
-            ConfigurationError: the optimizers have different parameters; and as `ServerOptimizer`.
+            ConfigurationError: the optimizers have different parameters, or the outer one has step
+                hooks; and as `ServerOptimizer`.
         """
         self.own = own
         self.on_servers = own if options.outer_optimizer is None else options.outer_optimizer
         """The outer optimizer with inner steps, otherwise the user's."""
         self._steps_here = options.outer_optimizer is not None
         check_same_parameters(own, self.on_servers, names)
+        self._refuse_outer_hooks()
         argument = "outer_optimizer" if self._steps_here else "optimizer"
         self.schedule = ServerOptimizer(
             self.on_servers, names, delay_compensation=options.delay_compensation, argument=argument
         )
 
     def look(self) -> Revision:
-        """Records changes that schedulers have made to the optimizer run by the servers."""
+        """Records changes that schedulers have made to the optimizer run by the servers.
+
+        Raises:
+            ConfigurationError: the outer optimizer has step hooks.
+        """
+        self._refuse_outer_hooks()
         return self.schedule.look()
+
+    def _refuse_outer_hooks(self) -> None:
+        outer = self.on_servers
+        if self._steps_here and (
+            outer._optimizer_step_pre_hooks or outer._optimizer_step_post_hooks
+        ):
+            raise ConfigurationError(
+                f"outer_optimizer={type(outer).__name__} has a step hook, which would never run: "
+                "the parameter servers step this optimizer. Do the hook's work in the loop, after "
+                "a step with which model.steps_in_round becomes 0"
+            )
 
     def schedules(self) -> dict[str, Any]:
         """Returns the settings and their position in the schedule, for joiners. Without an inner

@@ -122,6 +122,8 @@ class LoaderProgress:
         self._loaded_next_epoch = 0
         """Next epoch in the state that was loaded last. The script may still have to skip
         iterations to get there."""
+        self._leased_in: int | None = None
+        """Epoch of the leased batch committed last."""
 
     @property
     def next_epoch(self) -> int:
@@ -184,6 +186,17 @@ class LoaderProgress:
         there is none."""
         cursor = self.cursor
         return cursor.epoch if cursor.step and self._next_epoch > cursor.epoch else None
+
+    @property
+    def repeats(self) -> int | None:
+        """Epoch that a run resumed from this cursor repeats from its beginning, because the
+        finished leased batches are unknown; None if there is none."""
+        return self.cursor.epoch if self.cursor.epoch == self._leased_in else None
+
+    def finish_leased_batch(self) -> None:
+        """Records that a leased batch was committed."""
+        self.cursor = self.cursor.after_leased_batch()
+        self._leased_in = self.cursor.epoch
 
     def end_epoch(self) -> None:
         """Records that the cursor's epoch has no further step."""

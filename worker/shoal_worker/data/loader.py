@@ -371,6 +371,11 @@ class ElasticDataLoader:
         return self._progress.gives_up
 
     @property
+    def repeats(self) -> int | None:
+        """Implements `StepSource.repeats`."""
+        return self._progress.repeats
+
+    @property
     def next_iteration(self) -> int:
         """Implements `StepSource.next_iteration`."""
         return self._progress.passed_iterations

@@ -545,7 +545,7 @@ class LeasedSupply(IndexedSupply):
     def _advance(self, dealt: DealtStep) -> None:
         assert self._leases is not None
         self._leases.finish()
-        self._progress.cursor = self._progress.cursor.after_leased_batch()
+        self._progress.finish_leased_batch()
 
     @override
     def acknowledge(self, session: LoaderSession) -> None:

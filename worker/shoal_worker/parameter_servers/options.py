@@ -298,7 +298,10 @@ class ServerOptimizer:
                 f"use one of these{_OR_HERE if argument == 'optimizer' else ''}"
             )
         # Adagrad creates its state before its first step.
-        if any(state and state.get("step", 1) for state in optimizer.state.values()):
+        if any(
+            state.get("step", 1) and any(value is not None for value in state.values())
+            for state in optimizer.state.values()
+        ):
             raise ConfigurationError(
                 f"{argument}={type(optimizer).__name__} has taken steps before: with async_sgd the "
                 "parameter servers run it, and would begin without its momentum or moments; pass a "

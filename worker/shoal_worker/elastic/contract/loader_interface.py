@@ -255,6 +255,12 @@ class StepSource(Protocol):
         ...
 
     @property
+    def repeats(self) -> int | None:
+        """Epoch that a resumed run repeats from its beginning, because the cursor does not contain
+        the finished batches; None if there is none."""
+        ...
+
+    @property
     def next_iteration(self) -> int:
         """Epoch of the next iteration outside of `epochs()`, by the iterations that this script has
         passed."""

@@ -242,8 +242,19 @@ class CommittedState:
         )
 
     def warn_of_given_up(self) -> None:
-        """Warns, once per loader, that a state saved now abandons the rest of an epoch."""
+        """Warns, once per loader, that a state saved now abandons the rest of an epoch, or repeats
+        its finished part."""
         for source in self.sources:
+            if source.repeats is not None and source.name not in self._warned:
+                self._warned.add(source.name)
+                _log.warning(
+                    "save_checkpoint within epoch %d of loader %r: under async_sgd a checkpoint "
+                    "does not contain which batches are finished, so a run that resumes from it "
+                    "repeats the epoch from its beginning. To train on each sample once, save "
+                    "after the loop over the batches has ended",
+                    source.repeats,
+                    source.name,
+                )
             if (
                 source.gives_up is not None
                 and not source.under_way

@@ -19,6 +19,7 @@ they compare all parameters before the step is applied.
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Final
 
@@ -29,6 +30,8 @@ from torch import nn
 
 from shoal_worker.engine.state.hidden_parameters import inside
 from shoal_worker.state.digest import digest_of
+
+_log = logging.getLogger(__name__)
 
 _SMALL: Final = 1 << 26
 """Maximum bytes of a model for which copies are kept in the first step."""
@@ -83,6 +86,9 @@ class WrittenParameters:
         self._committed: tuple[list[tuple[int, int]], torch.Tensor | None] | None = None
         """Versions, addresses and sampled elements of the parameters at the last commit; None if no
         step of this state was committed."""
+        self._noted: dict[int, torch.Tensor | None] = {}
+        """Values, at the last commit, of parameters that the script writes between steps (see
+        `overwritten`); None until the first commit after such a write."""
         self.between = 0
         """Digest of the writes since the last commit; 0 if none. A lost step does not change it."""
 
@@ -264,18 +270,45 @@ class WrittenParameters:
         if names and not unless():
             raise written_in_vain(names[0], self._strategy)
 
+    @torch.no_grad()
     def overwritten(self) -> list[str]:
-        """Returns the names of parameters that a script has written since the last `note`, as far
-        as sampled elements show it. A value that was changed and restored counts as unchanged, also
-        if rounding has left a difference."""
+        """Returns the names of parameters that a script has written since the last `note`. A value
+        that was changed and restored counts as unchanged, also if rounding has left a difference.
+
+        Sampled elements show most writes. If only torch's count of in-place changes shows one, the
+        first of a parameter is warned of, because it may have been undone. From then on all
+        elements of that parameter are compared.
+        """
         if self._committed is None or self._elements is None:
             return []
-        before, now = self._committed[1], self._sample()
-        return [
-            self._named[index][0]
-            for index in sorted(self._sampled_otherwise(before, now))
+        (seen, before), (counts, now) = self._committed, (self._sight(), self._sample())
+        written = {
+            index
+            for index in self._sampled_otherwise(before, now)
             if not self._elements.about_equal(index, before, now)
-        ]
+        }
+        unknown = []
+        for index, (earlier, later) in enumerate(zip(seen, counts, strict=True)):
+            if index not in self._noted:
+                if earlier != later and index not in written:
+                    self._noted[index] = None
+                    unknown.append(self._named[index][0])
+                continue
+            value, noted = self._named[index][1], self._noted[index]
+            if noted is not None and not same(value, noted) and not about_equal(noted, value):
+                written.add(index)
+        if unknown:
+            _log.warning(
+                "parameter %r%s was written between two steps. With strategy=%r such a write is "
+                "lost unless the script undoes it before the next step, because values from the "
+                "parameter servers overwrite it. This warning appears once for each parameter; "
+                "from now on all of its elements are compared, and a write that is not undone "
+                "raises PARAMETERS_WRITTEN",
+                unknown[0],
+                f" (and {len(unknown) - 1} more)" if len(unknown) > 1 else "",
+                self._strategy,
+            )
+        return [self._named[index][0] for index in sorted(written)]
 
     def update_begins(self) -> None:
         """Handles an optimizer step before it is known whether the step counts. Called after
@@ -310,9 +343,13 @@ class WrittenParameters:
         self.forget()
         self.note()
 
+    @torch.no_grad()
     def note(self) -> None:
         """Notes the parameters' values. Later writes until the next step are made between steps."""
         self._committed, self.between = (self._sight(), self._sample()), 0
+        for index, noted in self._noted.items():
+            value = self._named[index][1].detach()
+            self._noted[index] = value.clone() if noted is None else noted.copy_(value)
 
     def forget(self) -> None:
         """Makes the parameters' current values the step's starting values."""
@@ -353,14 +390,12 @@ class SampledElements:
         return torch.cat(self._views) if self._views else torch.empty(0, dtype=torch.uint8)
 
     def about_equal(self, index: int, before: Any, now: Any) -> bool:
-        """Returns whether two samples of one tensor differ by no more than the rounding of a sum
-        and a difference."""
+        """Returns `about_equal` for two samples of one tensor."""
         mine = torch.tensor(self._owners) == index
         dtype = self._tensors[index].dtype
         bits = _BITS[dtype.itemsize]
         one, other = (sample[mine].to(bits).view(dtype) for sample in (before, now))
-        error = 16 * torch.finfo(dtype).eps * one.abs().max()
-        return bool(((one - other).abs() <= error).all())
+        return about_equal(one, other)
 
     def owners(self, marked: torch.Tensor) -> set[int]:
         """Returns the indices of tensors with a marked element."""
@@ -406,6 +441,15 @@ def joined(writes: int, buffers: int) -> int:
     """Returns one digest of the passes' writes to parameters and to buffers that must change
     equally; 0 if none."""
     return xxhash.xxh3_64_intdigest(f"{writes} {buffers}".encode()) or 1 if writes or buffers else 0
+
+
+def about_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Returns whether two tensors of a floating-point dtype differ by no more than the rounding of
+    adding a value of similar size and subtracting it again."""
+    if one.shape != other.shape:
+        return False
+    error = 4 * torch.finfo(one.dtype).eps * one.abs().max()
+    return bool(((one - other).abs() <= error).all())
 
 
 def same(value: torch.Tensor, other: torch.Tensor) -> bool:

@@ -180,7 +180,7 @@ def test_a_write_that_no_sampled_element_shows_is_warned_of_once_and_then_refuse
     assert len(warned) == 1
     assert "parameter '0.weight' was written between two steps" in warned[0]
     write()
-    with pytest.raises(ConfigurationError, match="'0.weight' was written between two steps"):
+    with pytest.raises(ConfigurationError, match=r"'0\.weight' was written between two steps"):
         backward(model)
 
 
@@ -191,7 +191,7 @@ def test_a_save_within_an_epoch_that_a_resumed_run_repeats_is_warned_of_once(
     model, optimizer = distributed()
     data = torch.utils.data.TensorDataset(torch.ones(12, FEATURES))
     loader = shoal.ElasticDataLoader(data, batch_size=4)
-    for epoch in loader.epochs(2):
+    for _ in loader.epochs(2):
         for (inputs,) in loader:
             model(inputs).square().mean().backward()
             optimizer.step()

@@ -11,6 +11,7 @@ import torch
 from shoal_common.errors import ConfigurationError
 from torch import nn
 from torch.nn import functional
+from torch.nn.utils import prune
 from torch.utils.data import TensorDataset
 
 X, Y = torch.randn(8, 4, generator=torch.Generator().manual_seed(0)), torch.arange(8) % 2
@@ -45,6 +46,12 @@ def epochs(n: Any) -> Any:
     return shoal.ElasticDataLoader(TensorDataset(X), global_batch_size=4).epochs(n)
 
 
+def pruned() -> nn.Module:
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    prune.random_unstructured(net[1], "weight", amount=0.5)
+    return net
+
+
 LINEAR = nn.Linear(2, 2)
 
 
@@ -77,6 +84,12 @@ LINEAR = nn.Linear(2, 2)
         (
             lambda: make(strategy="pipeline", micro_batches="4"),
             "micro_batches='4': expected a whole number, at least 1",
+        ),
+        (
+            given(pruned(), strategy="tensor"),
+            "attribute '1.weight' is computed from parameters (as by torch.nn.utils.weight_norm, "
+            "spectral_norm or prune): use torch.nn.utils.parametrizations or parametrize, or call "
+            "prune.remove",
         ),
         (
             lambda: train_with(lambda out, y: functional.cross_entropy(out, y, reduction="none")),

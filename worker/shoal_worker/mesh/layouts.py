@@ -133,9 +133,21 @@ def meta_copy(module: nn.Module) -> nn.Module:
     try:
         copied: nn.Module = copy.deepcopy(module, dict(tensors))
     except (TypeError, RuntimeError) as error:
+        computed = [
+            f"{name}.{attribute}" if name else attribute
+            for name, part in module.named_modules()
+            for attribute, value in vars(part).items()
+            if isinstance(value, torch.Tensor) and value.grad_fn is not None
+        ]
+        reason = (
+            f"attribute {computed[0]!r} is computed from parameters (as by torch.nn.utils."
+            "weight_norm, spectral_norm or prune): use torch.nn.utils.parametrizations or "
+            "parametrize, or call prune.remove"
+            if computed
+            else f"{error}; define its __deepcopy__"
+        )
         raise ConfigurationError(
-            f"{type(module).__name__} cannot be copied, which cutting it needs ({error}): give it "
-            "__deepcopy__"
+            f"{type(module).__name__} cannot be split, because it cannot be copied: {reason}"
         ) from error
     finally:
         for part, forward in zip(checkpointed, forwards, strict=True):

@@ -1,22 +1,24 @@
-"""Forms generations until one stands and all its ranks are at one, and lets joiners in.
+"""Forms generations until one is established, and admits joiners.
 
-- The ranks of a new generation *meet*: each says how it stands, and all conclude the same
-  (`reconcile.py`). If they are at one, the generation *stands*: what is cut over the ranks is cut
-  for these. If not, some have to move first, each in its own script: they get what they need for
-  that (the commit all-reduce of a step that they are in doubt of, results of operations), and the
-  group is abandoned; the others wait for the next one. So when a generation stands, every member's
-  script has been told of the same outcomes.
-- Nobody but a joiner takes a state from peers, and a rank whose peers read a checkpoint while it
-  did not. A rank in doubt applies its own step.
-- A rank that its peers took steps without, as while a cable was cut, leaves when it meets them
-  again, and its process ends to be replaced: its script stands in an operation or a step that they
-  finished long ago.
-- A joiner is a learner of its first generation until all others stand at a step boundary; there it
-  is fed. So it never sees a state in the middle of the users' code between two steps.
+- The ranks of a new generation first *meet*: each sends its status, and all draw the same
+  conclusion (`reconcile.py`). If they agree on the state, the generation is *established*, and
+  sharded state is distributed over its ranks. Otherwise some ranks have to advance first, each in
+  its own script. They receive what they need for that: the commit all-reduce of a step whose
+  outcome they do not know, or results of operations. This group is then abandoned, and the other
+  ranks wait for the next one. Therefore the scripts of all members of an established generation
+  have received the same outcomes.
+- Only two kinds of ranks receive state from peers: joiners, and ranks whose peers have loaded a
+  checkpoint that they have not. A rank that does not know a step's outcome applies its own step.
+- A rank may be cut off while its peers take steps without it. When it meets them again, it leaves,
+  and its process ends and is replaced, because its script is in an operation or a step that the
+  peers finished long ago.
+- A joiner is a learner of its first generation until all others are at a step boundary, where it
+  receives the state. It therefore never receives a state from between two steps, while user code
+  may be changing it.
 
-Owns whether the group stands, who the learners are, whether a step boundary is due, and when the
-last failure was. All of it runs on the training thread, except that `failed_now` may be called from
-a collective's callback.
+Owns whether the group is established, the set of learners, whether a step boundary is due, and the
+time of the last failure. Everything runs on the training thread, except that a collective's
+callback may call `failed_now`.
 """
 
 from __future__ import annotations
@@ -173,7 +175,7 @@ class Formation:
 
     @property
     def must_move(self) -> bool:
-        """True if no generation can be established before this rank's script learns of further
+        """True if no generation can be established before this rank's script has received further
         outcomes: the step that it begins next is aborted."""
         return self._held.outcomes < self._outcomes_due
 
@@ -272,8 +274,8 @@ class Formation:
                 return
 
     def rendezvous(self) -> bool:
-        """Forms newer generations until the ranks of one agree on the state and returns True.
-        Returns False if this rank's script has to advance first; its group is then given up. Raises
+        """Forms newer generations until the ranks of one agree on the state, and returns True.
+        Returns False, after giving up the group, if this rank's script has to advance first. Raises
         like `reform`."""
         # from the first failure on: waiting for a generation has a deadline of its own
         give_up_at: float | None = None
@@ -371,8 +373,8 @@ class Formation:
             follow_as_learner(group, self._learners, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
-        """Lets some ranks advance first. Returns when they have everything required; the group is
-        then given up, and data in flight would be lost."""
+        """Lets some ranks advance first. Returns when they have everything they need. The group is
+        then given up, because data in flight would be lost."""
         if not plan.decided:
             with contextlib.suppress(StateLostError):
                 # the next generation finds the same, when all have moved
@@ -385,9 +387,9 @@ class Formation:
             # It has all, and another has left already.
 
     def _consolidate(self, group: Group) -> None:
-        """Consolidates the state of ranks that hold the same one while some must first lose a step
-        before this group can be established. Until then their scripts see the state, so the owners'
-        updates are sent to all holders. A collective."""
+        """Consolidates the state of the ranks that agree on it, while others must first lose a step
+        before this group can be established. Until then the scripts of the former see this state,
+        so the owners' updates are sent to all holders. A collective."""
         held = self._held
         step, held.step = held.step, None  # else nothing would be sent, in a step that is lost
         try:

@@ -1,19 +1,19 @@
-"""The steps of the run: begins them at step boundaries, commits those whose every part is in, and
-aborts the others.
+"""The run's steps: begins them at step boundaries, commits those to which every rank has
+contributed, and aborts the others.
 
-- A step begins at a step boundary (`step_boundaries.py`), where the membership may change: when the
-  last step vote said so, on all ranks.
-- A step counts when a rank that survives has seen its commit all-reduce (`step.py`): then every
-  survivor applies it, and its script is told COMMITTED. Else none does, all are told LOST, and the
-  loader deals the same samples again.
-- A failure inside a step never raises out of the user's forward or backward pass. Where its
+- A step begins at a step boundary (`step_boundaries.py`). If the last step vote says so, the
+  membership changes there, on all ranks.
+- A step is committed if at least one surviving rank has seen its commit all-reduce (`step.py`).
+  Then every survivor applies it, and its script receives COMMITTED. Otherwise no rank applies it,
+  all scripts receive LOST, and the loader deals the same samples again.
+- A failure inside a step never raises out of the user's forward or backward pass. When the step's
   outcome is needed (`reduce_and_commit`), the survivors form the next generation and tell each
-  other what they saw (`formation.py`); `finish` returns when that generation stands.
+  other what they have seen (`formation.py`). `finish` returns when that generation is established.
 
-This is the `LoaderSession` of the loaders; engines reach it through the session
-(`strategy_interface.py`). The step in progress, and the phase that the script is in, are
-`CommittedState`'s. All of it runs on the training thread, except `mark_lost` and what a
-collective's callback writes into the step.
+Implements the `LoaderSession` of the loaders; engines reach it through the session
+(`strategy_interface.py`). `CommittedState` owns the step in progress and the script's phase.
+Everything runs on the training thread, except `mark_lost` and the writes of a collective's callback
+to the step.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ _log = logging.getLogger(__name__)
 
 
 class StepLifecycle:
-    """Begins, commits and loses steps."""
+    """Begins, commits and aborts steps."""
 
     def __init__(
         self,
@@ -345,8 +345,8 @@ class StepLifecycle:
     def ensure(self) -> Step:
         """Returns the current step; begins one in a user's own loop, where no loader does.
 
-        A joiner whose script has loaders gets a step that counts for nothing, since this pass
-        precedes its loop.
+        In a joiner whose script has loaders, returns a step that does not count, because this pass
+        precedes the script's loop.
         """
         if self._rehearsing:
             return Step(
@@ -375,8 +375,8 @@ class StepLifecycle:
         return self._boundaries.step_vote(step)
 
     def settle_collectives(self) -> None:
-        """Returns when all collectives that were ordered in the step have ended (`Group.settle`);
-        if not all did well it is marked lost."""
+        """Returns when all collectives issued in the step have ended (`Group.settle`). If one has
+        failed, marks the step as lost."""
         group = self._boundaries.group
         if group is not None and self.require().lost is None:
             try:
@@ -393,7 +393,8 @@ class StepLifecycle:
             self._boundaries.failed(str(error))
 
     def take_step_vote(self, summed: Sequence[float]) -> None:
-        """Takes the result of the commit all-reduce: the step counts, whatever fails afterwards."""
+        """Handles the result of the commit all-reduce: the step counts, whatever fails
+        afterwards."""
         self.require().decide(summed)
 
     def settle_step(self) -> None:
@@ -504,9 +505,9 @@ class StepLifecycle:
             held.phase.mend()
 
     def _check_state_travels(self) -> None:
-        """Checks after this process's first committed step, which creates the optimizer's state,
-        that the state can be sent. Raises ConfigurationError (STATE_UNSUPPORTED) otherwise: this
-        rank would fail when a joiner needs it."""
+        """Checks, after this process's first committed step has created the optimizer's state, that
+        the state can be sent to joiners. Raises ConfigurationError (STATE_UNSUPPORTED) otherwise,
+        because this rank would fail when a joiner needs the state."""
         if self._state_checked or not self._elastic or self._held.engine.asynchronous:
             return
         self._state_checked = True
@@ -521,8 +522,8 @@ class StepLifecycle:
             ) from error
 
     def steps_apart(self, step: Step) -> PreconditionError:
-        """Returns the error for ranks that did not mean the same step, or one model's own within
-        it. Called by all ranks."""
+        """Returns the error for ranks that are in different steps, or in the steps of different
+        models. Called by all ranks."""
         return steps_apart(
             self._held.place(step.source), step.source, self._boundaries.group, step.of
         )
@@ -563,8 +564,8 @@ class StepLifecycle:
             self._held.batches.compare(group, step.placement)
 
     def note_evaluated(self, inputs: Any) -> None:
-        """The model is called with `inputs`, and not to train. In a step that is no evaluation, but
-        a teacher, say."""
+        """Records that the model was called with `inputs`, but not to train. In a step this is no
+        evaluation, but a teacher, for example."""
         evaluations = self._held.evaluations
         if (
             evaluations.due
@@ -584,9 +585,9 @@ class StepLifecycle:
         )
 
     def compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Compares state before an update if ranks differ in their writes between steps, since the
-        state may still be equal. `whole`: their state. Raises PreconditionError
-        (REPLICAS_DIVERGED), on all ranks."""
+        """Compares the state before an update if ranks differ in their writes between steps; the
+        values may still be equal. `whole`: their state. Raises PreconditionError
+        (REPLICAS_DIVERGED) on all ranks."""
         group = self._boundaries.group
         if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
             return
@@ -661,9 +662,9 @@ class StepLifecycle:
         """Ends the step. If its group failed, re-forms before the script learns the outcome.
         `updated`: it counts.
 
-        If the state is found lost, it is that of a checkpoint afterwards, and steps are repeated.
-        The outcome stays: peers whose scripts had passed this step's end when the group failed
-        have learned it already.
+        If the state is found lost, it is replaced with that of a checkpoint, and steps are
+        repeated. The outcome remains: peers whose scripts had passed this step's end when the group
+        failed have already received it.
         """
         stop, self._stop = self._stop, None
         if not updated and self._peers_have_ended and not self._held.engine.asynchronous:
@@ -686,7 +687,7 @@ class StepLifecycle:
         return ends_apart(self._boundaries.finished_steps, self._held.steps + 1)
 
     def _settle(self, source: StepSource | None) -> None:
-        """Settles the boundary like `StepBoundaries.settle`, after a return to a checkpoint if the
+        """Settles the boundary like `StepBoundaries.settle`. Returns to a checkpoint first if the
         state is lost. Also raises StateLostError."""
         try:
             self._boundaries.settle(source)

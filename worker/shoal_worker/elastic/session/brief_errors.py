@@ -1,4 +1,5 @@
-"""Errors of Shoal as a user reads them: the sentence, then the lines of the script that led to it.
+"""Shortens Shoal's errors for users: the error's sentence, then the lines of the script that led to
+it.
 
 Shoal's own lines say nothing about a mistake in a script. `SHOAL_FULL_TRACEBACKS=1` shows them.
 """
@@ -18,12 +19,13 @@ from shoal_worker.settings import WorkerSettings
 
 _HINT = "(SHOAL_FULL_TRACEBACKS=1 shows Shoal's own lines as well)\n"
 _OWN = ("shoal", "shoal_worker", "shoal_common", "shoal_protos")
-"""Packages whose lines are left out, beside those of installed packages."""
+"""Packages whose lines are omitted, in addition to installed packages."""
 
 
 def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
-    """Returns the error without the lines of libraries, or None if it needs its whole traceback:
-    another's exception, a bug of Shoal's, or one that no line of the script has led to."""
+    """Returns the error without lines of libraries. Returns None if the whole traceback is needed:
+    for an exception of another package, a bug in Shoal, or an error that no line of the script has
+    caused."""
     if not isinstance(error, ShoalError) or isinstance(error, InternalError):
         return None
     with suppress(ConfigurationError):  # which may be the error to be shown
@@ -41,13 +43,13 @@ def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
 
 
 def on_screen(error: BaseException, traceback: TracebackType | None) -> str | None:
-    """Returns `brief` with a hint to the rest of the traceback."""
+    """Returns `brief`, with a hint at how to see the full traceback."""
     text = brief(error, traceback)
     return None if text is None else text + _HINT
 
 
 def _libraries() -> tuple[str, ...]:
-    """Returns how the paths of modules begin that are no part of the script."""
+    """Returns the path prefixes of modules that are not part of the script."""
     paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
     for name in _OWN:
         file = getattr(sys.modules.get(name), "__file__", None)

@@ -39,8 +39,8 @@ _KINDS: Final = "plain tensors, numbers, strings, None, and lists, tuples and di
 def gather(
     session: Session, value: Any, *, kind: str = "gather", source: int | None = None
 ) -> list[Any]:
-    """Returns everybody's `value` in rank order. `source`: only that rank's is sent, the others are
-    None."""
+    """Returns the `value` of each rank, in rank order. `source`: if given, only this rank's value
+    is sent, and the others are None."""
     if session.elastic and session.is_asynchronous:
         raise PreconditionError(
             f"{kind} with strategy='async_sgd': its workers take their steps alone, and do not "
@@ -109,8 +109,8 @@ def unpacked(payload: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], kind: str) -> Any:
-    """Returns the value as JSON, each item in a list that begins with its kind. Adds its tensors to
-    `tensors`, by number."""
+    """Converts the value to JSON, in which each item is a list that begins with its kind. Adds its
+    tensors to `tensors`, by number."""
     if (
         type(value) in (torch.Tensor, torch.nn.Parameter)
         and value.layout is torch.strided
@@ -190,7 +190,7 @@ def _structure(value: Any) -> str:
 
 
 def _check_alike(descriptions: Sequence[str], op: str, where: str) -> None:
-    """Raises PreconditionError on all ranks unless all gave the same kind of value."""
+    """Raises PreconditionError on all ranks unless all passed the same kind of value."""
     if len(set(descriptions)) > 1:
         other = next(number for number, each in enumerate(descriptions) if each != descriptions[0])
         raise PreconditionError(

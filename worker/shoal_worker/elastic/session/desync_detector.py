@@ -50,11 +50,11 @@ class DesyncDetector:
         )
 
     def start(self) -> None:
-        """Begins to look."""
+        """Starts the thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the thread."""
+        """Stops the thread."""
         self._over.set()
         if self._thread.is_alive():
             self._thread.join()
@@ -64,7 +64,7 @@ class DesyncDetector:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Looks once. `now`: time.monotonic()."""
+        """Checks once. `now`: time.monotonic()."""
         group = self._session.group
         wait = group.waiting.now if group is not None and group.broken is None else None
         if (

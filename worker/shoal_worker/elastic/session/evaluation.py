@@ -102,7 +102,7 @@ class Patience:
         return self.bad_calls >= patience
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the best metric and the count of calls without a better one, for joiners and
+        """Returns the best metric and the number of calls without improvement, for joiners and
         checkpoints."""
         return {"best": self.best, "bad_calls": self.bad_calls}
 

@@ -1,15 +1,15 @@
-"""Notices files that several ranks of a machine write at the same time: each overwrites what the
-others write.
+"""Detects files that several ranks of a machine write at the same time, so that each overwrites the
+others' content.
 
-A rank that opens a file to write it anew (`open(path, "w")`, `torch.save`) leaves a note of that in
-a directory that a launcher's workers share, and reads what the one before it has left there. Two
-ranks that did it in one generation, after as many steps, did it at once: a warning says so, once on
-each machine. No rank waits for another, and nothing goes over the network.
+A rank that opens a file to replace its content (`open(path, "w")`, `torch.save`) writes a note into
+a directory shared by a launcher's workers, and reads the previous rank's note about this file. If
+two ranks opened it in the same generation and after the same number of steps, one warning per
+machine says so. No rank waits for another, and nothing is sent over the network.
 
-Not noticed: files that compiled code opens by itself (safetensors, HDF5), ranks on different
-machines, and what is written before `shoal.init()`. Left out, since they may be meant: appending,
-exclusive creation, devices, other threads than the script's, a joiner that replays its script, and
-hidden files and directories, where libraries keep caches behind locks of their own.
+Not detected: files opened by compiled code (safetensors, HDF5), ranks on different machines, and
+writes before `shoal.init()`. Ignored, because they may be intended: appending, exclusive creation,
+devices, writes by threads other than the script's, a joiner that replays its script, and hidden
+files and directories, in which libraries keep caches that have their own locks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,13 @@ import xxhash
 _log = logging.getLogger(__name__)
 
 MOST: Final = 256
-"""Files of a process that are looked at, the first ones: a script may write one for each sample."""
+"""Maximum number of files per process that are checked, since a script may write one for each
+sample."""
 
 
 class WhenWritten(NamedTuple):
-    """Writer and time of a file. Two that differ only in their rank write at the same time."""
+    """Writer and time of a file. Two ranks write at the same time if their values differ only in
+    the rank."""
 
     rank: int
     generation: int
@@ -47,8 +49,8 @@ class WrittenFiles:
     """Files written by this process. Used by the script's thread."""
 
     def __init__(self, directory: Path, now: Callable[[], WhenWritten | None]) -> None:
-        """`directory`: that of the notes, for all ranks of the machine. `now`: None while what the
-        script does is not the run's."""
+        """`directory`: directory of the notes, shared by all ranks of the machine. `now`: returns
+        None while the script's actions are not part of the run."""
         self._directory = directory
         self._now = now
         self._left = MOST
@@ -56,7 +58,7 @@ class WrittenFiles:
         self._process, self._thread = os.getpid(), threading.get_ident()
 
     def writes(self, path: str | bytes | os.PathLike[Any]) -> None:
-        """The file is about to be written anew."""
+        """Handles that a file is about to be replaced."""
         if os.getpid() != self._process or threading.get_ident() != self._thread:
             return
         where = os.path.realpath(os.fsdecode(path))
@@ -72,7 +74,7 @@ class WrittenFiles:
                 self._warn(where, sorted((before.rank, now.rank)), now.steps)
 
     def _note(self, where: str, now: WhenWritten) -> WhenWritten | None:
-        """Leaves a note, and returns the last one."""
+        """Writes a note, and returns the previous one."""
         self._directory.mkdir(exist_ok=True)
         name = self._directory / xxhash.xxh3_64_hexdigest(where.encode(errors="surrogateescape"))
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -111,14 +113,14 @@ _noticing: list[WrittenFiles] = []
 
 
 def notice_files(files: WrittenFiles) -> None:
-    """Lets `files` hear of what this process writes. Called once in a process."""
+    """Makes `files` receive the paths that this process writes. Called once per process."""
     _noticing.append(files)
     sys.addaudithook(_hear)
     torch.save = _telling(torch.save)
 
 
 def _hear(event: str, args: tuple[Any, ...]) -> None:
-    """Hears of each event that Python reports (`sys.addaudithook`), of which `open` is one."""
+    """Receives each audit event of Python (`sys.addaudithook`) and handles `open`."""
     if event == "open":
         path, mode, flags = args
         # descriptors have a path already, and os.open, without a mode, makes locks
@@ -127,7 +129,7 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _telling(save: Callable[..., None]) -> Callable[..., None]:
-    """torch opens files by compiled code, of which Python does not report."""
+    """Wraps `torch.save`, which opens files in compiled code, without an audit event."""
 
     @functools.wraps(save)
     def telling(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:

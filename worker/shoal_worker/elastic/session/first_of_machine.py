@@ -1,5 +1,5 @@
-"""Work that one process of a machine does before the others: for example to download a data set, or
-to fill a cache.
+"""Work that one process of a machine does before the others: for example, download a data set or
+fill a cache.
 
 A kernel file lock decides, without messages between ranks: it is released as soon as its holder
 ends for any reason, and nobody waits for it in a collective, where a long wait would look like a

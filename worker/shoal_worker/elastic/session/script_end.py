@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 
 class ScriptEnd:
-    """Watches from `install` on."""
+    """Records how the script ends, from `install` on."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class ScriptEnd:
         sys.exit = self._note_exit
 
     def failure(self) -> str | None:
-        """Returns why it failed; None if it did not, or has not ended."""
+        """Returns why the script failed; None if it did not fail, or has not ended."""
         if self._uncaught is not None:
             return self._uncaught
         # a program that continues after the script, such as a test's

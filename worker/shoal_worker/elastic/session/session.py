@@ -67,9 +67,9 @@ they report in heartbeats."""
 
 
 def await_last_step(formation: Formation, held: CommittedState) -> None:
-    """Returns when all peers have committed the last step. One that is in doubt of it asks in the
-    next generation, which this rank forms with it. Not while the coordinator is away for longer
-    than LAST_STEP_PATIENCE."""
+    """Returns when all peers have committed the last step. A peer that is in doubt about it asks in
+    the next generation, which this rank forms with it. Waits no longer than LAST_STEP_PATIENCE
+    while the coordinator is unreachable."""
     give_up_at = time.monotonic() + LAST_STEP_PATIENCE.total_seconds()
     while not formation.must_move and not formation.peers_have(held.steps):
         formation.settle()
@@ -199,8 +199,8 @@ class Session:
     @property
     def script_place(self) -> tuple[int, int]:
         """(rank, number of ranks) for scripts; (-1, -1) while this process replays its script and
-        has neither. Torch uses -1 likewise, for a process that is in no group. After `close` they
-        are what they were: a script that has left its job must not take itself for rank 0."""
+        has neither, as in torch for a process that belongs to no group. After `close` the last
+        values remain: a script that has left its job must not mistake itself for rank 0."""
         left = self._left_from
         if left is not None:
             return left.rank, left.world_size
@@ -217,8 +217,8 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """This process does what one does for all, such as writing files: it holds the state, and
-        no lower rank does."""
+        """True if this process acts for all ranks, for example to write files: it has the state,
+        and no lower rank has."""
         if self._formation is None:
             return self._left_as_first
         return not self.is_joining and self._formation.is_first
@@ -358,7 +358,8 @@ class Session:
         self.lifecycle.note_inputs(inputs)
 
     def note_evaluated(self, *inputs: Any) -> None:
-        """The model is called with `inputs`, and not to train. See `EvaluationComparison`."""
+        """Records that the model was called with `inputs`, but not to train. See
+        `EvaluationComparison`."""
         self.lifecycle.note_evaluated(inputs)
 
     @property
@@ -376,7 +377,7 @@ class Session:
 
     def prepare_step(self) -> None:
         """Marks the step as prepared: the gradients are summed, and this rank has everything needed
-        to apply the step; or the step is marked lost."""
+        to apply the step. Does nothing if the step is lost."""
         self.lifecycle.settle_collectives()
         self.lifecycle.require().prepare()
 
@@ -412,8 +413,8 @@ class Session:
         return self.outcome
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Makes the steps committed from here on undone if the group fails, until `release`. See
-        `CommittedState.keep`."""
+        """Keeps the state so that the steps committed from now on are undone if the group fails
+        before `release`. See `CommittedState.keep`."""
         self._held.keep(replica)
 
     def release(self) -> None:
@@ -426,11 +427,11 @@ class Session:
         """Runs `body` on all ranks and returns its result, which must be the same JSON value on
         every rank.
 
-        Repeats it when the membership changes meanwhile. A joiner runs it alone. So does every rank
-        after steps were undone: all ranks then hold one state, but their scripts will reach this
-        point again, each at its own time. This may also happen during the operation if the state is
-        found lost. Ends the process (SystemExit) if it has become a spare, which has nothing to
-        answer with; not with `answers` False, when nobody uses the answer.
+        Repeats it if the membership changes meanwhile. A joiner runs it alone. After steps were
+        undone, every rank runs it alone: all ranks have the same state, but their scripts reach
+        this point again at different times. This may also happen during the operation, if the state
+        is found lost. If this process has become a spare, it cannot return an answer: the process
+        ends (SystemExit), unless `answers` is False because nobody uses the answer.
         """
         self._check_between_steps(kind)
         formation = self._formation
@@ -556,8 +557,8 @@ class Session:
         return membership is not None and membership.has_left(member_id)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """Lets this rank compute with the model without its peers within the block. Entered by all
-        ranks of an operation."""
+        """Lets this rank compute with the unsharded model, without its peers, within the block. All
+        ranks of an operation enter it."""
         return self._held.engine.whole_for(channel) if self._held.has_engine else nullcontext()
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:

@@ -90,9 +90,10 @@ class SurvivingGroup(PythonGroup):
     # --- who is here
 
     def rank(self) -> int:
-        """Returns this process's rank: that of the last call since the last step, or the current
-        one. -1 for a script that is not at its peers' position, which must not consider itself rank
-        0. Torch's own code, which asks within its calls, sees a world of one there."""
+        """Returns this process's rank: the one in the last call since the last step, or the current
+        one. Returns -1 if the script is not at its peers' position, so that it does not mistake
+        itself for rank 0. torch's own code, which asks within its calls, sees a world of one in
+        that case."""
         if (
             self.session.elastic
             and not self.session.has_left
@@ -114,7 +115,7 @@ class SurvivingGroup(PythonGroup):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Answer that `rank` and `size` would give, without committing to it."""
+        """Returns the same values as `rank` and `size`, without recording them as answered."""
         session = self.session
         if not session.elastic or session.has_left or self._by_itself:
             return 0, 1
@@ -303,8 +304,7 @@ class CompletedWork(Work):
 
 
 class _SameRanks(Mapping[int, int]):
-    """Ranks of a default process group, which are those of the surviving group, whose number
-    changes."""
+    """Ranks of a default process group: those of the surviving group, whose number changes."""
 
     def __init__(self, group: SurvivingGroup) -> None:
         self._group = group
@@ -322,8 +322,8 @@ class _SameRanks(Mapping[int, int]):
 
 
 def _make_known(group: SurvivingGroup, *, default: bool) -> None:
-    """Registers the group with torch's Python code: `torch.distributed.get_rank(group)` looks for a
-    default group first, whichever is asked for."""
+    """Registers the group with torch's Python code: `torch.distributed.get_rank(group)` first looks
+    for a default group, regardless of `group`."""
     world: Any = c10d._world
     world.pg_map[group] = (group.backend_name, None)
     world.pg_names[group] = group.group_name

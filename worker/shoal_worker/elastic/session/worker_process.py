@@ -114,13 +114,13 @@ _HAPPENED: Final = (
     "MEMBER_STALLED",
     UnavailableError.default_reason,
 )
-"""Reasons with which the coordinator ends the membership of a live process, and that of an
+"""Reasons for which the coordinator ends the membership of a live process, and reasons for an
 unreachable service."""
 
 
 _VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED", "SAME_BATCHES")
-"""Reasons that concern the scripts or the machines. They may arise from a failed collective, but
-the next one would fail in the same way."""
+"""Reasons that concern scripts or machines. A failed collective may have caused them, but repeating
+it would fail in the same way."""
 
 
 def is_consequence(error: BaseException) -> bool:
@@ -137,8 +137,8 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def account_for(error: BaseException, traceback: TracebackType | None) -> None:
-    """Handles an uncaught exception. If it is a consequence of events elsewhere, ends the process
-    with PUT_OUT; otherwise leaves an account for the launcher.
+    """Handles an uncaught exception. If events elsewhere caused it, ends the process with PUT_OUT;
+    otherwise writes the exception for the launcher.
 
     Raises:
         SystemExit: status PUT_OUT.
@@ -199,8 +199,8 @@ _LOOPBACK: Final = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
 
 
 def current_session() -> Session:
-    """Returns the session of this process, made by `shoal.init()`; if the script did not call that,
-    it is called now."""
+    """Returns the session of this process, which `shoal.init()` creates; calls it if the script has
+    not."""
     return find_session() or open_session()
 
 
@@ -213,9 +213,9 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
     """Creates the session of this process, from its environment unless `settings` are given, and
     makes it the current one.
 
-    With a coordinator: blocks until this member is accepted, and in a new job until it has a rank.
-    Without: a rank of MPI's world under `mpiexec`, otherwise a world of one. In a rank of
-    `shoal.launch` that rank, whatever the environment says.
+    With a coordinator: blocks until this member is accepted and, in a new job, until it has a rank.
+    Without: becomes a rank of MPI's world under `mpiexec`, otherwise a world of one. In a rank of
+    `shoal.launch`: becomes that rank, whatever the environment says.
 
     Raises:
         ConfigurationError: the environment contradicts itself, or this process is a data worker.
@@ -313,8 +313,8 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
 
 
 def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
-    """Serves this worker's metrics if `listen` is given. Training does not fail for lack of a port
-    for metrics."""
+    """Serves this worker's metrics if `listen` is given. If no port is available, training
+    continues without them."""
     if listen is None:
         return None
     try:
@@ -329,8 +329,8 @@ def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
 
 
 def _tally(settings: WorkerSettings) -> TallyWriter | None:
-    """Opens the launcher's tally file if requested. Training does not fail for lack of space for
-    it."""
+    """Opens the launcher's tally file if requested. If there is no space for it, training continues
+    without it."""
     if settings.tally_file is None:
         return None
     try:
@@ -413,8 +413,8 @@ class _Exit:
         atexit.register(self._leave)
 
     def _end_without(self, said: str) -> None:
-        """Ends the process because one of its threads has failed, unless it has left the job: the
-        rest of the script needs no such thread."""
+        """Ends the process because one of its threads has failed. Does nothing if the process has
+        left its job, since the rest of the script does not need the thread."""
         if find_session() is self._session:
             end_now(
                 PUT_OUT,
@@ -479,8 +479,8 @@ class _Exit:
     def _note_uncaught(
         self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
-        """Skips the traceback if the coordinator has evicted this member, which is no error of the
-        script; `_leave` reports it."""
+        """Omits the traceback if the coordinator has evicted this member, since the script is not
+        at fault; `_leave` reports the eviction."""
         if not (isinstance(value, ShoalError) and self._membership.link.put_out is not None):
             self._excepthook(kind, value, traceback)
 
@@ -513,8 +513,8 @@ class _Exit:
 
 
 def _address_outwards(settings: WorkerSettings) -> OwnAddress:
-    """Returns the address of this machine for others if it knows no coordinator; loopback if there
-    is no route."""
+    """Returns this machine's address for other machines if no coordinator is known; loopback if
+    there is no route."""
     towards = next(
         (each for each in ELSEWHERE if route_towards(*each) is not None), ("127.0.0.1", 9)
     )
@@ -532,8 +532,8 @@ def _endpoint(coordinator: str) -> tuple[str, int]:
 
 
 def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
-    """Returns the address announced to Prometheus, given where metrics are served; empty if it
-    could not be reached there."""
+    """Returns the address announced to Prometheus, derived from the address on which metrics are
+    served; empty if Prometheus could not reach it."""
     host = (listen or "").rpartition(":")[0].strip("[]")
     if is_unspecified(host):
         return str(Address(own.announced, port))

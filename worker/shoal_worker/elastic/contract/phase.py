@@ -7,22 +7,22 @@ Pure.
         |-------------------begin----------------^  |--mend---- TORN     <--tear----- TRAINING
     any --leave--> LEFT
 
-Each transition lists the phases that it may start from, those in which it changes nothing included;
-from any other it raises InternalError. These hold between any two of them:
+Each transition lists the phases in which it is allowed, including those in which it changes
+nothing; in any other phase it raises InternalError. Between two transitions the following holds:
 
-1. A process whose phase is REPLAYING or LEFT gives its state to nobody, and answers for nobody in
-   an operation. In all others it holds the job's state, whole but for TORN.
-2. Only TRAINING begins to change the state. Who is in TORN stays there until an update of it
-   returned or another state was taken in its place: a stop, a loop that is left and a checkpoint
-   that could not be read do not make it whole.
-3. `stopped` has a reason in STOPPED and LEFT, and may have one in TORN; in the others steps go on.
-   A reason stays: a process that was told to stop never trains again, and one that has left never
-   comes back.
-4. A process that holds nothing of the job's is never STOPPED: it leaves instead, since its script
-can say nothing of the job's state.
+1. A process in REPLAYING or LEFT sends its state to no peer and answers for no peer in an
+   operation. In all other phases it has the job's state, which is complete except in TORN.
+2. Only TRAINING begins to change the state. A process in TORN stays there until an update of the
+   state has completed, or until another state has replaced it. A stop, leaving a loop, or a
+   checkpoint that cannot be read does not complete it.
+3. `stopped` has a reason in STOPPED and LEFT, and may have one in TORN; in the other phases steps
+   continue. The reason never changes: a process that was asked to stop never trains again, and one
+   that has left never returns.
+4. A process without the job's state is never STOPPED. It leaves instead, because its script cannot
+   report anything about that state.
 
-How far the step in progress has come is the step's own (`step.py`); whether the group stands is the
-formation's. The training thread owns it.
+The step itself records its progress (`step.py`); the formation records whether the group is
+established. Owned by the training thread.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ class Peer:
 
     @cached_property
     def line(self) -> str:
-        """Part of the table digest's input."""
+        """Returns this rank's part of the input of the table's digest."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
 
@@ -48,11 +48,11 @@ class Topology:
 
     world_size: int
     most_local: int
-    """Number of ranks on the host with the most."""
+    """Number of ranks on the host with the most ranks."""
 
 
 def topology_of(hosts: Sequence[str]) -> Topology:
-    """Returns the topology. `hosts`: those of the ranks, at least one."""
+    """Returns the topology. `hosts`: the host of each rank; at least one."""
     return Topology(world_size=len(hosts), most_local=max(Counter(hosts).values()))
 
 
@@ -120,7 +120,7 @@ class AskedPeers(Sequence[Peer]):
         return table
 
     def part(self, ranks: Sequence[int]) -> SomePeers:
-        """Returns some of them, in this order."""
+        """Returns the peers with these ranks, in this order."""
         return SomePeers(self, ranks)
 
     def _followed(self, follow: Callable[[], Sequence[Peer]]) -> tuple[Peer, ...] | None:
@@ -163,7 +163,7 @@ class AskedPeers(Sequence[Peer]):
 
 
 class SomePeers(Sequence[Peer]):
-    """Some ranks of a large world in a given order: those of a part of a group."""
+    """Peers of a part of a group in a large world, in a given order."""
 
     def __init__(self, peers: AskedPeers, ranks: Sequence[int]) -> None:
         self._peers, self._ranks = peers, ranks
@@ -180,7 +180,7 @@ class SomePeers(Sequence[Peer]):
         return self._peers.of([self._ranks[position] for position in positions])
 
     def part(self, positions: Sequence[int]) -> SomePeers:
-        """Returns some of them, in this order."""
+        """Returns the peers at these positions, in this order."""
         return SomePeers(self._peers, [self._ranks[position] for position in positions])
 
     def __len__(self) -> int:
@@ -204,7 +204,7 @@ class Generation:
 
     number: int
     nonce: str
-    """Makes store prefixes and transfers of this generation unmistakable."""
+    """Makes store prefixes and transfers of this generation unique."""
     peers: tuple[Peer, ...] | AskedPeers | SomePeers
     """Peers in rank order. The length is always known; in a large world reading may ask the
     coordinator (`AskedPeers`)."""
@@ -248,7 +248,7 @@ class Generation:
 
     @property
     def joining(self) -> frozenset[int]:
-        """Ranks that had none in the previous generation."""
+        """Ranks that had no rank in the previous generation."""
         peers = self.peers
         return (
             frozenset(peer.rank for peer in peers if peer.joining)

@@ -1,5 +1,5 @@
-"""State in which a rank ended its loop over a loader, as digests: the coordinator compares those of
-all ranks."""
+"""Digests of the state with which a rank ended its loop over a loader. The coordinator compares
+those of all ranks."""
 
 from __future__ import annotations
 

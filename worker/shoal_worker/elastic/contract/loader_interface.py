@@ -1,4 +1,4 @@
-"""Contract between the elastic session and the loaders; that with engines is in
+"""Contract between the elastic session and the loaders. The contract with engines is in
 `strategy_interface.py`.
 
 The session owns the generation and decides when a step begins, commits or is lost. Loaders only
@@ -21,15 +21,15 @@ class StepStatus(enum.Enum):
     effects can follow `if optimizer.step():`."""
 
     COMMITTED = "committed"
-    """Every rank's part is included, and every survivor has applied it or is about to. Only a
+    """Every rank's part is included, and every survivor has applied the step or is about to. Only a
     return to an older checkpoint undoes it."""
     LOST = "lost"
     """A fault aborted the step: no rank applied it, and the loader repeats the same samples,
     redistributed."""
 
     PENDING = "pending"
-    """One of several models is updated; the outcome is known with the last of their optimizers, or
-    with the next batch."""
+    """One of several models was updated. The outcome is known after the update of the last model,
+    or with the next batch."""
 
     def __bool__(self) -> bool:
         return self is StepStatus.COMMITTED
@@ -113,7 +113,7 @@ class LoaderSession(Protocol):
         ...
 
     def assign(self, share: Share) -> None:
-        """Tells the share of this rank in the step that began."""
+        """Passes the share of this rank in the step that has begun."""
         ...
 
     def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
@@ -151,8 +151,8 @@ class LoaderSession(Protocol):
         ...
 
     def batch_passed(self, source: StepSource) -> None:
-        """Announces that the loop asks for more after a step. With several models, of which some
-        were not updated in it, that ends the step."""
+        """Announces that the loop requests the next batch after a step. With several models, this
+        ends a step in which some were not updated."""
         ...
 
     def loop_left(self, source: StepSource) -> None:
@@ -167,8 +167,8 @@ class LoaderSession(Protocol):
         ...
 
     def passed_over(self, source: StepSource) -> None:
-        """Announces the end of an iteration of a training loader without steps, because the run has
-        taken all of them before or will take none."""
+        """Announces that an iteration of a training loader has ended without steps, because the run
+        has already taken all of them or will take none."""
         ...
 
     def end_epoch(self, source: StepSource) -> None:
@@ -346,7 +346,7 @@ class Drained(StopTraining):
 
 
 class LeftOver(StopTraining):
-    """Every rank that held the model is gone, and this one is a spare: the process ends and is
+    """Every rank that held the model is gone, and this process is a spare: it ends and is
     restarted."""
 
 

@@ -28,7 +28,7 @@ class ReportedLoss:
         """Copies of later losses on the host; each is complete when its event has occurred."""
 
     def tell(self, loss: float | torch.Tensor) -> None:
-        """Raises ConfigurationError: it is not one number that this rank has."""
+        """Records a loss. Raises ConfigurationError unless it is a single number on this rank."""
         value = _one_number(loss, self._name)
         if isinstance(value, torch.Tensor) and value.device.type != "cpu":
             copy, arrival = _sent_to_host(value)
@@ -114,7 +114,8 @@ def _sent_to_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
 
 
 def _one_number(loss: float | torch.Tensor, name: str) -> float | torch.Tensor:
-    """Raises ConfigurationError: it is not one number that this rank has."""
+    """Returns the number. Raises ConfigurationError unless the value is a single number on this
+    rank."""
     if isinstance(loss, DTensor):
         if not all(placement.is_replicate() for placement in loss.placements):
             raise ConfigurationError(

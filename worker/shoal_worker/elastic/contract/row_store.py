@@ -43,12 +43,11 @@ class StoredRows(Protocol):
         or one assembled from several. Raises CorruptDataError."""
 
     def verify(self) -> None:
-        """Reads all files. Raises CorruptDataError for one that is not as it was written."""
+        """Reads all files. Raises CorruptDataError if one differs from what was written."""
 
 
 class RowStore(Protocol):
-    """Rows of the model's tables at the place of their training. Used by one thread at a time, of
-    any name."""
+    """Rows of the model's tables where they are trained. Used by one thread at a time."""
 
     @property
     def steady(self) -> bool:
@@ -60,7 +59,7 @@ class RowStore(Protocol):
         """Returns table -> its JSON-able declaration: num_embeddings, embedding_dim, spec."""
 
     def settle(self) -> None:
-        """Returns when the servers have all that the last step pushes."""
+        """Returns when the servers have received everything that the last step pushes."""
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: Event) -> int:
         """Writes a bucket's file; returns its version.

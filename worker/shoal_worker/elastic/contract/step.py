@@ -1,10 +1,10 @@
 """The step in progress, and the step vote that is part of its commit all-reduce.
 
-A step ends the same way under every strategy. First the gradients are summed: a rank that has
-everything needed to apply the step has *prepared* it. Then follows the commit all-reduce, a small
-one: a rank that has its sum knows that every rank has prepared, so the step counts, whatever fails
-afterwards. A rank that prepared and then lost the commit all-reduce is in doubt, until a peer of
-the next generation says whether it saw the result.
+A step ends in the same way under every strategy. First the gradients are summed. A rank that has
+everything it needs to apply the step has *prepared* it. A small commit all-reduce follows: a rank
+that has its sum knows that every rank has prepared, so the step counts, whatever fails afterwards.
+If a rank has prepared, but the commit all-reduce fails, it is in doubt until a peer in the next
+generation reports whether it has seen the result.
 
 The training thread owns a step. A collective's callback, on a thread of the process group, may mark
 it lost while the training thread waits for that collective.
@@ -87,8 +87,9 @@ def _digits(value: int, count: int) -> list[int]:
 _BOUNDARY, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
 """Indices in a step vote; see `Step.step_vote`."""
 _OWN: Final = 5
-"""Numbers of a step vote that are the step's own; the others say whether settings agree, writes
-in passes and between steps, and what was evaluated, and where the script stands."""
+"""Number of a step vote's values that belong to the step itself. The others show whether the ranks
+agree in settings, in writes within passes and between steps, in evaluations, and in the script's
+position."""
 _DIGEST: Final = 4
 """Numbers that check whether the ranks have the same digest: two digits of it, and their
 squares."""
@@ -128,7 +129,7 @@ class Step:
     source: StepSource | None
     """Loader of its samples; None: the user's own loop without a Shoal loader."""
     of: str = ""
-    """Identifies the model, if there are several, or which of them the step has updated: the same
+    """Identifies the model if there are several, or the models that the step has updated; the same
     on all ranks. Empty for a single model."""
     trace: CollectiveTrace = dataclasses.field(default_factory=CollectiveTrace)
     """Trace of this rank's collectives in the step, and in an earlier, abandoned step."""
@@ -168,8 +169,8 @@ class Step:
     writes: int = 0
     """Digest of the passes' writes to parameters; 0 if none."""
     written_between: int = 0
-    """Digest of what was written to parameters and buffers since the last step, outside of any; 0:
-    nothing."""
+    """Digest of the writes to parameters and buffers between the previous step and this one; 0 if
+    none."""
     evaluated: int = 0
     """Digest of what the model was evaluated on since the last step; see `EvaluationComparison`."""
     pushed: Sequence[int] | None = None
@@ -188,8 +189,8 @@ class Step:
             self.trace.add(what, self.of)
 
     def check_whole(self) -> None:
-        """Raises PreconditionError unless the inner loop took all micro-batches of this rank: a
-        commit counts them all as trained on."""
+        """Raises PreconditionError unless the inner loop received all micro-batches of this rank,
+        because a commit counts all of them as trained on."""
         due = self.share.micro_batches if self.share is not None else None
         if due is not None and self.taken < due:
             raise PreconditionError(
@@ -208,10 +209,10 @@ class Step:
         settings: int,
         place: ScriptPosition,
     ) -> list[float]:
-        """This rank's summand: whether a step boundary is requested; its loss times its weight;
-        that weight, if it reported a loss; whether it was notified that the job stops; whether it
-        was asked to leave; digests of its optimizer's settings, of writes in its passes, of writes
-        between steps, and of evaluations there; and the position of its script."""
+        """Returns this rank's summand: whether a step boundary is requested; its loss times its
+        weight; that weight, if it reported a loss; whether it was notified that the job stops;
+        whether it was asked to leave; digests of its optimizer's settings, of writes in passes, of
+        writes between steps, and of evaluations; and its script's position."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
@@ -296,8 +297,8 @@ class Step:
 
     @property
     def evaluated_alike(self) -> bool:
-        """All ranks that took part evaluated the model on the same inputs, and this is one of
-        them."""
+        """True if all participating ranks evaluated the model on the same inputs, and this is one
+        of them."""
         return self.evaluated != 0 and self.control is not None and self._agree(_EVALUATED)
 
     def _agree(self, begins: int) -> bool:

@@ -1,5 +1,5 @@
-"""Compares what ranks train on in their first steps, where the script has no loader of Shoal's, and
-what they evaluate on outside of `shoal.evaluate`.
+"""Compares the batches on which ranks train in their first steps if the script has no loader of
+Shoal, and the batches on which they evaluate outside of `shoal.evaluate`.
 
 Nobody distributes the batches of a plain DataLoader: with `torch.manual_seed` at the top and
 `shuffle=True`, every rank trains on the same batches, and additional ranks only repeat the work.
@@ -12,9 +12,9 @@ every rank a DataLoader with one of torch's own samplers iterates over more data
 Anything less gives a warning: a tiny or constant dataset, a custom sampler, batches drawn in the
 loop.
 
-Ranks that each go through the whole validation set get the right figures, in as much time as one
-rank: that is a warning, too. Digests of the first passes go with the next step vote, so
-comparing them costs no message, and an evaluation behind the last step is not compared.
+If each rank evaluates the whole validation set, the figures are right but no rank saves time; a
+warning says so. Digests of the first passes are part of the next step vote, so the comparison costs
+no message. Evaluations after the last step are not compared.
 
 Used by the training thread.
 """
@@ -79,7 +79,7 @@ class BatchComparison:
         self._inputs, self._batches = [], [None] * checked
 
     def note(self, inputs: Any) -> None:
-        """The model is called with `inputs` in the step in progress."""
+        """Records the inputs of a call of the model in the current step."""
         self._inputs += _digests(inputs)
 
     def drop(self) -> None:
@@ -144,12 +144,13 @@ class EvaluationComparison:
 
     @property
     def due(self) -> bool:
-        """The next pass is noted."""
+        """True if the next pass is recorded."""
         return not self._over and not self._dealt and len(self._passes) < CHECKED
 
     @contextlib.contextmanager
     def dealt(self) -> Iterator[None]:
-        """Passes inside are those of `shoal.evaluate`, which deals batches to ranks."""
+        """Marks passes within the block as those of `shoal.evaluate`, which distributes the batches
+        over the ranks."""
         before, self._dealt = self._dealt, True
         try:
             yield
@@ -157,20 +158,20 @@ class EvaluationComparison:
             self._dealt = before
 
     def note(self, inputs: Any) -> None:
-        """The model is called with `inputs`, and not to train."""
+        """Records the inputs of a call of the model that does not train."""
         self._passes.append(xxhash.xxh3_64_intdigest(repr(_digests(inputs)).encode()))
 
     @property
     def digest(self) -> int:
         """Digest of the first passes; 0 if there are too few to distinguish an evaluation from a
-        look at some samples, or they are all alike."""
+        look at some samples, or if they are all equal."""
         if self._over or len(self._passes) < CHECKED or len(set(self._passes)) == 1:
             return 0
         return xxhash.xxh3_64_intdigest(repr(self._passes).encode())
 
     def conclude(self, digest: int, *, replicas: int, alike: bool, warns: bool) -> None:
-        """A step was committed, whose step vote had `digest`. `alike`: all ranks had the same.
-        `warns`: this is the one rank that says so."""
+        """Handles a committed step whose step vote contained `digest`. `alike`: all ranks had the
+        same digest. `warns`: this rank warns on behalf of all."""
         self._passes = []
         if digest == 0 or replicas == 1:
             return

@@ -39,7 +39,7 @@ _MOST_STEPS: Final = 2**62
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """State to which this process can go back."""
+    """State that can be restored."""
 
     name: StateName | None
     captured: dict[str, Any]
@@ -47,7 +47,7 @@ class _Kept:
 
 
 class CommittedState:
-    """State from which this process would continue."""
+    """The state from which this process continues."""
 
     def __init__(self, *, live: bool) -> None:
         self.phase = ScriptPhase(live=live)
@@ -116,7 +116,7 @@ class CommittedState:
         return self._engine is not None
 
     def set_engine(self, engine: TrainingEngine) -> None:
-        """Takes model and optimizer. Raises PreconditionError when there are others already."""
+        """Sets model and optimizer. Raises PreconditionError if they are set already."""
         if self._engine is not None:
             raise PreconditionError(
                 "as_distributed was called a second time; call it once per process. For several "
@@ -176,7 +176,7 @@ class CommittedState:
         return self._kept is not None and self._kept.name != self.name
 
     def begin_step(self, placement: Placement, source: StepSource | None) -> Step:
-        """Begins one in the group of `placement`."""
+        """Begins a step in the group of `placement`."""
         self._trace.begin(placement.generation, self.steps, self.operations.position)
         self.step = Step(placement=placement, source=source, trace=self._trace)
         return self.step

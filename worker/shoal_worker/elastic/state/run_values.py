@@ -39,7 +39,7 @@ class RunValue:
         return {"value": self.value}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Takes over the value of a peer or a checkpoint."""
+        """Loads the value of a peer or a checkpoint."""
         self.value = state_dict["value"]
 
 

@@ -72,6 +72,7 @@ _STOPS: Final = {
     pb.JOB_ENDING_FAILED: JobEnding.FAILED,
 }
 _LONGEST_NAME: Final = 64
+_LONGEST_SCRIPT_LINE: Final = 256
 _MOST_OUT_OF_REACH: Final = 64
 _MOST_METRICS: Final = 16
 _NO_METRICS: Final[Mapping[str, float]] = {}
@@ -200,6 +201,7 @@ def parse_heartbeat(message: pb.Heartbeat) -> tuple[int, Progress]:
         cpu_s=_seconds(received.cpu_s),
         server_wait_s=_seconds(received.server_wait_s),
         awaited_server=received.awaited_server[:_LONGEST_NAME] or "a parameter server",
+        script_line=received.script_line[:_LONGEST_SCRIPT_LINE],
         busy_link=(received.busy_link.rank, received.busy_link.bytes_per_s)
         if received.HasField("busy_link")
         else None,

@@ -401,6 +401,7 @@ def _progress_message(progress: Progress) -> pb.Progress:
         cpu_s=progress.cpu_s,
         server_wait_s=progress.server_wait_s,
         awaited_server=progress.awaited_server,
+        script_line=progress.script_line,
         metrics=progress.metrics,
         busy_link=None
         if progress.busy_link is None

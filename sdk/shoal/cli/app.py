@@ -28,6 +28,7 @@ from shoal.cli.commands.jobs import jobs
 from shoal.cli.commands.logs import logs
 from shoal.cli.commands.plan import plan
 from shoal.cli.commands.run import run
+from shoal.cli.commands.stacks import stacks
 from shoal.cli.commands.status import status
 from shoal.cli.commands.submit import submit
 from shoal.cli.commands.top import top
@@ -65,6 +66,7 @@ app.command()(with_credentials(status))
 app.command()(with_credentials(top))
 app.command()(with_credentials(events))
 app.command()(with_credentials(logs))
+app.command()(with_credentials(stacks))
 app.command()(with_credentials(drain))
 app.command()(with_credentials(stop))
 app.command()(with_credentials(kill))

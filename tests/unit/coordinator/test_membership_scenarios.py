@@ -344,6 +344,7 @@ class Story:
         reaches: str = "",
         spare: str = "",
         server: str = "0",
+        line: str = "",
     ) -> None:
         """Sends heartbeats. `waited`, `step` (duration of a step), `busy` and `server` (the wait
         for one) are in seconds, `link` is rank:bytes-per-second, and `unreached` is a list of
@@ -355,6 +356,7 @@ class Story:
             cpu_s=float(cpu),
             server_wait_s=float(server),
             awaited_server="parameter server 0 at h9:7100",
+            script_line=line.replace("_", " "),
             step_time_s=float(step),
             busy_time_s=float(busy),
             in_reach=bool(reaches),

@@ -10,6 +10,7 @@ zeros, the step is marked lost, and `optimizer.step()` reports it. Between steps
 from __future__ import annotations
 
 import itertools
+import weakref
 from datetime import timedelta
 from typing import Any, ClassVar, Final
 
@@ -31,22 +32,37 @@ _NUMBERS: Final = itertools.count(1)
 
 class StepGroup(ForwardingGroup):
     """Forwards to the process group of `group`, for a session's steps. A failure is reported to the
-    step, or raised if there is none."""
+    step, or raised if there is none.
+
+    torch's caches keep this object forever. It therefore does not keep the session or the group
+    alive; without the group its collectives fail.
+    """
 
     backend_name: ClassVar[str] = "shoal_step"
 
     def __init__(self, group: Group, session: StrategySession) -> None:
         super().__init__(group.rank, group.world_size, f"shoal_step_{next(_NUMBERS)}")
-        self._group = group
-        self._session = session
+        self._held_group = weakref.ref(group)
+        self._device = group.device
+        self._session: StrategySession = weakref.proxy(session)
+
+    @property
+    def _group(self) -> Group:
+        """The group. Raises MembershipChanged if it is gone."""
+        group = self._held_group()
+        if group is None:
+            raise MembershipChanged("the generation of this process group is over")
+        return group
 
     @property
     def _device_types(self) -> list[torch.device]:
-        return [self._group.device]
+        return [self._device]
 
     def failed(self, error: MembershipChanged) -> None:
         """Ends the group for all ranks. Raises `error` outside of a step."""
-        self._group.abort(str(error))
+        group = self._held_group()
+        if group is not None:
+            group.abort(str(error))
         if self._session.step is None:
             raise error
         self._session.mark_lost(error)
@@ -126,7 +142,7 @@ class GroupMesh(DeviceMesh):
     group's.
 
     No two meshes are equal, whatever ranks they have, since DTensor caches by mesh. Its caches keep
-    meshes forever; neither these nor their groups hold any part of a model.
+    meshes, and therefore their groups, forever (`StepGroup`).
     """
 
     def __init__(self, group: StepGroup, device_type: str) -> None:

@@ -188,7 +188,11 @@ def _what_it_does(draft: Draft, place: Place) -> str:
         if idle_s >= 5 and place.pulse.progress.cpu_s > 0
         else ""
     )
-    return f"which is in its own code, without progress for {still_s} s{idle}"
+    where = place.pulse.progress.script_line
+    return (
+        f"which is {f'at {where}' if where else 'in its own code'}, without progress for {still_s} "
+        f"s{idle}"
+    )
 
 
 def _out_of_reach(places: Sequence[Place]) -> str:

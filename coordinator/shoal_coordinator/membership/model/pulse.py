@@ -35,6 +35,7 @@ class Progress:
     cpu_s: float = 0.0
     server_wait_s: float = 0.0
     awaited_server: str = ""
+    script_line: str = ""
     busy_link: tuple[int, float] | None = None
     """Rank and bytes per second."""
     metrics: Mapping[str, float] = field(default_factory=dict)

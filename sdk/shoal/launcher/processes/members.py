@@ -1,17 +1,18 @@
-"""Kills processes that this process has not started: a worker or parameter server that the
-coordinator describes, or all workers of one launcher. A worker is identified by the member id in
-its environment."""
+"""Kills processes that this process has not started, or reads their stacks: a worker or parameter
+server that the coordinator describes, or all workers of one launcher. A worker is identified by the
+member id in its environment."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
 import socket
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from shoal_common.errors import PreconditionError, UnknownResourceError
+from shoal_common.errors import PreconditionError, ShoalError, UnknownResourceError
+from shoal_common.system.stacks import read_stacks, serving_children
 
 from shoal.launcher.processes.process import Handle, descendants
 
@@ -19,18 +20,41 @@ _MEMBER_ID: Final = b"SHOAL_MEMBER_ID="
 
 
 def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
-    """Kills a member with SIGKILL. The pid could belong to another process on this host or in this
-    container, so the process is verified.
+    """Kills a member with SIGKILL. Raises like `_member_process`."""
+    with _member_process(rank=rank, host=host, pid=pid, member_id=member_id) as process:
+        process.kill()
+
+
+def member_stacks(*, rank: int, host: str, pid: int, member_id: str) -> dict[int, list[str]]:
+    """Returns the stacks of the threads (`read_stacks`) of a member, and of the processes that it
+    has forked, such as data workers, by pid.
 
     Raises:
-        PreconditionError: MEMBER_ELSEWHERE: it runs on another machine; PROCESS_NOT_OURS: this user
-            may not kill it.
+        PreconditionError, UnknownResourceError: as `_member_process` and `read_stacks`.
+        DeadlineError: the process is stopped.
+    """
+    with _member_process(rank=rank, host=host, pid=pid, member_id=member_id):
+        found = {pid: read_stacks(pid)}
+        for child in serving_children(pid):
+            with contextlib.suppress(ShoalError):  # it has ended, or is stopped
+                found[child] = read_stacks(child)
+        return found
+
+
+@contextlib.contextmanager
+def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterator[Handle]:
+    """Yields the process of a member. The pid could belong to another process on this host or in
+    this container, so the process is verified.
+
+    Raises:
+        PreconditionError: MEMBER_ELSEWHERE: it runs on another machine; PROCESS_NOT_OURS: it
+            belongs to another user.
         UnknownResourceError: PROCESS_UNKNOWN: it no longer exists.
     """
     if host != socket.gethostname():
         raise PreconditionError(
             f"rank {rank} runs on {host}, not on this machine ({socket.gethostname()}); run this "
-            f"there, or `shoal drain {rank}`",
+            "command there",
             reason="MEMBER_ELSEWHERE",
         )
     gone = UnknownResourceError(
@@ -43,10 +67,10 @@ def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
     try:
         if _MEMBER_ID + member_id.encode() not in _environment(pid):
             raise gone
-        process.kill()
+        yield process
     except (PermissionError, FileNotFoundError) as error:
         raise PreconditionError(
-            f"pid {pid} (rank {rank}) cannot be killed: {error}", reason="PROCESS_NOT_OURS"
+            f"this user may not control pid {pid} (rank {rank}): {error}", reason="PROCESS_NOT_OURS"
         ) from error
     finally:
         process.close()

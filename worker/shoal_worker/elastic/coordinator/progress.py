@@ -21,11 +21,14 @@ from shoal_common.system.processes import children_cpu_s
 
 from shoal_worker.backends.waits import Waits
 from shoal_worker.elastic.contract.reported_loss import ReportedLoss
+from shoal_worker.elastic.coordinator.script_lines import script_line
 from shoal_worker.metrics import WorkerMetrics
 
 _WINDOW_S = 1.0
 _MEDIAN_OF = 31
 _LONGEST_NAME = 64
+_LOCATE_AFTER_S = 5.0
+"""Time without progress after which heartbeats contain the line of the script."""
 _CPU_OF_CHILDREN_S = 5.0
 """Interval at which the processor time of child processes is summed, which requires a look at
 each."""
@@ -76,6 +79,9 @@ class Progress:
     awaited_server: str = ""
     """Name of that server, for people."""
     busy_link: BusyLink | None = None
+    script_line: str = ""
+    """Line of the script that the training thread executes, if there was no progress for a while;
+    otherwise empty."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Other numbers than the loss that the loop reported last, by name."""
 
@@ -92,6 +98,8 @@ class ProgressMeter:
         self._clock = clock
         self._lock = threading.Lock()
         self._sequence = 0
+        self._moved_at, self._thread = clock(), 0
+        """Time of the last `entered`, and the training thread, which called it."""
         self._steps = 0
         self._samples = 0
         self.loss = ReportedLoss()
@@ -162,6 +170,7 @@ class ProgressMeter:
         """Records that the training thread reached a boundary, a step or an operation, so that it
         is not stuck."""
         self._sequence += 1
+        self._moved_at, self._thread = self._clock(), threading.get_ident()
 
     @property
     def staleness(self) -> float:
@@ -337,6 +346,9 @@ class ProgressMeter:
                 cpu_s=self._cpu.seconds(),
                 server_wait_s=server_wait_s,
                 awaited_server=awaited_server,
+                script_line=script_line(self._thread)
+                if self._thread and now - self._moved_at >= _LOCATE_AFTER_S
+                else "",
                 metrics={name: reported.value for name, reported in self._reported.items()},
             )
 

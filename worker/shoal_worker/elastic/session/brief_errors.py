@@ -6,20 +6,16 @@ Shoal's own lines say nothing about a mistake in a script. `SHOAL_FULL_TRACEBACK
 
 from __future__ import annotations
 
-import sys
-import sysconfig
 import traceback as tracebacks
 from contextlib import suppress
-from pathlib import Path
 from types import TracebackType
 
 from shoal_common.errors import ConfigurationError, InternalError, ShoalError
 
+from shoal_worker.elastic.coordinator.script_lines import libraries
 from shoal_worker.settings import WorkerSettings
 
 _HINT = "(SHOAL_FULL_TRACEBACKS=1 shows Shoal's own lines as well)\n"
-_OWN = ("shoal", "shoal_worker", "shoal_common", "shoal_protos")
-"""Packages whose lines are omitted, in addition to installed packages."""
 
 
 def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
@@ -31,11 +27,11 @@ def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
     with suppress(ConfigurationError):  # which may be the error to be shown
         if WorkerSettings.load().full_tracebacks:
             return None
-    libraries = _libraries()
+    foreign = libraries()
     lines = [
         frame
         for frame in tracebacks.extract_tb(traceback)
-        if not frame.filename.startswith(libraries)
+        if not frame.filename.startswith(foreign)
     ]
     if not lines:
         return None
@@ -46,13 +42,3 @@ def on_screen(error: BaseException, traceback: TracebackType | None) -> str | No
     """Returns `brief`, with a hint at how to see the full traceback."""
     text = brief(error, traceback)
     return None if text is None else text + _HINT
-
-
-def _libraries() -> tuple[str, ...]:
-    """Returns the path prefixes of modules that are not part of the script."""
-    paths = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
-    for name in _OWN:
-        file = getattr(sys.modules.get(name), "__file__", None)
-        if file is not None:
-            paths.add(str(Path(file).parent))
-    return ("<frozen ", *(f"{path}/" for path in paths if path))

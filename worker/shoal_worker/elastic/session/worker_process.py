@@ -42,6 +42,7 @@ from shoal_common.system.own_address import (
     is_unspecified,
     route_towards,
 )
+from shoal_common.system.stacks import serve_stacks
 from shoal_common.telemetry import HttpServer, serve_metrics
 
 from shoal_worker.backends import native_threads
@@ -58,6 +59,7 @@ from shoal_worker.elastic.contract.loader_interface import LoaderSession
 from shoal_worker.elastic.coordinator.coordinator_messages import run_message
 from shoal_worker.elastic.coordinator.fixed import FixedMembership
 from shoal_worker.elastic.coordinator.membership import Membership
+from shoal_worker.elastic.coordinator.script_lines import remember_source
 from shoal_worker.elastic.group.transfer import StateDonor
 from shoal_worker.elastic.session.brief_errors import brief, on_screen
 from shoal_worker.elastic.session.desync_detector import DesyncDetector
@@ -256,6 +258,8 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
     with contextlib.suppress(ConfigurationError, OSError):
         # a script need not have data workers of its own
         keep_socket_paths_short()
+    serve_stacks()
+    remember_source()
     with ExitStack() as undo:
         http = _serve(settings.metrics_listen, metrics)
         if http is not None:

@@ -1,0 +1,157 @@
+"""Python stacks of other processes of the same user, without ptrace.
+
+A process that calls `serve_stacks` opens a file in memory, and `faulthandler` writes the stacks of
+all threads to it when a real-time signal arrives. That handler is C code, so it also works while a
+thread holds Python's lock. `read_stacks` opens the file through /proc, sends the signal, and waits
+until the handler has returned. Children that the process forks (data workers) inherit both. As with
+any signal, a system call in progress may return early; Python repeats it (PEP 475). Linux only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import fcntl
+import os
+import re
+import signal
+import time
+from collections.abc import Iterator
+from datetime import timedelta
+from functools import cache
+from pathlib import Path
+from typing import Final
+
+from shoal_common.errors import DeadlineError, PreconditionError, UnknownResourceError
+
+_SIGNAL: Final = int(signal.SIGRTMAX) - 3
+_FILE: Final = "shoal-stacks"
+_MASK: Final = 1 << (_SIGNAL - 1)
+"""Bit of the signal in the masks of /proc/PID/status."""
+_POLL_S: Final = 0.005
+_THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
+
+
+@cache
+def serve_stacks() -> bool:
+    """Lets other processes of this user read this process's stacks from now on. Returns False, and
+    changes nothing, if the signal is in use. Called once per process."""
+    if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
+        return False
+    file = os.memfd_create(_FILE, os.MFD_CLOEXEC)
+    fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # after a reader has emptied it
+    faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=False)
+    return True
+
+
+def read_stacks(pid: int, *, timeout: timedelta = timedelta(seconds=5)) -> list[str]:
+    """Returns the stacks of a process's threads, as faulthandler writes them: the main thread
+    first, the innermost call first.
+
+    Raises:
+        UnknownResourceError (PROCESS_UNKNOWN): there is no such process.
+        PreconditionError: it does not serve its stacks, or belongs to another user.
+        DeadlineError: it has not answered within `timeout`, for example because it is stopped.
+    """
+    give_up_at = time.monotonic() + timeout.total_seconds()
+    with _opened(pid) as file:
+        while True:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            _wait(pid, give_up_at, timeout)
+        os.ftruncate(file, 0)
+        before = _blocking(pid)
+        os.kill(pid, _SIGNAL)
+        while not os.fstat(file).st_size or _is_pending(pid) or _blocking(pid) - before:
+            _wait(pid, give_up_at, timeout)
+        text = os.pread(file, os.fstat(file).st_size, 0).decode(errors="replace")
+    return [each.strip("\n") for each in _THREAD.split(text)[:0:-1]]
+
+
+def serving_children(pid: int) -> list[int]:
+    """Returns the descendants of a process that serve their stacks."""
+    found = []
+    for listing in Path(f"/proc/{pid}/task").glob("*/children"):
+        with contextlib.suppress(OSError):  # that thread has ended
+            for child in map(int, listing.read_text().split()):
+                with contextlib.suppress(OSError):
+                    if _mask(Path(f"/proc/{child}/status"), "SigCgt") & _MASK:
+                        found.append(child)
+                found += serving_children(child)
+    return found
+
+
+@contextlib.contextmanager
+def _opened(pid: int) -> Iterator[int]:
+    """Yields a descriptor of the file to which a process writes its stacks."""
+    try:
+        if _mask(Path(f"/proc/{pid}/status"), "SigCgt") & _MASK:
+            for link in Path(f"/proc/{pid}/fd").iterdir():
+                with contextlib.suppress(FileNotFoundError):
+                    if os.readlink(link).startswith(f"/memfd:{_FILE}"):  # noqa: PTH115
+                        break
+            else:
+                raise _not_served(pid)
+        else:
+            raise _not_served(pid)
+        file = os.open(link, os.O_RDWR)
+    except (FileNotFoundError, ProcessLookupError) as error:
+        raise UnknownResourceError(
+            f"there is no process {pid} on this machine", reason="PROCESS_UNKNOWN"
+        ) from error
+    except PermissionError as error:
+        raise PreconditionError(
+            f"the stacks of pid {pid} cannot be read: {error}", reason="PROCESS_NOT_OURS"
+        ) from error
+    try:
+        yield file
+    finally:
+        os.close(file)
+
+
+def _not_served(pid: int) -> PreconditionError:
+    return PreconditionError(
+        f"pid {pid} does not serve its stacks: it has not called shoal.init() yet, or uses signal "
+        f"{_SIGNAL} itself; `py-spy dump --pid {pid}` shows them"
+    )
+
+
+def _wait(pid: int, give_up_at: float, timeout: timedelta) -> None:
+    if time.monotonic() > give_up_at:
+        state = "it has ended"
+        with contextlib.suppress(OSError):
+            state = _field(Path(f"/proc/{pid}/status"), "State")
+        raise DeadlineError(
+            f"pid {pid} has not written its stacks within {timeout.total_seconds():g} s (its state "
+            f"is {state})"
+        )
+    time.sleep(_POLL_S)
+
+
+def _is_pending(pid: int) -> bool:
+    with contextlib.suppress(OSError):
+        return bool(_mask(Path(f"/proc/{pid}/status"), "ShdPnd") & _MASK)
+    return False
+
+
+def _blocking(pid: int) -> set[str]:
+    """Returns the threads that block the signal, as a thread does while it handles the signal."""
+    found = set()
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(OSError):  # that thread has ended
+            if _mask(task / "status", "SigBlk") & _MASK:
+                found.add(task.name)
+    return found
+
+
+def _mask(status: Path, name: str) -> int:
+    return int(_field(status, name), 16)
+
+
+def _field(status: Path, name: str) -> str:
+    """Returns a field of /proc/PID/status (proc(5))."""
+    for line in status.read_text().splitlines():
+        if line.startswith(f"{name}:"):
+            return line.partition(":")[2].strip()
+    raise ProcessLookupError(f"{status} has no {name}")

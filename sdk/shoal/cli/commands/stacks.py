@@ -1,0 +1,63 @@
+"""`shoal stacks`: the Python stacks of a job's workers."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from shoal.cli.options import Coordinator, Job
+
+
+def stacks(
+    rank: Annotated[
+        int | None, typer.Argument(help="Only this rank. Default: all ranks.", show_default=False)
+    ] = None,
+    coordinator: Coordinator = None,
+    job: Job = None,
+    every_thread: Annotated[
+        bool, typer.Option("--all", help="Show every thread, not only the main thread.")
+    ] = False,
+) -> None:
+    """Show what the workers of a job execute: their Python stacks.
+
+    Innermost call first. Includes data workers that a worker has forked. Needs no debugger and no
+    privileges. Only for workers on this machine.
+    """
+    import socket
+
+    from shoal_common.errors import ShoalError, UnknownResourceError
+
+    from shoal.cli.target import target
+    from shoal.launcher.processes.members import member_stacks
+
+    with target(coordinator, job) as found:
+        members = found.client.job(found.job_id).members
+        chosen = [each for each in members if each.rank is not None and rank in (None, each.rank)]
+        if not chosen:
+            raise UnknownResourceError(
+                f"job {found.job_id} has no rank {rank}; `shoal status` lists its ranks"
+                if rank is not None
+                else f"job {found.job_id} has no ranks",
+                reason="MEMBER_UNKNOWN",
+            )
+    for member in chosen:
+        assert member.rank is not None, "those without a rank are left out"
+        if rank is None and member.host != socket.gethostname():
+            typer.echo(f"rank {member.rank} runs on {member.host}: run `shoal stacks` there\n")
+            continue
+        try:
+            processes = member_stacks(
+                rank=member.rank, host=member.host, pid=member.pid, member_id=member.member_id
+            )
+        except ShoalError as error:
+            if rank is not None:
+                raise
+            typer.echo(f"rank {member.rank}: {error}\n")
+            continue
+        for pid, threads in processes.items():
+            of = f"rank {member.rank}"
+            what = of if pid == member.pid else f"child process of {of}"
+            for number, stack in enumerate(threads if every_thread else threads[:1]):
+                thread = f", thread {number}" if number else ""
+                typer.echo(f"{what} (pid {pid} on {member.host}){thread}:\n{stack}\n")

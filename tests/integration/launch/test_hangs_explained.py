@@ -1,0 +1,60 @@
+"""A run whose script hangs on one rank names the line, and `shoal stacks` shows the calls."""
+
+from __future__ import annotations
+
+import os
+import re
+import socket
+import textwrap
+from typing import Any
+
+Shell = Any  # of tests/integration/conftest.py
+
+TRAINING = """
+    import shoal, torch
+
+    def wait_for_data():
+        open("data").read()
+
+    net = torch.nn.Linear(3, 1)
+    model, optimizer = shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.01))
+    loader = shoal.ElasticDataLoader(
+        torch.utils.data.TensorDataset(torch.randn(100, 3)), global_batch_size=10
+    )
+    for (x,) in loader:
+        model(x).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if shoal.rank() == 1 and loader.global_step == 5:
+            wait_for_data()
+    shoal.print_once("ended at step", loader.global_step)
+"""
+LINE = 'script.py:5 in wait_for_data (open("data").read())'
+
+
+def test_the_line_in_which_a_rank_hangs_is_named_to_the_others_and_in_the_status(
+    shell: Shell,
+) -> None:
+    data = shell.directory / "data"
+    os.mkfifo(data)  # to open it for reading blocks until somebody writes
+    command = shell.start(
+        "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(TRAINING))
+    )
+    command.wait_for(lambda: "has stalled at step 5" in command.stderr, "the explanation")
+    stalled = f"for rank 1 ({socket.gethostname()}), which is at {LINE}, without progress"
+    assert stalled in command.stderr
+    assert LINE in " ".join(shell.run("status")[1].split())
+
+    status, both, err = shell.run("stacks")
+    assert (status, err) == (0, "")
+    assert re.search(r'rank 1 \(pid \d+ on \S+\):\n.*script\.py", line 5 in wait_for_data\n', both)
+    assert re.search(r"rank 0 \(pid \d+ on \S+\):\n", both)
+    assert "rank 0" not in shell.run("stacks", "1")[1]
+    assert "thread 1" in shell.run("stacks", "1", "--all")[1]
+    status, _, err = shell.run("stacks", "7")
+    assert status == 1
+    assert "has no rank 7" in err
+
+    data.write_text("data")
+    assert command.wait() == 0, command.stderr
+    assert "ended at step 10" in command.stdout

@@ -120,7 +120,7 @@ def test_a_finished_run_is_drawn(ended: Shell) -> None:
     marks = {each.get("id") for each in ElementTree.parse(file).iter() if each.get("id")}
     assert "fault-1" in marks
     status, _, err = ended.run("history", "--plot", str(file))
-    assert (status, "without RUN" in err) == (2, True)
+    assert (status, "requires RUN" in err) == (2, True)
 
 
 def test_two_runs_are_compared(ended: Shell) -> None:

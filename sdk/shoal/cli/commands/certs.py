@@ -16,19 +16,20 @@ def certs(
     directory: Annotated[
         Path,
         typer.Argument(
-            help="Where to write them; nothing there is overwritten.", show_default=False
+            help="Directory to write them to; existing files are not overwritten.",
+            show_default=False,
         ),
     ],
     names: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[NAME|ADDRESS]...",
-            help="How the services' machines are reached. Always among them: localhost, and this "
-            "machine's name.",
+            help="Names and addresses at which the services' machines are reached. localhost and "
+            "this machine's name are always included.",
             show_default=False,
         ),
     ] = None,
-    days: Annotated[int, typer.Option(help="How long they are good for.", min=1)] = 365,
+    days: Annotated[int, typer.Option(help="Validity in days.", min=1)] = 365,
 ) -> None:
     """Make certificates of a private authority, for development and private networks.
 
@@ -42,5 +43,5 @@ def certs(
     write_files(directory, development_files(known, lifetime=timedelta(days=days)))
     typer.echo(
         f"{directory}: ca.pem, server.pem and client.pem with their keys, for {', '.join(known)}, "
-        f"good for {days} days"
+        f"valid for {days} days"
     )

@@ -31,7 +31,7 @@ def check(
                 f"{path}:{error.lineno}: not a Python script: {error.msg}"
             ) from error
         if found is None:
-            typer.echo(f"{path}: no training loop was found, so nothing was checked")
+            typer.echo(f"{path}: found no training loop, so nothing was checked")
             continue
         checked_scripts += 1
         for finding in found:
@@ -49,4 +49,4 @@ def _read(path: Path) -> str:
         with tokenize.open(path) as file:
             return file.read()
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error}") from error
+        raise ConfigurationError(f"cannot read {path}: {error}") from error

@@ -52,8 +52,8 @@ def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Jo
         else:
             found.client.drain(found.job_id, server=rank_or_server, reason="shoal drain")
             typer.echo(
-                f"parameter server {rank_or_server} of job {found.job_id} hands its partitions to "
-                "the others and then ends; `shoal status` shows how many are left"
+                f"parameter server {rank_or_server} of job {found.job_id} will hand its partitions "
+                "over to the others and then exit; `shoal status` shows how many are left"
             )
 
 
@@ -61,7 +61,7 @@ def stop(
     coordinator: Coordinator = None,
     job: Job = None,
     reason: Annotated[
-        str, typer.Option(help="Why, for people: it is kept with the job.", show_default=False)
+        str, typer.Option(help="Reason, kept with the job for people.", show_default=False)
     ] = "shoal stop",
 ) -> None:
     """Ask all workers of a job to stop.

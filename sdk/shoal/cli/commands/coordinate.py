@@ -12,14 +12,16 @@ import typer
 def coordinate(
     command: Annotated[
         list[str],
-        typer.Argument(help="What starts the launchers, here or elsewhere.", show_default=False),
+        typer.Argument(
+            help="Command that starts the launchers, here or elsewhere.", show_default=False
+        ),
     ],
     host: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS|INTERFACE|HOSTNAME",
-            help="This machine, as the others reach it. Default: its own name; if that is none for "
-            "others, the address of the way to them.",
+            help="Address of this machine for the others. Default: its name, or, if others cannot "
+            "use that, its address on the route to them.",
             envvar="SHOAL_LOCAL_ADDR",
             show_envvar=False,
             show_default=False,
@@ -28,7 +30,7 @@ def coordinate(
     insecure: Annotated[
         bool,
         typer.Option(
-            "--insecure", help="Serve other machines without TLS or tokens: on a private network."
+            "--insecure", help="Serve other machines without TLS or tokens; for private networks."
         ),
     ] = False,
 ) -> None:

@@ -34,5 +34,5 @@ def jobs(
         typer.echo(
             "no jobs"
             if coordinator
-            else "no jobs of yours on this machine; start one with `shoal run` or `shoal submit`"
+            else "you have no jobs on this machine; start one with `shoal run` or `shoal submit`"
         )

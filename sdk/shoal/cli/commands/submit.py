@@ -20,4 +20,4 @@ def submit(context: typer.Context, coordinator: Coordinator = None, job: Job = N
     with Client(coordinator) as client:
         script = next((each for each in context.args if Path(each).is_file()), "job")
         job_id = client.submit_command(context.args, name=script, job_id=job)
-    typer.echo(f"job {job_id} is on its way; `shoal logs --follow --job {job_id}` shows its output")
+    typer.echo(f"submitted job {job_id}; `shoal logs --follow --job {job_id}` shows its output")

@@ -29,12 +29,12 @@ def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
     """
     if host != socket.gethostname():
         raise PreconditionError(
-            f"rank {rank} runs on {host}, not on this machine ({socket.gethostname()}); run this "
-            f"there, or `shoal drain {rank}`",
+            f"rank {rank} runs on {host}, not on this machine ({socket.gethostname()}); run the "
+            f"command there, or use `shoal drain {rank}`",
             reason="MEMBER_ELSEWHERE",
         )
     gone = UnknownResourceError(
-        f"the process of rank {rank} (pid {pid}) is not here any more", reason="PROCESS_UNKNOWN"
+        f"the process of rank {rank} (pid {pid}) no longer exists here", reason="PROCESS_UNKNOWN"
     )
     try:
         process = Handle(pid)
@@ -46,7 +46,7 @@ def kill_member(*, rank: int, host: str, pid: int, member_id: str) -> None:
         process.kill()
     except (PermissionError, FileNotFoundError) as error:
         raise PreconditionError(
-            f"pid {pid} (rank {rank}) cannot be killed: {error}", reason="PROCESS_NOT_OURS"
+            f"cannot kill pid {pid} (rank {rank}): {error}", reason="PROCESS_NOT_OURS"
         ) from error
     finally:
         process.close()
@@ -77,8 +77,8 @@ def kill_server(*, job_id: str, server_id: str, coordinator: str) -> int:
         pass
     raise UnknownResourceError(
         f"no process of server {server_id} of job {job_id} at coordinator {coordinator} runs on "
-        f"this machine ({socket.gethostname()}); run this where it runs, or `shoal drain "
-        f"{server_id}`",
+        f"this machine ({socket.gethostname()}); run the command on its machine, or use `shoal "
+        f"drain {server_id}`",
         reason="PROCESS_UNKNOWN",
     )
 

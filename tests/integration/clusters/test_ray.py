@@ -247,7 +247,7 @@ def test_each_error_is_told_once_and_says_what_to_do(drive: Any) -> None:
     assert "raise LookupError" in raised[3]
     assert nowhere[:2] == ["DeadlineError", "RESOURCES_UNAVAILABLE"]
     assert re.search(
-        r"no place for 1 x CPU 64 \(strategy PACK\) within 2 s .*the cluster has CPU \d, .*add "
+        r"could not place 1 x CPU 64 \(strategy PACK\) within 2 s .*the cluster has CPU \d, .*add "
         r"nodes",
         nowhere[2],
     )

@@ -96,7 +96,7 @@ def test_followers_of_a_jobs_events(make_job: MakeJob, shared_coordinator: Coord
                 pass
             assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (
-                f"{MOST_WATCHERS} callers follow the events of job {job.job_id}"
+                f"job {job.job_id} already has {MOST_WATCHERS} callers following its events"
                 in refused.value.details()
             )
             assert [event.kind for event in job.events()] == ["job_created"], (

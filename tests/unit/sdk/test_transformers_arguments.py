@@ -113,7 +113,7 @@ def test_a_worker_is_one_process_alone_to_transformers_whatever_the_launcher_say
 def test_a_process_trains_once(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     assert trainer.train().global_step == 2
-    with pytest.raises(PreconditionError, match=r"train\(\) was called a second time"):
+    with pytest.raises(PreconditionError, match=r"train\(\) was called twice"):
         trainer.train()
 
 

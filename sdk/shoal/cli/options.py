@@ -14,7 +14,9 @@ import typer
 Script = Annotated[
     str, typer.Argument(help="Training script; with -m a module.", show_default=False)
 ]
-Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
+]
 Module = Annotated[
     bool,
     typer.Option(

@@ -18,7 +18,7 @@ def check(
     """List lines of a script that are wrong or wasteful in an elastic run, and what to write.
 
     The script is read, not run. The status is 0 if nothing was found, 1 otherwise. `# shoal:
-    ignore` at a line's end leaves it out.
+    ignore` at the end of a line excludes it.
     """
     from shoal.checking.rules import check as checked
 

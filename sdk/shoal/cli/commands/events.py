@@ -32,7 +32,8 @@ def events(
 ) -> None:
     """Show what has happened in a job, oldest first.
 
-    By default in the newest cluster on this machine; if none runs, in the run that ended last.
+    By default in the newest cluster on this machine; if none is running, in the run that
+    ended last.
     """
     from rich.console import Console
 

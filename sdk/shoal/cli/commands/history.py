@@ -37,8 +37,8 @@ def history(
 ) -> None:
     """List past runs of this machine; show one, or compare two.
 
-    They are kept on disk, with their output and their events, also of clusters that are gone:
-    `shoal status`, `shoal events` and `shoal logs` show them with --run. --plot draws RUN.
+    Runs are kept on disk with their output and events, even after their cluster is gone. `shoal
+    status`, `shoal events` and `shoal logs` show them with --run. --plot draws RUN.
     """
     from shoal.launcher.report.history import History
 

@@ -34,7 +34,7 @@ def logs(
 ) -> None:
     """Show what a run on this machine has printed.
 
-    By default the one that was started last. --follow is for those of `shoal submit` and
+    By default that of the run started last. --follow works for runs of `shoal submit` and
     shoal.Client.
     """
     from shoal.client import Client

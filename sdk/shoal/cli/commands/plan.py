@@ -81,7 +81,7 @@ def plan(
         bool, typer.Option("--json", help="As JSON, for programs, in bytes and seconds.")
     ] = False,
 ) -> None:
-    """Say what each strategy would cost a model: memory by role, bytes sent, a step's time.
+    """Show what each strategy would cost for a model: memory by role, bytes sent, a step's time.
 
     Nothing is started and no device is needed. The model is built without values, if its code
     allows that.

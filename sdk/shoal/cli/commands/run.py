@@ -258,11 +258,11 @@ def run(
     """Run a script on many workers, as torchrun does.
 
     The flags are torchrun's, and so are the variables that the workers get: a plain torchrun script
-    runs unchanged. A script that calls shoal.init() is elastic: when a worker dies, the others go
-    on and another takes its place. torchrun's PET_... variables are read too.
+    runs unchanged. A script that calls shoal.init() is elastic: when a worker dies, the others
+    continue and another takes its place. torchrun's PET_... variables are read too.
 
-    The status is 0 only if the script finished; otherwise that of the script, or 75 (unfinished),
-    143 (preempted): docs/exit-status.md.
+    The status is 0 only if the script finished; otherwise it is the script's, 75 (unfinished) or
+    143 (preempted); see docs/exit-status.md.
     """
     from shoal.cli.terminal.console import run_to_exit, tell
 

@@ -12,8 +12,8 @@ from shoal.cli.options import Coordinator, Job
 def submit(context: typer.Context, coordinator: Coordinator = None, job: Job = None) -> None:
     """Start `shoal run` in the background, with the flags and the script that follow.
 
-    It goes on when this terminal is closed. `shoal logs` shows its output, `shoal jobs` whether it
-    has ended.
+    It continues after this terminal is closed. `shoal logs` shows its output, and `shoal jobs`
+    whether it has ended.
     """
     from shoal.client import Client
 

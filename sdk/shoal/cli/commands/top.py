@@ -24,8 +24,7 @@ def top(
         typer.Option("--once", help="Print one frame and exit; the default without a terminal."),
     ] = False,
 ) -> None:
-    """Watch a job: its ranks, its parameter servers, what has happened last, and what other jobs
-    there are. `q` ends it."""
+    """Watch a job: its ranks, parameter servers and latest events, and other jobs. `q` quits."""
     from rich.console import Console
 
     from shoal.cli.target import target

@@ -239,7 +239,7 @@ class CoordinatorSession:
                     backoff.reset()
                 again_in_s = backoff.next_s(error)
                 logger.warning(
-                    "has no session with the coordinator; will retry",
+                    "the session with the coordinator failed; will retry",
                     extra={
                         "address": self._settings.address,
                         "reason": error.reason,

@@ -219,6 +219,7 @@ class ShoalRendezvous(RendezvousHandler):
                 if time.monotonic() > deadline:
                     raise RendezvousTimeoutError(
                         f"{self._parameters.min_nodes} agents of run {self._parameters.run_id} did "
-                        f"not meet within {self._join_timeout_s:g} s ({standing.why or 'no place'})"
+                        f"not all join within {self._join_timeout_s:g} s "
+                        f"({standing.why or 'no place'})"
                     )
                 self._changed.wait(_RETRY_S)

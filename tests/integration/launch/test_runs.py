@@ -187,7 +187,7 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
         r"joined \(\S+\), 1 are missing; run 1 was"
     )
     assert re.search(waiting, late.stderr), late.stderr
-    assert "2 launchers for run 2 of job default did not meet within 12 s" in late.stderr
+    assert "2 launchers for run 2 of job default did not all join within 12 s" in late.stderr
 
 
 def test_a_launcher_that_was_told_its_run_does_not_begin_another(

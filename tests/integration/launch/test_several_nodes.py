@@ -239,7 +239,7 @@ def test_launchers_that_do_not_come_together_in_time_say_so(shell: Shell, endpoi
         "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=2", script
     )
     assert status == 1
-    assert "2 launchers for run 1 of job default did not meet within 2 s" in err
+    assert "2 launchers for run 1 of job default did not all join within 2 s" in err
 
 
 ELASTIC_AND_CUT_OFF = """

@@ -179,8 +179,8 @@ def _alone(given: Any, what: str) -> Any:
         given = given.iterables if isinstance(given, CombinedLoader) else given[0]
     if isinstance(given, (Sequence, dict)):
         raise ConfigurationError(
-            f"{what}: found {len(given)} loaders, but only one is supported; {_INSTEAD}, whose "
-            "samples contain all parts (torch.utils.data.StackDataset combines datasets)"
+            f"{what}: found {len(given)} loaders, but only one is supported; {_INSTEAD}, and "
+            "combine several datasets with torch.utils.data.StackDataset"
         )
     if not isinstance(given, (DataLoader, ElasticDataLoader)):
         raise ConfigurationError(

@@ -306,10 +306,9 @@ def check_alike(everyones: Sequence[list[list[Any]]]) -> None:
             ):
                 raise PreconditionError(
                     f"self.log({one[1]!r}) in {one[0]}: rank 0 logged {one[2]}, but rank {rank} "
-                    f"logged {other[1]!r} with {other[2]}, since each worker has seen different "
-                    "batches. Log it in training_step, validation_step or test_step, which cover "
-                    "all ranks' batches; combine all ranks' values with shoal.gather first; or "
-                    "log one rank's value with rank_zero_only=True",
+                    f"logged {other[1]!r} with {other[2]}, since workers see different batches. "
+                    "Log it in training_step, validation_step or test_step, combine the values "
+                    "with shoal.gather first, or log one rank's value with rank_zero_only=True",
                     reason="RANKS_DIVERGED",
                 )
         if len(first) != len(theirs):

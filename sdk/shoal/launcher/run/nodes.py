@@ -149,8 +149,8 @@ class SharedSite:
         except TimeoutError:
             why = self._session.standing.why if self._session is not None else ""
             raise DeadlineError(
-                f"{self._settings.nodes.least} launchers for {self._run_name} did not meet within "
-                f"{timeout_s:g} s"
+                f"{self._settings.nodes.least} launchers for {self._run_name} did not all join "
+                f"within {timeout_s:g} s"
                 + (f" ({why})" if why else "")
                 + (f"; {self._before}" if self._before else "")
             ) from None

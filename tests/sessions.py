@@ -33,7 +33,9 @@ _BLOCK = re.compile(r'^```(\w+)(?: title="([^"]*)")?\n(.*?)^```$', re.DOTALL | r
 _DEADLINE_S = 120.0
 _FIRST = "terminal"
 _WORKER = re.compile(r"^\[[\d,-]+\]: ")
-_NOW_AND_THEN = re.compile(r"^shoal: step N\b|: the others wait for rank N |: step N is lost: ")
+_NOW_AND_THEN = re.compile(
+    r"^shoal: step N\b|: the others are waiting for rank N |: step N is lost: "
+)
 """Output that depends on the machine's speed and on the current activity of a killed rank. It is
 not compared."""
 

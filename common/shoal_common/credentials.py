@@ -27,18 +27,20 @@ if TYPE_CHECKING:
     from shoal_common.rpc.channel import ChannelSettings
 
 CALLER_FLAGS: Final[Mapping[str, str]] = {
-    "--tls-ca": "certificates (PEM) that the services' must be signed by: TLS",
-    "--tls-cert": "own certificate chain (PEM), where clients need one",
-    "--tls-key": "its private key (PEM)",
-    "--token-file": "file with the bearer token of this caller",
+    "--tls-ca": "PEM file of the authorities that sign the services' certificates; enables TLS",
+    "--tls-cert": "PEM certificate chain of this caller, if services require one",
+    "--tls-key": "PEM private key of --tls-cert",
+    "--token-file": "file with this caller's bearer token",
 }
 """Flag -> help, for all programs that call a service. The variables are SHOAL_TLS_CA and so on."""
 
 _SERVICE_FLAGS: Final[Mapping[str, str]] = {
-    "--tokens": "lines `role: token` or `role@job: token`: who may call (default: everyone)",
-    "--tls-cert": "this service's certificate chain (PEM); with its key: TLS",
-    "--tls-key": "its private key (PEM)",
-    "--tls-client-ca": "certificates (PEM) that clients' must be signed by: mutual TLS",
+    "--tokens": "file of accepted tokens, `role: token` or `role@job: token` per line (default: "
+    "accept everyone)",
+    "--tls-cert": "PEM certificate chain of this service; enables TLS together with its key",
+    "--tls-key": "PEM private key of --tls-cert",
+    "--tls-client-ca": "PEM file of the authorities that sign clients' certificates; enables "
+    "mutual TLS",
 }
 
 _RENAMED: Final[Mapping[str, str]] = {
@@ -54,16 +56,16 @@ def read_secret(path: Path, what: str) -> str:
     try:
         text = path.read_text(encoding="utf-8").strip()
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{what}: the file {path} cannot be read: {error}") from error
+        raise ConfigurationError(f"{what}: cannot read the file {path}: {error}") from error
     if not text or "\n" in text:
         raise ConfigurationError(
-            f"{what}: the file {path} holds {'several lines' if text else 'nothing'}; expected one "
-            "line, the secret"
+            f"{what}: the file {path} {'has several lines' if text else 'is empty'}; expected the "
+            "secret on one line"
         )
     if not text.isascii() or not text.isprintable():
         raise ConfigurationError(
-            f"{what}: the file {path} holds characters that are not printable ASCII; expected one "
-            "line, the secret"
+            f"{what}: the file {path} contains characters other than printable ASCII; expected the "
+            "secret on one line"
         )
     return text
 
@@ -167,9 +169,8 @@ class ServiceSettings(_SecuritySettings):
         if self.tls_cert is None and self.tls_key is None:
             if self.tls_client_ca is not None:
                 raise ConfigurationError(
-                    f"--tls-client-ca {self.tls_client_ca} without --tls-cert and --tls-key: "
-                    "clients show certificates over TLS only; give this service a certificate and "
-                    "its key"
+                    f"--tls-client-ca {self.tls_client_ca} requires TLS, but --tls-cert and "
+                    "--tls-key are not set; set them too"
                 )
             return None
         return TlsSettings(
@@ -188,7 +189,7 @@ def _refuse_old_names(prefix: str, environment: Mapping[str, str]) -> None:
     for old, new in _RENAMED.items():
         if environment.get(f"{prefix}{old}"):
             raise ConfigurationError(
-                f"the variable {prefix}{old} is called {prefix}{new} now; rename it"
+                f"the variable {prefix}{old} was renamed to {prefix}{new}; set that instead"
             )
 
 
@@ -216,8 +217,7 @@ def refuse_password(flag: str, url: str | None, remedy: str) -> None:
     password."""
     if url is not None and _has_password(url):
         raise ConfigurationError(
-            f"{flag}: a password among the arguments can be read by everyone on this machine; "
-            f"{remedy}",
+            f"{flag}: every user of this machine can see a password on the command line; {remedy}",
             reason="SECRET_IN_ARGUMENTS",
         )
 
@@ -227,8 +227,8 @@ class RefusedToken(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
         raise ConfigurationError(
-            "--token: a token among the arguments can be read by everyone on this machine; put it "
-            "into a file that only you can read, and give --token-file FILE (or set the variable)",
+            "--token: every user of this machine can see a token on the command line; put it in a "
+            "file that only you can read, and pass --token-file FILE (or set the variable)",
             reason="SECRET_IN_ARGUMENTS",
         )
 

@@ -109,8 +109,10 @@ _ACTIONS: Final[dict[str, Callable[[], object]]] = {
     "kill": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "stop": lambda: os.kill(os.getpid(), signal.SIGSTOP),
     "hang": threading.Event().wait,
-    "lose": lambda: _raise(MembershipChanged("a failpoint was asked to lose the group")),
-    "raise": lambda: _raise(RuntimeError("a failpoint was asked to raise")),
+    "lose": lambda: _raise(
+        MembershipChanged("a failpoint simulated the loss of the process group")
+    ),
+    "raise": lambda: _raise(RuntimeError("a failpoint raised this error")),
 }
 
 
@@ -125,7 +127,7 @@ def _parse(text: str) -> dict[tuple[str, int], str]:
         name, _, hit = place.partition("@")
         if action not in _ACTIONS or not hit.isdigit():
             raise ConfigurationError(
-                f"SHOAL_FAILPOINTS: {entry!r} is not name@hit=action with an action of "
+                f"SHOAL_FAILPOINTS: {entry!r}: expected name@hit=action with one of the actions "
                 f"{', '.join(_ACTIONS)}"
             )
         wanted[name, int(hit)] = action

@@ -45,7 +45,7 @@ def parse_duration(text: str) -> timedelta:
     seconds = float(match["number"]) * _UNITS[match["unit"]]
     if seconds > _LONGEST_DURATION.total_seconds():
         raise ConfigurationError(
-            f"duration {_shown(text)}: longer than ten years; give a shorter one"
+            f"duration {_shown(text)} is longer than ten years; use a shorter one"
         )
     return timedelta(seconds=seconds)
 
@@ -75,7 +75,8 @@ class Address:
             socket.create_server((self.host, self.port), family=family).close()
         except OSError as error:
             raise ConfigurationError(
-                f"cannot listen on {self}: {error}; free the address, or use port 0 for one that is"
+                f"cannot listen on {self}: {error}; free the address, or use port 0 to get a free "
+                "port"
             ) from error
 
     def __str__(self) -> str:
@@ -157,7 +158,7 @@ class ShoalSettings(BaseSettings):
             # validation.
             prefix = cls.model_config.get("env_prefix", "")
             raise ConfigurationError(
-                f"{error}: {error.__cause__}; correct the variable {prefix}..."
+                f"{error}: {error.__cause__}; correct the field's variable ({prefix}...)"
             ) from error
 
     @classmethod

@@ -27,7 +27,7 @@ async def end_tasks(tasks: Collection[asyncio.Task[Any]]) -> None:
         _, pending = await asyncio.wait(pending, timeout=_AGAIN_S)
         if pending:
             logger.info(
-                "cancelling again what has not ended: %s",
+                "tasks did not end when cancelled and were cancelled again: %s",
                 ", ".join(sorted(task.get_name() for task in pending)),
             )
     await asyncio.gather(*tasks, return_exceptions=True)

@@ -54,8 +54,8 @@ def _own_redis(settings: CoordinatorSettings) -> Iterator[EmbeddedRedis | None]:
     host = urlsplit(url).netloc
     if host and not Address(host, 0).is_loopback and not settings.insecure:
         raise ConfigurationError(
-            f"--redis {url} can be reached from other machines, without TLS; allow it "
-            "(--insecure), or name a server with TLS (rediss://...)"
+            f"--redis {url} can be reached from other machines without TLS; pass --insecure to "
+            "allow this, or use a server with TLS (rediss://...)"
         )
     with ThreadPoolExecutor(max_workers=1) as starter:
         starting = starter.submit(EmbeddedRedis.from_url, url)
@@ -96,9 +96,9 @@ async def _serve(settings: CoordinatorSettings, own_redis: EmbeddedRedis | None)
     await serve(settings.model_copy(update={"share_store_credentials": True}), own_redis.url, stop)
     if lost.done() and lost.result():
         raise UnavailableError(
-            f"the embedded Redis server (pid {own_redis.pid}) has ended; its last words: "
-            f"{own_redis.last_words()}. Start the coordinator again: it finds what was written, "
-            "unless its data was temporary",
+            f"the embedded Redis server (pid {own_redis.pid}) exited; its last log lines: "
+            f"{own_redis.last_words()}. Restart the coordinator: it restores what was written, "
+            "unless the data was temporary",
             reason="REDIS_UNAVAILABLE",
         )
 

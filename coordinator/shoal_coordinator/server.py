@@ -183,7 +183,7 @@ def _unhealthy(jobs: Jobs) -> str | None:
 
 def _stopping() -> ShoalError:
     return UnavailableError(
-        "this coordinator is stopping; connect again", reason=Refusal.COORDINATOR_STOPPING
+        "this coordinator is shutting down; reconnect", reason=Refusal.COORDINATOR_STOPPING
     )
 
 

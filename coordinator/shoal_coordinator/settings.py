@@ -92,26 +92,25 @@ def command_line() -> argparse.ArgumentParser:
     """Returns the parser of the command's flags."""
     parser = argparse.ArgumentParser(
         prog="shoal-coordinator",
-        description="Shoal's coordinator: which processes belong to a job, in which generation, "
-        "with which rank.",
-        epilog="Every flag is also an environment variable, SHOAL_COORDINATOR_..., in capitals and "
-        "with _ for -.",
+        description="Shoal's coordinator: assigns a job's processes to generations and ranks.",
+        epilog="Each flag can also be set by an environment variable: SHOAL_COORDINATOR_ and its "
+        "name in capitals, with _ for -.",
     )
     for flag, metavar, text in (
         (
             "--redis",
             "URL",
-            "redis://HOST:PORT, or embedded://[HOST][/DIR] for one of its own, HOST for other "
-            "machines (default: embedded://)",
+            "redis://HOST:PORT, or embedded://[HOST][/DIR] to start a server, with HOST if other "
+            "machines use it (default: embedded://)",
         ),
-        ("--redis-file", "FILE", "file with the URL, where it has a password"),
+        ("--redis-file", "FILE", "file with the Redis URL, if it contains a password"),
         (
             "--redis-ca",
             "FILE",
-            "certificates (PEM) that the Redis server's must be signed by, with rediss:// "
+            "PEM file of the authorities that sign the Redis server's certificate, for rediss:// "
             "(default: the system's)",
         ),
-        ("--redis-patience", "DURATION", "how long to wait for Redis at the start (default: 30s)"),
+        ("--redis-patience", "DURATION", "how long to wait for Redis at startup (default: 30s)"),
         (
             "--listen",
             "HOST:PORT",
@@ -121,21 +120,21 @@ def command_line() -> argparse.ArgumentParser:
         (
             "--store-url",
             "URL",
-            "Redis URL that members are told (default: the coordinator's own, without credentials)",
+            "Redis URL sent to members (default: the coordinator's own, without credentials)",
         ),
         (
             "--reconnect-grace",
             "DURATION",
-            "how long a member whose stream broke may take to come back (default: 0s)",
+            "how long a member may take to reconnect after its stream broke (default: 0s)",
         ),
         ("--request-timeout", "DURATION", "how long a call waits for Redis (default: 5s)"),
         (
             "--job-retention",
             "DURATION",
-            "how long a job that nobody is in is still known (default: 1d)",
+            "how long to keep a job without members (default: 1d)",
         ),
-        ("--port-file", "FILE", "written once serving: the bound addresses as JSON"),
-        ("--drain-timeout", "DURATION", "how long calls may go on after SIGTERM (default: 5s)"),
+        ("--port-file", "FILE", "file for the bound addresses (JSON), written once serving"),
+        ("--drain-timeout", "DURATION", "how long calls may continue after SIGTERM (default: 5s)"),
         ("--log-level", "LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: INFO)"),
     ):
         parser.add_argument(flag, metavar=metavar, help=text)
@@ -144,7 +143,7 @@ def command_line() -> argparse.ArgumentParser:
         "--share-store-credentials",
         action="store_true",
         default=None,
-        help="tell members the Redis URL as it is",
+        help="send members the Redis URL with its credentials",
     )
     return parser
 
@@ -154,7 +153,7 @@ def parse_command_line(arguments: Sequence[str] | None = None) -> CoordinatorSet
     and unknown flags; raises ConfigurationError for invalid values."""
     given = command_line().parse_args(arguments)
     file = (
-        "put the URL into a file that only you can read, and give --redis-file FILE (or set "
+        "put the URL in a file that only you can read, and pass --redis-file FILE (or set "
         "SHOAL_COORDINATOR_REDIS)"
     )
     refuse_password("--redis", given.redis, file)

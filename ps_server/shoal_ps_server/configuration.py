@@ -33,8 +33,8 @@ class Configuration:
         ):
             if have != want:
                 raise PreconditionError(
-                    f"this job's {what} was configured as {have}, this request says {want}; use "
-                    "SetHyperparameters to change a running optimizer, or another job",
+                    f"this job's {what} was configured as {have}, but this request has {want}; "
+                    "use SetHyperparameters to change a running optimizer, or use another job",
                     reason="OPTIMIZER_CONFLICT",
                 )
 

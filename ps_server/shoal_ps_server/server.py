@@ -256,7 +256,7 @@ class ParameterServer:
             if self._standing.replaced.is_set():
                 self._changes.give_up(
                     UnavailableError(
-                        "another server has taken this one's place", reason="PLACE_UNKNOWN"
+                        "another server took this server's place", reason="PLACE_UNKNOWN"
                     )
                 )
         return self._standing.replaced.is_set()
@@ -265,9 +265,7 @@ class ParameterServer:
         """Returns why the server is unhealthy, or None. Called on threads of the HTTP server."""
         error = self._changes.write_error
         return (
-            None
-            if error is None
-            else f"the journal cannot be written, updates are refused: {error}"
+            None if error is None else f"cannot write the journal, so updates are refused: {error}"
         )
 
     def _open_journal(self) -> None:
@@ -285,7 +283,7 @@ class ParameterServer:
             )
         except OSError as error:
             raise UnavailableError(
-                f"data_dir={self._directory.path}: {error}; make room on its disk",
+                f"data_dir={self._directory.path}: {error}; free some space on its disk",
                 reason="JOURNAL_FAILED",
             ) from error
         self._changes.write_to(journal)
@@ -311,12 +309,12 @@ class ParameterServer:
         """Handles a change in the journal that could not be applied: this process ends, and the
         next one applies it."""
         logger.critical(
-            "a change that is in the journal could not be made; the server ends, to be recovered",
+            "could not apply a change from the journal; exiting, so that recovery can apply it",
             extra={"error": error},
         )
         if not self._broken.done():
             self._broken.set_exception(
-                InternalError(f"a change that is in the journal could not be made: {error}")
+                InternalError(f"could not apply a change from the journal: {error}")
             )
 
     # ------------------------------------------------------------------- the coordinator's listener
@@ -349,10 +347,9 @@ class ParameterServer:
         if generation < held:
             # A job's generations never decrease, so its workers would only ever be fenced off.
             raise ConfigurationError(
-                f"job {self._settings.job!r} is at generation {generation} with the coordinator, "
-                f"but this server holds values of its generation {held}: the job was created "
-                "again; start this server with an empty data directory, or give the job another "
-                "name"
+                f"job {self._settings.job!r} is at generation {generation} on the coordinator, but "
+                f"this server holds values of generation {held}, so the job was created again; "
+                "start this server with an empty data directory, or use another job name"
             )
         change = self._membership.learn(generation, member_ids, key_digests)
         self._changes.members_changed()
@@ -404,7 +401,7 @@ class ParameterServer:
     async def _fetch_layout(self) -> Layout:
         if self._session is None:
             raise UnavailableError(
-                "this server is only just starting; try again", reason="SERVER_UNREGISTERED"
+                "this server is still starting; try again", reason="SERVER_UNREGISTERED"
             )
         return await self._session.layout()
 

@@ -39,7 +39,7 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
                 return await _serve_run(settings, directory, stop)
             except AnotherRunError as error:
                 logger.warning(
-                    "what this server holds is set aside, and it starts over",
+                    "set this server's state aside and started over",
                     extra={"why": error, "where": _set_aside(directory)},
                 )
 
@@ -47,9 +47,9 @@ async def serve(settings: PsServerSettings, stop: asyncio.Event) -> None:
 def _set_aside(directory: DataDirectory | None) -> str:
     """Sets the server's state aside and returns its location, for people."""
     if directory is None:
-        return "nowhere: it has no data directory"
+        return "nowhere, since it has no data directory"
     folder = directory.set_aside()
-    return "nowhere: it held nothing" if folder is None else str(folder)
+    return "nowhere, since it held nothing" if folder is None else str(folder)
 
 
 async def _serve_run(
@@ -73,7 +73,8 @@ async def _recover(
         return directory.recover(job_id=settings.job, server_id=settings.server_id)
     except CorruptDataError as unreadable:
         logger.error(
-            "the data directory cannot be read; asking the coordinator whether this is a backup",
+            "could not read the data directory; asking the coordinator whether this server is a "
+            "backup",
             extra={"error": unreadable},
         )
         try:

@@ -239,7 +239,7 @@ class CoordinatorSession:
                     backoff.reset()
                 again_in_s = backoff.next_s(error)
                 logger.warning(
-                    "no session with the coordinator",
+                    "the session with the coordinator failed; will retry",
                     extra={
                         "address": self._settings.address,
                         "reason": error.reason,
@@ -356,7 +356,7 @@ class CoordinatorSession:
                 # grpc.aio reports this status instead of the real one if that arrives during the
                 # write of a heartbeat.
                 raise UnavailableError(
-                    "the stream broke while something was written to it", reason="SESSION_BROKEN"
+                    "the stream broke during a write", reason="SESSION_BROKEN"
                 ) from error
             raise self._explained("ServerSession", error) from error
         finally:
@@ -371,7 +371,7 @@ class CoordinatorSession:
                     await self._registered.wait()
             except TimeoutError as error:
                 raise UnavailableError(
-                    "this server has not been able to register with the coordinator at "
+                    "this server has not yet registered with the coordinator at "
                     f"{self._settings.address}; try again",
                     reason="SERVER_UNREGISTERED",
                 ) from error
@@ -384,13 +384,13 @@ class CoordinatorSession:
                 first = await call.read()
         except TimeoutError as error:
             raise UnavailableError(
-                f"no welcome from the coordinator at {self._settings.address} within "
+                f"the coordinator at {self._settings.address} sent no welcome within "
                 f"{_WELCOME_LIMIT.total_seconds():g} s",
                 reason="WELCOME_TIMEOUT",
             ) from error
         if first is grpc.aio.EOF or first.WhichOneof("directive") != "welcome":
             raise UnavailableError(
-                "the coordinator ended the session before it said welcome", reason="SESSION_ENDED"
+                "the coordinator ended the session before it sent a welcome", reason="SESSION_ENDED"
             )
         welcome: coordinator_pb2.ServerWelcome = first.welcome
         return welcome

@@ -109,8 +109,8 @@ class PsServerSettings(ServiceSettings, CallerSettings):
     def _check_tls(self) -> Self:
         if self.tls_ca is not None and self.tls_cert is None and not self.insecure:
             raise ValueError(
-                "tls_ca without tls_cert: this server would call others over TLS and serve in "
-                "plain text; give it a certificate"
+                "tls_ca is set without tls_cert, so this server would call others over TLS but "
+                "serve in plain text; set tls_cert and tls_key"
             )
         return self
 
@@ -147,13 +147,17 @@ def command_line() -> argparse.ArgumentParser:
         prog="shoal-ps-server",
         description="A parameter server: holds a share of one job's tensors and applies pushed "
         "gradients to it.",
-        epilog="Every flag is also an environment variable, SHOAL_PS_SERVER_..., in capitals and "
-        "with _ for -.",
+        epilog="Each flag can also be set by an environment variable: SHOAL_PS_SERVER_ and its "
+        "name in capitals, with _ for -.",
     )
     for flag, metavar, text in (
         ("--coordinator", "HOST:PORT", "the coordinator"),
-        ("--job", "ID", "the job whose tensors this server holds"),
-        ("--server-id", "ID", "stable over restarts of this server (default: this machine's name)"),
+        ("--job", "ID", "job whose tensors this server holds"),
+        (
+            "--server-id",
+            "ID",
+            "id of this server, the same after a restart (default: this machine's name)",
+        ),
         (
             "--listen",
             "HOST:PORT",
@@ -168,38 +172,37 @@ def command_line() -> argparse.ArgumentParser:
         (
             "--advertise",
             "HOST|INTERFACE",
-            "the host under which workers reach this server (default: by SHOAL_LOCAL_ADDR, or "
-            "found out)",
+            "host under which workers reach this server (default: SHOAL_LOCAL_ADDR, or detected)",
         ),
         (
             "--data-dir",
             "DIR",
-            "where the journal and the snapshot are kept; read at the start (default: neither)",
+            "directory of the journal and the snapshot, read at startup (default: keep neither)",
         ),
         (
             "--fsync",
             "group|always|never",
-            "when the journal is synced: before an answer, many changes at once or each; or never "
-            "(default: group)",
+            "when to sync the journal before an answer: many changes at once (group), each one "
+            "(always), or never (default: group)",
         ),
         (
             "--journal-limit",
             "BYTES",
-            "of the journal, before a snapshot takes its place (default: 512 MiB)",
+            "size of the journal at which a snapshot replaces it (default: 512 MiB)",
         ),
         (
             "--snapshot-interval",
             "DURATION",
-            "time between snapshots, 0s for none but at SIGTERM (default: 1m)",
+            "time between snapshots; 0s for one only at SIGTERM (default: 1m)",
         ),
         (
             "--staging-memory",
             "BYTES",
-            "for pushes on their way, a quarter of it for one worker (default: 1 GiB)",
+            "memory for incoming pushes, of which one worker may use a quarter (default: 1 GiB)",
         ),
-        ("--port-file", "FILE", "written once serving: the bound addresses as JSON"),
-        ("--drain-timeout", "DURATION", "how long calls may go on after SIGTERM (default: 10s)"),
-        ("--threads", "N", "threads of torch's arithmetic (default: 1)"),
+        ("--port-file", "FILE", "file for the bound addresses (JSON), written once serving"),
+        ("--drain-timeout", "DURATION", "how long calls may continue after SIGTERM (default: 10s)"),
+        ("--threads", "N", "number of torch threads (default: 1)"),
         ("--log-level", "LEVEL", "DEBUG, INFO, WARNING, ERROR or CRITICAL (default: INFO)"),
     ):
         parser.add_argument(flag, metavar=metavar, help=text)

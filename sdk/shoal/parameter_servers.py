@@ -66,7 +66,7 @@ class ModelReader:
         (token, TLS). `patience`: how long a call retries while a server or the coordinator is away
         or there are no values yet."""
         if not job_id:
-            raise ConfigurationError("job_id='': name the job whose model is to be read")
+            raise ConfigurationError("job_id='': expected the id of the job whose model to read")
         if patience < timedelta(0):
             raise ConfigurationError(f"patience={patience!r}: expected a timedelta, 0 or above")
         self._settings = coordinator
@@ -130,7 +130,7 @@ class ModelReader:
         while True:
             if self._closed.is_set():
                 raise UnavailableError(
-                    "this reader is closed; make a new one", reason="CLIENT_CLOSED"
+                    "this reader is closed; create a new one", reason="CLIENT_CLOSED"
                 )
             try:
                 if self._map is None:
@@ -145,10 +145,9 @@ class ModelReader:
                 self._map = None
                 if time.monotonic() >= deadline:
                     raise DeadlineError(
-                        f"the model of job {self._job_id!r} could not be read within "
-                        f"{self._patience.total_seconds():g} s: {error}. If its workers have not "
-                        "come to their first step yet, there are no values: wait, or give more "
-                        "patience",
+                        f"could not read the model of job {self._job_id!r} within "
+                        f"{self._patience.total_seconds():g} s: {error}. There are no values "
+                        "before the workers' first step; wait, or pass a longer patience",
                         reason=error.reason,
                     ) from error
                 wait_s = backoff.next_s(error)
@@ -166,7 +165,7 @@ class ModelReader:
         missing = sorted(holders - addresses.keys())
         if missing:
             raise PreconditionError(
-                f"servers {missing} of job {self._job_id!r} are not registered",
+                f"servers {missing} of job {self._job_id!r} are not registered; start them",
                 reason="SHARD_MAP_INCOMPLETE",
             )
         for address in self._servers.keys() - addresses.values():
@@ -225,7 +224,7 @@ class ModelReader:
         except UnknownResourceError as error:
             if error.reason == "JOB_UNKNOWN":
                 raise UnavailableError(
-                    f"at {address} there is another job's server by now: {error}"
+                    f"the server at {address} now belongs to another job: {error}"
                 ) from error
             raise
 

@@ -142,7 +142,7 @@ class ShoalRendezvous(RendezvousHandler):
             # e.g. it is away: the other agents notice through their workers
             self._client.stop_job(
                 self._job.job_id,
-                reason="torchrun has ended on another machine",
+                reason="torchrun ended on another machine",
                 deadline=_CALL_DEADLINE,
             )
 
@@ -165,7 +165,7 @@ class ShoalRendezvous(RendezvousHandler):
                 obstacle = self._client.find_obstacle()
                 if time.monotonic() > deadline or (obstacle is not None and obstacle.permanent):
                     raise RendezvousConnectionError(
-                        f"no coordinator has answered at {self._parameters.endpoint} "
+                        f"no coordinator responded at {self._parameters.endpoint} "
                         f"(--rdzv-endpoint) for {time.monotonic() - began:.0f} s: "
                         f"{error if obstacle is None else obstacle.cause}"
                     ) from error
@@ -212,14 +212,14 @@ class ShoalRendezvous(RendezvousHandler):
             if standing.placement is not None:
                 # Workers failed here while the place is unchanged: to the other agents this must
                 # look like a death.
-                session.leave(pb.Leave.REASON_FAILED, "its workers are restarted")
+                session.leave(pb.Leave.REASON_FAILED, "its workers are being restarted")
                 self._join()
                 continue
             with self._changed:
                 if time.monotonic() > deadline:
                     raise RendezvousTimeoutError(
                         f"{self._parameters.min_nodes} agents of run {self._parameters.run_id} did "
-                        f"not come together within {self._join_timeout_s:g} s "
+                        f"not all join within {self._join_timeout_s:g} s "
                         f"({standing.why or 'no place'})"
                     )
                 self._changed.wait(_RETRY_S)

@@ -23,7 +23,7 @@ def test_a_worker_behind_5_mbit_per_s_is_named_while_the_others_wait_for_it(netw
     job.launch_all()
     job.release()
     job.machines.slow_down("host-1", mbit_per_s=5)
-    job.wait_explained(r"wait for rank \d \(host-1\): the connection to it takes")
+    job.wait_explained(r"waiting for rank \d \(host-1\): the connection to it transfers")
     job.eventually(lambda: "host-1" in who_is_slow(job), "status to name the slow one")
     job.machines.speed_up("host-1")
     job.finish()

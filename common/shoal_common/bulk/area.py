@@ -44,7 +44,7 @@ class SharedArea:
         """Creates an area. Returns it and the descriptor for the other side to map, which the
         caller must close. Raises OSError if there is no memory or the system lacks memfd."""
         if not is_supported():
-            raise OSError("this system has no memory that can be sealed (memfd_create)")
+            raise OSError("this system cannot seal shared memory (memfd_create is missing)")
         descriptor = os.memfd_create("shoal-bulk", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             # raises an error here; writing to an unavailable page would raise a signal
@@ -63,8 +63,8 @@ class SharedArea:
             size, seals = os.fstat(descriptor).st_size, fcntl.fcntl(descriptor, fcntl.F_GET_SEALS)
             if size != nbytes or nbytes != AREA_BYTES or seals & _SIZE_SEALS != _SIZE_SEALS:
                 raise CorruptDataError(
-                    f"the server shares {size} bytes with the seals {seals:#x}, expected "
-                    f"{AREA_BYTES} bytes with {_SIZE_SEALS:#x}",
+                    f"the server shared {size} bytes with seals {seals:#x}; expected {AREA_BYTES} "
+                    f"bytes with seals {_SIZE_SEALS:#x}",
                     reason="STREAM_MALFORMED",
                 )
             return cls(mmap.mmap(descriptor, nbytes))
@@ -83,7 +83,7 @@ class SharedArea:
 
     def fill(self, data: memoryview) -> None:
         """Copies at most DATA_BYTES into the next piece, which must be free."""
-        assert not self.is_full, "the sender waits for a free piece"
+        assert not self.is_full, "the sender must wait for a free piece"
         start = self._filled % PIECES * DATA_BYTES
         self._view[start : start + data.nbytes] = data
         self._filled += 1

@@ -108,15 +108,17 @@ def parse_head(data: bytes | bytearray | memoryview) -> Frame:
     except ValueError:
         kind = None
     if kind is None or zeros != _ZEROS:
-        raise malformed(f"the bytes {bytes(data).hex()} are not the head of a frame")
+        raise malformed(f"the bytes {bytes(data).hex()} are not a frame header")
     if length > _LARGEST[kind]:
-        raise malformed(f"a frame {kind.name} of {length} bytes, expected at most {_LARGEST[kind]}")
+        raise malformed(
+            f"a {kind.name} frame has {length} bytes; expected at most {_LARGEST[kind]}"
+        )
     return Frame(kind, length)
 
 
 def malformed(what: str) -> InvalidRequestError:
     """Returns the error for a peer that violates the protocol."""
     return InvalidRequestError(
-        f"bulk channel: {what}; the other side speaks another protocol, or is damaged",
+        f"bulk channel: {what}; the peer uses another protocol, or the data was corrupted",
         reason="STREAM_MALFORMED",
     )

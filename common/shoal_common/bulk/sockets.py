@@ -22,7 +22,7 @@ _CREDENTIALS: Final = struct.Struct("3i")
 def connect(host: str, port: int, until: float) -> socket.socket:
     """Opens a TCP connection to the first of a host's addresses that accepts one, before `until` on
     the monotonic clock. Raises OSError."""
-    failure = OSError(f"{host} has no address")
+    failure = OSError(f"host {host} has no address")
     for family, kind, protocol, _, address in socket.getaddrinfo(
         host, port, type=socket.SOCK_STREAM
     ):

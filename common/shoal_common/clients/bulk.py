@@ -106,7 +106,7 @@ class OpenedConnection:
                 connected.connect(f"\0{opened.memory_name}")
                 if not is_own_user(connected):
                     raise ConnectionRefusedError(
-                        "another user's process listens there: it is not given the ticket"
+                        "the socket belongs to another user's process; the ticket was not sent"
                     )
             configure(connected)
             if transport is Transport.TCP and settings.tls is not None:
@@ -162,7 +162,7 @@ class OpenedConnection:
                 elif frame.kind is Kind.ERROR:
                     raise _Refused(from_error_message(self._message(frame)))
                 else:
-                    raise malformed(f"{frame.kind.name} in the answer to a pull")
+                    raise malformed(f"unexpected {frame.kind.name} frame in the response to a pull")
         return receiver.finish()
 
     @property
@@ -223,13 +223,15 @@ class OpenedConnection:
             for descriptor in descriptors:
                 os.close(descriptor)
             if frame is None:
-                raise _Lost(ConnectionError("the server closed the connection before it was ready"))
+                raise _Lost(
+                    ConnectionError("the server closed the connection before it sent READY")
+                )
         else:
             frame = self._next_frame()
         if frame.kind is Kind.ERROR:
             raise from_error_message(self._message(frame))
         if frame.kind is not Kind.READY or frame.length:
-            raise malformed(f"{frame.kind.name} where READY was expected")
+            raise malformed(f"unexpected {frame.kind.name} frame; expected an empty READY frame")
 
     def _send_partitions(
         self, partitions: Iterable[tuple[pb.PushHeader, memoryview]]
@@ -274,7 +276,7 @@ class OpenedConnection:
         if frame.kind is Kind.ERROR:
             return self._message(frame)
         if frame.kind is not Kind.FREE or self._area is None or not self._area.freed():
-            raise malformed(f"{frame.kind.name} during an upload")
+            raise malformed(f"unexpected {frame.kind.name} frame during an upload")
         return None
 
     # ---------------------------------------------------------------------------------------- bytes
@@ -305,7 +307,7 @@ class OpenedConnection:
         except OSError as error:
             raise _Lost(error) from error
         if not received:
-            raise _Lost(ConnectionError("the server closed it"))
+            raise _Lost(ConnectionError("the server closed the connection"))
         self._receive_into(memoryview(data)[received:])
         return parse_head(data)
 
@@ -335,7 +337,7 @@ class OpenedConnection:
             with self._allowed():
                 received = self._socket.recv_into(target)
             if not received:
-                raise _Lost(ConnectionError("the server closed it"))
+                raise _Lost(ConnectionError("the server closed the connection"))
             target = target[received:]
 
     def _send(self, *parts: bytes | memoryview, more: bool = False) -> None:
@@ -461,8 +463,8 @@ class BulkChannel:
         if self._transport in (Transport.AUTO, Transport.GRPC):
             return None
         raise UnavailableError(
-            f"{self._settings.address} cannot be reached by transport={self._transport}, the only "
-            "one that is allowed; the log says why",
+            f"cannot reach {self._settings.address} with transport={self._transport}, and no "
+            "other transport is allowed; see the log for the cause",
             reason="TRANSPORT_UNAVAILABLE",
         )
 
@@ -478,9 +480,11 @@ class BulkChannel:
         except ShoalError as error:
             if error.reason != "UNIMPLEMENTED":
                 raise  # as gRPC's push or pull would
-            raise _Unsuitable("the server has no bulk channel", expected=False) from error
+            raise _Unsuitable(
+                "the server does not support the bulk channel", expected=False
+            ) from error
         if transport is Transport.MEMORY and not opened.memory_name:
-            raise _Unsuitable("the server shares no memory", expected=True)
+            raise _Unsuitable("the server does not offer shared memory", expected=True)
         try:
             connection = OpenedConnection.open(
                 transport, opened, self._settings, member_id, until=until
@@ -505,19 +509,19 @@ class BulkChannel:
             first = transport not in self._not_before
             self._not_before[transport] = time.monotonic() + _AGAIN_AFTER_S
         if error.expected and self._transport is Transport.AUTO:
-            _log.debug("no bulk channel by %s to %s: %s", transport, address, error)
+            _log.debug("opened no bulk channel over %s to %s: %s", transport, address, error)
             return
         _log.log(
             logging.WARNING if first else logging.DEBUG,
-            "no bulk channel by %s to the parameter server at %s: %s; tensors take the next "
-            "transport",
+            "could not open a bulk channel over %s to the parameter server at %s: %s; fell back "
+            "to the next transport",
             *(transport, address, error),
         )
         self._fell_back(transport)
 
     def _closed_error(self) -> UnavailableError:
         return UnavailableError(
-            f"the client of {self._settings.address} was closed", reason="CLIENT_CLOSED"
+            f"the client for {self._settings.address} was closed", reason="CLIENT_CLOSED"
         )
 
 
@@ -552,7 +556,7 @@ def _decoded(message: type[MessageT], data: bytes) -> MessageT:
         return decoded
     except DecodeError as error:
         raise CorruptDataError(
-            f"{len(data)} bytes are not a {message.DESCRIPTOR.name}: {error}; they are truncated "
-            "or of another type",
+            f"cannot parse {len(data)} bytes as {message.DESCRIPTOR.name}: {error}; the data is "
+            "truncated or of another type",
             reason="MESSAGE_MALFORMED",
         ) from error

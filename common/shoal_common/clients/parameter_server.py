@@ -263,12 +263,12 @@ class ParameterServerClient:
                 call.cancel()
         if header is None or came != header.payload_bytes:
             raise CorruptDataError(
-                f"{came} bytes of a bucket came, not all of it; read it again",
+                f"a bucket was truncated after {came} bytes; read it again",
                 reason="PAYLOAD_TRUNCATED",
             )
         if digest.intdigest() != header.checksum:
             raise CorruptDataError(
-                "a bucket is not what its header says; read it again", reason="CHECKSUM_MISMATCH"
+                "a bucket does not match its checksum; read it again", reason="CHECKSUM_MISMATCH"
             )
         return header
 

@@ -36,14 +36,14 @@ class PullReceiver:
         `came` after filling it."""
         if not self._headers:
             raise CorruptDataError(
-                "the server's stream begins without a header", reason="STREAM_MALFORMED"
+                "the server's stream does not begin with a header", reason="STREAM_MALFORMED"
             )
         end = self._received + nbytes
         expected = self._headers[-1].payload_bytes
         if end > expected:
             raise CorruptDataError(
-                f"partition {self._headers[-1].partition_id}: more than the {expected} bytes that "
-                "its header declares",
+                f"partition {self._headers[-1].partition_id}: received more than the {expected} "
+                "bytes declared in its header",
                 reason="STREAM_MALFORMED",
             )
         return None if self._target is None else self._target[self._received : end]
@@ -63,16 +63,17 @@ class PullReceiver:
         if header.payload_bytes < 0 or (header.unchanged and header.payload_bytes):
             raise CorruptDataError(
                 f"partition {header.partition_id}: payload_bytes={header.payload_bytes} with "
-                f"unchanged={header.unchanged}",
+                f"unchanged={header.unchanged}; expected 0 or more, and 0 for an unchanged "
+                "partition",
                 reason="STREAM_MALFORMED",
             )
         target = None if header.unchanged else self._into(header)
         if target is not None:
             if target.readonly or target.nbytes != header.payload_bytes:
                 raise ConfigurationError(
-                    f"partition {header.partition_id}: the buffer given has {target.nbytes} "
-                    f"bytes{' and is read-only' * target.readonly}, expected a writable one of "
-                    f"{header.payload_bytes}",
+                    f"partition {header.partition_id}: the buffer has {target.nbytes} "
+                    f"bytes{' and is read-only' * target.readonly}; expected a writable buffer of "
+                    f"{header.payload_bytes} bytes",
                     reason="BUFFER_MISMATCH",
                 )
             target = as_bytes(target)
@@ -86,8 +87,8 @@ class PullReceiver:
         header = self._headers[-1]
         if self._received != header.payload_bytes:
             raise CorruptDataError(
-                f"partition {header.partition_id} is truncated: {self._received} of "
-                f"{header.payload_bytes} bytes came; pull it again",
+                f"partition {header.partition_id} is truncated: received {self._received} of "
+                f"{header.payload_bytes} bytes; pull it again",
                 reason="PAYLOAD_TRUNCATED",
             )
         if (
@@ -96,6 +97,6 @@ class PullReceiver:
             and checksum(self._target) != header.checksum
         ):
             raise CorruptDataError(
-                f"partition {header.partition_id} fails its checksum; pull it again",
+                f"partition {header.partition_id} does not match its checksum; pull it again",
                 reason="CHECKSUM_MISMATCH",
             )

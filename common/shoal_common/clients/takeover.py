@@ -84,7 +84,9 @@ class TakeoverWatch:
         try:
             shard_map = self._shard_map()
         except ShoalError as error:  # whoever made the call hears of it when the call ends
-            _log.debug("the coordinator does not report where the parameter servers are: %s", error)
+            _log.debug(
+                "could not get the parameter servers' addresses from the coordinator: %s", error
+            )
             return
         if shard_map is None:
             return
@@ -94,8 +96,8 @@ class TakeoverWatch:
         for client in silent:
             if client.address not in addresses:
                 _log.warning(
-                    "the parameter server at %s does not answer, and another one has its place: "
-                    "calls in progress go to that one",
+                    "the parameter server at %s stopped responding and was replaced; redirected "
+                    "its calls to the new server",
                     client.address,
                 )
                 client.close()

@@ -149,14 +149,14 @@ def decode(codec: int, payload: memoryview | bytes, out: Values, shapes: Shapes 
     """
     if out.dtype != np.float32 or out.ndim != 1 or not out.flags.c_contiguous:
         raise ConfigurationError(
-            f"decode into {out.dtype} of shape {out.shape}: expected a contiguous float32 array of "
-            "one dimension"
+            f"cannot decode into {out.dtype} of shape {out.shape}; expected a contiguous "
+            "one-dimensional float32 array"
         )
     shapes = shapes or ((1, out.size),)
     if sum(rows * columns for rows, columns in shapes) != out.size:
         raise ConfigurationError(
-            f"decode {out.size} values of pieces of the shapes {shapes}: expected as many as these "
-            "hold"
+            f"cannot decode pieces of shapes {shapes} into {out.size} values; expected as many "
+            "values as the pieces hold"
         )
     data = as_bytes(memoryview(payload))
     check_size(codec, data.nbytes, out.size, len(shapes))
@@ -177,9 +177,8 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
     if codec == POWERSGD:
         if size % 4 or not 4 * pieces <= size <= 4 * (pieces + length):
             raise InvalidRequestError(
-                f"a payload of {size} bytes for {length} values in {pieces} pieces in "
-                f"{name(codec)}; expected a multiple of 4 from {4 * pieces} to "
-                f"{4 * (pieces + length)}",
+                f"a {name(codec)} payload for {length} values in {pieces} pieces has {size} "
+                f"bytes; expected a multiple of 4 from {4 * pieces} to {4 * (pieces + length)}",
                 reason="PAYLOAD_SIZE_MISMATCH",
             )
         return
@@ -187,8 +186,8 @@ def check_size(codec: int, size: int, length: int, pieces: int = 1) -> None:
     expected = payload_bytes(codec, length, kept)
     if size != expected or kept > length:
         raise InvalidRequestError(
-            f"a payload of {size} bytes for {length} values in {name(codec)}; expected {expected} "
-            "bytes" + (f" for {length} kept values at most" if kept > length else ""),
+            f"a {name(codec)} payload for {length} values has {size} bytes; expected {expected} "
+            "bytes" + (f" and at most {length} kept values, not {kept}" if kept > length else ""),
             reason="PAYLOAD_SIZE_MISMATCH",
         )
 
@@ -245,15 +244,16 @@ def _decode_topk(data: memoryview, out: Values) -> None:
     kept = (data.nbytes - 4 * count) // 6
     if int(counts.sum(dtype=np.uint64)) != kept:
         raise InvalidRequestError(
-            f"the blocks of a TOPK payload count {counts.sum(dtype=np.uint64)} values, it holds "
-            f"{kept}",
+            f"the block counts of a TOPK payload add up to {counts.sum(dtype=np.uint64)} values, "
+            f"but it holds {kept}",
             reason="PAYLOAD_INVALID",
         )
     places = np.repeat(np.arange(count, dtype=np.int64) * TOPK_BLOCK, counts)
     places += np.frombuffer(data, _U2, kept, 4 * count + 4 * kept)
     if kept and (places[-1] >= out.size or not (places[1:] > places[:-1]).all()):
         raise InvalidRequestError(
-            f"the positions in a TOPK payload must be strictly ascending and below {out.size}",
+            "the positions in a TOPK payload are invalid; expected strictly ascending positions "
+            f"below {out.size}",
             reason="PAYLOAD_INVALID",
         )
     out[:] = 0
@@ -266,8 +266,8 @@ def _decode_randomk(data: memoryview, out: Values) -> None:
     if start >= max(1, out.size) or stride >= max(2, out.size) or math.gcd(stride, out.size) != 1:
         # the message is also correct for an empty array
         raise InvalidRequestError(
-            f"a RANDOMK payload starts at {start} with stride {stride} in {out.size} values; "
-            "expected a start below that, and a stride below it without a common divisor",
+            f"a RANDOMK payload for {out.size} values starts at {start} with stride {stride}; "
+            "expected both below the number of values, and a stride coprime to it",
             reason="PAYLOAD_INVALID",
         )
     out[:] = 0
@@ -281,8 +281,8 @@ def _decode_powersgd(data: memoryview, out: Values, shapes: Shapes) -> None:
         if rank > POWERSGD_LARGEST_RANK or rank * (rows + columns) > rows * columns:
             raise InvalidRequestError(
                 f"a POWERSGD payload has rank {rank} for a piece of {rows} x {columns}; expected "
-                f"at most {POWERSGD_LARGEST_RANK}, and 0, the piece as it is, where factors would "
-                "be larger",
+                f"at most {POWERSGD_LARGEST_RANK}, or 0 (no factors) if factors would be larger "
+                "than the piece",
                 reason="PAYLOAD_INVALID",
             )
     if data.nbytes != (expected := powersgd_bytes(shapes, ranks)):
@@ -348,7 +348,7 @@ def encode(codec: int, values: Values, *, kept: int = 0, seed: int = 0) -> memor
         InvalidRequestError: CODEC_UNSUPPORTED; or `kept` is not between 0 and the number of values.
     """
     if not 0 <= kept <= values.size:
-        raise InvalidRequestError(f"kept={kept} of {values.size} values: expected 0 to that many")
+        raise InvalidRequestError(f"kept={kept}: expected 0 to {values.size}, the number of values")
     payload = np.zeros(payload_bytes(codec, values.size, kept), np.uint8)
     parts = _ENCODERS[codec](values.astype(_F4, copy=False), kept, np.random.default_rng(seed))
     position = 0

@@ -43,7 +43,8 @@ def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int
     gone = set(removed)
     if len(gone) != len(removed) or any(not 0 <= rank < len(table) for rank in gone):
         raise CorruptDataError(
-            f"a change removes ranks {list(removed)[:5]} of a table that has {len(table)}"
+            f"a change removes ranks {list(removed)[:5]} from a table of {len(table)} ranks; "
+            "expected distinct ranks of the table"
         )
     kept = iter([each for rank, each in enumerate(table) if rank not in gone] if gone else table)
     found: list[T] = []
@@ -53,11 +54,12 @@ def follow(table: Sequence[T], removed: Sequence[int], added: Sequence[tuple[int
                 found.append(next(kept))
             except StopIteration:
                 raise CorruptDataError(
-                    f"a change adds rank {rank} to a table that has {len(found)} by then"
+                    f"a change adds rank {rank}, but only {len(found)} ranks precede it"
                 ) from None
         if len(found) != rank:
             raise CorruptDataError(
-                f"a change adds rank {rank} where there are {len(found)}: its ranks do not ascend"
+                f"a change adds rank {rank} after {len(found)} ranks; expected its ranks in "
+                "ascending order"
             )
         found.append(each)
     found.extend(kept)
@@ -79,10 +81,10 @@ def of_runs(found: Sequence[int], world_size: int) -> Iterator[int]:
     """Yields the ranks encoded by `runs`. Raises CorruptDataError if they are invalid in a world of
     `world_size`."""
     if len(found) % 2:
-        raise CorruptDataError(f"runs of ranks come in pairs, not as {len(found)} numbers")
+        raise CorruptDataError(f"runs of ranks are encoded by {len(found)} numbers; expected pairs")
     for first, count in zip(found[::2], found[1::2], strict=True):
         if first < 0 or count < 1 or first + count > world_size:
             raise CorruptDataError(
-                f"ranks {first} to {first + count - 1} in a world of {world_size}"
+                f"invalid ranks {first} to {first + count - 1} for world size {world_size}"
             )
         yield from range(first, first + count)

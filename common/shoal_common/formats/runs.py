@@ -28,8 +28,8 @@ class Run:
         found = re.fullmatch(r"([1-9]\d{0,8}):(\d{1,18})", text, re.ASCII)
         if found is None:
             raise ConfigurationError(
-                f"{what}={text!r}: expected NUMBER:MILLISECONDS, a run and when it began, as in "
-                "2:1790000000000"
+                f"{what}={text!r}: expected NUMBER:MILLISECONDS, a run's number and start time, as "
+                "in 2:1790000000000"
             )
         return cls(number=int(found[1]), began_unix_ms=int(found[2]))
 

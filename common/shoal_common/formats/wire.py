@@ -117,8 +117,8 @@ def as_bytes(buffer: memoryview) -> memoryview:
     """Returns the same memory as flat bytes. Raises ValueError unless it is C-contiguous."""
     if not buffer.c_contiguous:
         raise ValueError(
-            "the buffer is not C-contiguous; make it so first (numpy.ascontiguousarray, "
-            "Tensor.contiguous)"
+            "the buffer is not C-contiguous; convert it with numpy.ascontiguousarray or "
+            "Tensor.contiguous"
         )
     # A view without elements cannot be cast if it has more than one dimension.
     return buffer.cast("B") if buffer.nbytes else memoryview(b"")
@@ -213,7 +213,8 @@ def _decode(
     except DecodeError as error:
         name = message.DESCRIPTOR.name
         raise malformed(
-            f"{len(data)} bytes are not a {name}: {error}; they are truncated or of another type",
+            f"cannot parse {len(data)} bytes as {name}: {error}; the data is truncated or of "
+            "another type",
             reason="MESSAGE_MALFORMED",
         ) from error
     return (parsed.header if parsed.HasField("header") else None), memoryview(parsed.payload)

@@ -111,8 +111,8 @@ class OptimizerDeclaration:
 def _nesterov_alone(values: Hyperparameters) -> str:
     if values["nesterov"] and (values["momentum"] <= 0 or values["dampening"] != 0):
         return (
-            f"nesterov needs momentum above 0 and no dampening, not {values['momentum']} and "
-            f"{values['dampening']}"
+            f"nesterov with momentum={values['momentum']} and dampening={values['dampening']}: "
+            "expected momentum above 0 and dampening 0"
         )
     return ""
 

@@ -45,8 +45,8 @@ class _OwnOptimizer(torch.optim.Optimizer):
                     continue
                 if parameter.grad.layout is not torch.strided:
                     raise ConfigurationError(
-                        f"{type(self).__name__}: a gradient is {parameter.grad.layout}; expected a "
-                        "dense one: make the embedding with sparse=False"
+                        f"{type(self).__name__}: a gradient has layout {parameter.grad.layout}; "
+                        "expected a dense gradient: create the embedding with sparse=False"
                     )
                 alike.setdefault((parameter.device, parameter.dtype), []).append(parameter)
             for parameters in alike.values():
@@ -281,8 +281,8 @@ class DelayedNesterov(_OwnOptimizer):
             raise ConfigurationError(f"momentum={momentum}: expected a number in [0, 1)")
         if every < 1 or every != int(every):
             raise ConfigurationError(
-                f"every={every}: expected a whole number of gradients, at least 1: that of the "
-                "workers"
+                f"every={every}: expected a whole number of gradients, at least 1, usually the "
+                "number of workers"
             )
         super().__init__(
             params,

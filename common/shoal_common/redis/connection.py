@@ -54,8 +54,8 @@ class RedisSettings:
         scheme = _split(self.url).scheme
         if scheme == EMBEDDED_SCHEME:
             raise ConfigurationError(
-                f"{self.url!r} names no running server: start one with EmbeddedRedis.from_url() "
-                "and use its .url"
+                f"{self.url!r} does not name a running server; start one with "
+                "EmbeddedRedis.from_url() and use its .url"
             )
         if scheme not in _SCHEMES:
             raise ConfigurationError(
@@ -135,7 +135,7 @@ def _split(url: str) -> SplitResult:
     except ValueError as error:
         # The URL is not repeated, since it may contain an unrecognized password.
         raise ConfigurationError(
-            f"the Redis URL cannot be read: {error}; expected redis://HOST:PORT"
+            f"cannot parse the Redis URL: {error}; expected redis://HOST:PORT"
         ) from error
 
 
@@ -145,7 +145,8 @@ def _settings(
     if isinstance(url, RedisSettings):
         if connect_timeout is not None or command_timeout is not None:
             raise ConfigurationError(
-                "timeouts are given twice: set them in RedisSettings, or pass a URL"
+                "timeouts were passed along with RedisSettings; set them in RedisSettings, or pass "
+                "a URL"
             )
         return url
     given: Mapping[str, Any] = {
@@ -179,12 +180,12 @@ def _refused(settings: RedisSettings, error: Exception) -> ShoalError:
         error, redis.AuthenticationError | redis.exceptions.NoPermissionError
     ) or "NOAUTH" in str(error):
         return AuthenticationError(
-            f"Redis at {where} refused the credentials: {error}; put them in the URL, "
+            f"Redis at {where} rejected the credentials: {error}; put valid ones in the URL, "
             "redis://USER:PASSWORD@HOST:PORT",
             reason="REDIS_CREDENTIALS",
         )
     return UnavailableError(
-        f"Redis at {where} does not answer: {error or type(error).__name__}; start a server there, "
-        "or use embedded://",
+        f"Redis at {where} is not responding: {error or type(error).__name__}; start a server "
+        "there, or use embedded://",
         reason="REDIS_UNAVAILABLE",
     )

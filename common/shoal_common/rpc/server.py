@@ -79,7 +79,9 @@ class ServerSettings:
     def __post_init__(self) -> None:
         address = parse_address(self.listen)
         if self.tls is not None and self.tls.certificate is None:
-            raise ConfigurationError("a TLS server needs a certificate and its key")
+            raise ConfigurationError(
+                "TLS is configured without a certificate; a server needs a certificate and its key"
+            )
         lacking = [
             name
             for name, lacks in (("TLS", self.tls is None), ("tokens", self.tokens.is_open))
@@ -87,9 +89,8 @@ class ServerSettings:
         ]
         if lacking and not address.is_loopback and not self.insecure:
             raise ConfigurationError(
-                f"listen={self.listen!r} can be reached from other machines, without "
-                f"{' and '.join(lacking)}; configure them, listen on 127.0.0.1, or allow it "
-                "(--insecure)"
+                f"listen={self.listen!r} can be reached from other machines without "
+                f"{' or '.join(lacking)}; configure them, listen on 127.0.0.1, or pass --insecure"
             )
         if self.drain_timeout < timedelta(0):
             raise ConfigurationError(f"drain_timeout={self.drain_timeout}: expected zero or more")
@@ -141,7 +142,7 @@ class RpcServer:
         """Binds, serves and reports SERVING; returns the port. Raises ConfigurationError if the
         address cannot be bound."""
         if self._server is not None:
-            raise RuntimeError("this RpcServer was started before; make a new one")
+            raise RuntimeError("this RpcServer was already started; create a new one")
         server = grpc.aio.server(
             interceptors=(self._interceptor,), options=_options(self._settings)
         )
@@ -210,8 +211,8 @@ class RpcServer:
                 port = server.add_secure_port(settings.listen, credentials)
         except RuntimeError as error:
             raise ConfigurationError(
-                f"cannot listen on {settings.listen}: {error}; free the address, or use port 0 for "
-                "one that is"
+                f"cannot listen on {settings.listen}: {error}; free the address, or use port 0 to "
+                "get a free port"
             ) from error
         return int(port)
 
@@ -225,10 +226,11 @@ def _check_completeness(service_name: str, allowed_roles: Mapping[str, frozenset
         ) from None
     methods = {f"/{service_name}/{method.name}" for method in service.methods}
     if missing := methods - allowed_roles.keys():
-        raise ConfigurationError(f"allowed_roles lacks {', '.join(sorted(missing))}")
+        raise ConfigurationError(f"allowed_roles is missing {', '.join(sorted(missing))}")
     if unknown := allowed_roles.keys() - methods:
         raise ConfigurationError(
-            f"allowed_roles names what {service_name} does not have: {', '.join(sorted(unknown))}"
+            f"allowed_roles contains methods that {service_name} does not have: "
+            f"{', '.join(sorted(unknown))}"
         )
 
 

@@ -84,7 +84,9 @@ class Admission:
 
     def _holder(self, method: str, authorizations: list[Any]) -> Holder:
         if len(authorizations) > 1:
-            raise AuthenticationError(f"{len(authorizations)} authorization headers; send one")
+            raise AuthenticationError(
+                f"the call has {len(authorizations)} authorization headers; send one"
+            )
         holder = self._tokens.holder_of(authorizations[0] if authorizations else None)
         allowed = (
             ANY_ROLE
@@ -94,7 +96,8 @@ class Admission:
         if holder.role is not Role.ADMIN and holder.role not in allowed:
             expected = ", ".join(sorted({*allowed, Role.ADMIN}))
             raise PermissionDeniedError(
-                f"a token of role {holder.role} may not call {method}; use one of role {expected}"
+                f"a token with role {holder.role} may not call {method}; use one with role "
+                f"{expected}"
             )
         if self._job is not None:
             holder.check_job(self._job)
@@ -140,7 +143,7 @@ class ServerInterceptor(grpc.aio.ServerInterceptor):
             if isinstance(error, NotImplementedError):
                 # Generated servicers raise this for methods that are not overridden.
                 await context.abort(
-                    grpc.StatusCode.UNIMPLEMENTED, f"{method} is not implemented here"
+                    grpc.StatusCode.UNIMPLEMENTED, f"this server does not implement {method}"
                 )
             await abort(context, as_shoal_error(error, method))
 

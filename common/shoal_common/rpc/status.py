@@ -75,7 +75,8 @@ def from_error_message(data: bytes) -> ShoalError:
         info, retry_after = _details_in(status)
     except DecodeError as error:
         return errors.CorruptDataError(
-            f"{len(data)} bytes are no google.rpc.Status: {error}", reason="MESSAGE_MALFORMED"
+            f"cannot parse {len(data)} bytes as google.rpc.Status: {error}",
+            reason="MESSAGE_MALFORMED",
         )
     code = next(
         (code for code in grpc.StatusCode if code.value[0] == status.code), grpc.StatusCode.UNKNOWN
@@ -94,20 +95,20 @@ def as_shoal_error(error: Exception, method: str) -> ShoalError:
         return error
     if isinstance(error, DecodeError):
         message = (
-            f"{method}: a message is not valid protobuf of its type: {error}; check the "
-            "client's protos"
+            f"{method}: cannot parse a message: {error}; check that client and server use the same "
+            "protos"
         )
         return errors.InvalidRequestError(message, reason="MESSAGE_MALFORMED")
     if _is_out_of_memory(error):
-        logger.error("out of memory", extra={"method": method, "error": error})
+        logger.error("ran out of memory", extra={"method": method, "error": error})
         message = (
-            f"{method}: the server has too little memory for this request ({error}); give it "
-            "more, or the job more servers"
+            f"{method}: the server ran out of memory ({error}); give it more memory, or the job "
+            "more servers"
         )
         return errors.LimitError(message, reason="MEMORY_EXHAUSTED")
-    logger.error("a handler failed", exc_info=error, extra={"method": method})
+    logger.error("a request handler failed", exc_info=error, extra={"method": method})
     return errors.InternalError(
-        f"{method} failed with {type(error).__name__}; the server's log says more"
+        f"{method} failed with {type(error).__name__}; see the server's log"
     )
 
 

@@ -70,8 +70,8 @@ class Holder:
         """Raises PermissionDeniedError (JOB_NOT_ALLOWED) unless the token is for this job."""
         if not self.may_touch(job_id):
             raise PermissionDeniedError(
-                f"this token of role {self.role} is for job {self.job!r}, not for {job_id!r}; use "
-                "one that is for that job, or for all",
+                f"this token with role {self.role} is for job {self.job!r}, not {job_id!r}; use a "
+                "token for that job, or for all jobs",
                 reason="JOB_NOT_ALLOWED",
             )
 
@@ -110,7 +110,7 @@ class TokenTable:
             lines = Path(path).read_text(encoding="utf-8").splitlines()
         except (OSError, UnicodeDecodeError) as error:
             raise ConfigurationError(
-                f"the token file {os.fspath(path)} cannot be read: {error}"
+                f"cannot read the token file {os.fspath(path)}: {error}"
             ) from error
         for number, line in enumerate(lines, start=1):
             if not line.strip() or line.lstrip().startswith("#"):
@@ -118,14 +118,14 @@ class TokenTable:
             role, separator, token = line.partition(":")
             if not separator:
                 raise ConfigurationError(
-                    f"{os.fspath(path)}, line {number}: expected `role: token` or `role@job: "
-                    "token`, found no colon"
+                    f"{os.fspath(path)}, line {number}: found no colon; expected `role: token` or "
+                    "`role@job: token`"
                 )
             table._add(token.strip(), role.strip(), f"{os.fspath(path)}, line {number}")
         if table.is_open:
             raise ConfigurationError(
-                f"the token file {os.fspath(path)} holds no token; add a line `admin: TOKEN`, or "
-                "give no file"
+                f"the token file {os.fspath(path)} contains no token; add a line `admin: TOKEN`, "
+                "or omit --tokens"
             )
         return table
 
@@ -141,12 +141,14 @@ class TokenTable:
         """
         if not authorization:
             raise AuthenticationError(
-                "a bearer token is required: send `authorization: Bearer TOKEN`",
+                "this server requires a bearer token; send `authorization: Bearer TOKEN`",
                 reason="TOKEN_MISSING",
             )
         scheme, token = authorization[: len(BEARER)], authorization[len(BEARER) :].strip()
         if scheme.lower() != BEARER.lower():
-            raise AuthenticationError("the authorization is not of the form `Bearer TOKEN`")
+            raise AuthenticationError(
+                "the authorization header is malformed; expected `Bearer TOKEN`"
+            )
         digest = _digest(token)
         found: Holder | None = None
         # No early exit, since the time must not depend on which token matches.
@@ -155,7 +157,7 @@ class TokenTable:
                 found = holder
         if found is None:
             raise AuthenticationError(
-                "the bearer token is not known here; ask for one from this cluster's token file"
+                "the bearer token is unknown; use one from this cluster's token file"
             )
         return found
 
@@ -163,13 +165,13 @@ class TokenTable:
         holder = _parse_holder(role, where)
         if not token or not token.isascii() or not token.isprintable() or " " in token:
             raise ConfigurationError(
-                f"{where}: a token must be printable ASCII without spaces, and not empty"
+                f"{where}: invalid token; expected printable ASCII without spaces"
             )
         digest = _digest(token)
         if self._holders.get(digest, holder) != holder:
             raise ConfigurationError(
-                f"{where}: this token has the role {self._holders[digest]} already; give each role "
-                "its own"
+                f"{where}: this token already has the role {self._holders[digest]}; use a "
+                "different token for each role"
             )
         self._holders[digest] = holder
 
@@ -183,11 +185,11 @@ def _parse_holder(text: str, where: str) -> Holder:
         parsed = Role(role)
     except ValueError:
         raise ConfigurationError(
-            f"{where}: role {str(role)!r} is unknown; expected one of {', '.join(Role)}"
+            f"{where}: unknown role {str(role)!r}; expected one of {', '.join(Role)}"
         ) from None
     if separator and not _JOB_ID.fullmatch(job):
         raise ConfigurationError(
-            f"{where}: {text!r}: expected the id of a job after the @, as in worker@train-1"
+            f"{where}: {text!r}: expected a job id after the @, as in worker@train-1"
         )
     return Holder(parsed, job or None)
 
@@ -213,7 +215,7 @@ class TlsSettings:
     def __post_init__(self) -> None:
         if (self.certificate is None) != (self.key is None):
             given, missing = ("certificate", "key") if self.key is None else ("key", "certificate")
-            raise ConfigurationError(f"TLS {given} is given without its {missing}; give both")
+            raise ConfigurationError(f"the TLS {given} is set without its {missing}; set both")
 
     def load(self) -> TlsMaterial:
         """Reads and checks the files, so that an invalid one is named here instead of causing a
@@ -279,7 +281,7 @@ def _checked(what: str, path: Path, load: Callable[[], object]) -> None:
         load()
     except (OSError, ssl.SSLError) as error:
         raise ConfigurationError(
-            f"TLS {what} {path}: {error}; expected unencrypted PEM files that belong together"
+            f"cannot load TLS {what} {path}: {error}; expected matching, unencrypted PEM files"
         ) from error
 
 
@@ -294,8 +296,8 @@ def check_member_key(member_id: str, known: str, key: str) -> None:
     empty, for members without a key."""
     if known and not hmac.compare_digest(known, member_key_digest(key)):
         raise PermissionDeniedError(
-            f"member {member_id!r} is another process than the caller, which does not have its "
-            "key; each process speaks for itself alone",
+            f"the caller does not have the key of member {member_id!r}; a process may act only "
+            "for its own member",
             reason="MEMBER_KEY_WRONG",
         )
 

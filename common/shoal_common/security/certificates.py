@@ -63,7 +63,7 @@ def development_files(names: Sequence[str], *, lifetime: timedelta) -> Mapping[s
         ends = now + lifetime
     except OverflowError:
         raise ConfigurationError(
-            f"a lifetime of {lifetime.days} days: expected an end before the year 9999"
+            f"a lifetime of {lifetime.days} days ends after the year 9999; use a shorter one"
         ) from None
 
     def subject(common_name: str) -> x509.Name:
@@ -155,12 +155,12 @@ def expiry_warning(path: Path, ends: datetime, *, now: datetime) -> str | None:
         return None
     if ends <= now:
         return (
-            f"the certificate {path} expired on {ends:%Y-%m-%d %H:%M} UTC, and clients refuse "
-            "it: renew it and restart the service"
+            f"the certificate {path} expired on {ends:%Y-%m-%d %H:%M} UTC, and clients reject it; "
+            "renew it and restart the service"
         )
     return (
-        f"the certificate {path} expires on {ends:%Y-%m-%d %H:%M} UTC: renew it and restart the "
-        "service before that"
+        f"the certificate {path} expires on {ends:%Y-%m-%d %H:%M} UTC; renew it and restart the "
+        "service before then"
     )
 
 
@@ -171,8 +171,8 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
     there = sorted(name for name in files if (directory / name).exists())
     if there:
         raise ConfigurationError(
-            f"{directory} has {', '.join(there)} already, and nothing is overwritten: remove them, "
-            "or name another directory"
+            f"{directory} already contains {', '.join(there)}; remove these files, or use another "
+            "directory"
         )
     written: list[Path] = []
     try:
@@ -184,7 +184,7 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> None:
     except OSError as error:
         for path in written:
             path.unlink(missing_ok=True)
-        raise ConfigurationError(f"the certificates cannot be written: {error}") from error
+        raise ConfigurationError(f"cannot write the certificates: {error}") from error
 
 
 def _usage(*, signs: bool) -> Any:
@@ -216,8 +216,7 @@ def _general_name(name: str) -> Any:
         or not all(character.isalnum() or character in "-._*" for character in name)
     ):
         raise ConfigurationError(
-            f"{name!r}: expected the name or the address of a machine, as in coordinator or "
-            "10.0.0.7"
+            f"{name!r}: expected the name or address of a machine, as in coordinator or 10.0.0.7"
         )
     return x509.DNSName(name)
 
@@ -296,7 +295,7 @@ class PairContexts:
             not isinstance(shown, Ed25519PublicKey)
             or shown.public_bytes_raw() != _key_of(secret).public_key().public_bytes_raw()
         ):
-            raise ssl.SSLError("the other side does not know the secret that it should")
+            raise ssl.SSLError("the peer does not have the shared secret")
 
 
 def _key_of(secret: str) -> Ed25519PrivateKey:

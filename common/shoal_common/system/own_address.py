@@ -28,7 +28,7 @@ LISTEN_ADDR: Final = "--listen-addr (SHOAL_LISTEN_ADDR)"
 """Name of the listen address setting in errors."""
 REACHED_ELSEWHERE: Final = (
     "each worker reports its own machine's address; if others reach the machine at a different "
-    "one, start its launcher with " + LOCAL_ADDR
+    "address, start its launcher with " + LOCAL_ADDR
 )
 """Text in errors about connections to other workers that explains the addresses that were tried."""
 ELSEWHERE: Final = (("192.0.2.1", 9), ("2001:db8::1", 9))
@@ -76,9 +76,9 @@ class OwnAddress:
             announced = preferred
         else:
             raise ConfigurationError(
-                f"there is no way from here to the coordinator's host {towards[0]!r}, or it is not "
-                f"known here: {_have()}; correct the host, or say with {LOCAL_ADDR} where other "
-                "machines reach this one",
+                f"cannot resolve or reach the coordinator's host {towards[0]!r}; {_have()}. "
+                f"Correct the host, or set {LOCAL_ADDR} to the address at which other machines "
+                "reach this one",
                 reason="NO_ROUTE",
             )
         return cls(announced=announced, bound=bound or announced)
@@ -180,14 +180,16 @@ def _own(given: str, flag: str, preferred: str | None) -> str:
     candidates = _candidates(given, flag)
     own = [address for address in candidates if is_own(address)]
     if not own:
-        means = "" if candidates == [given] else f", which is {', '.join(candidates)} here,"
+        means = (
+            "" if candidates == [given] else f", which resolves to {', '.join(candidates)} here,"
+        )
         by_nat = (
-            "; where others reach this machine at it all the same (NAT), say also where to "
-            f"listen, {LISTEN_ADDR}: 0.0.0.0, say"
+            f"; if other machines reach this one at that address (NAT), set {LISTEN_ADDR} too, for "
+            "example to 0.0.0.0"
         )
         raise ConfigurationError(
-            f"{flag} {given!r}{means} is not an address of this machine, which has {_described()}: "
-            "give one of these, or its interface" + (by_nat if flag == LOCAL_ADDR else ""),
+            f"{flag} {given!r}{means} is not an address of this machine, which has {_described()}; "
+            "use one of these addresses or its interface" + (by_nat if flag == LOCAL_ADDR else ""),
             reason=_REASON,
         )
     return _chosen(own, preferred)
@@ -206,13 +208,9 @@ def _candidates(given: str, flag: str) -> list[str]:
     parsed = _parsed(given)
     if parsed is not None:
         if parsed.is_unspecified or parsed.is_link_local:
-            why = (
-                "stands for all addresses"
-                if parsed.is_unspecified
-                else "is valid on one link alone"
-            )
+            why = "means all addresses" if parsed.is_unspecified else "is valid only on one link"
             raise ConfigurationError(
-                f"{flag} {given!r} {why}: give one that other machines can use; {_have()}",
+                f"{flag} {given!r} {why}; {_have()}. Use an address that other machines can reach",
                 reason=_REASON,
             )
         return [str(parsed)]
@@ -225,15 +223,15 @@ def _candidates(given: str, flag: str) -> list[str]:
         )
     if not (found := resolved(given)):
         raise ConfigurationError(
-            f"{flag} {given!r} is no address, no interface and no host name that is known here; "
-            f"{_have()}: give one of these addresses, or an interface",
+            f"{flag} {given!r} is not an address, an interface or a host name that resolves here; "
+            f"{_have()}. Use one of these addresses or an interface",
             reason=_REASON,
         )
     usable = [address for address in found if given == "localhost" or not is_loopback(address)]
     if not usable:
         raise ConfigurationError(
-            f"{flag} {given!r} is {', '.join(found)} here, which only this machine reaches; "
-            f"{_have()}: give one of these addresses, or an interface",
+            f"{flag} {given!r} resolves to {', '.join(found)} here, which only this machine can "
+            f"reach; {_have()}. Use one of these addresses or an interface",
             reason=_REASON,
         )
     return usable

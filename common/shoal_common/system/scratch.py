@@ -62,9 +62,7 @@ def temporary_directory() -> Path:
     try:
         return Path(tempfile.gettempdir()).absolute()
     except OSError as error:
-        raise ConfigurationError(
-            f"{error.strerror}: set TMPDIR to a directory that you can write to"
-        ) from error
+        raise ConfigurationError(f"{error.strerror}; set TMPDIR to a writable directory") from error
 
 
 class ScratchDirectory:
@@ -79,8 +77,8 @@ class ScratchDirectory:
             self._make()
         except OSError as error:
             raise ConfigurationError(
-                f"{temporary} holds no files of this process: {error}; free some space there, or "
-                "set TMPDIR to another directory"
+                f"cannot write to {temporary}: {error}; free some space there, or set TMPDIR to "
+                "another directory"
             ) from error
 
     def _make(self) -> None:

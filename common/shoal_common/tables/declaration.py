@@ -121,8 +121,8 @@ class TableSpec:
             )
         if not 0 <= self.max_rows < _LIMITLESS or 0 < self.max_rows < self.buckets:
             return (
-                f"max_rows={self.max_rows}: expected {self.buckets} or more, one for each "
-                "bucket at least, or 0 for no limit"
+                f"max_rows={self.max_rows}: expected at least {self.buckets} (one per bucket), or "
+                "0 for no limit"
             )
         return self._wrong_optimizer()
 
@@ -136,13 +136,13 @@ class TableSpec:
         for name, value in self.hyperparameters:
             if name not in declared.defaults:
                 return (
-                    f"{declared.name} has no hyperparameter {name!r}: expected some of "
+                    f"{declared.name} has no hyperparameter {name!r}; expected one of "
                     f"{', '.join(declared.defaults)}"
                 )
             if name in _ROW_UNCHANGED and value:
                 return (
-                    f"{name}={value} for the rows of a table: it would change rows that have no "
-                    "gradient; expected 0"
+                    f"{name}={value}: expected 0 for a table, since it would change rows without a "
+                    "gradient"
                 )
             if name in declared.switches and value not in (0.0, 1.0):
                 return f"{name}={value}: expected 0 or 1"
@@ -157,7 +157,7 @@ def wrong_shape(shape: tuple[int, ...]) -> str:
     """Returns what is wrong with a table's shape; empty if nothing."""
     if len(shape) != 2 or shape[0] < 0 or not 1 <= shape[1] * 4 <= LARGEST_ROW_BYTES:
         return (
-            f"shape {list(shape)}: expected [rows, dim], rows 0 for any 64-bit id, and dim 1 to "
-            f"{LARGEST_ROW_BYTES // 4}"
+            f"shape {list(shape)}: expected [rows, dim] with rows 0 for any 64-bit id, and dim 1 "
+            f"to {LARGEST_ROW_BYTES // 4}"
         )
     return ""

@@ -104,7 +104,7 @@ def read_bucket(data: memoryview) -> BucketImage:
         if begin > min(data.nbytes, 8 + _LONGEST_HEADER):
             raise ValueError(
                 f"the header claims {begin - 8} bytes; expected at most {_LONGEST_HEADER}, and no "
-                f"more than the file of {data.nbytes} bytes holds"
+                f"more than the file's {data.nbytes} bytes"
             )
         entries = json.loads(bytes(data[8:begin]))
         metadata = entries.pop("__metadata__")
@@ -120,7 +120,7 @@ def read_bucket(data: memoryview) -> BucketImage:
                 or begin + end > data.nbytes
             ):
                 raise ValueError(
-                    f"tensor {name!r} of shape {shape} does not lie where its header says"
+                    f"tensor {name!r} of shape {shape} has invalid offsets in the header"
                 )
             arrays[name] = np.frombuffer(data[begin + first : begin + end], dtype=dtype).reshape(
                 shape
@@ -128,7 +128,7 @@ def read_bucket(data: memoryview) -> BucketImage:
             at = end
         if begin + at != data.nbytes:
             raise ValueError(
-                f"the file has {data.nbytes} bytes, its header and tensors take {begin + at}"
+                f"the file has {data.nbytes} bytes, but its header and tensors take {begin + at}"
             )
         image = BucketImage(
             table=str(metadata["table"]),
@@ -143,9 +143,7 @@ def read_bucket(data: memoryview) -> BucketImage:
             ),
         )
     except (KeyError, TypeError, AttributeError, RecursionError, OverflowError) as error:
-        raise ValueError(
-            f"it lacks something of a bucket, or says what cannot be: {error!r}"
-        ) from error
+        raise ValueError(f"a field of the bucket is missing or invalid: {error!r}") from error
     if image.version < 1:
         raise ValueError(f"version={image.version}: expected 1 or more")
     return image

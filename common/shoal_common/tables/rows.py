@@ -166,11 +166,11 @@ class Rows:
             if found.get(name) != expected.get(name):
                 shape, dtype = found.get(name, ("nothing", None))
                 return (
-                    f"{name} is {shape}{f' of {dtype.__name__}' if dtype else ''}, expected "
+                    f"{name} is {shape}{f' of {dtype.__name__}' if dtype else ''}; expected "
                     f"{expected.get(name, ('nothing', ''))[0]}"
                 )
         if (image.ids[1:] <= image.ids[:-1]).any():
-            return "ids: expected each once, in ascending order"
+            return "ids: expected unique ids in ascending order"
         return ""
 
     # ------------------------------------------------------------------------------------- changing

@@ -171,7 +171,8 @@ def serve_metrics(
         server = Server((address.host, address.port), Handler)
     except OSError as error:
         raise ConfigurationError(
-            f"cannot listen on {listen}: {error}; free the address, or use port 0 for one that is"
+            f"cannot listen on {listen}: {error}; free the address, or use port 0 to get a free "
+            "port"
         ) from error
     return HttpServer(server)
 
@@ -211,7 +212,7 @@ class _BoundedServer(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        logger.debug("a connection broke", exc_info=True, extra={"client": client_address})
+        logger.debug("a client's connection broke", exc_info=True, extra={"client": client_address})
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -252,7 +253,7 @@ class _Handler(BaseHTTPRequestHandler):
         route = self.routes.get(request.path)
         if route is None:
             return HttpResponse.text(
-                f"no such page; there are {', '.join(sorted(self.routes))}",
+                f"no such page; available pages: {', '.join(sorted(self.routes))}",
                 status=HTTPStatus.NOT_FOUND,
             )
         try:
@@ -270,11 +271,11 @@ class _Handler(BaseHTTPRequestHandler):
         except UnavailableError as error:
             return HttpResponse.text(str(error), status=HTTPStatus.SERVICE_UNAVAILABLE)
         except Exception as error:
-            logger.exception("an HTTP route failed", extra={"path": request.path})
+            logger.exception("an HTTP handler failed", extra={"path": request.path})
             known = (
                 str(error)
                 if isinstance(error, ShoalError)
-                else f"{type(error).__name__}; the log says more"
+                else f"{type(error).__name__}; see the log"
             )
             return HttpResponse.text(
                 f"{request.path} failed: {known}", status=HTTPStatus.INTERNAL_SERVER_ERROR
@@ -286,7 +287,8 @@ class _Handler(BaseHTTPRequestHandler):
             holder.check_job(self.only_job)
         elif holder.job is not None and request.path not in self.checking_paths:
             raise PermissionDeniedError(
-                f"this page shows all jobs, and the token is for job {holder.job!r} alone",
+                f"this page shows all jobs, but the token is only for job {holder.job!r}; use a "
+                "token for all jobs",
                 reason="JOB_NOT_ALLOWED",
             )
         return holder

@@ -39,8 +39,8 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
         )
     if not epochs and draft.count_loaders() >= draft.policy.most_loaders:
         raise LimitError(
-            f"job {draft.spec.job_id} has {draft.policy.most_loaders} loaders with leased batches, "
-            "which is all it can hold",
+            f"job {draft.spec.job_id} already has {draft.policy.most_loaders} loaders with leased "
+            "batches, the maximum; use fewer loaders",
             reason=Refusal.LOADERS_LIMIT,
         )
     if event.epoch not in epochs:
@@ -48,23 +48,23 @@ def batches_leased(draft: Draft, event: BatchesLeased) -> Leased:
     ledger = draft.ledger(event.loader, event.epoch)
     if ledger.batches != event.batches_in_epoch:
         raise InvalidRequestError(
-            f"batches_in_epoch={event.batches_in_epoch}: epoch {event.epoch} of loader "
-            f"{event.loader!r} has {ledger.batches}; all members must use the same data set, batch "
+            f"batches_in_epoch={event.batches_in_epoch}, but epoch {event.epoch} of loader "
+            f"{event.loader!r} has {ledger.batches}; all members must use the same dataset, batch "
             "size and inner_steps",
             reason=Refusal.BATCHES_CONFLICT,
         )
     repeated = ledger.repeated(event.member_id, event.sequence) if event.sequence else None
     if repeated is not None and event.sequence < repeated.sequence:
         raise InvalidRequestError(
-            f"sequence={event.sequence}: member {event.member_id} has sent {repeated.sequence} "
-            "before"
+            f"sequence={event.sequence}: expected at least {repeated.sequence}, which member "
+            f"{event.member_id} has already sent"
         )
     held = ledger.held(event.member_id, without=event.finished)
     if repeated is None and held + event.want > draft.policy.most_batches:
         raise LimitError(
-            f"want={event.want}: member {event.member_id} holds {held} batches of epoch "
-            f"{event.epoch} of loader {event.loader!r}, and may hold {draft.policy.most_batches}; "
-            "say which are finished",
+            f"want={event.want}: member {event.member_id} already has {held} batches of epoch "
+            f"{event.epoch} of loader {event.loader!r}, and may have at most "
+            f"{draft.policy.most_batches}; report the finished ones",
             reason=Refusal.BATCHES_LIMIT,
         )
     ledger.finish(event.member_id, event.finished)

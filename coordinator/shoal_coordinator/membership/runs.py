@@ -118,15 +118,13 @@ def _next(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
     if _goes_on(draft):
         if draft.members:
             raise PreconditionError(
-                f"run {draft.run} of job {draft.spec.job_id} goes on, with {len(draft.members)} "
-                f"members ({_members(draft)}): stop it before run {draft.run.number + 1}, or leave "
-                "out --run to join it",
+                f"run {draft.run} of job {draft.spec.job_id} is still in progress with "
+                f"{len(draft.members)} members ({_members(draft)}); stop it before starting run "
+                f"{draft.run.number + 1}, or omit --run to join it",
                 reason=Refusal.RUN_UNDER_WAY,
             )
         draft.ending, draft.ended_unix_ms = JobEnding.STOPPED, draft.now.unix_ms
-        draft.stop_reason = (
-            f"nobody was in it any more, and run {draft.run.number + 1} was asked for"
-        )
+        draft.stop_reason = f"it had no members left when run {draft.run.number + 1} was requested"
     elif draft.members:
         return _ending(draft)
     # Redis's clock may have been set back, and the launchers' own job treats the later start as
@@ -140,8 +138,9 @@ def _resume(draft: Draft, event: RunWanted) -> RunGranted | RunEnding:
     """Resumes the newest run after it has ended, unless it completed."""
     if draft.ending is JobEnding.COMPLETED:
         raise PreconditionError(
-            f"run {draft.run} of job {draft.spec.job_id} was completed ({draft.stop_reason}): "
-            f"there is nothing to resume; start without --resume for run {draft.run.number + 1}",
+            f"run {draft.run} of job {draft.spec.job_id} has completed ({draft.stop_reason}), so "
+            "there is nothing to resume; start without --resume to begin run "
+            f"{draft.run.number + 1}",
             reason=Refusal.RUN_COMPLETED,
         )
     if draft.members:
@@ -175,7 +174,7 @@ def _follow(draft: Draft, event: RunWanted, run: RunId) -> RunGranted | RunEndin
         return _granted(draft, begun=True)
     if run.began_unix_ms <= draft.run.began_unix_ms:
         raise not_current(draft, run, draft.now)
-    ended = f"run {run} of its job has begun"
+    ended = f"run {run} of its job began"
     if draft.phase is not JobPhase.FINISHED:
         draft.ending, draft.stop_reason, draft.ended_unix_ms = (
             draft.ending or JobEnding.STOPPED,
@@ -217,7 +216,9 @@ def _bring_back(draft: Draft, run: RunId) -> None:
         draft.run = run
     else:
         _begin(draft, draft.spec, run)
-    draft.reasons.append(f"Redis has lost run {run}, and members of it are there: it goes on")
+    draft.reasons.append(
+        f"Redis lost run {run}, but some of its members are connected; the run continues"
+    )
 
 
 def _goes_on(draft: Draft) -> bool:
@@ -236,7 +237,7 @@ def _begin(draft: Draft, spec: JobSpec, run: RunId) -> None:
     draft.effects += [EndSession(member_id=member_id, error=error) for member_id in members]
     draft.effects += [EndServerSession(server_id=server_id, error=error) for server_id in servers]
     draft.records.append(Record(kind="run_began", generation=draft.number))
-    draft.reasons.append(f"run {run} begins")
+    draft.reasons.append(f"run {run} began")
 
 
 def _reopen(draft: Draft, spec: JobSpec) -> None:
@@ -244,7 +245,7 @@ def _reopen(draft: Draft, spec: JobSpec) -> None:
     draft.spec, draft.phase, draft.departing = spec, JobPhase.WAITING, False
     draft.ending, draft.stop_reason, draft.ended_unix_ms = JobEnding.NONE, "", 0
     draft.records.append(Record(kind="run_resumed", generation=draft.number))
-    draft.reasons.append(f"run {draft.run} goes on")
+    draft.reasons.append(f"run {draft.run} resumed")
 
 
 def _ending(draft: Draft) -> RunEnding:
@@ -252,13 +253,13 @@ def _ending(draft: Draft) -> RunEnding:
     silent for a lease."""
     why = (
         f"run {draft.run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), "
-        f"and {len(draft.members)} of its members are still there ({_members(draft)})"
+        f"but {len(draft.members)} of its members have not left yet ({_members(draft)})"
     )
     for member in list(draft.members.values()):
         pulse = draft.pulse(member.member_id)
         if pulse is not None and pulse.silent_ms(draft.now.ms) > draft.spec.lease_ms:
             detail = (
-                f"no heartbeat for {pulse.silent_ms(draft.now.ms)} ms, and the next run waits "
+                f"no heartbeat for {pulse.silent_ms(draft.now.ms)} ms, and the next run is waiting "
                 "for it"
             )
             member_lost(
@@ -304,13 +305,13 @@ def not_current(job: Runs, run: RunId, now: Now) -> PreconditionError:
         )
     if run.number < job.run.number:
         return PreconditionError(
-            f"run {run} of job {job.spec.job_id} has ended, how is not known any more; {newest}",
+            f"run {run} of job {job.spec.job_id} has ended (how is no longer known); {newest}",
             reason=Refusal.RUN_ENDED,
         )
     return PreconditionError(
-        f"job {job.spec.job_id} has no run {run}{' that began then' if run.began_unix_ms else ''}: "
-        f"{newest}, and the next will be run {job.run.number + 1}; if there was such a run, the "
-        "coordinator's Redis has lost it",
+        f"job {job.spec.job_id} has no run "
+        f"{run}{' that began then' if run.began_unix_ms else ''}: {newest}, and the next will be "
+        f"run {job.run.number + 1}. If this run existed, the coordinator's Redis lost it",
         reason=Refusal.RUN_UNKNOWN,
     )
 
@@ -325,7 +326,7 @@ def _ended(draft: Draft, run: RunId) -> PreconditionError:
     """Returns the error for a request to use the newest run after it has ended."""
     return PreconditionError(
         f"run {run} of job {draft.spec.job_id} {_ENDED[draft.ending]} ({draft.stop_reason}), and "
-        "is the newest one",
+        "no newer run has begun",
         reason=Refusal.RUN_ENDED,
     )
 
@@ -341,9 +342,9 @@ def _check_spec(draft: Draft, spec: JobSpec) -> None:
         f"{name} is {getattr(there, name)}, not {getattr(spec, name)}" for name in names
     )
     raise PreconditionError(
-        f"run {draft.run} of job {there.job_id} goes on, with another specification: {differs}; "
-        "use the same one, or another job id; where nobody is in it any more, --run "
-        f"{draft.run.number + 1} begins a new one",
+        f"run {draft.run} of job {there.job_id} is in progress with a different specification: "
+        f"{differs}; use the same specification or another job id. If no members are left, --run "
+        f"{draft.run.number + 1} begins a new run",
         reason=Refusal.JOB_CONFLICT,
     )
 

@@ -98,7 +98,7 @@ class Histories:
             try:
                 self.look()
             except Exception:  # what is shown must not end what is done
-                logger.exception("the status page's history lacks a moment")
+                logger.exception("could not record a point of the status page's history")
             await asyncio.sleep(_INTERVAL_MS / 1000)
 
 

@@ -82,8 +82,8 @@ class StatusPage:
         except TimeoutError:
             answer.cancel()
             raise UnavailableError(
-                f"waited {self._timeout_s:g} s for Redis to tell the events of job {asked}; ask "
-                "again",
+                f"Redis did not return the events of job {asked} within {self._timeout_s:g} s; "
+                "try again",
                 reason=Refusal.STORAGE_UNAVAILABLE,
             ) from None
 
@@ -96,7 +96,7 @@ class StatusPage:
         asked = request.query.get("job")
         if asked is None:
             raise InvalidRequestError(
-                f"{request.path} is about one job; expected its id, as in {request.path}?job=train"
+                f"{request.path} shows one job; expected its id, as in {request.path}?job=train"
             )
         request.holder.check_job(job_id(asked))
         return self._jobs.get(asked).observed()

@@ -73,7 +73,8 @@ def secret(field: str, value: str) -> str:
     """Checks a secret: 32 hexadecimal digits, or empty. The error does not reveal it."""
     if value and not _SECRET.fullmatch(value):
         raise InvalidRequestError(
-            f"{field} of {len(value)} characters: expected 32 hexadecimal digits, 0-9 a-f, or none"
+            f"{field} has {len(value)} characters; expected 32 hexadecimal digits (0-9, a-f), or "
+            "none"
         )
     return value
 

@@ -53,7 +53,8 @@ class Clock:
             self._paused_ms += pause_ms
             if pause_ms >= _LOGGED_FROM_MS:
                 logger.warning(
-                    "this process was stopped for %.1f s; no lease or deadline ran meanwhile",
+                    "this process was suspended for %.1f s; no lease or deadline ran during that "
+                    "time",
                     pause_ms / 1000,
                 )
         self._read_ms = read_ms

@@ -179,8 +179,8 @@ class JobLoop:
             return self.submit(event, done)
         refused = Submitted(event, done, time.monotonic())
         error = UnavailableError(
-            f"job {self.state.spec.job_id} has {len(self._queue)} requests that Redis has not "
-            "taken yet, which is all that may wait; ask again later",
+            f"job {self.state.spec.job_id} already has {len(self._queue)} requests waiting for "
+            "Redis, the maximum; try again later",
             reason=Refusal.QUEUE_LIMIT,
             retry_after=_RETRY_AFTER,
         )
@@ -194,7 +194,7 @@ class JobLoop:
             _answer_all(
                 [submitted],
                 UnavailableError(
-                    "nobody waits for this any more", reason=Refusal.STORAGE_UNAVAILABLE
+                    "the caller stopped waiting for this", reason=Refusal.STORAGE_UNAVAILABLE
                 ),
             )
 
@@ -382,7 +382,7 @@ class JobLoop:
                 self._metrics.redis_up.set(0)
                 self._metrics.commit_retries.inc()
                 logger.warning(
-                    "membership changes wait for Redis: %s",
+                    "membership changes are waiting for Redis: %s",
                     error,
                     extra={"job_id": self.state.spec.job_id},
                 )
@@ -460,7 +460,7 @@ async def within(answer: asyncio.Future[Granted], timeout_s: float) -> Granted:
             return await answer
     except TimeoutError:
         raise UnavailableError(
-            f"waited {timeout_s:g} s for Redis to take this change; it may still be made. Ask "
+            f"Redis did not accept this change within {timeout_s:g} s, but may still do so; try "
             "again",
             reason=Refusal.STORAGE_UNAVAILABLE,
         ) from None

@@ -82,8 +82,8 @@ class Jobs:
         loop = self._loops.get(job_id)
         if loop is None:
             raise UnknownResourceError(
-                f"there is no job {job_id!r}; `shoal jobs` lists those that there are, and "
-                "CreateJob makes one",
+                f"there is no job {job_id!r}; list the jobs with `shoal jobs`, or create it with "
+                "CreateJob",
                 reason=Refusal.JOB_UNKNOWN,
             )
         return loop
@@ -106,7 +106,7 @@ class Jobs:
                 created = spec.job_id not in self._loops and await self._create(wanted)
         except TimeoutError:
             raise UnavailableError(
-                f"waited {timeout_s:g} s for Redis to create job {spec.job_id}; ask again",
+                f"Redis did not create job {spec.job_id} within {timeout_s:g} s; try again",
                 reason=Refusal.STORAGE_UNAVAILABLE,
             ) from None
         except FencedError as error:
@@ -117,7 +117,7 @@ class Jobs:
             return True, RunGranted(run=job.state.run, begun=True, previous=None)
         granted = await job.ask(wanted, timeout_s=timeout_s)
         if isinstance(granted, RunEnding):
-            raise UnavailableError(f"{granted.why}; ask again", reason=Refusal.RUN_ENDING)
+            raise UnavailableError(f"{granted.why}; try again", reason=Refusal.RUN_ENDING)
         assert isinstance(granted, RunGranted)
         return False, granted
 
@@ -138,8 +138,8 @@ class Jobs:
                 await self._store.check_epoch()
         except TimeoutError:
             raise UnavailableError(
-                f"waited {timeout_s:g} s for Redis to say whether this coordinator still knows the "
-                "newest of all runs; ask again",
+                f"Redis did not confirm within {timeout_s:g} s that this coordinator knows the "
+                "newest run of every job; try again",
                 reason=Refusal.STORAGE_UNAVAILABLE,
             ) from None
         except FencedError as error:
@@ -162,9 +162,9 @@ class Jobs:
         if len(self._loops) >= _MOST_JOBS:
             deserted = sum(loop.state.is_deserted for loop in self._loops.values())
             raise LimitError(
-                f"this coordinator holds {len(self._loops)} jobs, which is all that it may. In "
-                f"{deserted} of them is nobody: they are forgotten {self._retention} after their "
-                "last change. Use a job's id again for its next run, or lower --job-retention",
+                f"this coordinator already has {len(self._loops)} jobs, the maximum. {deserted} "
+                f"of them have no members and are deleted {self._retention} after their last "
+                "change. Reuse a job's id for its next run, or lower --job-retention",
                 reason=Refusal.JOBS_LIMIT,
             )
         # If the job was lost, a participant's request names the run it belongs to.
@@ -189,7 +189,7 @@ class Jobs:
     def _start(self, stored: Stored) -> None:
         if self.closing:  # since this job was asked for: nobody would end its loop and its sessions
             raise UnavailableError(
-                "this coordinator is stopping; ask again", reason=Refusal.COORDINATOR_STOPPING
+                "this coordinator is shutting down; try again", reason=Refusal.COORDINATOR_STOPPING
             )
         loop = JobLoop(
             stored, store=self._store, clock=self._clock, policy=self._policy, metrics=self._metrics
@@ -225,7 +225,7 @@ class Jobs:
             else Refusal.COORDINATOR_STOPPING
         )
         for loop in self._loops.values():
-            loop.fail(UnavailableError(f"this coordinator has ended: {error}", reason=reason))
+            loop.fail(UnavailableError(f"this coordinator has shut down: {error}", reason=reason))
 
     async def _watch_epoch(self) -> None:
         """Checks regularly whether another coordinator has taken over. Commits are fenced anyway;
@@ -256,7 +256,7 @@ class Jobs:
         del self._loops[job_id]
         loop.fail(
             UnknownResourceError(
-                f"job {job_id!r} was forgotten: nobody was in it for too long",
+                f"job {job_id!r} was deleted after it had no members for too long",
                 reason=Refusal.JOB_UNKNOWN,
             )
         )

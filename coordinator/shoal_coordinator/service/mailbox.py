@@ -62,8 +62,8 @@ class Mailbox:
         outcome. Raises UnavailableError if too many are undecided."""
         if self._undecided >= _MOST_UNDECIDED:
             raise UnavailableError(
-                f"this session has {self._undecided} messages that Redis has not taken yet, which "
-                "is all that may wait; connect again, and say once what there is to say",
+                f"this session already has {self._undecided} messages waiting for Redis, the "
+                "maximum; reconnect, and send each message only once",
                 reason=Refusal.QUEUE_LIMIT,
             )
         self._undecided += 1

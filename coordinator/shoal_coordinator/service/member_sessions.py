@@ -196,7 +196,7 @@ class MemberSessions:
         except DecodeError as error:
             mailbox.end(
                 InvalidRequestError(
-                    f"JoinSession: a message is not a MemberMessage: {error}",
+                    f"JoinSession: cannot parse a MemberMessage: {error}",
                     reason="MESSAGE_MALFORMED",
                 )
             )
@@ -222,7 +222,7 @@ class MemberSessions:
             job.submit(parse_leave(member_id, message.leave), mailbox.take())
         else:
             raise InvalidRequestError(
-                f"a session's message is {kind or 'empty'}: expected heartbeat, ready, "
+                f"unexpected session message: {kind or 'empty'}; expected heartbeat, ready, "
                 "collective_failure or leave"
             )
         return bool(kind == "leave")
@@ -234,8 +234,8 @@ class MemberSessions:
             return
         if generation > job.state.number:
             raise InvalidRequestError(
-                f"heartbeat.generation={generation}: the newest generation of job "
-                f"{job.state.spec.job_id} is {job.state.number}",
+                f"heartbeat.generation={generation}: expected at most {job.state.number}, the "
+                f"newest generation of job {job.state.spec.job_id}",
                 reason=Refusal.GENERATION_UNKNOWN,
             )
         self._heartbeats.inc()

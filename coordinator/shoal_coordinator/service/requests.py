@@ -85,7 +85,7 @@ def parse_creation(message: pb.CreateJobRequest) -> RunWanted:
     run = parse_run(message.run)
     # The start time of a run begun under an older release is unknown.
     if message.follow and (run is None or message.resume):
-        raise InvalidRequestError("follow: expected the run to follow, and not resume")
+        raise InvalidRequestError("follow: expected the run to follow, without resume")
     return RunWanted(
         spec=parse_spec(message.spec), run=run, resume=message.resume, follow=message.follow
     )
@@ -295,7 +295,9 @@ def parse_drain(message: pb.DrainMemberRequest) -> DrainRequested:
         return DrainRequested(
             member_id=None, rank=number("rank", message.rank, high=LARGEST_WORLD - 1), reason=reason
         )
-    raise InvalidRequestError("neither member_id nor rank is given; say which member is to leave")
+    raise InvalidRequestError(
+        "neither member_id nor rank is set; set one to name the member that should leave"
+    )
 
 
 def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
@@ -304,8 +306,7 @@ def parse_job_filter(message: pb.GetJobRequest) -> tuple[str, int]:
     below_step = number("below_step", message.below_step)
     if member_id and below_step:
         raise InvalidRequestError(
-            f"member_id={member_id!r} and below_step={below_step}: ask after one member, or after "
-            "those behind"
+            f"member_id={member_id!r} and below_step={below_step}: expected only one of them"
         )
     return member_id, below_step
 
@@ -322,17 +323,17 @@ def parse_ranks(message: pb.GetRanksRequest, state: JobState) -> tuple[Generatio
         newest = (
             "none yet"
             if generation is None
-            else f"{generation.number}, under a nonce that its members are told"
+            else (f"{generation.number}, with a nonce that only its members know")
         )
         raise StaleGenerationError(
             f"generation={message.generation}: the newest generation of job {state.spec.job_id} is "
-            f"{newest}; a member is told of a newer one in its session"
+            f"{newest}; a member receives newer generations in its session"
         )
     world_size = len(generation.ranks)
     if len(message.ranks) > world_size:
         raise InvalidRequestError(
-            f"{len(message.ranks)} ranks are asked for, and generation {generation.number} has "
-            f"{world_size}"
+            f"{len(message.ranks)} ranks were requested, but generation {generation.number} has "
+            f"only {world_size}"
         )
     return generation, [number("ranks", rank, high=world_size - 1) for rank in message.ranks]
 
@@ -483,7 +484,7 @@ def _parse_table(name: str, shape: tuple[int, ...], message: pb.TensorSpec) -> T
     table = TableSpec.of_message(message.table)
     if message.dtype != "float32" or message.frozen or message.apart:
         raise InvalidRequestError(
-            f"table {name!r}: expected dtype float32, and neither frozen nor apart"
+            f"table {name!r}: expected dtype float32, without frozen or apart"
         )
     if problem := wrong_shape(shape) or table.contradiction():
         raise InvalidRequestError(f"table {name!r}: {problem}")
@@ -496,4 +497,4 @@ def _first_repeated(names: Iterable[str]) -> str:
         if name in seen:
             return name
         seen.add(name)
-    raise AssertionError("the caller has found that a name is repeated")
+    raise AssertionError("the caller found a repeated name")

@@ -148,15 +148,15 @@ class ServerSessions:
                         job.submit(parse_move_report(server_id, message.move), mailbox.take())
                     case kind:
                         raise InvalidRequestError(
-                            f"a server session's message is {kind or 'empty'}: expected heartbeat, "
-                            "backup or move"
+                            f"unexpected server session message: {kind or 'empty'}; expected "
+                            "heartbeat, backup or move"
                         )
         except ShoalError as error:
             mailbox.end(error)
         except DecodeError as error:
             mailbox.end(
                 InvalidRequestError(
-                    f"ServerSession: a message is not a ServerMessage: {error}",
+                    f"ServerSession: cannot parse a ServerMessage: {error}",
                     reason="MESSAGE_MALFORMED",
                 )
             )

@@ -176,8 +176,8 @@ class CoordinatorServicer:
         )
         if isinstance(layout, ServersAwaited):
             raise UnavailableError(
-                f"job {job.state.spec.job_id} waits for its parameter servers: {layout.registered} "
-                f"of {layout.wanted} are registered",
+                f"job {job.state.spec.job_id} is waiting for its parameter servers: "
+                f"{layout.registered} of {layout.wanted} are registered",
                 reason=Refusal.NO_SERVERS,
             )
         assert isinstance(layout, ShardLayout)
@@ -256,8 +256,8 @@ class CoordinatorServicer:
         """Counts a caller as a follower of a job's events. Raises LimitError."""
         if self._watchers[job_id] >= _MOST_WATCHERS:
             raise LimitError(
-                f"{self._watchers[job_id]} callers follow the events of job {job_id}, which is all "
-                "that may; ask again without follow",
+                f"job {job_id} already has {self._watchers[job_id]} callers following its events, "
+                "the maximum; call again without follow",
                 reason=Refusal.WATCHERS_LIMIT,
             )
         self._watchers[job_id] += 1

@@ -188,7 +188,7 @@ def _replace(mailboxes: dict[str, Mailbox], name: str, mailbox: Mailbox) -> None
     older = mailboxes.get(name)
     if older is not None:
         older.end(
-            PreconditionError(f"{name} has opened a newer session", reason=Refusal.SESSION_REPLACED)
+            PreconditionError(f"{name} opened a newer session", reason=Refusal.SESSION_REPLACED)
         )
     mailboxes[name] = mailbox
 

@@ -17,7 +17,7 @@ async def first_message(requests: AsyncIterator[Any], timeout_s: float, *, expec
             message = await anext(aiter(requests), None)
     except TimeoutError:
         raise DeadlineError(
-            f"waited {timeout_s:g} s for the session's first message, {expected}"
+            f"the session's first message, {expected}, did not arrive within {timeout_s:g} s"
         ) from None
     if message is None:
         raise InvalidRequestError(

@@ -287,8 +287,8 @@ def _read(written: Mapping[str, str], name: str, parse: Callable[[Any], T]) -> T
         return parse(json.loads(written[name]))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CorruptDataError(
-            f"field {name!r} of a job in Redis cannot be read ({type(error).__name__}: {error}); "
-            "it was changed by another program, or written by a newer release"
+            f"cannot read field {name!r} of a job in Redis ({type(error).__name__}: {error}); it "
+            "was changed by another program or written by a newer release"
         ) from error
 
 
@@ -307,7 +307,8 @@ def _read_all(
 def _parse_header(value: Any) -> dict[str, Any]:
     if value["format"] not in _READABLE:
         raise ValueError(
-            f"format {value['format']}, this release reads {' and '.join(map(str, _READABLE))}"
+            f"format {value['format']} is not supported; this release reads "
+            f"{' and '.join(map(str, _READABLE))}"
         )
     return {
         "spec": JobSpec(**value["spec"]),
@@ -350,7 +351,7 @@ def _read_generation(written: Mapping[str, str]) -> Generation:
         number, table = later, _read(written, name, partial(_followed, table, number))
     if number != head["number"]:
         raise CorruptDataError(
-            f"field 'ranks' and the changes since are of generation {number}, and the newest one "
+            f"field 'ranks' and its changes end at generation {number}, but the newest generation "
             f"is {head['number']}"
         )
     return _read(written, "generation", partial(_parse_generation, table))
@@ -359,7 +360,8 @@ def _read_generation(written: Mapping[str, str]) -> Generation:
 def _followed(table: list[list[str]], number: int, value: Any) -> list[list[str]]:
     if value["since"] != number:
         raise ValueError(
-            f"a change since generation {value['since']}, where that before is {number}"
+            f"a change is based on generation {value['since']}, but the generation before it is "
+            f"{number}"
         )
     return rank_table.follow(
         table, value["removed"], [(position, rank) for position, rank in value["added"]]

@@ -127,7 +127,7 @@ class JobStore:
                 except CorruptDataError:
                     # The other jobs are fine; a request for this one gets an error.
                     logger.exception(
-                        "a job cannot be read and is left alone", extra={"job_id": name}
+                        "could not read a job and left it unchanged", extra={"job_id": name}
                     )
                     continue
                 if stored is None:
@@ -184,7 +184,7 @@ class JobStore:
         answer = await self._send_commit(job_id, arguments, durable=durable)
         if answer[0] == b"BEHIND":
             logger.error(
-                "Redis has lost writes of a job; writing it again from memory",
+                "Redis lost writes of a job; rewriting it from memory",
                 extra={"job_id": job_id, "revision": revision},
             )
             await self._rewrite(state, revision)
@@ -193,8 +193,8 @@ class JobStore:
             raise self._fenced(job_id, answer[1])
         if answer[0] != b"OK":
             raise InternalError(
-                f"job {job_id} is at revision {answer[1]!r} in Redis, and this coordinator at "
-                f"{revision}, in the same epoch"
+                f"job {job_id} is at revision {answer[1]!r} in Redis, but at {revision} in this "
+                "coordinator, in the same epoch"
             )
         return int(answer[1]) * 1000 + int(answer[2]) // 1000
 
@@ -210,8 +210,7 @@ class JobStore:
             newest = int(await self._client.get(_EPOCH) or 0)
         if newest > self.epoch:
             raise FencedError(
-                f"another coordinator (epoch {newest}) has taken over from this one (epoch "
-                f"{self.epoch})"
+                f"another coordinator (epoch {newest}) has replaced this one (epoch {self.epoch})"
             )
 
     async def events(self, job_id: str, *, after: str, count: int) -> list[StoredEvent]:
@@ -272,7 +271,7 @@ class JobStore:
             revision = int(fields["revision"])
         except (KeyError, ValueError) as error:
             raise CorruptDataError(
-                f"a job in Redis has no revision: {error}; it was changed by another program"
+                f"a job in Redis has no valid revision: {error}; it was changed by another program"
             ) from error
         return Stored(state=decode_state(fields), revision=revision)
 
@@ -333,8 +332,8 @@ async def _can_wait_for_disk(client: Any) -> bool:
         await client.execute_command("WAITAOF", 1, 0, _DISK_TIMEOUT_MS)
     except redis.ResponseError as error:
         logger.warning(
-            "this Redis cannot confirm that a write is on disk (%s): if it crashes, the newest "
-            "generations may be lost; use Valkey or Redis 7.2 with appendonly yes",
+            "this Redis server cannot confirm that a write is on disk (%s), so the newest "
+            "generations may be lost if it crashes; use Valkey or Redis 7.2 with appendonly yes",
             error,
         )
         return False
@@ -346,7 +345,7 @@ async def _can_wait_for_disk(client: Any) -> bool:
 def _check_on_disk(answer: Sequence[int]) -> None:
     if int(answer[0]) < 1:
         raise UnavailableError(
-            f"Redis' disk took longer than {_DISK_TIMEOUT_MS} ms to take a write",
+            f"Redis took longer than {_DISK_TIMEOUT_MS} ms to write to disk",
             reason=Refusal.STORAGE_UNAVAILABLE,
         )
 
@@ -361,7 +360,7 @@ async def _redis_errors() -> AsyncIterator[None]:
 
 def _unavailable(error: Exception) -> UnavailableError:
     return UnavailableError(
-        f"Redis does not answer: {error or type(error).__name__}",
+        f"Redis is not responding: {error or type(error).__name__}",
         reason=Refusal.STORAGE_UNAVAILABLE,
     )
 

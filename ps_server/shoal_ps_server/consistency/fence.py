@@ -116,16 +116,15 @@ class Fence:
         if member in self.members:
             if generation <= (floor := self.put_out.get(member, -1)):
                 raise StaleGenerationError(
-                    f"member {member!r} speaks for generation {generation}, but it was not in "
-                    f"generation {floor}: what it began before is void; go on in the generation it "
-                    "was ranked in again"
+                    f"stale generation {generation} of member {member!r}, which was not in "
+                    f"generation {floor}; retry in its current generation"
                 )
             return Verdict.ADMITTED if generation <= self.generation else Verdict.UNHEARD_OF
         if generation > self.generation:
             return Verdict.UNHEARD_OF
         raise StaleGenerationError(
             f"member {member!r} (generation {generation}) is not in generation {self.generation}, "
-            "the newest known here; join again or end"
+            "the newest known to this server; join again, or exit"
         )
 
     def _forget(self) -> frozenset[str]:

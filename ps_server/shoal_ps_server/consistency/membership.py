@@ -64,9 +64,9 @@ class Membership:
         UnavailableError / MEMBERSHIP_UNKNOWN after `admission_wait`."""
         if not await self._until(lambda: self.fence.generation >= generation, self._admission_wait):
             raise UnavailableError(
-                f"generation {generation} is news here, where {max(self.fence.generation, 0)} is "
-                f"the newest; waited {self._admission_wait.total_seconds():g} s for the "
-                "coordinator's word; try again",
+                f"generation {generation} is newer than {max(self.fence.generation, 0)}, the "
+                "newest known to this server, and the coordinator did not announce it within "
+                f"{self._admission_wait.total_seconds():g} s; try again",
                 reason="MEMBERSHIP_UNKNOWN",
             )
 
@@ -108,9 +108,9 @@ class Membership:
             lambda: self.fence.check(member, generation) is Verdict.ADMITTED, self._admission_wait
         ):
             raise UnavailableError(
-                f"member {member!r} speaks for generation {generation}, this server knows of "
-                f"{max(self.fence.generation, 0)} and waited "
-                f"{self._admission_wait.total_seconds():g} s for the coordinator's word; try again",
+                f"member {member!r} is in generation {generation}, but this server only knows "
+                f"{max(self.fence.generation, 0)}, and the coordinator announced no newer one "
+                f"within {self._admission_wait.total_seconds():g} s; try again",
                 reason="MEMBERSHIP_UNKNOWN",
             )
 
@@ -155,7 +155,7 @@ class Membership:
         awaited = self.clocks.behind(member, self.consistency.bound)
         raise self._too_long(
             f"member {member!r} is {self.clocks.lead(member)} clocks ahead of the slowest "
-            f"({self.clocks.slowest}), {self._mode} allows {self.consistency.bound}",
+            f"({self.clocks.slowest}), but {self._mode} allows only {self.consistency.bound}",
             awaited,
             wait,
         )
@@ -184,8 +184,8 @@ class Membership:
 
         if not (has_been_read() or await self._until(has_been_read, self._push_wait)):
             raise self._too_long(
-                f"this push of member {member!r} is of iteration {iteration}, and others have not "
-                "read what the one before ended with",
+                f"this push of member {member!r} is for iteration {iteration}, but others have "
+                "not yet read the values of the previous one",
                 self.clocks.awaited(iteration),
                 self._push_wait,
             )
@@ -219,8 +219,8 @@ class Membership:
             len(awaited) > _NAMED
         )
         return DeadlineError(
-            f"{what}; it waited {waited.total_seconds():g} s for "
-            f"{named or 'members that have come up by now'}; try again",
+            f"{what}; waited {waited.total_seconds():g} s for "
+            f"{named or 'members that have since caught up'}; try again",
             reason=f"{self._mode.upper()}_WAIT_TIMEOUT",
         )
 

@@ -99,8 +99,8 @@ class Giver:
             return self._given[1]  # the coordinator may not have read the report yet
         if order.giver_incarnation != incarnation() or order.move <= self._given_up:
             raise UnavailableError(
-                f"move {order.move}: the partitions have been served since it began, and a copy of "
-                "them may be on its way; move them again",
+                f"move {order.move} was abandoned: its partitions were served again, so a copy "
+                "already sent may be outdated; start a new move",
                 reason="MOVE_GIVEN_UP",
             )
         self._check(order)
@@ -144,27 +144,27 @@ class Giver:
                 + (
                     "this server has no shard map yet"
                     if state is None
-                    else f"the receiver, server {order.receiver_index}, is this server itself"
+                    else f"the receiver, server {order.receiver_index}, is this server"
                 ),
                 reason="LAYOUT_CONFLICT",
             )
         if self._moves.leaving is not None:
             raise UnavailableError(
-                f"move {order.move}: the partitions of move {self._moves.leaving.move} are leaving "
-                "still",
+                f"move {order.move}: the partitions of move {self._moves.leaving.move} are still "
+                "leaving; try again",
                 reason="PARTITION_MOVING",
             )
         for partition_id in order.partition_ids:
             if partition_id not in versions:
                 raise PreconditionError(
-                    f"move {order.move}: partition {partition_id} is not this server's (shard map "
-                    f"epoch {state.layout.epoch})",
+                    f"move {order.move}: partition {partition_id} does not belong to this server "
+                    f"(shard map epoch {state.layout.epoch})",
                     reason="LAYOUT_CONFLICT",
                 )
             if not versions[partition_id]:
                 raise PreconditionError(
-                    f"move {order.move}: partition {partition_id} has no values yet; move it when "
-                    "it has",
+                    f"move {order.move}: partition {partition_id} has no values yet; initialize "
+                    "it first",
                     reason="PARTITION_UNINITIALIZED",
                 )
 
@@ -174,7 +174,7 @@ class Giver:
         if not order.receiver_address:
             raise NotTaken(
                 UnavailableError(
-                    f"move {order.move}: server {order.receiver_index} is away",
+                    f"move {order.move}: server {order.receiver_index} is not available",
                     reason="RECEIVER_AWAY",
                 )
             )
@@ -200,13 +200,13 @@ class Giver:
         except TimeoutError as error:
             if not is_sending:
                 raise UnavailableError(
-                    f"move {order.move}: changes of the partitions were on their way to this "
-                    f"server's disk, or its backup, for {self._idle_limit_s:g} s",
+                    f"move {order.move}: changes to the partitions did not reach this server's "
+                    f"disk or backup within {self._idle_limit_s:g} s",
                     reason="CHANGE_PENDING",
                 ) from error
             slow = UnavailableError(
                 f"move {order.move}: server {order.receiver_index} at {order.receiver_address} "
-                f"took nothing for {self._idle_limit_s:g} s, or not all within "
+                f"received nothing for {self._idle_limit_s:g} s, or did not finish within "
                 f"{self._move_limit_s:g} s",
                 reason="RECEIVER_SLOW",
             )
@@ -228,7 +228,7 @@ class Giver:
                 raise
             # grpc.aio cancels a call whose messages cannot be produced, and has logged the reason.
             raise InternalError(
-                f"move {order.move}: what was to be sent could not be put together"
+                f"move {order.move}: could not assemble the data to send"
             ) from error
         except grpc.aio.AioRpcError as error:
             if error.code() is grpc.StatusCode.INTERNAL:

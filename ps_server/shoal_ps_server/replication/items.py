@@ -78,7 +78,8 @@ async def received_items(messages: AsyncIterator[bytes]) -> AsyncGenerator[Item]
         if opening is not None:
             if header is not None:
                 raise _malformed(
-                    f"an item began after {came} of {header.payload_bytes} bytes of the one before"
+                    f"an item began after {came} of {header.payload_bytes} bytes of the previous "
+                    "item"
                 )
             if not 0 <= opening.payload_bytes <= LARGEST_ITEM_BYTES:
                 raise _malformed(
@@ -86,10 +87,11 @@ async def received_items(messages: AsyncIterator[bytes]) -> AsyncGenerator[Item]
                 )
             header, payload, came = opening, memoryview(bytearray(opening.payload_bytes)), 0
         elif header is None:
-            raise _malformed("a chunk without a header where an item must begin")
+            raise _malformed("the first chunk of an item has no header")
         if came + piece.nbytes > header.payload_bytes:
             raise _malformed(
-                f"{came + piece.nbytes} bytes, its header declares {header.payload_bytes}"
+                f"received {came + piece.nbytes} bytes of an item, but its header declares "
+                f"{header.payload_bytes}"
             )
         payload[came : came + piece.nbytes] = piece
         came += piece.nbytes
@@ -109,13 +111,15 @@ def _fields(data: bytes) -> dict[str, Any]:
     try:
         fields = json.loads(data)
     except ValueError as error:
-        raise _malformed(f"the fields of an item are not JSON: {error}") from error
+        raise _malformed(f"cannot parse the fields of an item as JSON: {error}") from error
     if not isinstance(fields, dict):
         raise _malformed(
-            f"the fields of an item are a JSON {type(fields).__name__}, expected an object"
+            f"the fields of an item are a JSON {type(fields).__name__}; expected an object"
         )
     return fields
 
 
 def _malformed(what: str) -> CorruptDataError:
-    return CorruptDataError(f"the other server's stream: {what}", reason="STREAM_MALFORMED")
+    return CorruptDataError(
+        f"invalid stream from the other server: {what}", reason="STREAM_MALFORMED"
+    )

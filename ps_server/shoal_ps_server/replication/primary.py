@@ -85,7 +85,7 @@ class _Stream:
             if self.nbytes > _MOST_BEHIND_BYTES:
                 self.end(
                     UnavailableError(
-                        f"the backup is {self.nbytes} bytes behind; it starts over",
+                        f"the backup is {self.nbytes} bytes behind; it must copy everything again",
                         reason="BACKUP_BEHIND",
                     )
                 )
@@ -172,7 +172,7 @@ class Backup:
             self._stream.end(self._not_the_place(self._stream.epoch))
         if self._held is not None and place.epoch != self._held.epoch:
             logger.warning(
-                "changes wait for the backup no more",
+                "released the changes that were waiting for the backup",
                 extra={"backup": self._held.server_id, "epoch": place.epoch},
             )
             self._let_go()
@@ -233,8 +233,8 @@ class Backup:
     def _open(self, begin: pb.FollowBegin) -> _Stream:
         if begin.format != FORMAT_VERSION:
             raise PreconditionError(
-                f"format={begin.format}: this server's release has {FORMAT_VERSION}; a primary and "
-                "its backup must be of one release",
+                f"format={begin.format}: this server's release uses {FORMAT_VERSION}; run a "
+                "primary and its backup with the same release",
                 reason="FORMAT_UNSUPPORTED",
             )
         place, state = self._place, self._state()
@@ -245,18 +245,18 @@ class Backup:
             raise self._not_the_place(begin.epoch)
         if state is None or (state.configuration is None and state.layout.partitions):
             raise UnavailableError(
-                "this server holds no partitions, or no optimizer, yet; try again",
+                "this server has no partitions or no optimizer yet; try again",
                 reason="PLACE_UNKNOWN",
             )
         if self._stream is not None:
             self._stream.end(
-                UnavailableError("the backup has opened a newer stream", reason="SESSION_REPLACED")
+                UnavailableError("the backup opened a newer stream", reason="SESSION_REPLACED")
             )
         self._stream = _Stream(
             server_id=begin.server_id, epoch=begin.epoch, moved_at=asyncio.get_running_loop().time()
         )
         logger.info(
-            "a backup begins to follow", extra={"backup": begin.server_id, "epoch": begin.epoch}
+            "a backup started to follow", extra={"backup": begin.server_id, "epoch": begin.epoch}
         )
         return self._stream
 
@@ -267,7 +267,8 @@ class Backup:
             else f"epoch {self._place.epoch} and backup {self._place.backup_id or 'none'}"
         )
         return UnavailableError(
-            f"epoch={epoch}: this server was told of {known}; wait for the coordinator's word",
+            f"epoch={epoch}: the coordinator has assigned this server {known}; wait for its next "
+            "assignment",
             reason="PLACE_UNKNOWN",
         )
 
@@ -316,7 +317,7 @@ class Backup:
         async for request in requests:
             if request.WhichOneof("message") != "kept" or request.kept.position > stream.position:
                 raise InvalidRequestError(
-                    f"a Follow stream's message is {request}: expected `kept`, up to "
+                    f"unexpected message in a Follow stream: {request}; expected `kept`, up to "
                     f"{stream.position}"
                 )
             stream.whole |= request.kept.whole
@@ -326,7 +327,7 @@ class Backup:
                 if self._held is stream and self._journal is not None:
                     self._journal.confirm(stream.confirmed)
             stream.changed.set()
-        raise UnavailableError("the backup has ended its stream", reason="SESSION_ENDED")
+        raise UnavailableError("the backup ended its stream", reason="SESSION_ENDED")
 
     async def _watch(self, stream: _Stream) -> None:
         """Limits how long a slow backup delays the workers, even while nothing can be sent to
@@ -339,7 +340,7 @@ class Backup:
                 self._fail(
                     stream,
                     UnavailableError(
-                        f"the backup has confirmed nothing for {self._patience_s:g} s",
+                        f"the backup confirmed nothing for {self._patience_s:g} s",
                         reason="BACKUP_BEHIND",
                     ),
                 )
@@ -361,7 +362,7 @@ class Backup:
         backup."""
         if stream.failure is None and self._held is stream:
             logger.warning(
-                "the backup does not follow any more; changes wait until it is dropped",
+                "the backup stopped following; changes wait until it is dropped",
                 extra={"reason": failure},
             )
             self._report(stream.epoch, False, str(failure))

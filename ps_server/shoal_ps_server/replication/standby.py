@@ -135,7 +135,7 @@ class Standby:
                 return None
         failpoint("backup.promoted")
         if self._copy is None:
-            logger.warning("made the primary of a place that held nothing")
+            logger.warning("became the primary of an empty place")
             return self._directory.recover(
                 job_id=self._settings.job, server_id=self._settings.server_id
             )
@@ -231,7 +231,7 @@ class Standby:
             again_in_s = _DIVERGED_AGAIN_S
             self._not_before = asyncio.get_running_loop().time() + again_in_s
         logger.warning(
-            "does not follow",
+            "stopped following the primary; will retry",
             extra={"reason": error.reason, "error": error, "again_in_s": round(again_in_s, 3)},
         )
         return again_in_s
@@ -301,10 +301,11 @@ class Standby:
                 stream.records.append((item.record(), item.position))
                 stream.nbytes += item.payload.nbytes
             else:
-                raise ValueError(f"an item of kind {item.kind} does not belong here")
+                raise ValueError(f"unexpected item of kind {item.kind}")
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise CorruptDataError(
-                f"the primary's stream: {type(error).__name__}: {error}", reason="STREAM_MALFORMED"
+                f"invalid stream from the primary: {type(error).__name__}: {error}",
+                reason="STREAM_MALFORMED",
             ) from error
         if stream.copy is not None:
             stream.make_records()
@@ -312,7 +313,7 @@ class Standby:
             self._keeping = asyncio.create_task(self._keep(stream))
         elif stream.nbytes > _MOST_WAITING_BYTES:
             raise UnavailableError(
-                f"{stream.nbytes} bytes of changes wait for this server's disk",
+                f"{stream.nbytes} bytes of changes are waiting for this server's disk",
                 reason="BACKUP_BEHIND",
             )
 
@@ -351,7 +352,7 @@ class Standby:
         except OSError as error:
             stream.fail(
                 UnavailableError(
-                    f"data_dir={self._directory.path}: {error}; make room on its disk",
+                    f"data_dir={self._directory.path}: {error}; free some space on its disk",
                     reason="JOURNAL_FAILED",
                 )
             )
@@ -361,7 +362,7 @@ class Standby:
             # otherwise nobody would notice, and the primary would wait for a confirmation forever
             stream.fail(
                 InternalError(
-                    f"what the primary holds could not be kept: {type(error).__name__}: {error}"
+                    f"could not store the primary's state: {type(error).__name__}: {error}"
                 )
             )
             raise
@@ -372,7 +373,7 @@ class Standby:
             stream.kept(0, whole=True)
             stream.make_records()
             logger.info(
-                "holds all that the primary holds", extra={"partitions": len(image.partitions)}
+                "received the primary's complete state", extra={"partitions": len(image.partitions)}
             )
 
 
@@ -473,8 +474,8 @@ class _Copy:
             )
         except OSError as error:
             raise UnavailableError(
-                f"the primary's state could not be written to {self._directory.path}: {error}; "
-                "make room on its disk",
+                f"could not write the primary's state to {self._directory.path}: {error}; free "
+                "some space on its disk",
                 reason="SNAPSHOT_FAILED",
             ) from error
         self._replay = replay = Replay(image)
@@ -518,11 +519,11 @@ class _Copy:
                 self._replay.make(record)
             except Exception as error:
                 what = (
-                    f"a change of the primary's could not be made: {type(error).__name__}: "
-                    f"{error}; everything is copied again"
+                    f"could not apply a change from the primary: {type(error).__name__}: {error}; "
+                    "copying everything again"
                 )
                 logger.exception(
-                    "a change of the primary's could not be made",
+                    "could not apply a change from the primary",
                     extra={"kind": record.kind, "fields": dict(record.fields)},
                 )
                 stream.fail(UnavailableError(what, reason=_DIVERGED))
@@ -533,7 +534,7 @@ class _Copy:
         def refused() -> None:
             stream.fail(
                 UnavailableError(
-                    f"data_dir={self._directory.path}: the journal could not be written",
+                    f"data_dir={self._directory.path}: could not write the journal",
                     reason="JOURNAL_FAILED",
                 )
             )
@@ -551,7 +552,7 @@ class _Copy:
         await self.close()
         if self._failure is not None:
             raise InternalError(
-                f"a change of the primary's could not be made: {self._failure}"
+                f"could not apply a change from the primary: {self._failure}"
             ) from self._failure
         number, end = self._journal.end
         return self._replay.recovered(next_file=number + 1, last_end=end)

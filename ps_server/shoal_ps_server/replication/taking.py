@@ -109,7 +109,7 @@ class Receiver:
             if not limit.expired():
                 raise
             raise DeadlineError(
-                f"the stream did not come to its end within {limit_s:g} s", reason="STREAM_IDLE"
+                f"the stream did not end within {limit_s:g} s", reason="STREAM_IDLE"
             ) from error
 
     async def _check(self, offer: _Offer) -> tuple[Configuration | None, Layout]:
@@ -117,11 +117,12 @@ class Receiver:
         giver and knows at least as much about the job."""
         if offer.job_id != self._job_id:
             raise UnknownResourceError(
-                f"this server holds job {self._job_id!r}, the stream is of {offer.job_id!r}",
+                f"this server holds job {self._job_id!r}, but the stream is for job "
+                f"{offer.job_id!r}",
                 reason="JOB_UNKNOWN",
             )
         if not offer.partitions:
-            raise _malformed("its first item names no partitions")
+            raise _malformed("its first item contains no partitions")
         self._check_open(offer)
         # A newer move means that the coordinator has decided on earlier ones: what it gave this
         # server must be known first.
@@ -143,7 +144,7 @@ class Receiver:
         )
         if offer.move <= self._moves.settled or offer.move < newest:
             raise PreconditionError(
-                f"move {offer.move} is over: this server knows of move "
+                f"move {offer.move} is over; the newest move known to this server is "
                 f"{max(self._moves.settled, newest)}",
                 reason="MOVE_SETTLED",
             )
@@ -162,7 +163,9 @@ class Receiver:
                 break
             image = await self._image(item, configuration)
             if image.spec.partition_id not in offer.partitions:
-                raise _malformed(f"partition {image.spec.partition_id}, of a move of others")
+                raise _malformed(
+                    f"partition {image.spec.partition_id} does not belong to this move"
+                )
             self._check_stream(offer, stream)
             came[image.spec.partition_id] = self._changes.move(
                 coming_record(offer.move, item.fields, item.payload),
@@ -191,20 +194,20 @@ class Receiver:
 
     def _check_stream(self, offer: _Offer, stream: object) -> None:
         if stream is not self._newest:
-            raise UnavailableError("the giver has opened a newer stream", reason="SESSION_REPLACED")
+            raise UnavailableError("the giver opened a newer stream", reason="SESSION_REPLACED")
         self._check_open(offer)  # the coordinator may have decided meanwhile
         self._check_not_held(offer)
 
     def _check_not_held(self, offer: _Offer) -> None:
         if held := offer.partitions.intersection(self._shard.partition_ids()):
             raise PreconditionError(
-                f"move {offer.move}: partition {min(held)} is this server's already",
+                f"move {offer.move}: this server already has partition {min(held)}",
                 reason="LAYOUT_CONFLICT",
             )
 
     async def _image(self, item: Item, configuration: Configuration | None) -> PartitionImage:
         if item.kind != PARTITION:
-            raise _malformed(f"an item of kind {item.kind} does not belong here")
+            raise _malformed(f"unexpected item of kind {item.kind}")
         optimizer = None if configuration is None else configuration.optimizer
         try:
             return await asyncio.to_thread(coming_image, item.fields, item.payload, optimizer)
@@ -212,8 +215,8 @@ class Receiver:
             raise _malformed(f"{type(error).__name__}: {error}") from error
         except (MemoryError, RuntimeError) as error:
             raise LimitError(
-                f"there is no memory for {item.payload.nbytes} bytes of partitions from another "
-                f"server: {error}; give the server more",
+                f"not enough memory for {item.payload.nbytes} bytes of partitions from another "
+                f"server: {error}; give this server more memory",
                 reason="MEMORY_EXHAUSTED",
             ) from error
 
@@ -226,13 +229,13 @@ def _offer(item: Item) -> _Offer:
     """Parses the first item. Raises CorruptDataError / STREAM_MALFORMED and PreconditionError /
     FORMAT_UNSUPPORTED."""
     if item.kind != STATE:
-        raise _malformed("its first item: expected KIND_STATE")
+        raise _malformed("its first item is not of kind KIND_STATE")
     fields: Any = item.fields
     try:
         if (found := fields["format"]) != FORMAT_VERSION:
             raise PreconditionError(
-                f"format={found}: this server's release has {FORMAT_VERSION}; servers that hand "
-                "partitions over must be of one release",
+                f"format={found}: this server's release uses {FORMAT_VERSION}; run servers that "
+                "exchange partitions with the same release",
                 reason="FORMAT_UNSUPPORTED",
             )
         return _Offer(
@@ -251,4 +254,4 @@ def _offer(item: Item) -> _Offer:
 
 
 def _malformed(what: str) -> CorruptDataError:
-    return CorruptDataError(f"the giver's stream: {what}", reason="STREAM_MALFORMED")
+    return CorruptDataError(f"invalid stream from the giver: {what}", reason="STREAM_MALFORMED")

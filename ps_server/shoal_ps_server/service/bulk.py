@@ -113,7 +113,7 @@ class BulkServer:
         except OSError as error:
             raise ConfigurationError(
                 f"bulk_port={port}: cannot listen on {Address(host, port)}: {error}; free the "
-                "port, or use 0 for one that is"
+                "port, or use 0 to get a free one"
             ) from error
         self.port = listener.getsockname()[1]
         self._accept_on(listener, Transport.TCP, context)
@@ -133,7 +133,7 @@ class BulkServer:
         except OSError as error:  # a sandbox, say: there is TCP
             local.close()
             logger.warning(
-                "no memory is shared with clients of this machine", extra={"error": error}
+                "could not share memory with clients on this machine", extra={"error": error}
             )
             return
         self.memory_name = name
@@ -175,7 +175,7 @@ class BulkServer:
             except BlockingIOError:  # gone again
                 continue
             except OSError as error:  # out of descriptors, say, which passes
-                logger.warning("no bulk connection could be accepted", extra={"error": error})
+                logger.warning("could not accept a bulk connection", extra={"error": error})
                 await asyncio.sleep(0.1)
                 continue
             if listener.family == socket.AF_UNIX and not is_own_user(connected):
@@ -233,7 +233,7 @@ class BulkServer:
                 )
             except ShoalError as error:
                 logger.info(
-                    "a bulk connection was ended",
+                    "closed a bulk connection because of an error",
                     extra={"transport": str(transport), "reason": error.reason, "error": error},
                 )
             except Exception:
@@ -249,7 +249,7 @@ class BulkServer:
             ticket = ticket_of(bytes(greeted))
             try:
                 if ticket is None:
-                    raise malformed("a connection that did not begin with a greeting")
+                    raise malformed("a connection did not begin with a greeting")
                 speaker = self._tickets.redeem(ticket, asyncio.get_running_loop().time())
             except ShoalError as error:
                 await connection.send_last(Kind.ERROR, error_message(error))
@@ -267,7 +267,7 @@ class BulkServer:
             area, descriptor = SharedArea.make()
         except OSError as error:
             failure = UnavailableError(
-                f"there is no memory to share: {error}", reason="MEMORY_EXHAUSTED"
+                f"could not allocate shared memory: {error}", reason="MEMORY_EXHAUSTED"
             )
             await connection.send(Kind.ERROR, error_message(failure))
             raise failure from error
@@ -288,7 +288,7 @@ class BulkServer:
 
         def gone() -> None:
             logger.info(
-                "a bulk connection broke in a stream",
+                "a bulk connection broke during a stream",
                 extra={"transport": str(transport), "member_id": speaker.member_id},
             )
             task.cancel()
@@ -312,7 +312,9 @@ class BulkServer:
         elif frame.kind is Kind.PULL:
             await self._pull(connection, frame, speaker, transport)
         else:
-            raise malformed(f"{frame.kind.name} where a stream must begin")
+            raise malformed(
+                f"unexpected {frame.kind.name} frame; expected the beginning of a stream"
+            )
 
     async def _upload(
         self, connection: ServedConnection, kind: UploadKind, speaker: Speaker, transport: Transport
@@ -386,7 +388,7 @@ class _Incoming:
                 header = pb.PushHeader.FromString(await self._connection.message(frame))
                 if not self._member_id:
                     raise PermissionDeniedError(
-                        "a bulk connection that OpenData gave to nobody's member may only pull"
+                        "a bulk connection opened without a member_id may only pull"
                     )
                 _check_speaker(header.member_id, self._member_id)
                 yield header, _NOTHING
@@ -418,7 +420,7 @@ class _Incoming:
             self._ended = True
             return None
         if frame.kind not in (Kind.DATA, Kind.PARTITION):
-            raise malformed(f"{frame.kind.name} in an upload")
+            raise malformed(f"unexpected {frame.kind.name} frame in an upload")
         return frame
 
 
@@ -437,6 +439,6 @@ async def _someone_comes(listener: socket.socket) -> None:
 def _check_speaker(claimed: str, member_id: str) -> None:
     if claimed not in ("", member_id):
         raise PermissionDeniedError(
-            f"member_id={claimed!r} over a bulk connection of {member_id!r}: it speaks for the "
-            "member that OpenData named, or for nobody"
+            f"member_id={claimed!r}: expected {member_id!r}, for which OpenData opened this bulk "
+            "connection, or none"
         )

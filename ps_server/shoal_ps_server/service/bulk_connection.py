@@ -104,7 +104,7 @@ class ServedConnection:
             if not limit.expired():
                 raise
             raise Disconnected(
-                f"the peer let a stream stand still for {self._idle_s:g} s"
+                f"the peer made no progress in a stream for {self._idle_s:g} s"
             ) from error
 
     # ------------------------------------------------------------------------------------ receiving
@@ -228,7 +228,7 @@ class ServedConnection:
         if frame is None:
             raise Disconnected("the peer closed the connection in the middle of a pull")
         if frame.kind is not Kind.FREE or not area.freed():
-            raise malformed(f"{frame.kind.name} where FREE was expected")
+            raise malformed(f"unexpected {frame.kind.name} frame; expected FREE")
 
     async def _send_live(self, reading: Reading, nbytes: int) -> None:
         """Sends values from their original memory. If they change while the socket is full, the
@@ -271,7 +271,7 @@ class ServedConnection:
         ready: asyncio.Future[None] = self._loop.create_future()
         descriptor = self._socket.fileno()
         if descriptor < 0:
-            raise Disconnected("the connection is closed here")
+            raise Disconnected("this side has closed the connection")
         if writes:
             self._loop.add_writer(descriptor, _set, ready)
         else:

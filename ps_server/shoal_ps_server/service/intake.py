@@ -167,8 +167,8 @@ class _UploadStream:
         """Raises InvalidRequestError unless the stream belongs to one member."""
         if self.member_id and upload.member_id != self.member_id:
             raise InvalidRequestError(
-                f"member_id={upload.member_id!r} in a stream of {self.member_id!r}: one stream, "
-                "one member"
+                f"member_id={upload.member_id!r}: expected {self.member_id!r}, since a stream "
+                "belongs to one member"
             )
         self.member_id = upload.member_id
 

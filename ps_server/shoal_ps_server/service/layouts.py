@@ -59,8 +59,8 @@ class Layouts:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
         if epoch != layout.epoch:
             raise PreconditionError(
-                f"shard_map_epoch={epoch}, the map is at epoch {layout.epoch}: fetch it again from "
-                "the coordinator",
+                f"shard_map_epoch={epoch}, but the shard map is at epoch {layout.epoch}; fetch it "
+                "again from the coordinator",
                 reason="STALE_SHARD_MAP",
             )
         return layout
@@ -74,7 +74,8 @@ class Layouts:
             layout = await self._newer_than(0 if layout is None else layout.epoch)
         if layout.epoch < epoch:
             raise UnavailableError(
-                f"the shard map is at epoch {layout.epoch}, epoch {epoch} was spoken of; try again",
+                f"the shard map is at epoch {layout.epoch}, but the coordinator announced epoch "
+                f"{epoch}; try again",
                 reason="PLACE_UNKNOWN",
             )
         return layout

@@ -90,13 +90,13 @@ class Mover:
                 await self._end_moves(move)
             except PreconditionError as error:
                 logger.critical(
-                    "the shard map cannot be this server's",
+                    "the shard map does not match this server's partitions",
                     extra={"epoch": epoch, "reason": error.reason, "error": error},
                 )
             except ShoalError as error:
                 again_in_s = backoff.next_s(error)
                 logger.warning(
-                    "a move cannot be ended yet",
+                    "could not finish a move yet; will retry",
                     extra={"move": move, "error": error, "again_in_s": round(again_in_s, 3)},
                 )
                 await asyncio.sleep(again_in_s)
@@ -136,11 +136,11 @@ class Mover:
             self._not_given(order, error, giver_failed=True)
             return
         except Exception as error:  # else the coordinator would wait for a word for ever
-            logger.exception("partitions were not given away")
+            logger.exception("could not hand over partitions")
             self._report(order.move, reason=f"{type(error).__name__}: {error}", giver_failed=True)
             return
         logger.info(
-            "partitions were given away",
+            "handed over partitions",
             extra={"move": order.move, "partitions": len(order.partition_ids)},
         )
         self._report(order.move, receiver=receiver)
@@ -148,7 +148,7 @@ class Mover:
 
     def _not_given(self, order: MoveOrder, error: ShoalError, *, giver_failed: bool) -> None:
         logger.warning(
-            "partitions were not given away",
+            "could not hand over partitions",
             extra={"move": order.move, "reason": error.reason, "error": error},
         )
         self._report(order.move, reason=f"{error.reason}: {error}", giver_failed=giver_failed)

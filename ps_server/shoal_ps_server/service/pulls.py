@@ -148,8 +148,8 @@ class Pulls:
                     self._shard.check_open(spec)
         except TimeoutError as error:
             raise DeadlineError(
-                f"{describe(spec)} has no values yet: nobody sent Initialize, or not to this "
-                "server; wait longer (wait_ms)",
+                f"{describe(spec)} has no values yet; send Initialize to this server, or wait "
+                "longer (wait_ms)",
                 reason="PARTITION_UNINITIALIZED",
             ) from error
 

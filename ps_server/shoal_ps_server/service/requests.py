@@ -83,8 +83,8 @@ def check_job(job_id: str, expected: str) -> None:
     """Raises UnknownResourceError / JOB_UNKNOWN for a request for another job."""
     if job_id != expected:
         raise UnknownResourceError(
-            f"this server holds job {expected!r}, the request is for {job_id!r}; the coordinator "
-            "says where that job's servers are",
+            f"this server holds job {expected!r}, not {job_id!r}; ask the coordinator for the "
+            "servers of that job",
             reason="JOB_UNKNOWN",
         )
 
@@ -98,21 +98,21 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
     """
     if header.payload_bytes > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
-            f"payload_bytes={header.payload_bytes}: a partition may have at most "
-            f"{LARGEST_PAYLOAD_BYTES} bytes",
+            f"payload_bytes={header.payload_bytes}: expected at most {LARGEST_PAYLOAD_BYTES} for "
+            "a partition",
             reason="PAYLOAD_TOO_LARGE",
         )
     spec = partition_of(header.partition_id, layout)
     if header.dtype != spec.element.wire:
         raise InvalidRequestError(
-            f"{describe(spec)}: dtype={_enum_name(pb.Dtype, header.dtype)}, this server holds "
+            f"{describe(spec)}: dtype={_enum_name(pb.Dtype, header.dtype)}: expected "
             f"{spec.element.name}",
             reason="DTYPE_MISMATCH",
         )
     if header.codec != pb.CODEC_RAW and kind is UploadKind.INITIALIZE:
         raise InvalidRequestError(
-            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: first values come as "
-            "they are, in CODEC_RAW",
+            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: expected CODEC_RAW "
+            "for initial values",
             reason="CODEC_UNSUPPORTED",
         )
     absent = _absent_pieces(header, spec, kind)
@@ -121,7 +121,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
     nbytes = length * spec.element.itemsize + ID_BYTES * rows
     if header.length != length:
         raise InvalidRequestError(
-            f"{describe(spec)}: length={header.length}, expected {length} elements",
+            f"{describe(spec)}: length={header.length}: expected {length} elements",
             reason="LENGTH_MISMATCH",
         )
     if header.codec != pb.CODEC_RAW:
@@ -131,7 +131,7 @@ def parse_upload_header(header: pb.PushHeader, layout: Layout, kind: UploadKind)
     elif header.payload_bytes != nbytes:
         raise InvalidRequestError(
             f"{describe(spec)}: payload_bytes={header.payload_bytes}, but {length} elements of "
-            f"{spec.element.name} are {nbytes}",
+            f"{spec.element.name} take {nbytes}",
             reason="PAYLOAD_SIZE_MISMATCH",
         )
     first = 1 if kind is UploadKind.PUSH else 0
@@ -167,7 +167,9 @@ def parse_pull(request: pb.PullRequest, layout: Layout) -> Pull:
         _wanted(each, partition_of(each.partition_id, layout)) for each in request.partitions
     )
     if len({each.spec.partition_id for each in wanted}) < len(wanted):
-        raise InvalidRequestError("partitions: one is asked for twice; name each at most once")
+        raise InvalidRequestError(
+            "partitions contains a duplicate; request each partition at most once"
+        )
     return Pull(
         member_id=parse_member(request.member_id) if request.member_id else "",
         generation=at_least("generation", request.generation, 0),
@@ -189,20 +191,21 @@ def _wanted(message: pb.PartitionPull, spec: PartitionSpec) -> Wanted:
     if spec.bucket is None:
         if message.ids:
             raise InvalidRequestError(
-                f"{describe(spec)}: ids: it is not a bucket of a table, and has no rows",
+                f"{describe(spec)}: ids are set, but only buckets of a table have rows; leave ids "
+                "empty",
                 reason="ROWS_INVALID",
             )
         return Wanted(spec=spec, newer_than=newer_than)
     if len(message.ids) % ID_BYTES:
         raise InvalidRequestError(
-            f"{describe(spec)}: {len(message.ids)} bytes of ids: expected 8 for each",
+            f"{describe(spec)}: ids has {len(message.ids)} bytes; expected 8 bytes per id",
             reason="ROWS_INVALID",
         )
     ids = np.frombuffer(message.ids, dtype="<i8").astype(np.int64)
     if (nbytes := len(ids) * spec.bucket.dim * spec.element.itemsize) > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
-            f"{describe(spec)}: {len(ids)} rows are {nbytes} bytes: at most "
-            f"{LARGEST_PAYLOAD_BYTES} may be asked for at once",
+            f"{describe(spec)}: {len(ids)} rows take {nbytes} bytes; request at most "
+            f"{LARGEST_PAYLOAD_BYTES} at once",
             reason="PAYLOAD_TOO_LARGE",
         )
     check_ids(spec, spec.bucket, ids)
@@ -214,9 +217,8 @@ def _pull_codec(codec: int) -> int:
         return codecs.RAW
     if codec not in codecs.FOR_VALUES:
         raise InvalidRequestError(
-            f"codec={codecs.name(codec)} in a pull: what is left out of values does not come "
-            "later, as with gradients; expected CODEC_RAW, "
-            f"{', '.join(map(codecs.name, codecs.FOR_VALUES))}",
+            f"codec={codecs.name(codec)} in a pull would lose the values that it omits; expected "
+            f"CODEC_RAW, {', '.join(map(codecs.name, codecs.FOR_VALUES))}",
             reason="CODEC_UNSUPPORTED",
         )
     return codec
@@ -244,7 +246,7 @@ async def parse_begin(requests: AsyncIterator[pb.FollowRequest]) -> pb.FollowBeg
                     return begin
                 break
     raise InvalidRequestError(
-        "a Follow stream's first message: expected `begin`", reason="STREAM_MALFORMED"
+        "a Follow stream does not begin with `begin`; send it first", reason="STREAM_MALFORMED"
     )
 
 
@@ -306,9 +308,9 @@ def partition_of(partition_id: int, layout: Layout) -> PartitionSpec:
         return spec
     owner = layout.owners.get(partition_id)
     where = (
-        f"it is server {owner}'s, this is server {layout.server_index}"
+        f"it belongs to server {owner}, but this is server {layout.server_index}"
         if owner is not None
-        else "the job has none of that number"
+        else "the job has no such partition"
     )
     raise UnknownResourceError(
         f"partition {partition_id}: {where} (shard map epoch {layout.epoch})",
@@ -322,7 +324,8 @@ def _absent_pieces(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind)
         return ()
     if kind is UploadKind.INITIALIZE:
         raise InvalidRequestError(
-            f"{describe(spec)}: absent_pieces: first values come whole", reason="PIECES_INVALID"
+            f"{describe(spec)}: absent_pieces: expected none for initial values",
+            reason="PIECES_INVALID",
         )
     count = len(spec.pieces)
     if (
@@ -334,7 +337,7 @@ def _absent_pieces(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind)
         raise InvalidRequestError(
             f"{describe(spec)}: "
             f"absent_pieces={list(absent[:5])}{' and more' if len(absent) > 5 else ''}: expected "
-            f"positions from 0 to {count - 1}, ascending, and not all of them",
+            f"ascending positions from 0 to {count - 1}, but not all of them",
             reason="PIECES_INVALID",
         )
     return absent
@@ -344,19 +347,20 @@ def _rows(header: pb.PushHeader, spec: PartitionSpec, kind: UploadKind) -> int:
     if spec.bucket is None:
         if header.rows:
             raise InvalidRequestError(
-                f"{describe(spec)}: rows={header.rows}: it is not a bucket of a table",
+                f"{describe(spec)}: rows={header.rows}: expected 0, since it is not a bucket of a "
+                "table",
                 reason="ROWS_INVALID",
             )
         return 0
     if kind is UploadKind.INITIALIZE:
         raise InvalidRequestError(
-            f"{describe(spec)}: the rows of a table begin by themselves: push to them",
+            f"{describe(spec)}: the rows of a table initialize themselves; use Push",
             reason="ROWS_INVALID",
         )
     if header.codec != pb.CODEC_RAW:
         raise InvalidRequestError(
-            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: rows come as they are, "
-            "in CODEC_RAW",
+            f"{describe(spec)}: codec={_enum_name(pb.Codec, header.codec)}: expected CODEC_RAW "
+            "for rows",
             reason="CODEC_UNSUPPORTED",
         )
     return at_least("rows", header.rows, 0)

@@ -291,9 +291,9 @@ class ParameterServerServicer:
             consistency = parse_consistency(request.consistency)
             if optimizer.delay_compensation and self._with_backups():
                 raise PreconditionError(
-                    f"delay_compensation={optimizer.delay_compensation}: a backup does not keep "
+                    f"delay_compensation={optimizer.delay_compensation}: a backup does not store "
                     "the values that each member pulled; create the job without "
-                    "parameter_server_backups, or leave delay_compensation out",
+                    "parameter_server_backups, or omit delay_compensation",
                     reason="OPTIMIZER_INVALID",
                 )
             return pb.ConfigureOptimizerResponse(
@@ -331,7 +331,7 @@ class ParameterServerServicer:
             elif member_id not in self._membership.fence.members:
                 raise UnknownResourceError(
                     f"member {member_id!r} is not in generation "
-                    f"{self._membership.fence.generation}, the newest known here",
+                    f"{self._membership.fence.generation}, the newest known to this server",
                     reason="MEMBER_UNKNOWN",
                 )
             else:
@@ -403,8 +403,8 @@ class ParameterServerServicer:
         would miss reports made before the shard map names it."""
         if self._shard.frozen and self._membership.consistency.mode is not ConsistencyMode.ASP:
             raise UnavailableError(
-                "partitions of this server are moving to another one, which has got the clocks: "
-                "fetch the shard map again from the coordinator, and repeat this call",
+                "partitions of this server are moving to another one, which already has the "
+                "clocks; fetch the shard map again from the coordinator, and repeat this call",
                 reason="PARTITION_MOVING",
                 retry_after=MOVING_RETRY,
             )
@@ -414,8 +414,8 @@ class ParameterServerServicer:
         it."""
         if member_id and caller().role is Role.READER:
             raise PermissionDeniedError(
-                f"member_id={member_id!r}: a token of role reader may pull, but as nobody's "
-                "member; leave member_id empty"
+                f"member_id={member_id!r}: expected an empty member_id, since this token has the "
+                "role reader"
             )
 
     async def _first_configuration(
@@ -434,7 +434,7 @@ class ParameterServerServicer:
         async with self._configuring:
             if self.configuration is None:
                 raise PreconditionError(
-                    "this server has no optimizer yet: send ConfigureOptimizer",
+                    "this server has no optimizer yet; send ConfigureOptimizer",
                     reason="OPTIMIZER_UNCONFIGURED",
                 )
             revised = self.configuration.revised(

@@ -78,8 +78,8 @@ class Standing:
         """Implements `Listener.welcomed`."""
         if with_backups and not self._has_journal:
             raise ConfigurationError(
-                "the job's parameter servers have backups, which need a journal: start each with "
-                "--data-dir"
+                "this job's parameter servers have backups, which need a journal; start each "
+                "server with --data-dir"
             )
         self.with_backups = with_backups
         if self._held_backup and not self._is_registered:
@@ -91,15 +91,15 @@ class Standing:
             and not self._has_given_all()
         ):
             raise ConfigurationError(
-                f"the coordinator takes this for server {server_index} of job {self._job_id!r}, "
-                f"but it holds the partitions of server {self.server_index}; start it with the "
-                "data directory of its server id, or an empty one"
+                f"the coordinator registered this process as server {server_index} of job "
+                f"{self._job_id!r}, but it holds the partitions of server {self.server_index}; "
+                "start it with the data directory of its own server id, or with an empty one"
             )
         if self._is_registered and server_index != self.server_index:
             raise ConfigurationError(
-                f"the coordinator takes this process for server {server_index} of job "
-                f"{self._job_id!r}; it was server {self.server_index}, and others have all that it "
-                "held: restart it unchanged"
+                f"the coordinator registered this process as server {server_index} of job "
+                f"{self._job_id!r}, but it was server {self.server_index} until other servers "
+                "received its partitions; restart it with the same settings"
             )
         if self._layouts.current is not None and self._layouts.current.server_index != server_index:
             self._layouts.becomes(None)  # it was another server, which has nothing any more
@@ -115,14 +115,14 @@ class Standing:
         """Implements `Listener.placed`."""
         if place.epoch < self._epoch:
             logger.error(
-                "the coordinator has lost an epoch of this server's place",
+                "the coordinator lost an epoch of this server's place",
                 extra={"known": self._epoch, "told": place.epoch},
             )
             self._known.clear()  # another server may have been told what this one was
             return
         self._epoch = place.epoch
         if place.follows:
-            logger.info("this server is a backup", extra={"epoch": place.epoch})
+            logger.info("this server became a backup", extra={"epoch": place.epoch})
             self.replaced.set()
         elif not self._backup.placed(place):
             self._known.clear()
@@ -138,7 +138,7 @@ class Standing:
                     await self._known.wait()
         if self.replaced.is_set() or not self._known.is_set() or self._backup.is_cut_off:
             raise UnavailableError(
-                "this server does not know whether it or a backup is to serve; ask the coordinator "
-                "for the one that does, and try again",
+                "this server does not know yet whether it or a backup must serve; ask the "
+                "coordinator for the current server, and try again",
                 reason="PLACE_UNKNOWN",
             )

@@ -55,8 +55,8 @@ async def parts_of(messages: AsyncIterator[bytes]) -> AsyncGenerator[Part]:
         header, payload = decode_push_chunk(data)
         if payload.nbytes > LARGEST_CHUNK_BYTES:
             raise LimitError(
-                f"a chunk of {payload.nbytes} bytes: expected at most {LARGEST_CHUNK_BYTES}, best "
-                "about 1 MiB",
+                f"a chunk has {payload.nbytes} bytes; expected at most {LARGEST_CHUNK_BYTES}, "
+                "ideally about 1 MiB",
                 reason="PAYLOAD_TOO_LARGE",
             )
         yield header, Arrived(payload)
@@ -79,11 +79,12 @@ async def received_partitions(
             upload = await open_upload(header)
         elif upload is None:
             raise InvalidRequestError(
-                "a chunk without a header where a partition must begin", reason="STREAM_MALFORMED"
+                "the first chunk of a partition has no header", reason="STREAM_MALFORMED"
             )
         elif not chunk.nbytes:
             raise InvalidRequestError(
-                f"{describe(upload.header.spec)}: an empty chunk within it",
+                f"{describe(upload.header.spec)}: received an empty chunk before the end of the "
+                "payload",
                 reason="STREAM_MALFORMED",
             )
         await chunk.move_to(upload)
@@ -97,7 +98,7 @@ async def received_partitions(
 def _truncated(upload: Upload, what: str) -> InvalidRequestError:
     spec = upload.header.spec
     return InvalidRequestError(
-        f"{describe(spec)}: {what} after {upload.received} of {upload.header.payload_bytes} bytes; "
-        "nothing of it was applied",
+        f"{describe(spec)}: {what} after {upload.received} of {upload.header.payload_bytes} "
+        "bytes; the partition is unchanged",
         reason="PAYLOAD_TRUNCATED",
     )

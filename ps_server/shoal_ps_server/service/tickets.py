@@ -64,9 +64,10 @@ class Tickets:
         most = MOST_OF_A_MEMBER if member_id else MOST_OF_READERS
         if own >= most or self._open.total() + len(self._issued) >= self._most_together:
             raise LimitError(
-                f"member {member_id!r} has {own} bulk connections of at most {most}, all together "
-                f"{self._open.total()} of {self._most_together}, 1024 or what the server's limit "
-                "of open files allows for; close some, or push and pull over gRPC",
+                f"member {member_id!r} has {own} of at most {most} bulk connections, and all "
+                f"members together have {self._open.total()} of {self._most_together} (1024, or "
+                "as many as the server's limit on open files allows); close some, or push and "
+                "pull over gRPC",
                 reason="CONNECTIONS_EXHAUSTED",
             )
         issued = _Issued(
@@ -88,8 +89,8 @@ class Tickets:
             self._issued.remove(found)
         if found is None or found.until <= now:
             raise AuthenticationError(
-                f"the ticket is unknown, was used before, or is older than {GOOD_FOR_S:g} s; ask "
-                "for another one (OpenData)",
+                f"the ticket is unknown, already used, or older than {GOOD_FOR_S:g} s; request "
+                "another one with OpenData",
                 reason="TICKET_INVALID",
             )
         self._open[found.member_id] += 1

@@ -129,7 +129,8 @@ class WholeBuckets:
             if not idle.expired():
                 raise
             raise DeadlineError(
-                f"nothing of a bucket came in this stream for {idle_s:g} s", reason="STREAM_IDLE"
+                f"received no part of a bucket in this stream for {idle_s:g} s",
+                reason="STREAM_IDLE",
             ) from error
         finally:
             release()
@@ -143,13 +144,15 @@ class WholeBuckets:
                 image = read_bucket(payload)
             except ValueError as error:
                 raise InvalidRequestError(
-                    f"{describe(spec)}: the payload is not a bucket: {error}", reason="ROWS_INVALID"
+                    f"{describe(spec)}: cannot parse the payload as a bucket: {error}",
+                    reason="ROWS_INVALID",
                 ) from error
             found = (image.table, image.number, image.buckets)
             if found != (bucket.table, bucket.number, bucket.spec.buckets):
                 raise InvalidRequestError(
-                    f"{describe(spec)}: the payload is of bucket {image.number} of {image.buckets} "
-                    f"of table {image.table!r}",
+                    f"{describe(spec)}: the payload is bucket {image.number} of {image.buckets} "
+                    f"of table {image.table!r}; expected bucket {bucket.number} of "
+                    f"{bucket.spec.buckets} of {bucket.table!r}",
                     reason="ROWS_INVALID",
                 )
             rows = self._shard.prepared(spec, image.rows)
@@ -171,7 +174,7 @@ async def _opening(messages: AsyncIterator[bytes]) -> pb.RowsHeader:
             break
         return header
     raise InvalidRequestError(
-        "the first chunk of a bucket: expected its header, and no payload",
+        "the first chunk of a bucket is invalid; expected its header without payload",
         reason="STREAM_MALFORMED",
     )
 
@@ -188,18 +191,18 @@ async def _received(
         opening, piece = decode_rows_chunk(data, InvalidRequestError)
         if opening is not None:
             raise InvalidRequestError(
-                f"{describe(spec)}: a second header: one stream, one bucket",
+                f"{describe(spec)}: received a second header; send one bucket per stream",
                 reason="STREAM_MALFORMED",
             )
         if piece.nbytes > LARGEST_CHUNK_BYTES:
             raise LimitError(
-                f"a chunk of {piece.nbytes} bytes: expected at most {LARGEST_CHUNK_BYTES}, best "
-                "about 1 MiB",
+                f"a chunk has {piece.nbytes} bytes; expected at most {LARGEST_CHUNK_BYTES}, "
+                "ideally about 1 MiB",
                 reason="PAYLOAD_TOO_LARGE",
             )
         if at + piece.nbytes > payload.nbytes:
             raise InvalidRequestError(
-                f"{describe(spec)}: {at + piece.nbytes} bytes came, its header declares "
+                f"{describe(spec)}: received {at + piece.nbytes} bytes, but the header declares "
                 f"{payload.nbytes}",
                 reason="PAYLOAD_SIZE_MISMATCH",
             )
@@ -214,7 +217,7 @@ async def _received(
         )
     if (found := checksum(payload)) != header.checksum:
         raise CorruptDataError(
-            f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says "
+            f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, but its header declares "
             f"{header.checksum:#018x}; nothing was changed",
             reason="CHECKSUM_MISMATCH",
         )
@@ -225,7 +228,7 @@ def _bucket(partition_id: int, layout: Layout) -> tuple[PartitionSpec, Bucket]:
     spec = partition_of(partition_id, layout)
     if spec.bucket is None:
         raise InvalidRequestError(
-            f"{describe(spec)}: it is not a bucket of a table, and has no rows",
+            f"{describe(spec)}: it is not a bucket of a table, so it has no rows",
             reason="ROWS_INVALID",
         )
     return spec, spec.bucket
@@ -234,7 +237,7 @@ def _bucket(partition_id: int, layout: Layout) -> tuple[PartitionSpec, Bucket]:
 def _check_size(spec: PartitionSpec, header: pb.RowsHeader) -> None:
     if not 0 <= header.payload_bytes <= 2 * LARGEST_BUCKET_BYTES:
         raise LimitError(
-            f"{describe(spec)}: payload_bytes={header.payload_bytes}: a bucket holds at most "
+            f"{describe(spec)}: payload_bytes={header.payload_bytes}: a bucket may have at most "
             f"{LARGEST_BUCKET_BYTES} bytes",
             reason="PAYLOAD_TOO_LARGE",
         )

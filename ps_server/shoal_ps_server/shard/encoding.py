@@ -30,8 +30,8 @@ def encode_values(values: torch.Tensor, codec: int) -> torch.Tensor:
     largest, limit = largest_of(values), _INFINITE_FROM.get(codec, math.inf)
     if not largest < limit:
         raise PreconditionError(
-            f"values of magnitude {largest:g} are above {codecs.name(codec)}, which ends below "
-            f"{limit:g}; pull them in another codec, or as they are",
+            f"values of up to {largest:g} exceed the range of {codecs.name(codec)}, which ends "
+            f"below {limit:g}; pull them with another codec, or CODEC_RAW",
             reason="VALUES_TOO_LARGE",
         )
     count = values.numel()

@@ -164,16 +164,18 @@ def _partition(
     dtypes = set()
     for piece in partition.pieces:
         if not 0 <= piece.tensor_index < len(shard_map.tensors):
-            raise InternalError(f"{where} names tensor {piece.tensor_index}")
+            raise InternalError(f"{where} contains unknown tensor {piece.tensor_index}")
         if piece.length < 1:
-            raise InternalError(f"{where} has a piece of {piece.length} elements")
+            raise InternalError(
+                f"{where} has a piece of {piece.length} elements; expected at least 1"
+            )
         tensor = shard_map.tensors[piece.tensor_index]
         dtypes.add(tensor.dtype)
         row = 1 if tensor.frozen else math.prod(tensor.shape[1:])
         pieces.append(Piece(tensor=tensor.name, offset=piece.offset, length=piece.length, row=row))
     if len(dtypes) != 1 or not dtypes <= BY_NAME.keys():
         raise InternalError(
-            f"{where} has elements of {', '.join(sorted(dtypes)) or 'no tensor'}, expected one of "
+            f"{where} has elements of {', '.join(sorted(dtypes)) or 'no tensor'}; expected one of "
             f"{', '.join(BY_NAME)}"
         )
     return PartitionSpec(
@@ -188,7 +190,7 @@ def _bucket(
         bucket.tensor_index
     ].HasField("table"):
         raise InternalError(
-            f"{where} is a bucket of tensor {bucket.tensor_index}, which is no table"
+            f"{where} is a bucket of tensor {bucket.tensor_index}, which is not a table"
         )
     tensor = shard_map.tensors[bucket.tensor_index]
     spec = TableSpec.of_message(tensor.table)

@@ -91,13 +91,13 @@ class OptimizerSettings:
         for tensors in own:
             if tensors not in known:
                 raise _invalid(
-                    f"no parameter group was configured with the tensors {_shown(tensors)}: name "
+                    f"no parameter group was configured with the tensors {_shown(tensors)}; use "
                     "exactly a group's tensors"
                 )
         for change in (hyperparameters, *own.values()):
             for name in declared.structural & change.keys():
                 raise _invalid(
-                    f"{name} decides which state {self.name} keeps and cannot change: set it in "
+                    f"{name} determines the state of {self.name} and cannot be changed; set it in "
                     "ConfigureOptimizer"
                 )
         return optimizer_settings(
@@ -124,9 +124,9 @@ class OptimizerSettings:
             for piece in spec.pieces:
                 if declared.cuts_rows(row=piece.row, offset=piece.offset, length=piece.length):
                     raise _invalid(
-                        f"{self.name} needs whole rows, and those of tensor {piece.tensor!r} have "
-                        f"{piece.row} elements, {piece.row * spec.element.itemsize} bytes, more "
-                        "than a partition; use adagrad, or give the tensor another shape"
+                        f"{self.name} needs whole rows, but a row of tensor {piece.tensor!r} has "
+                        f"{piece.row} elements ({piece.row * spec.element.itemsize} bytes), more "
+                        "than fit in a partition; use adagrad, or reshape the tensor"
                     )
 
     def is_calm(self, places: Collection[int]) -> bool:
@@ -197,8 +197,7 @@ def optimizer_settings(
     declared = SERVER_OPTIMIZERS.get(name)
     if declared is None:
         raise _invalid(
-            f"there is no optimizer {name!r}: expected one of "
-            f"{', '.join(sorted(SERVER_OPTIMIZERS))}"
+            f"unknown optimizer {name!r}; expected one of {', '.join(sorted(SERVER_OPTIMIZERS))}"
         )
     checked = OptimizerSettings(
         name=name,
@@ -216,25 +215,24 @@ def optimizer_settings(
     _check_values(declared, checked.hyperparameters)
     if not math.isfinite(delay_compensation) or delay_compensation < 0:
         raise _invalid(
-            f"delay_compensation={delay_compensation}: expected a finite number, 0 or above; 0: "
-            "none"
+            f"delay_compensation={delay_compensation}: expected a finite number, 0 (off) or above"
         )
     if delay_compensation and any(
         checked.at(place)["maximize"] for place in range(-1, len(checked.groups))
     ):
         raise _invalid(
-            f"delay_compensation={delay_compensation} with maximize: it is of a loss that falls; "
-            "negate the loss instead"
+            f"delay_compensation={delay_compensation} does not support maximize; negate the loss "
+            "instead"
         )
     seen: set[str] = set()
     for group in checked.groups:
         if not group.tensors:
-            raise _invalid("a parameter group names no tensors")
+            raise _invalid("a parameter group has no tensors")
         if twice := seen & group.tensors:
-            raise _invalid(f"tensors in two parameter groups: {_shown(twice)}")
+            raise _invalid(f"tensors are in two parameter groups: {_shown(twice)}")
         if tensors is not None and (unknown := group.tensors - tensors):
             raise _invalid(
-                f"a parameter group names tensors that the job has not declared: {_shown(unknown)}"
+                f"a parameter group has tensors that the job has not declared: {_shown(unknown)}"
             )
         seen |= group.tensors
         _check_values(declared, {**checked.hyperparameters, **group.hyperparameters})
@@ -258,7 +256,7 @@ def _known(
     for name in hyperparameters:
         if name not in declared.defaults:
             raise _invalid(
-                f"{declared.name} has no hyperparameter {name!r}: expected some of "
+                f"{declared.name} has no hyperparameter {name!r}; expected one of "
                 f"{', '.join(declared.defaults)}"
             )
     return MappingProxyType({name: float(value) for name, value in sorted(hyperparameters.items())})

@@ -196,7 +196,7 @@ class Partition:
         """
         if self.version == 0:
             raise PreconditionError(
-                f"{describe(self.spec)} has no values yet: send Initialize before Push",
+                f"{describe(self.spec)} has no values yet; send Initialize before Push",
                 reason="PARTITION_UNINITIALIZED",
             )
         known = self.ahead or self.settled
@@ -205,15 +205,17 @@ class Partition:
             return True
         if push.sequence > last + 1:
             raise PreconditionError(
-                f"{describe(self.spec)}: sequence {push.sequence} of member {push.member_id!r} "
-                f"after {last}, expected {last + 1}; send what lies between, or, if this server "
-                "was restored from a snapshot, go on from the sequences in GetServer",
+                f"{describe(self.spec)}: received sequence {push.sequence} of member "
+                f"{push.member_id!r} after {last}; expected {last + 1}. Send the missing ones, "
+                "or, if this server was restored from a snapshot, continue from the sequences in "
+                "GetServer",
                 reason="SEQUENCE_GAP",
             )
         if push.base_version > self.version:
             raise PreconditionError(
-                f"{describe(self.spec)}: the gradient was computed on version {push.base_version}, "
-                f"this server has {self.version}: it was restored from a snapshot; pull again",
+                f"{describe(self.spec)}: the gradient was computed on version "
+                f"{push.base_version}, but this server has {self.version}, since it was restored "
+                "from a snapshot; pull again",
                 reason="BASE_VERSION_AHEAD",
             )
         return known.has(push.batch)
@@ -321,9 +323,9 @@ class Partition:
                 first = self.spec.name_of(begin + each * int(culprits.to(torch.uint8).argmax()))
                 raise InvalidRequestError(
                     f"{describe(self.spec)}: the update would make {count} of {tensor.numel()} "
-                    f"{name} NaN or infinite, the first is {first}; nothing of this partition was "
-                    "applied, and its sequence number is still free. Clip the gradients, or lower "
-                    "the learning rate",
+                    f"{name} NaN or infinite, the first at {first}. The partition is unchanged, "
+                    "and its sequence number can be reused. Clip the gradients, or lower the "
+                    "learning rate",
                     reason="RESULT_NOT_FINITE",
                 )
 
@@ -345,9 +347,8 @@ class Partition:
             torch.empty(nbytes, dtype=torch.uint8)
         except RuntimeError as error:
             raise LimitError(
-                f"{describe(self.spec)}: there is no memory for {nbytes} bytes that the optimizer "
-                "keeps beside the values; nothing of this partition was applied. Give the server "
-                "more memory, or the job more servers",
+                f"{describe(self.spec)}: not enough memory for {nbytes} bytes of optimizer state; "
+                "the partition is unchanged. Give the server more memory, or the job more servers",
                 reason="MEMORY_EXHAUSTED",
             ) from error
 

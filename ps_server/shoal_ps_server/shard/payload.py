@@ -121,8 +121,8 @@ class Upload:
         """
         if nbytes > self.missing:
             raise InvalidRequestError(
-                f"{describe(self.header.spec)}: {self._received + nbytes} bytes came, its header "
-                f"declares {self._bytes.nbytes}",
+                f"{describe(self.header.spec)}: received {self._received + nbytes} bytes, but the "
+                f"header declares {self._bytes.nbytes}",
                 reason="PAYLOAD_SIZE_MISMATCH",
             )
         return self._bytes.data[self._received : self._received + nbytes]
@@ -159,15 +159,15 @@ class Upload:
         spec = self.header.spec
         if self._digest is not None and (found := self._digest.intdigest()) != self.header.checksum:
             raise CorruptDataError(
-                f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, its header says "
-                f"{self.header.checksum:#018x}; send it again",
+                f"{describe(spec)}: the payload's xxh3-64 is {found:#018x}, but its header "
+                f"declares {self.header.checksum:#018x}; send it again",
                 reason="CHECKSUM_MISMATCH",
             )
         if spec.bucket is not None:
             ids, gradients = split_rows(self._tensor, spec.bucket.dim)
             check_ids(spec, spec.bucket, ids)
             if (ids[1:] <= ids[:-1]).any():
-                raise _wrong_rows(spec, "the ids of a push: expected each once, in ascending order")
+                raise _wrong_rows(spec, "the ids of a push: expected unique ids in ascending order")
             self._largest = largest_of(torch.from_numpy(gradients))
             if not math.isfinite(self._largest):
                 _check_rows_finite(spec, ids, gradients)
@@ -193,8 +193,8 @@ class Upload:
             )
         except InvalidRequestError as error:
             raise InvalidRequestError(
-                f"{describe(spec)}: {error}; nothing of this partition was applied, and its "
-                "sequence number is still free",
+                f"{describe(spec)}: {error}; the partition is unchanged, and its sequence number "
+                "can be reused",
                 reason=error.reason,
             ) from error
         return values.to(spec.element.torch)
@@ -248,13 +248,11 @@ def check_ids(spec: PartitionSpec, bucket: Bucket, ids: Ids) -> None:
     bucket."""
     if bucket.rows and ((ids < 0) | (ids >= bucket.rows)).any():
         culprit = int(ids[(ids < 0) | (ids >= bucket.rows)][0])
-        raise _wrong_rows(
-            spec, f"id {culprit}: expected 0 to {bucket.rows - 1}, the rows that were declared"
-        )
+        raise _wrong_rows(spec, f"id {culprit}: expected 0 to {bucket.rows - 1}, the declared rows")
     elsewhere = buckets_of(ids, bucket.spec.buckets) != bucket.number
     if elsewhere.any():
         culprit = int(ids[elsewhere][0])
-        raise _wrong_rows(spec, f"id {culprit} is in another bucket of the table's")
+        raise _wrong_rows(spec, f"id {culprit} belongs to another bucket of the table")
 
 
 def describe(spec: PartitionSpec) -> str:
@@ -281,9 +279,9 @@ def _check_finite(header: UploadHeader, values: torch.Tensor) -> None:
     if count := int(culprits.sum()):
         first = header.spec.name_of(int(culprits.to(torch.uint8).argmax()), header.absent)
         raise InvalidRequestError(
-            f"{describe(header.spec)}: {count} of {values.numel()} values are NaN or infinite, the "
-            f"first is {first}; nothing of this partition was applied, and its sequence number is "
-            "still free",
+            f"{describe(header.spec)}: {count} of {values.numel()} values are NaN or infinite, "
+            f"the first at {first}; the partition is unchanged, and its sequence number can be "
+            "reused",
             reason="GRADIENT_NOT_FINITE",
         )
 
@@ -293,13 +291,13 @@ def _check_rows_finite(spec: PartitionSpec, ids: Ids, gradients: Values) -> None
     if count := int(culprits.sum()):
         raise InvalidRequestError(
             f"{describe(spec)}: the gradients of {count} of {len(ids)} rows are NaN or infinite, "
-            f"the first is of id {ids[culprits][0]}; nothing of this partition was applied, and "
-            "its sequence number is still free",
+            f"the first with id {ids[culprits][0]}; the partition is unchanged, and its sequence "
+            "number can be reused",
             reason="GRADIENT_NOT_FINITE",
         )
 
 
 def _wrong_rows(spec: PartitionSpec, what: str) -> InvalidRequestError:
     return InvalidRequestError(
-        f"{describe(spec)}: {what}; nothing of this partition was applied", reason="ROWS_INVALID"
+        f"{describe(spec)}: {what}; the partition is unchanged", reason="ROWS_INVALID"
     )

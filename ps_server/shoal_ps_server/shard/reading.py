@@ -63,8 +63,8 @@ class Reading:
     def _check_held(self) -> None:
         if self._given_up and not self._promised:
             raise UnavailableError(
-                "the values were read too slowly: copies for readers hold "
-                f"{MOST_COPIES_BYTES >> 20} MiB already; pull again",
+                "the values were read too slowly, and copies for readers already take "
+                f"{MOST_COPIES_BYTES >> 20} MiB; pull again",
                 reason="PULL_TOO_SLOW",
                 retry_after=RETRY_AFTER,
             )

@@ -166,15 +166,15 @@ class Shard:
         / STALE_SHARD_MAP for one that has moved to another server since its request was checked."""
         if spec.partition_id in self._frozen:
             raise UnavailableError(
-                f"{describe(spec)} is moving to another server: fetch the shard map again from the "
-                "coordinator, and try again",
+                f"{describe(spec)} is moving to another server; fetch the shard map again from "
+                "the coordinator, and try again",
                 reason="PARTITION_MOVING",
                 retry_after=MOVING_RETRY,
             )
         if spec.partition_id not in self._partitions:
             raise PreconditionError(
-                f"{describe(spec)} has moved to another server: fetch the shard map again from the "
-                "coordinator",
+                f"{describe(spec)} has moved to another server; fetch the shard map again from "
+                "the coordinator",
                 reason="STALE_SHARD_MAP",
             )
 
@@ -243,7 +243,7 @@ class Shard:
         partition = self._open(header.spec)
         if self._optimizer is None:
             raise PreconditionError(
-                "this server has no optimizer: send ConfigureOptimizer before Push",
+                "this server has no optimizer; send ConfigureOptimizer before Push",
                 reason="OPTIMIZER_UNCONFIGURED",
             )
         duplicate = self._is_known(partition, header)

@@ -84,9 +84,9 @@ class TableRows(Partition):
             culprits = ~np.isfinite(array.reshape(len(ids), -1)).all(axis=1)
             if count := int(culprits.sum()):
                 raise InvalidRequestError(
-                    f"{describe(self.spec)}: the update would make {name} of {count} of {len(ids)} "
-                    f"rows NaN or infinite, the first is of id {ids[culprits][0]}; nothing of this "
-                    "partition was applied, and its sequence number is still free. Lower the "
+                    f"{describe(self.spec)}: the update would make {name} of {count} of "
+                    f"{len(ids)} rows NaN or infinite, the first with id {ids[culprits][0]}. The "
+                    "partition is unchanged, and its sequence number can be reused. Lower the "
                     "table's learning rate, or the loss",
                     reason="RESULT_NOT_FINITE",
                 )
@@ -101,18 +101,18 @@ class TableRows(Partition):
         nbytes = (len(self.rows) + more) * self.rows.row_bytes
         if nbytes > LARGEST_BUCKET_BYTES:
             raise LimitError(
-                f"{describe(self.spec)}: {len(self.rows) + more} rows are {nbytes} bytes, a bucket "
-                f"holds {LARGEST_BUCKET_BYTES}; nothing of this partition was applied. Declare the "
-                "table with more buckets, or with max_rows or max_age",
+                f"{describe(self.spec)}: {len(self.rows) + more} rows take {nbytes} bytes, but a "
+                f"bucket may have at most {LARGEST_BUCKET_BYTES}; the partition is unchanged. "
+                "Declare the table with more buckets, or with max_rows or max_age",
                 reason="MEMORY_EXHAUSTED",
             )
         try:
             self.rows.reserve(more)
         except MemoryError as error:
             raise LimitError(
-                f"{describe(self.spec)}: there is no memory for {more} more rows; nothing of this "
-                "partition was applied. Give the server more memory, the job more servers, or the "
-                "table max_rows or max_age",
+                f"{describe(self.spec)}: not enough memory for {more} more rows; the partition is "
+                "unchanged. Give the server more memory, the job more servers, or the table "
+                "max_rows or max_age",
                 reason="MEMORY_EXHAUSTED",
             ) from error
 
@@ -158,20 +158,21 @@ class TableRows(Partition):
         for name, array in (("rows", image.values), *image.state.items()):
             if not np.isfinite(array).all():
                 raise InvalidRequestError(
-                    f"{describe(self.spec)}: {name} with NaN or infinity; nothing was changed",
+                    f"{describe(self.spec)}: {name} contains NaN or infinity; nothing was changed",
                     reason="ROWS_INVALID",
                 )
         if (nbytes := len(image.ids) * begun.row_bytes) > LARGEST_BUCKET_BYTES:
             raise LimitError(
-                f"{describe(self.spec)}: {len(image.ids)} rows are {nbytes} bytes, a bucket holds "
-                f"{LARGEST_BUCKET_BYTES}; nothing was changed. Declare the table with more buckets",
+                f"{describe(self.spec)}: {len(image.ids)} rows take {nbytes} bytes, but a bucket "
+                f"may have at most {LARGEST_BUCKET_BYTES}; nothing was changed. Declare the table "
+                "with more buckets",
                 reason="MEMORY_EXHAUSTED",
             )
         try:
             return Rows(bucket.spec, bucket.dim, image)
         except MemoryError as error:
             raise LimitError(
-                f"{describe(self.spec)}: there is no memory for {nbytes} bytes of rows; nothing "
+                f"{describe(self.spec)}: not enough memory for {nbytes} bytes of rows; nothing "
                 "was changed. Give the server more memory, or the job more servers",
                 reason="MEMORY_EXHAUSTED",
             ) from error

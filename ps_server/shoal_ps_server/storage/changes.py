@@ -90,7 +90,7 @@ class Changes:
             await asyncio.wait(pending)
         if self.is_broken:
             raise UnavailableError(
-                "this server is stopping, or another has taken its place; try again",
+                "this server is stopping, or another one has taken its place; try again",
                 reason="SERVER_STOPPING",
             )
 
@@ -111,8 +111,8 @@ class Changes:
                     raise
                 if self.holds:
                     raise UnavailableError(
-                        f"a change has waited {limit_s:g} s for this server's backup; ask the "
-                        "coordinator where the server is, and send it again",
+                        f"a change waited {limit_s:g} s for this server's backup; ask the "
+                        "coordinator for the current server, and send the change again",
                         reason="CHANGE_PENDING",
                     ) from error
 

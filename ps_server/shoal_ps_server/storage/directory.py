@@ -57,14 +57,15 @@ class DataDirectory:
             self._lock = os.open(path / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
             raise ConfigurationError(
-                f"data_dir={path}: {error}; give a directory that can be written to"
+                f"data_dir={path}: {error}; use a writable directory"
             ) from error
         try:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
             os.close(self._lock)
             raise ConfigurationError(
-                f"data_dir={path}: another server uses it; give each its own"
+                f"data_dir={path} is in use by another server; use a separate directory for each "
+                "server"
             ) from error
         self._finish_setting_aside()
         self.run = self._read_run()
@@ -86,8 +87,8 @@ class DataDirectory:
         image = read_snapshot(self.snapshot)
         if image is not None and (image.state.job_id, image.state.server_id) != (job_id, server_id):
             raise ConfigurationError(
-                f"data_dir={self.path} holds server {image.state.server_id!r} of job "
-                f"{image.state.job_id!r}, this is server {server_id!r} of job {job_id!r}; give "
+                f"data_dir={self.path} belongs to server {image.state.server_id!r} of job "
+                f"{image.state.job_id!r}, not to server {server_id!r} of job {job_id!r}; use "
                 "another directory",
                 reason="SNAPSHOT_FOREIGN",
             )
@@ -107,8 +108,7 @@ class DataDirectory:
             return recover(self._segments, image)
         except OSError as error:
             raise ConfigurationError(
-                f"data_dir={self.path}: {error}; see to its disk, and to who may read and write "
-                "there"
+                f"data_dir={self.path}: {error}; check its disk and permissions"
             ) from error
 
     def clear(self, *, job_id: str, server_id: str) -> None:
@@ -129,7 +129,7 @@ class DataDirectory:
             self._write(_RUN, f"{run}\n")
         except OSError as error:
             raise ConfigurationError(
-                f"data_dir={self.path}: {error}; make room on its disk"
+                f"data_dir={self.path}: {error}; free some space on its disk"
             ) from error
         self.run = run
 
@@ -162,7 +162,7 @@ class DataDirectory:
                 shutil.rmtree(folder)
         except OSError as error:
             raise ConfigurationError(
-                f"data_dir={self.path}: {error}; see to its disk, and to who may write there"
+                f"data_dir={self.path}: {error}; check its disk and permissions"
             ) from error
         self.run, self._segments = None, None
         return self.path / name

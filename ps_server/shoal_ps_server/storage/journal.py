@@ -244,7 +244,8 @@ class Journal:
         if self._holding and self._ready:
             self.give_up(
                 UnavailableError(
-                    "this server ends, and its backup has not confirmed the change; try again",
+                    "this server is stopping, and its backup has not confirmed the change; try "
+                    "again",
                     reason="SERVER_STOPPING",
                 )
             )
@@ -417,7 +418,7 @@ class Journal:
             return error
         if self._unwritten_batches:
             logger.info(
-                "the journal can be written again",
+                "resumed writing the journal",
                 extra={"batches_refused": self._unwritten_batches},
             )
             self._unwritten_batches, self._logged_at = 0, -math.inf
@@ -431,7 +432,7 @@ class Journal:
         if now >= self._logged_at + _LOG_EVERY_S:
             self._logged_at = now
             logger.error(
-                "the journal could not be written; updates are refused until it can be",
+                "could not write the journal; updates are refused until it is writable",
                 extra={"error": error, "batches_refused": self._unwritten_batches},
             )
 
@@ -472,8 +473,8 @@ def _fail(done: asyncio.Future[Any], error: BaseException) -> None:
 
 def _refusal(error: Exception) -> UnavailableError:
     return UnavailableError(
-        f"the update could not be written to the journal ({error}); nothing was applied. Values "
-        "can still be pulled; make room on the server's disk, and send it again",
+        f"could not write the update to the journal ({error}), so it was not applied; free some "
+        "space on the server's disk, and send the update again. Values can still be pulled",
         reason="JOURNAL_FAILED",
         retry_after=_RETRY_AFTER,
     )
@@ -483,7 +484,7 @@ def _ending(reason: Exception) -> UnavailableError:
     if isinstance(reason, UnavailableError):
         return reason
     return UnavailableError(
-        f"a change that is in the journal could not be made ({reason}): this server ends, and is "
-        "recovered when it is started again; try again",
+        f"could not apply a change from the journal ({reason}), so this server is exiting and "
+        "will recover when it is restarted; try again",
         reason="SERVER_STOPPING",
     )

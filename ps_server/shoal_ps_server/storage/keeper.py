@@ -87,13 +87,13 @@ class SnapshotKeeper:
         """
         if self._directory is None:
             raise PreconditionError(
-                "this server has no data directory: start it with --data-dir",
+                "this server has no data directory; start it with --data-dir",
                 reason="SNAPSHOTS_OFF",
             )
         async with self._writing:
             if self._state() is None:
                 raise PreconditionError(
-                    "this server holds no partitions yet: declare the job's tensors first",
+                    "this server holds no partitions yet; declare the job's tensors first",
                     reason="TENSORS_UNDECLARED",
                 )
             started = time.perf_counter()
@@ -106,7 +106,8 @@ class SnapshotKeeper:
                 state = replace(state, configuration=now.configuration)
             if self._changes.is_broken:
                 raise UnavailableError(
-                    "this server ends, to be recovered", reason="SERVER_STOPPING"
+                    "this server is exiting and will recover when it is restarted; try again",
+                    reason="SERVER_STOPPING",
                 )
             image = ServerImage(
                 state=state,
@@ -127,8 +128,8 @@ class SnapshotKeeper:
             except OSError as error:
                 self._metrics.snapshot_failures.inc()
                 raise UnavailableError(
-                    f"the snapshot could not be written to {self._directory.path}: {error}; make "
-                    "room on its disk",
+                    f"could not write the snapshot to {self._directory.path}: {error}; free some "
+                    "space on its disk",
                     reason="SNAPSHOT_FAILED",
                     retry_after=_RETRY_AFTER,
                 ) from error
@@ -212,7 +213,7 @@ class SnapshotKeeper:
             await asyncio.shield(self._forgetting)
         except OSError as error:
             logger.error(
-                "files of the journal that are not needed any more could not be removed",
+                "could not remove obsolete journal files",
                 extra={"error": error},
             )
 

@@ -130,8 +130,8 @@ class Moves:
         if wrong:
             since = "" if before is None else f" since epoch {before.epoch}"
             raise PreconditionError(
-                f"the shard map at epoch {layout.epoch} gives this server other partitions than it "
-                f"holds{since}: {_shown(wrong)} were handed over neither to it nor by it; start it "
+                f"the shard map at epoch {layout.epoch} assigns this server other partitions than "
+                f"it holds{since}: {_shown(wrong)} were not handed over to it or by it; start it "
                 "with an empty data directory, or use another job",
                 reason="LAYOUT_CONFLICT",
             )

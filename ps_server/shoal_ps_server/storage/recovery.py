@@ -230,16 +230,16 @@ def recover(segments: Segments, image: ServerImage | None) -> Recovered:
             ShoalError,
         ) as error:
             raise CorruptDataError(
-                f"record {made} of the journal ({record.kind}, {dict(record.fields)}) cannot be "
-                f"made again: {type(error).__name__}: {error}; remove the data directory to start "
-                "without values",
+                f"cannot replay record {made} of the journal ({record.kind}, "
+                f"{dict(record.fields)}): {type(error).__name__}: {error}; remove the data "
+                "directory to start without values",
                 reason="JOURNAL_CORRUPT",
             ) from error
         failpoint("recovery.record_made")
     failpoint("recovery.done")
     if made:
         logger.info(
-            "the journal was made again",
+            "replayed the journal",
             extra={"records": made, "seconds": round(time.perf_counter() - started, 3)},
         )
     return replay.recovered(next_file=max([0, *segments.numbers()]) + 1, last_end=segments.last_end)
@@ -438,14 +438,17 @@ class Replay:
             return  # the snapshot has it, or rows that were put in place after it
         if restoration > newest:
             raise ValueError(
-                f"it was made after restoration {restoration}, but the partition is at {newest}"
+                f"it was made after restoration {restoration}, but the partition is at restoration "
+                f"{newest}"
             )
         if version != have + 1:
-            raise ValueError(f"it leads to version {version}, but the partition is at {have}")
+            raise ValueError(
+                f"it leads to version {version}, but the partition is at version {have}"
+            )
         upload = Upload(header)
         upload.add(record.payload)
         if upload.missing:
-            raise ValueError(f"{record.payload.nbytes} bytes for {header.length} elements")
+            raise ValueError(f"it has {record.payload.nbytes} bytes for {header.length} elements")
         if record.kind == VALUES:
             self.shard.initialize(upload)
         else:

@@ -154,11 +154,12 @@ class Segments:
             last = numbers.pop()
             if last == first:
                 raise _corrupt(
-                    self.path(last), "its first record is not whole, and a snapshot has named it"
+                    self.path(last),
+                    "its first record is incomplete, although a snapshot refers to it",
                 )
             if any(found.durable for found in self._later(last, 0)):
                 raise _corrupt(
-                    self.path(last), "its first record is not whole, and others are behind it"
+                    self.path(last), "its first record is incomplete, although others follow it"
                 )
             self.path(last).unlink()  # a crash came while it was made
         if first and not numbers:
@@ -172,11 +173,11 @@ class Segments:
     def _records_of(self, number: int, *, last: bool) -> Iterator[Record]:
         path, data = self.path(number), self._data(number)
         if self._opening(number) is None:
-            raise _corrupt(path, "its first record is not whole, or that of another file")
+            raise _corrupt(path, "its first record is incomplete or belongs to another file")
         following = None if last else self._opening(number + 1)
         if following is None and not last:
             raise _corrupt(
-                self.path(number + 1), "its first record is not whole, or that of another file"
+                self.path(number + 1), "its first record is incomplete or belongs to another file"
             )
         counted = data.nbytes if following is None else int(following.fields["previous_end"])
         end = 0
@@ -188,12 +189,13 @@ class Segments:
             behind = list(self._later(number, end))
             if any(found.durable > end for found in behind):
                 raise _corrupt(
-                    path, f"damaged at byte {end}, which was on disk: a later record says so"
+                    path,
+                    f"its records end at byte {end}, but a later one shows that more was on disk",
                 )
             if behind:
                 logger.warning(
-                    "a crash left records behind a torn one: they are not made. With --fsync never "
-                    "they may have been acknowledged",
+                    "ignored records after one that a crash had torn; with --fsync never, they "
+                    "may have been acknowledged",
                     extra={"path": path, "byte": end, "records": len(behind)},
                 )
             # Data written by a killed process may not be on disk yet; from here on it must be.
@@ -201,7 +203,7 @@ class Segments:
             self.last_end = end
         elif end != counted:
             raise _corrupt(
-                path, f"damaged at byte {end}, and its records went on to byte {counted}"
+                path, f"its records end at byte {end}, but were written up to byte {counted}"
             )
 
     def _opening(self, number: int) -> Record | None:
@@ -215,15 +217,15 @@ class Segments:
             return None
         if not _OLDEST_READABLE <= (version := fields["version"]) <= FORMAT_VERSION:
             raise CorruptDataError(
-                f"{path} has format version {version}, this release reads {_OLDEST_READABLE} to "
-                f"{FORMAT_VERSION}; start the release that wrote it",
+                f"{path} has format version {version}, but this release reads {_OLDEST_READABLE} "
+                f"to {FORMAT_VERSION}; start the release that wrote it",
                 reason="JOURNAL_NEWER" if version > FORMAT_VERSION else "JOURNAL_OLDER",
             )
         theirs = Owner(job_id=fields["job_id"], server_id=fields["server_id"])
         if theirs != self._owner:
             raise ConfigurationError(
-                f"{path} is of server {theirs.server_id!r} of job {theirs.job_id!r}, this is "
-                f"server {self._owner.server_id!r} of job {self._owner.job_id!r}; give another "
+                f"{path} belongs to server {theirs.server_id!r} of job {theirs.job_id!r}, not to "
+                f"server {self._owner.server_id!r} of job {self._owner.job_id!r}; use another "
                 "directory",
                 reason="JOURNAL_FOREIGN",
             )
@@ -272,15 +274,15 @@ def sync_directory(directory: Path) -> None:
 
 def _missing(path: Path) -> CorruptDataError:
     return CorruptDataError(
-        f"{path} is missing: it has updates that were acknowledged; put it back, or remove the "
-        "data directory to start without values",
+        f"{path} is missing, but it held acknowledged updates; restore it, or remove the data "
+        "directory to start without values",
         reason="JOURNAL_CORRUPT",
     )
 
 
 def _corrupt(path: Path, what: str) -> CorruptDataError:
     return CorruptDataError(
-        f"{path} is damaged: {what}. Acknowledged updates are lost; put a copy of it in its place, "
+        f"{path} is damaged: {what}. Acknowledged updates are lost; restore the file from a copy, "
         "or remove the data directory to start without values",
         reason="JOURNAL_CORRUPT",
     )

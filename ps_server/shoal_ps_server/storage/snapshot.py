@@ -127,7 +127,8 @@ def read_snapshot(path: Path) -> ServerImage | None:
                     }
             if extra := set(file.keys()) - named:
                 raise ValueError(
-                    f"tensors that the metadata does not name: {', '.join(sorted(extra)[:5])}"
+                    "it has tensors that its metadata does not name: "
+                    f"{', '.join(sorted(extra)[:5])}"
                 )
     except CorruptDataError:
         raise
@@ -141,7 +142,7 @@ def read_snapshot(path: Path) -> ServerImage | None:
         AttributeError,
     ) as error:
         raise CorruptDataError(
-            f"{path} is damaged ({type(error).__name__}: {error}); put back a copy of the whole "
+            f"{path} is damaged ({type(error).__name__}: {error}); restore a copy of the whole "
             "data directory, or remove it to start without values",
             reason="SNAPSHOT_CORRUPT",
         ) from error
@@ -177,7 +178,9 @@ def partition_from_bytes(
         first, end = found["data_offsets"]
         dtype, shape = _DTYPES[found["dtype"]], tuple(map(int, found["shape"]))
         if math.prod(shape) * dtype.itemsize != end - first:
-            raise ValueError(f"tensor {name!r} of shape {shape} in {end - first} bytes")
+            raise ValueError(
+                f"tensor {name!r} of shape {shape} does not match its size of {end - first} bytes"
+            )
         tensor = torch.empty(shape, dtype=dtype)
         bytes_of(tensor)[:] = data[begin + first : begin + end]
         return tensor
@@ -282,17 +285,17 @@ def _header(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, str]) ->
 def _checked_metadata(path: Path, metadata: Mapping[str, str]) -> dict[str, Any]:
     if metadata.get("format") != FORMAT:
         raise CorruptDataError(
-            f"{path} is a safetensors file, but no snapshot of a parameter server "
-            f"(format={metadata.get('format')!r}); remove it, or give another --data-dir",
+            f"{path} is a safetensors file but not a snapshot of a parameter server "
+            f"(format={metadata.get('format')!r}); remove it, or use another --data-dir",
             reason="SNAPSHOT_FOREIGN",
         )
     text = metadata["shoal"]
     if f"{checksum(text.encode()):016x}" != metadata["xxh3"]:
-        raise ValueError("the metadata fails its checksum")
+        raise ValueError("the metadata does not match its checksum")
     parsed: dict[str, Any] = json.loads(text)
     if not _OLDEST_READABLE <= (version := parsed["version"]) <= FORMAT_VERSION:
         raise CorruptDataError(
-            f"{path} has format version {version}, this release reads {_OLDEST_READABLE} to "
+            f"{path} has format version {version}, but this release reads {_OLDEST_READABLE} to "
             f"{FORMAT_VERSION}; start the release that wrote it",
             reason="SNAPSHOT_NEWER" if version > FORMAT_VERSION else "SNAPSHOT_OLDER",
         )
@@ -308,13 +311,13 @@ def _partition(
 ) -> PartitionImage:
     if entry["partition_id"] != spec.partition_id:
         raise ValueError(
-            f"partition {entry['partition_id']} with the pieces of partition {spec.partition_id}"
+            f"partition {entry['partition_id']} has the pieces of partition {spec.partition_id}"
         )
     tensors: dict[str, torch.Tensor] = {}
     for name, digest in entry["digests"].items():
         tensor = read(name)
         if f"{checksum(bytes_of(tensor)):016x}" != digest:
-            raise ValueError(f"tensor {name!r} fails its checksum")
+            raise ValueError(f"tensor {name!r} does not match its checksum")
         tensors[name.removeprefix(prefix)] = tensor
     if spec.bucket is not None:
         return _bucket(spec, spec.bucket, entry, tensors)
@@ -333,7 +336,7 @@ def _partition(
     bounds = [0, *(run.end for run in runs)]
     if runs and ([run.first for run in runs] != bounds[:-1] or bounds[-1] != len(spec.pieces)):
         raise ValueError(
-            f"the runs of partition {spec.partition_id} are not its {len(spec.pieces)} pieces"
+            f"the runs of partition {spec.partition_id} do not cover its {len(spec.pieces)} pieces"
         )
     if tensors:
         raise ValueError(f"tensor {min(tensors)!r} is not a state of the optimizer")
@@ -368,7 +371,7 @@ def _bucket(
         },
     }
     if {name: (array.shape, array.dtype.type) for name, array in arrays.items()} != expected:
-        raise ValueError(f"the rows of partition {spec.partition_id} are not what the layout says")
+        raise ValueError(f"the rows of partition {spec.partition_id} do not match the layout")
     return PartitionImage(
         spec=spec,
         version=int(entry["version"]),
@@ -397,7 +400,7 @@ def _run(
 ) -> RunImage:
     """Extracts a run's tensors from a partition's."""
     if not 0 <= first < end <= len(spec.pieces):
-        raise ValueError(f"partition {spec.partition_id} has no run of the pieces {first} to {end}")
+        raise ValueError(f"partition {spec.partition_id} has no run of pieces {first} to {end}")
     if optimizer is None:
         return RunImage(first=first, end=end, state={})
     prefix = f"{spec.partition_id}:state:{place}:"
@@ -418,8 +421,8 @@ def _check_shape(
 ) -> None:
     if tuple(tensor.shape) != (length,) or tensor.dtype != dtype:
         raise ValueError(
-            f"{name} of partition {spec.partition_id} is {tensor.dtype}{list(tensor.shape)}, the "
-            "layout says otherwise"
+            f"{name} of partition {spec.partition_id} is {tensor.dtype}{list(tensor.shape)}; "
+            f"expected {dtype}{[length]}"
         )
 
 

@@ -114,9 +114,9 @@ def _find_shape(script: Script) -> _Shape:
         used.update(module or [alias.name for alias in imported.names])
     for library, page in _OTHER_LIBRARIES.items():
         if script.imports(library) or any(f"{each}.".startswith(f"{library}.") for each in used):
-            raise _Unclear(f"the script uses {library}: docs/migration/{page}")
+            raise _Unclear(f"the script uses {library}; see docs/migration/{page}")
     if script.imports("shoal"):
-        raise _Unclear("the script uses Shoal already")
+        raise _Unclear("the script already uses Shoal")
     loops = script.training_loops()
     if len(loops) != 1:
         raise _Unclear(f"the script has {len(loops)} training loops", loops[1] if loops else None)
@@ -126,7 +126,7 @@ def _find_shape(script: Script) -> _Shape:
     scope = script.scope(epochs)
     block = script.tree.body if scope is None else scope.body
     if epochs not in block:
-        raise _Unclear("the loop over epochs is within another statement", epochs)
+        raise _Unclear("the loop over epochs is inside another statement", epochs)
     if scope is not None and scope not in script.unguarded_scopes:
         raise _Unclear(f"{scope.name}() may not run on all ranks", scope)
     inner = _only([part for part in epochs.body if _trains(script, part)], "batches", epochs)
@@ -139,16 +139,16 @@ def _find_shape(script: Script) -> _Shape:
     optimizer, step = _step(script, inner)
     scheduler = _scheduler(script, inner, step)
     if inner.body.index(step) < inner.body.index(backward):
-        raise _Unclear("the optimizer's step is before backward()", step)
+        raise _Unclear("the optimizer's step comes before backward()", step)
     made, model = _optimizer(script, block, optimizer)
     loader, loader_call = _loader(script, block, inner)
     for statement in (made, script.statement(loader_call)):
         if block.index(statement) > block.index(epochs):
-            raise _Unclear("made after the training loop", statement)
+            raise _Unclear("created after the training loop", statement)
     _check_names(script, block, made, inner, (model, optimizer, loader))
     for whole in (made, backward, step, scheduler):
         if whole is not None and not _has_lines_of_its_own(script, whole):
-            raise _Unclear("more than one statement in a line", whole)
+            raise _Unclear("more than one statement on a line", whole)
     imports = (
         part
         for part in script.tree.body
@@ -157,7 +157,7 @@ def _find_shape(script: Script) -> _Shape:
     )
     first_import = next(imports, None)
     if first_import is None:
-        raise _Unclear("no import at the script's beginning")
+        raise _Unclear("the script has no top-level import")
     return _Shape(
         first_import=first_import,
         block=block,
@@ -197,7 +197,9 @@ def _trains(script: Script, part: ast.stmt) -> bool:
 
 def _only(found: list[ast.stmt], what: str, loop: ast.AST) -> ast.stmt:
     if len(found) != 1:
-        raise _Unclear(f"expected one loop over {what} directly in it, found {len(found)}", loop)
+        raise _Unclear(
+            f"expected one loop over {what} directly inside it, found {len(found)}", loop
+        )
     return found[0]
 
 
@@ -219,7 +221,7 @@ def _backward(script: Script, inner: ast.For) -> tuple[ast.stmt, str]:
         or statement.value is not calls[0]
     ):
         raise _Unclear(
-            "expected one backward() directly in the loop over batches, under no condition",
+            "expected one unconditional backward() directly in the loop over batches",
             statement,
         )
     of = calls[0].func
@@ -245,8 +247,8 @@ def _step(script: Script, inner: ast.For) -> tuple[str, ast.stmt]:
         or statement.value is not calls[0]
     ):
         raise _Unclear(
-            "expected one optimizer.step() directly in the loop over batches, under no condition "
-            "and without arguments",
+            "expected one unconditional optimizer.step() without arguments directly in the loop "
+            "over batches",
             statement,
         )
     function = calls[0].func
@@ -266,7 +268,7 @@ def _scheduler(script: Script, inner: ast.For, step: ast.stmt) -> ast.stmt | Non
         return None
     below = inner.body[inner.body.index(step) + 1 :][:1]
     if others != below or others[0].lineno != others[0].end_lineno:
-        raise _Unclear("expected a scheduler's step directly below the optimizer's", others[0])
+        raise _Unclear("expected a scheduler's step directly after the optimizer's", others[0])
     return others[0]
 
 
@@ -290,7 +292,7 @@ def _optimizer(script: Script, block: list[ast.stmt], name: str) -> tuple[ast.st
         or not name.isidentifier()
     ):
         raise _Unclear(
-            "expected one optimizer of torch.optim, made beside the loop",
+            "expected one optimizer of torch.optim, created in the same block as the loop",
             made[-1] if made else None,
         )
     assert isinstance(made[0].value, ast.Call)
@@ -302,7 +304,7 @@ def _optimizer(script: Script, block: list[ast.stmt], name: str) -> tuple[ast.st
         or parameters.args
         or not isinstance(parameters.func.value, ast.Name)
     ):
-        raise _Unclear(f"{name} is not made of model.parameters()", made[0])
+        raise _Unclear(f"{name} is not created from model.parameters()", made[0])
     return made[0], parameters.func.value.id
 
 
@@ -323,15 +325,15 @@ def _loader(script: Script, block: list[ast.stmt], inner: ast.For) -> tuple[str,
         and script.full_name(part.value.func) in DATA_LOADERS
     ]
     if len(made) != 1:
-        raise _Unclear(f"{name} is no DataLoader made beside the loop", inner)
+        raise _Unclear(f"{name} is not a DataLoader created in the same block as the loop", inner)
     call = made[0].value
     assert isinstance(call, ast.Call)
     names = {each.arg for each in call.keywords}
     if len(call.args) > 3 or None in names or names & _NOT_DEALT:
-        raise _Unclear(f"{name} has a sampler or worker_init_fn, or may have", call)
+        raise _Unclear(f"{name} has, or may have, a sampler or worker_init_fn", call)
     for use in script.of_type(ast.Name):
         if use.id == name and isinstance(use.ctx, ast.Load) and not _is_read(script, use):
-            raise _Unclear(f"{name} is used other than in a `for`, enumerate() or len()", use)
+            raise _Unclear(f"{name} is used outside of a `for`, enumerate() or len()", use)
     return name, call
 
 
@@ -365,19 +367,19 @@ def _check_names(
         and script.scope(node) is scope
     ]
     if len(made_once) != 2:
-        raise _Unclear(f"{optimizer} or {loader} is bound more than once", made_once[-1])
+        raise _Unclear(f"{optimizer} or {loader} is assigned more than once", made_once[-1])
     later = {node for part in block[block.index(made) + 1 :] for node in ast.walk(part)}
     for rebound in script.of_type(ast.Name):
         bound = rebound.id == model and not isinstance(rebound.ctx, ast.Load)
         if bound and rebound in later and script.scope(rebound) is scope:
-            raise _Unclear(f"{model} is bound again after {optimizer} was made", rebound)
+            raise _Unclear(f"{model} is assigned again after {optimizer} was created", rebound)
     for shared in script.of_type(ast.Global, ast.Nonlocal):
         if set(shared.names) & set(names):
-            raise _Unclear("a function binds the model, the optimizer or the loader", shared)
+            raise _Unclear("a function assigns the model, the optimizer or the loader", shared)
     for part in block[: block.index(made)]:
         for node in ast.walk(part):
             if _takes_hold(script, node, model) and not _names_again(part, model):
-                raise _Unclear(f"{model} may be kept elsewhere before it is replaced", node)
+                raise _Unclear(f"{model} may be stored elsewhere before it is replaced", node)
     if not any(
         isinstance(call, ast.Call) and ast.unparse(call.func) == model for call in ast.walk(inner)
     ):

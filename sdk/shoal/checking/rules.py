@@ -89,15 +89,15 @@ def _files(script: Script) -> Iterator[Finding]:
         if name == "torch.save":
             remedy = (
                 "shoal.save_checkpoint(directory) on every rank, or `if shoal.is_main_process():` "
-                "around it; a model's values come from model.full_state_dict(), called on every "
+                "around it; get a model's values from model.full_state_dict(), called on every "
                 "rank before"
             )
         else:
             remedy = "`if shoal.is_main_process():` around it, or a path with shoal.rank() in it"
         yield _finding(
             call,
-            f"{name or last_name(call)}() writes {ast.unparse(path)} on every rank: they overwrite "
-            "each other's file",
+            f"{name or last_name(call)}() writes {ast.unparse(path)} on every rank, so ranks "
+            "overwrite each other's file",
             remedy,
         )
 
@@ -169,27 +169,27 @@ def _output(script: Script) -> Iterator[Finding]:
         if kind == "print":
             yield _finding(
                 call,
-                "print() on every rank: the same line once for each worker",
+                "print() on every rank prints the same line once per worker",
                 "shoal.print_once(...)",
             )
         elif kind == "bar" and not any(each.arg == "disable" for each in call.keywords):
             yield _finding(
                 call,
                 f"{last_name(call)}() on every rank: the workers' bars overwrite each other",
-                f"{last_name(call)}(..., disable=not shoal.is_main_process()); `shoal run` shows a "
-                "bar of its own",
+                f"{last_name(call)}(..., disable=not shoal.is_main_process()); `shoal run` shows "
+                "its own bar",
             )
         elif kind == "log":
             yield _finding(
                 call,
-                f"{last_name(call)}() on every rank: each message once for each worker",
+                f"{last_name(call)}() on every rank logs each message once per worker",
                 "level=logging.INFO if shoal.is_main_process() else logging.WARNING, and files "
                 "within `if shoal.is_main_process():`",
             )
         elif kind == "record":
             yield _finding(
                 call,
-                f"{last_name(call)}() on every rank: one record for each worker, and another for "
+                f"{last_name(call)}() on every rank writes one record per worker, and another for "
                 "each replacement",
                 "`if shoal.is_main_process():` around it, or shoal.track(shoal.TensorBoard(...)) "
                 "with shoal.report(...)",
@@ -208,7 +208,7 @@ def _data(script: Script) -> Iterator[Finding]:
         elif _evaluates(script, loop) and script.runs_on_all_ranks(loop):
             yield _finding(
                 loop,
-                "validation of the entire set on every rank: as slow as on one",
+                "every rank validates the entire dataset, which is as slow as on one rank",
                 "shoal.evaluate(model, loader, fn), where fn(model, batch) returns sums",
             )
 
@@ -218,13 +218,15 @@ def _plain_loader(loader: ast.Call) -> Finding:
     if sampler is not None:
         return _finding(
             loader,
-            "DataLoader of a training loop deals only for the ranks that its sampler knows, if any",
+            "the DataLoader of the training loop deals samples only to the ranks that its sampler "
+            "knows, if any",
             "shoal.ElasticDataLoader(dataset, global_batch_size=...), and `for epoch in "
             "loader.epochs(n)`",
         )
     return _finding(
         loader,
-        "DataLoader of a training loop is not dealt: every rank trains on the same batches",
+        "the DataLoader of the training loop is not distributed: every rank trains on the same "
+        "batches",
         "shoal.ElasticDataLoader(dataset, global_batch_size=...), or "
         "shoal.ElasticDataLoader.from_dataloader(loader), and `for epoch in loader.epochs(n)`",
     )
@@ -321,10 +323,12 @@ def _until(script: Script, node: ast.AST, end: ast.AST) -> Iterator[ast.AST]:
 
 
 def _unregistered(made: ast.Assign, name: str, value: ast.AST) -> Finding:
-    what = f"{name} decides in the training loop, and a joiner's {name} is {ast.unparse(value)}"
+    what = f"the training loop depends on {name}, but a joiner's {name} is {ast.unparse(value)}"
     if set(name.lower().split("_")) & _STEP_NAMES:
         return _finding(
-            made, what, "loader.global_step, the run's own count, in place of a count of the script"
+            made,
+            what,
+            "loader.global_step, which counts the run's steps, instead of the script's own count",
         )
     return _finding(
         made,
@@ -368,9 +372,9 @@ def _copies(script: Script) -> Iterator[Finding]:
         ):
             yield _finding(
                 made,
-                f"{target.id} is a copy that the loop updates, and a joiner's copy is a fresh one",
+                f"{target.id} is a copy that the loop updates, but a joiner's copy is new",
                 f"shoal.register_state({target.id}={target.id}), or "
-                "torch.optim.swa_utils.AveragedModel, which is registered by itself",
+                "torch.optim.swa_utils.AveragedModel, which is registered automatically",
             )
 
 
@@ -387,9 +391,9 @@ def _made_in_loops(script: Script) -> Iterator[Finding]:
         if kind and script.is_in_training_loop(call):
             yield _finding(
                 call,
-                f"{kind} made within the training loop: its state begins again in every pass, and "
-                "in a joiner",
-                f"make the {kind} once, before the loop",
+                f"{kind} created within the training loop: its state starts over in every "
+                "iteration, and in a joiner",
+                f"create the {kind} once, before the loop",
             )
 
 
@@ -409,7 +413,7 @@ def _seeds(script: Script) -> Iterator[Finding]:
         if not call.args or words & {"time", "rank", "urandom", "getpid", "now", "randint"}:
             yield _finding(
                 call,
-                "seed differs between ranks, and a replaced worker draws other numbers",
+                "the seed differs between ranks, and a replacement draws different numbers",
                 "the same constant on every rank; ElasticDataLoader(seed=...) seeds each batch",
             )
 
@@ -458,27 +462,27 @@ def _left_over(script: Script) -> Iterator[Finding]:
         ):
             yield _finding(
                 call,
-                f"{last_name(call)}(): a process group of torch's own breaks when a worker dies",
-                "remove it; shoal.process_group() is the group of today's ranks",
+                f"{last_name(call)}(): torch's own process group breaks when a worker dies",
+                "remove it; shoal.process_group() is the group of the current ranks",
             )
         elif name in _WRAPPERS:
             yield _finding(
                 call,
-                f"{last_name(call)}(): synchronizes with ranks that may be gone",
+                f"{last_name(call)}() synchronizes with ranks that may be gone",
                 "model, optimizer = shoal.as_distributed(model, optimizer), after the optimizer "
-                "was made",
+                "is created",
             )
         elif name in _SAMPLERS:
             yield _finding(
                 call,
-                "DistributedSampler deals for the ranks that it began with, and repeats samples",
+                "DistributedSampler deals samples only to the initial ranks, and repeats samples",
                 "shoal.ElasticDataLoader(dataset, global_batch_size=...)",
             )
         elif name in _COLLECTIVES and not any(each.arg == "group" for each in call.keywords):
             yield _finding(
                 call,
-                f"torch.distributed.{last_name(call)}() without group=: there is no default group "
-                "in an elastic job",
+                f"torch.distributed.{last_name(call)}() without group=, but an elastic job has no "
+                "default group",
                 _COLLECTIVES[name],
             )
     yield from _rank_variables(script)
@@ -495,7 +499,7 @@ def _rank_variables(script: Script) -> Iterator[Finding]:
         if read and isinstance(key, ast.Constant) and key.value in _RANK_VARIABLES:
             yield _finding(
                 node,
-                f"{key.value} of the environment is not the rank after a worker has died or joined",
+                f"the environment's {key.value} is outdated once a worker has died or joined",
                 _RANK_VARIABLES[key.value],
             )
 
@@ -505,13 +509,15 @@ def _devices(script: Script) -> Iterator[Finding]:
     for call in script.calls():
         if isinstance(call.func, ast.Attribute) and call.func.attr == "cuda":
             yield _finding(
-                call, ".cuda() is GPU 0 on every rank until as_distributed was called", remedy
+                call, ".cuda() uses GPU 0 on every rank until as_distributed is called", remedy
             )
         elif script.full_name(call.func) == "torch.cuda.set_device":
-            yield _finding(call, "set_device() chooses a GPU that Shoal chooses by itself", remedy)
+            yield _finding(call, "set_device() overrides the GPU that Shoal chooses", remedy)
     for node in script.of_type(ast.Constant):
         if isinstance(node.value, str) and re.fullmatch(r"cuda:\d+", node.value):
-            yield _finding(node, f'"{node.value}" is one GPU for all ranks of a machine', remedy)
+            yield _finding(
+                node, f'"{node.value}" is the same GPU for all ranks of a machine', remedy
+            )
 
 
 def _trainers(script: Script) -> Iterator[Finding]:
@@ -520,26 +526,27 @@ def _trainers(script: Script) -> Iterator[Finding]:
         if name == "transformers.Trainer":
             yield _finding(
                 call,
-                "Trainer of transformers: when a worker dies, all are started again",
+                "transformers' Trainer restarts all workers when one dies",
                 "from shoal.integrations.transformers import Trainer, TrainingArguments",
             )
         elif re.fullmatch(r"(lightning|pytorch_lightning)(\.pytorch)?\.Trainer", name):
             if not script.imports("shoal.integrations.lightning"):
                 yield _finding(
                     call,
-                    "Trainer of Lightning: when a worker dies, all are started again",
-                    "strategy=shoal.integrations.lightning's strategy: docs/guides/trainers.md",
+                    "Lightning's Trainer restarts all workers when one dies",
+                    "ShoalStrategy of shoal.integrations.lightning; see docs/guides/trainers.md",
                 )
         elif name == "accelerate.Accelerator":
             yield _finding(
                 call,
-                "Accelerator: when a worker dies, all are started again",
-                "shoal.as_distributed and shoal.ElasticDataLoader: docs/migration/accelerate.md",
+                "Accelerator: all workers are restarted when one dies",
+                "shoal.as_distributed and shoal.ElasticDataLoader; see "
+                "docs/migration/accelerate.md",
             )
         elif name == "deepspeed.initialize":
             yield _finding(
                 call,
-                "deepspeed.initialize: when a worker dies, all are started again",
+                "deepspeed.initialize: all workers are restarted when one dies",
                 'shoal.as_distributed(..., strategy="zero2"): docs/migration/deepspeed.md',
             )
 
@@ -552,7 +559,7 @@ def _not_distributed(script: Script) -> Iterator[Finding]:
         if "step" in {last_name(part) for part in ast.walk(loop) if isinstance(part, ast.Call)}:
             yield _finding(
                 loop,
-                "training loop without as_distributed: every rank trains a model of its own",
+                "training loop without as_distributed: every rank trains its own model",
                 "model, optimizer = shoal.as_distributed(model, optimizer) before the loop",
             )
             return

@@ -99,11 +99,11 @@ def _described(error: OSError) -> str:
     """Returns the error's text, with a remedy if the machine rather than the command is at
     fault."""
     if error.errno == errno.ENOSPC:
-        return f"{error}: free some space, or set TMPDIR to a directory on another disk"
+        return f"{error}; free some space, or set TMPDIR to a directory on another disk"
     if error.errno == errno.ENOENT and "temporary directory" in str(error):
-        return f"{error.strerror}: set TMPDIR to a directory that you can write to"
+        return f"{error.strerror}; set TMPDIR to a writable directory"
     if error.errno in (errno.EROFS, errno.EACCES):
-        return f"{error}: name a directory that you can write to (TMPDIR holds a run's own files)"
+        return f"{error}; use a writable directory (TMPDIR holds a run's own files)"
     return str(error)
 
 

@@ -12,9 +12,11 @@ from typing import Annotated, Any, Final, get_type_hints
 import typer
 
 Script = Annotated[
-    str, typer.Argument(help="The training script; with -m a module.", show_default=False)
+    str, typer.Argument(help="Training script; with -m a module.", show_default=False)
 ]
-Arguments = Annotated[list[str] | None, typer.Argument(help="Its arguments.", show_default=False)]
+Arguments = Annotated[
+    list[str] | None, typer.Argument(help="Arguments of the script.", show_default=False)
+]
 Module = Annotated[
     bool,
     typer.Option(
@@ -28,16 +30,15 @@ Module = Annotated[
 Servers = Annotated[
     int,
     typer.Option(
-        help="Parameter servers of the job, for async_sgd and sparse tables. Without, a cluster of "
-        "the run's own starts one for a script "
-        "that asks."
+        help="Number of parameter servers, for async_sgd and sparse tables. By default, a run's "
+        "own cluster starts one if the script asks for it."
     ),
 ]
 ServerBackups = Annotated[
     int,
     typer.Option(
-        help="Backups of each parameter server, 0 or 1: with one, a server that dies is replaced "
-        "at once.",
+        help="Number of backups of each parameter server, 0 or 1. With one, a server that dies is "
+        "replaced at once.",
         min=0,
         max=1,
     ),
@@ -45,8 +46,8 @@ ServerBackups = Annotated[
 MaxServers = Annotated[
     int,
     typer.Option(
-        help="Parameter servers at most: those started later get a share while training continues. "
-        "Default: --servers.",
+        help="Maximum number of parameter servers. Those started later receive a share while "
+        "training continues. Default: --servers.",
         min=0,
     ),
 ]
@@ -54,22 +55,23 @@ RecordDirectory = Annotated[
     Path | None,
     typer.Option(
         "--record-dir",
-        help="Record every sample index and commit there, as JSON lines.",
+        help="Record every sample index and commit in this directory, as JSON lines.",
         show_default=False,
     ),
 ]
 Metrics = Annotated[
     bool,
     typer.Option(
-        help="Workers serve Prometheus metrics, at SHOAL_METRICS_LISTEN or any port of loopback."
+        help="Serve Prometheus metrics from the workers, at SHOAL_METRICS_LISTEN or any loopback "
+        "port."
     ),
 ]
 Warm = Annotated[
     bool,
     typer.Option(
         "--warm/--no-warm",
-        help="Fork workers from a process that has imported torch; --no-warm: a fresh interpreter "
-        "for each.",
+        help="Fork workers from a process that has imported torch; --no-warm starts a fresh "
+        "interpreter for each.",
         envvar="SHOAL_WARM",
     ),
 ]
@@ -77,26 +79,25 @@ Progress = Annotated[
     bool,
     typer.Option(
         "--progress/--no-progress",
-        help="Show how far an elastic run is: a bar on a terminal, else a line to standard error "
-        "every 30 s.",
+        help="Show the progress of an elastic run: a bar on a terminal, otherwise a line on "
+        "standard error every 30 s.",
     ),
 ]
 Plot = Annotated[
     Path | None,
     typer.Option(
         metavar="FILE.png|FILE.svg",
-        help="Draw the loss, other reported numbers and the throughput over time there at the end, "
-        "with faults, joins and leaves. "
-        "Needs matplotlib: the extra [plot].",
+        help="Draw the loss, other reported numbers and the throughput over time to this file at "
+        "the end, with faults, joins and leaves. Needs matplotlib: the extra [plot].",
         show_default=False,
     ),
 ]
 MaxRestarts = Annotated[
     int | None,
     typer.Option(
-        help="How often workers are started again: a plain script's all together, elastic ones "
-        "each by itself. "
-        "Default: 0; 3 for elastic workers that did not raise, but were killed or evicted.",
+        help="How often workers are restarted: those of a plain script all together, elastic ones "
+        "one by one. Default: 0, or 3 for elastic workers that were killed or evicted "
+        "without raising an exception.",
         envvar="PET_MAX_RESTARTS",
         show_envvar=False,
         show_default=False,
@@ -105,8 +106,8 @@ MaxRestarts = Annotated[
 MinWorkers = Annotated[
     int | None,
     typer.Option(
-        help="Fewest workers that training continues with once it has begun. Default: 1; with "
-        "--nnodes MIN:MAX the workers of MIN machines.",
+        help="Minimum number of workers to continue training with once it has begun. Default: 1; "
+        "with --nnodes MIN:MAX the workers of MIN machines.",
         show_default=False,
     ),
 ]
@@ -114,36 +115,35 @@ FailFast = Annotated[
     bool,
     typer.Option(
         "--fail-fast/--no-fail-fast",
-        help="An elastic worker that raises, and is not started again, ends the job. Else the "
-        "others continue, and the status is its own.",
+        help="End the job if an elastic worker raises an exception and is not restarted. "
+        "Otherwise the others continue, and the exit status is that worker's.",
     ),
 ]
 FailOnStop = Annotated[
     bool,
     typer.Option(
         "--fail-on-stop",
-        help="The status of a run that `shoal stop` ended is 75 (unfinished), not 0.",
+        help="Exit with status 75 (unfinished) instead of 0 if `shoal stop` ended the run.",
     ),
 ]
 FromScratch = Annotated[
     bool,
     typer.Option(
         "--allow-restart-from-scratch",
-        help="Begin again at step 0 when all workers that held the training state are dead and the "
-        "script loads no checkpoint. "
-        "Else that is an error.",
+        help="Begin again at step 0 if all workers with the training state have died and the "
+        "script loads no checkpoint. Otherwise that is an error.",
     ),
 ]
 Coordinator = Annotated[
     str | None,
     typer.Option(
-        help="HOST:PORT of the coordinator. Default: that of the newest cluster here.",
+        help="HOST:PORT of the coordinator. Default: that of the newest cluster on this machine.",
         envvar="SHOAL_COORDINATOR",
     ),
 ]
 Job = Annotated[
     str | None,
-    typer.Option(help="The job's id. Default: the only one there.", envvar="SHOAL_JOB_ID"),
+    typer.Option(help="Id of the job. Default: the only job.", envvar="SHOAL_JOB_ID"),
 ]
 PastRun = Annotated[
     str | None,
@@ -151,7 +151,7 @@ PastRun = Annotated[
         "--run",
         metavar="RUN",
         help="A past run of this machine, JOB/NUMBER or a job, as `shoal history` lists them. "
-        "Default: the newest, if no cluster runs.",
+        "Default: the newest, if no cluster is running.",
         show_default=False,
     ),
 ]
@@ -178,12 +178,12 @@ def _file(flag: str, text: str) -> Any:
 
 _CREDENTIALS: Final = {
     "tls_ca": _file(
-        "--tls-ca", "Certificates (PEM) that the cluster's must be signed by: speak TLS."
+        "--tls-ca", "PEM file of the authorities that sign the cluster's certificates; enables TLS."
     ),
-    "tls_cert": _file("--tls-cert", "Own certificate (PEM), where the cluster asks for one."),
-    "tls_key": _file("--tls-key", "Its private key (PEM)."),
+    "tls_cert": _file("--tls-cert", "PEM certificate of this caller, if the cluster requires one."),
+    "tls_key": _file("--tls-key", "PEM private key of --tls-cert."),
     "token_file": _file(
-        "--token-file", "The bearer token, in a file; or the token itself in SHOAL_TOKEN."
+        "--token-file", "File with the bearer token; SHOAL_TOKEN holds the token itself."
     ),
 }
 

@@ -52,8 +52,8 @@ def past_run(run: str | None, coordinator: str | None, job: str | None) -> Recor
     if run is not None:
         if coordinator or job:
             raise ConfigurationError(
-                f"--run {run} is about a past run: leave out --coordinator (SHOAL_COORDINATOR) and "
-                "--job (SHOAL_JOB_ID)"
+                f"--run {run} selects a past run; omit --coordinator (SHOAL_COORDINATOR) and --job "
+                "(SHOAL_JOB_ID)"
             )
         return History().find(run)
     if coordinator or any(job in (None, each.job_id) for each in running_clusters()):
@@ -76,8 +76,8 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
         settings = channel_settings(coordinator)
         address = settings.address
         remedy = (
-            "check --coordinator (or SHOAL_COORDINATOR); without it, the clusters of this "
-            "machine are found by themselves"
+            "check --coordinator (or SHOAL_COORDINATOR), or omit it to use a cluster on this "
+            "machine"
         )
     else:
         record = newest_cluster(job=job)
@@ -85,7 +85,7 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
             _tell_others(record)
         job, address, http = record.job_id, record.coordinator, record.http
         settings = None
-        remedy = f"its launcher is pid {record.pid}; it may be ending, try again"
+        remedy = f"its launcher (pid {record.pid}) may be exiting, so try again"
     with Client(settings) as client:
         try:
             job_id = job or _only_job(client, address)
@@ -100,7 +100,7 @@ def target(coordinator: str | None, job: str | None) -> Iterator[Target]:
                 str(error).rpartition(": ")[2].rstrip("]") if obstacle is None else obstacle.cause
             )
             raise UnavailableError(
-                f"no coordinator answers at {address} ({cause}); {remedy}"
+                f"cannot reach a coordinator at {address} ({cause}); {remedy}"
             ) from error
 
 
@@ -111,7 +111,7 @@ def _tell_others(shown: ClusterRecord) -> None:
             ", ..." if len(others) > _MOST_NAMED else ""
         )
         typer.echo(
-            f"shoal: job {shown.job_id} is that of the newest of {len(others) + 1} clusters on "
+            f"shoal: showing job {shown.job_id} of the newest of {len(others) + 1} clusters on "
             f"this machine; choose another with {named}",
             err=True,
         )
@@ -125,7 +125,7 @@ def _only_job(client: Client, address: str) -> str:
         )
     if len(jobs) > 1:
         raise ConfigurationError(
-            f"the coordinator at {address} has {len(jobs)} jobs: name one with --job "
+            f"the coordinator at {address} has {len(jobs)} jobs; choose one with --job "
             f"({', '.join(jobs[:10])})"
         )
     return jobs[0]

@@ -63,7 +63,7 @@ class Connections:
         with self._lock:
             if self._closed:
                 raise UnavailableError(
-                    "this client is closed; make a new one", reason="CLIENT_CLOSED"
+                    "this client is closed; create a new one", reason="CLIENT_CLOSED"
                 )
             if settings.address not in self._clients:
                 self._clients[settings.address] = CoordinatorClient(settings)

@@ -40,8 +40,8 @@ class Deadline:
         if self._at is not None and time.monotonic() >= self._at:
             assert self._timeout is not None
             raise DeadlineError(
-                f"waited {self._timeout.total_seconds():g} s for {what}; give timeout= more, or "
-                "None"
+                f"waited {self._timeout.total_seconds():g} s for {what}; pass a longer timeout=, "
+                "or None"
             )
 
 

@@ -102,7 +102,7 @@ class Client:
         """
         where = Path(directory) if directory is not None else Path.cwd()
         if not {"-m", "--module", "--no-python"} & set(flags) and not (where / script).is_file():
-            raise ConfigurationError(f"script={str(script)!r}: there is no such file in {where}")
+            raise ConfigurationError(f"script={str(script)!r}: the file does not exist in {where}")
         own = ["--nproc-per-node", str(workers), *(("--servers", str(servers)) if servers else ())]
         return self.submit_command(
             [*own, *flags, str(script), *arguments],
@@ -159,7 +159,7 @@ class Client:
         result = self.outcome(job_id)
         if result is None:
             raise PreconditionError(
-                f"job {job_id!r} has not ended; client.wait(job_id, timeout=...) waits for it",
+                f"job {job_id!r} has not ended; wait for it with client.wait(job_id, timeout=...)",
                 reason="JOB_RUNNING",
             )
         return result
@@ -268,9 +268,9 @@ class Client:
         submission = self._submission(job_id)
         if submission is None:
             raise UnknownResourceError(
-                f"the output of job {job_id!r} is not kept here: it goes where its `shoal run` was "
-                "started, and into files with --log-dir; that of jobs that were submitted "
-                "(shoal.Client().submit(...), `shoal submit`) is kept",
+                f"the output of job {job_id!r} is not kept here: it is on the terminal of its "
+                "`shoal run`, and in files with --log-dir. Only the output of submitted jobs is "
+                "kept (shoal.Client().submit(...), `shoal submit`)",
                 reason="LOG_UNKNOWN",
             )
         ended = (lambda: submission.has_ended) if follow else None
@@ -313,7 +313,7 @@ class Client:
         """Asks the worker of a rank, or a parameter server by its id, to leave, and returns the id
         of the member or server. Nothing is lost."""
         if (rank is None) == (server is None):
-            raise ConfigurationError(f"drain(rank={rank!r}, server={server!r}): give one of them")
+            raise ConfigurationError(f"drain(rank={rank!r}, server={server!r}): pass one of them")
         reason = reason or "shoal.Client.drain"
         if server is None:
             return self._ask(
@@ -336,7 +336,9 @@ class Client:
             PreconditionError: MEMBER_ELSEWHERE, PROCESS_NOT_OURS: this process may not kill it.
         """
         if rank is not None and server is not None:
-            raise ConfigurationError(f"kill(rank={rank!r}, server={server!r}): give one of them")
+            raise ConfigurationError(
+                f"kill(rank={rank!r}, server={server!r}): pass only one of them"
+            )
         if server is not None:
             if all(each.server_id != server for each in self.job(job_id).servers):
                 raise UnknownResourceError(
@@ -386,11 +388,11 @@ class Client:
                     raise
                 if submission.has_ended:
                     raise UnknownResourceError(
-                        f"job {job_id!r} has ended, and its coordinator knows no more of it; "
-                        f"client.result({job_id!r}) says how",
+                        f"job {job_id!r} has ended, and its coordinator no longer knows it; "
+                        f"client.result({job_id!r}) returns its outcome",
                         reason="JOB_ENDED",
                     ) from error
-            deadline.check(f"job {job_id!r} to begin, whose launcher is there")
+            deadline.check(f"job {job_id!r} to begin, although its launcher is running")
             time.sleep(LOOK_INTERVAL.total_seconds())
 
     def _submission(self, job_id: str) -> Submission | None:
@@ -411,16 +413,16 @@ def _of_rank(job: Job, rank: int) -> Member:
     if rank in ranked:
         return ranked[rank]
     if ranked:
-        there = f"there are {', '.join(map(str, sorted(ranked)))}"
+        there = f"its ranks are {', '.join(map(str, sorted(ranked)))}"
     elif not job.generation:
         there = (
-            "none has one yet: its workers are still starting, or never call shoal.init(); see "
+            "it has no ranks yet: its workers are still starting, or never call shoal.init(); see "
             "`shoal status`"
         )
     else:
         there = (
-            f"none has one now, {len(job.members)} of at least {job.min_workers} workers are "
-            "there; see `shoal status`"
+            f"it has no ranks now, with {len(job.members)} of at least {job.min_workers} workers; "
+            "see `shoal status`"
         )
     raise UnknownResourceError(
         f"job {job.job_id} has no rank {rank}: {there}", reason="MEMBER_UNKNOWN"

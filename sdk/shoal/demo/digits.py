@@ -55,14 +55,13 @@ def _file() -> Path:
     found = find_spec("sklearn")  # does not import it
     if found is None or found.origin is None:
         raise ConfigurationError(
-            "the demo's digits come with scikit-learn, which is not installed; run `pip install "
+            "the demo uses the digits of scikit-learn, which is not installed; run `pip install "
             "scikit-learn`"
         )
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz"
     if not file.exists():
         raise ConfigurationError(
-            f"scikit-learn has no {file}, where it keeps its digits; install another version of "
-            "it: 1.9.1 has them"
+            f"scikit-learn does not contain its digits at {file}; install version 1.9.1, which does"
         )
     return file
 

@@ -94,7 +94,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 )
         if not faults:
             console.print(
-                "[green]all held[/]: no restart of the survivors, no sample or update lost or "
-                "counted twice, no process left behind"
+                "[green]all checks passed[/]: no restart of the survivors, no sample or update "
+                "lost or counted twice, no process left behind"
             )
     return 1 if faults else 0

@@ -103,14 +103,14 @@ def faults(outcome: Outcome, figures: Figures) -> list[str]:
         )
     if figures.accuracy is None or figures.accuracy < LEAST_ACCURACY:
         got = "none" if figures.accuracy is None else f"{figures.accuracy:.4f}"
-        found.append(f"{figures.title}: test accuracy {got}, expected at least {LEAST_ACCURACY}")
+        found.append(f"{figures.title}: test accuracy {got}; expected at least {LEAST_ACCURACY}")
     if figures.samples_lost or figures.samples_repeated or not figures.samples_once:
         found.append(
             f"{figures.title}: {figures.samples_lost} samples lost, {figures.samples_repeated} "
             "seen more than once"
         )
     if outcome.plan.kill_at is not None and outcome.killed_unix_s is None:
-        found.append(f"{figures.title}: nobody was killed before the end")
+        found.append(f"{figures.title}: nothing was killed before the end")
     elif (
         outcome.plan.kill_at is not None
         and not outcome.plan.servers

@@ -164,7 +164,7 @@ def _watch(process: subprocess.Popen[bytes], outcome: Outcome, show: Show, mark:
                 step, progressed_at = reached, time.monotonic()
             if time.monotonic() > progressed_at + patience_s:
                 raise DeadlineError(
-                    f"{plan.title} made no step for {patience_s:.0f} s after step {step} of "
+                    f"{plan.title} made no progress for {patience_s:.0f} s after step {step} of "
                     f"{plan.total_steps}; its output is in {outcome.log}"
                 )
             if job is not None and plan.kill_at is not None and outcome.killed_unix_s is None:
@@ -219,7 +219,7 @@ def _marked_processes(mark: str) -> list[str]:
     descendants, even after their parents have ended."""
     if not Path("/proc/self/environ").exists():
         raise InternalError(
-            "the demo looks for processes left behind in /proc, which this system does not have"
+            "the demo searches /proc for processes left behind, but this system has no /proc"
         )
     wanted = f"{_MARK}={mark}".encode()
     found = []

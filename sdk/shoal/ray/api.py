@@ -107,12 +107,13 @@ def run(
     )
     if servers and coordinator is not None:
         raise ConfigurationError(
-            f"servers={servers} with coordinator={coordinator!r}: servers are started here only "
-            "beside a coordinator of this run's own; leave out coordinator"
+            f"servers={servers} is not supported with coordinator={coordinator!r}, since servers "
+            "are started only together with a coordinator; omit coordinator"
         )
     if find_spec("ray") is None:
         raise ConfigurationError(
-            "shoal.ray.run needs the package ray, which is not installed: pip install 'shoal[ray]'",
+            "shoal.ray.run requires the package ray, which is not installed; run pip install "
+            "'shoal[ray]'",
             reason="RAY_NOT_INSTALLED",
         )
     from shoal.ray.job import Patience, carry_out
@@ -139,7 +140,7 @@ def _returned(outcome: Outcome) -> dict[int, Any]:
     missing = sorted(set(range(max((value.world_size for value in values), default=1))) - ranks)
     if missing:
         _log.warning(
-            "the run is finished, but what rank %s returned was lost with its machine",
+            "the run completed, but the return value of rank %s was lost with its machine",
             ", ".join(map(str, missing)),
         )
     return {value.rank: value.value for value in values}
@@ -165,7 +166,7 @@ def _unfinished(outcome: Outcome) -> UnavailableError:
         for ended in failed
     ]
     return UnavailableError(
-        f"the run did not come to its end: {'; '.join([*ends, *outcome.lost])}; what workers and "
-        "launchers printed is above",
+        f"the run did not complete: {'; '.join([*ends, *outcome.lost])}. See the output of "
+        "workers and launchers above",
         reason="RUN_UNFINISHED",
     )

@@ -43,10 +43,10 @@ class Bundles:
         group = self._ask_for(least)
         if not group.wait(timeout.total_seconds()):
             raise DeadlineError(
-                f"Ray has found no place for {least} x {_listed(self._resources)} (strategy "
-                f"{self._strategy}) within {timeout.total_seconds():g} s (placement_timeout): the "
+                f"Ray could not place {least} x {_listed(self._resources)} (strategy "
+                f"{self._strategy}) within {timeout.total_seconds():g} s (placement_timeout); the "
                 f"cluster has {_listed(ray.cluster_resources())}, of which "
-                f"{_listed(ray.available_resources())} are free; ask for less, or add nodes",
+                f"{_listed(ray.available_resources())} are free. Request less, or add nodes",
                 reason="RESOURCES_UNAVAILABLE",
             )
         for index in range(least):

@@ -59,8 +59,8 @@ def packed(function: Callable[..., Any], arguments: Sequence[Any]) -> bytes:
         call: bytes = cloudpickle.dumps((function, tuple(arguments)))
     except Exception as error:
         raise ConfigurationError(
-            f"shoal.ray.run({_named(function)}): the function or its arguments cannot be pickled: "
-            f"{error}; make what it needs (models, datasets, open files) inside it"
+            f"shoal.ray.run({_named(function)}): cannot pickle the function or its arguments: "
+            f"{error}; create what it needs (models, datasets, open files) inside it"
         ) from error
     return call
 
@@ -126,7 +126,7 @@ def _pickled_value(value: Value, function: Callable[..., Any]) -> bytes:
         content: bytes = cloudpickle.dumps(value)
     except Exception as error:
         raise ConfigurationError(
-            f"what {_named(function)} returned ({type(value.value).__name__}) cannot be pickled: "
+            f"cannot pickle the return value of {_named(function)} ({type(value.value).__name__}): "
             f"{error}; return numbers, tensors or state dicts"
         ) from error
     return content

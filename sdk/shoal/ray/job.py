@@ -55,7 +55,7 @@ def carry_out(plan: Plan, *, coordinator: str | None, patience: Patience) -> Out
         else:
             assert coordinator is not None
             address, granted = coordinator, _own_credentials()
-        _log.info("job %s at the coordinator %s", plan.job_id, address)
+        _log.info("job %s uses the coordinator %s", plan.job_id, address)
         launcher = plan.launcher(address, secrets=granted)
         servers = (
             [hosted.server(plan, index) for index in range(plan.server_processes)]
@@ -90,8 +90,8 @@ def _connect() -> None:
         ray.init()
     if client.is_connected():
         raise ConfigurationError(
-            "shoal.ray.run was called over Ray Client (ray://): the driver has to be on a machine "
-            "of the cluster; start it with `ray job submit`, or on the head node",
+            "shoal.ray.run was called over Ray Client (ray://), but the driver must run on a "
+            "machine of the cluster; start it with `ray job submit`, or on the head node",
             reason="RAY_CLIENT",
         )
 
@@ -105,9 +105,9 @@ def _on_all_machines(script: str) -> str:
     path = Path(script).absolute()
     if not path.is_file():
         raise ConfigurationError(
-            f"the script {script!r} does not exist here ({Path.cwd()}): name one that is at the "
-            "same path on all machines, or give Ray the "
-            "directory that has it, ray.init(runtime_env={'working_dir': ...})"
+            f"the script {script!r} does not exist here ({Path.cwd()}); use one that is at the "
+            "same path on all machines, or pass its directory to Ray with "
+            "ray.init(runtime_env={'working_dir': ...})"
         )
     return str(path)
 
@@ -164,7 +164,7 @@ class _Hosted:
             self._close()
             raise
         _log.info(
-            "to watch this run: shoal status --coordinator %s --token-file %s",
+            "watch this run with shoal status --coordinator %s --token-file %s",
             self.address,
             self._token_file,
         )

@@ -70,8 +70,8 @@ class Plan:
         ):
             if not resources or any(amount <= 0 for amount in resources.values()):
                 raise ConfigurationError(
-                    f"{name}={dict(resources)}: expected amounts above 0 by Ray's names, as in "
-                    f"{{'CPU': 1, 'GPU': 1}}"
+                    f"{name}={dict(resources)}: expected amounts above 0 by Ray's resource names, "
+                    "as in {'CPU': 1, 'GPU': 1}"
                 )
         if self.strategy not in _STRATEGIES:
             raise ConfigurationError(
@@ -90,8 +90,7 @@ class Plan:
             name = str(flag).partition("=")[0].replace("_", "-")
             if name in _SET_HERE:
                 raise ConfigurationError(
-                    f"flags: {flag!r} is settled by shoal.ray.run itself; see its arguments for "
-                    "what can be said"
+                    f"flags: {flag!r} is set by shoal.ray.run itself; use its arguments instead"
                 )
 
     def _check_workers(self) -> None:
@@ -110,7 +109,7 @@ class Plan:
         ):
             raise ConfigurationError(
                 f"workers={self.workers!r}, workers_per_bundle={self.workers_per_bundle}: expected "
-                "whole bundles, so a multiple of it"
+                "workers in multiples of workers_per_bundle"
             )
 
     @property

@@ -176,15 +176,14 @@ class Supervision:
         elif self._may_run_again(seat, ended):
             seat.earlier.append(ended)
             _log.warning(
-                f"{seat.name} on {ended.host} ended with status {ended.status}, and is started "
-                "again"
+                f"{seat.name} on {ended.host} ended with status {ended.status}; restarting it"
             )
             seat.begin()
         elif seat in self._servers or (ended.was_ended and self._ending_at is None):
             self._given_up(
                 seat,
                 f"it ended with status {ended.status} on {ended.host}, {len(seat.earlier) + 1} "
-                "times; its output says why",
+                "times; see its output",
             )
         else:
             self._outcome.earlier += seat.earlier
@@ -195,8 +194,8 @@ class Supervision:
                 # it arrived too late, or did not reach the coordinator; or the job has failed, and
                 # the others end by themselves
                 _log.warning(
-                    f"{seat.name} on {ended.host} ended with status {ended.status}, and none of "
-                    "its workers failed: the others continue"
+                    f"{seat.name} on {ended.host} ended with status {ended.status}, but none of "
+                    "its workers failed; the others continue"
                 )
 
     def _may_run_again(self, seat: Seat, ended: Ended) -> bool:
@@ -206,10 +205,12 @@ class Supervision:
 
     def _given_up(self, seat: Seat, why: str) -> None:
         if seat in self._servers and self._ending_at is None:
-            raise UnavailableError(f"{seat.name} is lost for good: {why}", reason="SERVICE_FAILED")
+            raise UnavailableError(
+                f"{seat.name} cannot be recovered: {why}", reason="SERVICE_FAILED"
+            )
         if seat in self._launchers:
             self._outcome.lost.append(f"{seat.name}: {why}")
-            _log.warning(f"{seat.name} is abandoned, and the others continue: {why}")
+            _log.warning(f"{seat.name} was abandoned, and the others continue: {why}")
 
     def _begin_to_end(self) -> None:
         """Begins the end of the run: launchers that are not running now are no longer waited for,
@@ -230,7 +231,7 @@ class Supervision:
         if now > self._seen_at + self._patience.total_seconds():
             raise DeadlineError(
                 f"no launcher has run for {self._patience.total_seconds():g} s "
-                "(placement_timeout): Ray has no place for any; add nodes",
+                "(placement_timeout), since Ray has no place for any; add nodes",
                 reason="RESOURCES_UNAVAILABLE",
             )
         return False
@@ -246,8 +247,8 @@ class Supervision:
                 seat.look, seat.looked_at = self._ask(seat.actor.where), now
             if seat.host and not seat.is_there and self._ending_at is None:
                 _log.warning(
-                    f"{seat.name} was lost with {seat.host}: Ray will find another place for it; "
-                    "meanwhile the others continue"
+                    f"{seat.name} was lost with {seat.host}; Ray will place it elsewhere, and the "
+                    "others continue"
                 )
                 seat.host = ""
 
@@ -264,7 +265,7 @@ class Supervision:
             _log.info("%s runs on %s", seat.name, host)
         elif pid != seat.pid:
             _log.warning(
-                f"{seat.name} was lost with {seat.host}: Ray found another place for it, on "
-                f"{host}; the others went on"
+                f"{seat.name} was lost with {seat.host}; Ray placed it on {host}, and the others "
+                "continued"
             )
         seat.host, seat.pid = host, pid

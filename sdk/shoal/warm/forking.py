@@ -84,7 +84,7 @@ def serve(descriptor: int, *, launcher: int) -> Program:
                     added=added,
                 )
             answer = (
-                {"pid": pid} if pid > 0 else {"refused": "the operating system did not fork it"}
+                {"pid": pid} if pid > 0 else {"refused": "the operating system could not fork it"}
             )
         for received in descriptors:
             os.close(received)
@@ -114,8 +114,8 @@ def _prepare() -> str:
     status = os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1])
     if status == _DEVICELESS:
         return (
-            "importing torch and Shoal has called the CUDA runtime, and torch refuses to use it "
-            "in processes forked after that"
+            "importing torch and Shoal called the CUDA runtime, which torch cannot use in forked "
+            "processes"
         )
     if status != 0:
         return (
@@ -132,7 +132,7 @@ def _why_unsafe() -> str:
     if threads != 1:
         return f"the warm process has {threads} threads"
     if torch.cuda.is_initialized() or any(path.startswith(_DEVICES) for path in _open_files()):
-        return "importing torch and Shoal has opened a device"
+        return "importing torch and Shoal opened a device"
     monitoring = getattr(sys, "monitoring", None)  # Python 3.12
     tools = monitoring is not None and any(map(monitoring.get_tool, range(6)))
     if (
@@ -142,7 +142,7 @@ def _why_unsafe() -> str:
         or threading.gettrace()
         or threading.getprofile()
     ):
-        return "a debugger, profiler or coverage tool is at work"
+        return "a debugger, profiler or coverage tool is active"
     return ""
 
 
@@ -175,7 +175,7 @@ def _shadowed(folder: str, tops: frozenset[str]) -> str:
         if name in tops and name not in sys.builtin_module_names:
             found = getattr(sys.modules.get(name), "__file__", None)
             if found is None or Path(found).resolve() not in _files_of(entry):
-                return f"{entry.path} takes the place of the module {name!r}"
+                return f"{entry.path} shadows the module {name!r}"
     return ""
 
 

@@ -37,7 +37,7 @@ def receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
         os.set_inheritable(descriptor, False)
     head += _read(connection, _LENGTH.size - len(head)) if head else b""
     if not head:
-        raise EOFError("the other side has closed the connection")
+        raise EOFError("the other side closed the connection")
     message: dict[str, Any] = json.loads(_read(connection, _LENGTH.unpack(head)[0]))
     return message, list(descriptors)
 
@@ -47,7 +47,7 @@ def _read(connection: socket.socket, size: int) -> bytes:
     while size > 0:
         data = connection.recv(size)
         if not data:
-            raise EOFError("the other side has closed the connection in the middle of a message")
+            raise EOFError("the other side closed the connection in the middle of a message")
         parts.append(data)
         size -= len(data)
     return b"".join(parts)

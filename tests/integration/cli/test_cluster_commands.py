@@ -123,7 +123,7 @@ def test_drain_lets_a_worker_take_its_leave(shell: Shell, elastic_worker: Path) 
     assert cluster.wait() == 75
     assert "ended with" not in cluster.stderr
     assert (
-        "job digits is not finished: its last workers here were asked to leave, and did"
+        "job digits is not finished: its last workers here left, as they were asked to"
         in cluster.stderr
     )
 
@@ -148,7 +148,7 @@ def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_a
     status, out, err = shell.run("drain", leaves)
     assert (status, err) == (0, "")
     assert out.startswith(
-        f"parameter server {leaves} of job digits hands its partitions to the others and then ends"
+        f"parameter server {leaves} of job digits will hand its partitions over to the others"
     )
     cluster.wait_for(
         lambda: [server.server_id for server in shell.job().servers] == [stays],
@@ -156,10 +156,10 @@ def test_drain_takes_a_parameter_server_out_and_its_launcher_does_not_start_it_a
     )
     status, _, err = shell.run("drain", stays)
     assert status == 1
-    assert "last place" in err
+    assert "not draining" in err
     (shell.directory / "finish").touch()
     assert cluster.wait() == 0
-    assert "serves again" not in cluster.stderr
+    assert "was restarted" not in cluster.stderr
 
 
 def test_kill_ends_a_parameter_server_which_its_launcher_starts_anew(
@@ -179,9 +179,9 @@ def test_kill_ends_a_parameter_server_which_its_launcher_starts_anew(
         "",
     )
     cluster.wait_for(
-        lambda: "ended (SIGKILL) and serves again" in cluster.stderr, "the server to be back"
+        lambda: "ended (SIGKILL) and was restarted" in cluster.stderr, "the server to be back"
     )
-    assert "serves again" not in other.stderr
+    assert "was restarted" not in other.stderr
     status, _, err = shell.run("kill", "server-7")
     assert status == 1
     assert "job digits has no parameter server 'server-7'" in err
@@ -203,7 +203,9 @@ def test_a_rank_that_is_not_there_is_refused(
 def test_without_a_cluster_the_remedy_is_named(shell: Shell, arguments: list[str]) -> None:
     status, out, err = shell.run(*arguments)
     assert (status, out) == (1, "")
-    assert "no cluster of yours runs on this machine; start one (shoal run --standalone" in err
+    assert (
+        "no cluster of yours is running on this machine; start one (shoal run --standalone" in err
+    )
 
 
 def test_ranks_that_nobody_has_yet_are_said_to_come(shared_shell: Shell, cluster: Command) -> None:
@@ -214,7 +216,7 @@ def test_ranks_that_nobody_has_yet_are_said_to_come(shared_shell: Shell, cluster
             command, "1", "--job", "starting", "--coordinator", shared_shell.cluster().coordinator
         )
         assert (status, out) == (1, "")
-        assert "rank 1: none has one yet" in err
+        assert "rank 1: it has no ranks yet" in err
         assert "its workers are still starting" in err
 
 
@@ -237,8 +239,8 @@ def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(
             told == "shoal: job newest is that of the newest of 2 clusters on this machine; choose "
             "another with --job digits"
         )
-        assert error.startswith("shoal: no coordinator answers at 127.0.0.1:9 (")
-        assert error.endswith(f"); its launcher is pid {os.getpid()}; it may be ending, try again")
+        assert error.startswith("shoal: cannot reach a coordinator at 127.0.0.1:9 (")
+        assert error.endswith(f"); its launcher (pid {os.getpid()}) may be exiting, so try again")
         status, out, err = shared_shell.run("status", "--job", "digits")
         assert (status, err) == (0, "")
         assert "job digits" in out
@@ -250,8 +252,8 @@ def test_an_address_without_a_coordinator_is_named_with_a_remedy(shell: Shell) -
     status, out, err = shell.run("status", "--coordinator", "127.0.0.1:9", "--job", "x")
     assert (status, out) == (1, "")
     assert re.fullmatch(
-        r"shoal: no coordinator answers at 127\.0\.0\.1:9 \(.+\); check --coordinator \(or "
-        r"SHOAL_COORDINATOR\);.*\n",
+        r"shoal: cannot reach a coordinator at 127\.0\.0\.1:9 \(.+\); check --coordinator \(or "
+        r"SHOAL_COORDINATOR\),.*\n",
         err,
     )
 

@@ -120,7 +120,7 @@ def test_a_finished_run_is_drawn(ended: Shell) -> None:
     marks = {each.get("id") for each in ElementTree.parse(file).iter() if each.get("id")}
     assert "fault-1" in marks
     status, _, err = ended.run("history", "--plot", str(file))
-    assert (status, "without RUN" in err) == (2, True)
+    assert (status, "requires RUN" in err) == (2, True)
 
 
 def test_two_runs_are_compared(ended: Shell) -> None:
@@ -151,7 +151,7 @@ def test_a_run_that_does_not_exist_and_one_that_cannot_be_read_are_one_line_each
     (broken / "run.json").write_text("{")
     status, out, err = ended.run("history")
     assert (status, len(out.splitlines())) == (0, 3)
-    assert re.fullmatch(rf"shoal: {broken} cannot be read: .*\n", err)
+    assert re.fullmatch(rf"shoal: cannot read {broken}: .*\n", err)
 
 
 @pytest.mark.skipif(MISSING is not None, reason=MISSING or "")

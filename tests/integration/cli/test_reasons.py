@@ -18,4 +18,6 @@ def test_an_error_ends_with_its_reason(shell: Shell) -> None:
 def test_an_error_whose_class_says_all_has_its_message_alone(shell: Shell) -> None:
     status, _, told = shell.run("run", "--standalone", "nowhere.py")
     assert status == 2
-    assert told.rstrip().endswith("for another program shoal run --no-python")
+    assert told.rstrip().endswith(
+        "use -m for a module, or shoal run --no-python for another program"
+    )

@@ -74,7 +74,7 @@ def test_where_there_are_no_jobs_the_remedy_is_named(shell: Shell) -> None:
     assert "start one with `shoal run` or `shoal submit`" in out
     status, out, err = shell.run("logs")
     assert (status, out) == (1, "")
-    assert "`shoal submit` starts one" in err
+    assert "start one with `shoal submit`" in err
 
 
 def test_events_are_told_one_a_line(shared_shell: Shell, cluster: Command) -> None:
@@ -193,13 +193,12 @@ def test_a_submitted_job_is_followed_by_its_log_and_outlives_the_command(
     )
     assert (status, err) == (0, "")
     assert (
-        out
-        == "job background is on its way; `shoal logs --follow --job background` shows its output\n"
+        out == "submitted job background; `shoal logs --follow --job background` shows its output\n"
     )
     logs = shell.start("logs", "--follow")
     logs.wait_for_output("generation 1 rank 0", "generation 1 rank 1")
     status, _, err = shell.run("submit", "--job", "background", elastic_worker)
-    assert (status, "runs already" in err) == (1, True)
+    assert (status, "is already running" in err) == (1, True)
     (shell.directory / "finish").touch()
     assert logs.wait() == 0
     assert "[1]: left" in logs.stdout
@@ -214,4 +213,6 @@ def test_a_submitted_job_is_followed_by_its_log_and_outlives_the_command(
 def test_without_a_cluster_every_command_names_the_remedy(shell: Shell, command: str) -> None:
     status, out, err = shell.run(command)
     assert (status, out) == (1, "")
-    assert "no cluster of yours runs on this machine; start one (shoal run --standalone" in err
+    assert (
+        "no cluster of yours is running on this machine; start one (shoal run --standalone" in err
+    )

@@ -122,7 +122,7 @@ def test_an_id_is_used_again_when_the_run_before_has_ended(
     here: Shell, client: Client, training: str, elastic_worker: Path
 ) -> None:
     with pytest.raises(
-        PreconditionError, match="job 'digits' runs already on this machine"
+        PreconditionError, match="job 'digits' is already running on this machine"
     ) as refused:
         client.submit(elastic_worker, job_id=training)
     assert refused.value.reason == "JOB_RUNNING"
@@ -175,7 +175,7 @@ def test_a_rank_is_killed_or_drained_and_the_events_tell_it(client: Client, trai
     later.close()
     assert list(later) == []
     for wrong in ({}, {"rank": 0, "server": "server-0"}):
-        with pytest.raises(ConfigurationError, match="give one of them"):
+        with pytest.raises(ConfigurationError, match="pass one of them"):
             client.drain(training, **wrong)
     with pytest.raises(UnknownResourceError, match="has no rank 7"):
         client.kill(training, rank=7)
@@ -218,7 +218,7 @@ def test_every_wait_has_its_deadline_and_what_is_not_there_is_named(
     ) as unknown:
         client.logs("other")
     assert unknown.value.reason == "LOG_UNKNOWN"
-    with pytest.raises(ConfigurationError, match="there is no such file in"):
+    with pytest.raises(ConfigurationError, match="the file does not exist in"):
         client.submit("nowhere.py")
     with pytest.raises(ConfigurationError, match=r"job id '\.\./up'"):
         client.submit(here.script("pass"), job_id="../up")

@@ -82,7 +82,7 @@ def test_jobs_that_others_have_started_are_waited_for_there(
             UnknownResourceError, match="the output of job 'theirs' is not kept here"
         ):
             client.logs("theirs")
-        with pytest.raises(UnknownResourceError, match="was not submitted on this machine"):
+        with pytest.raises(UnknownResourceError, match="you have not submitted job"):
             client.kill("theirs")
         client.stop("theirs", reason="enough of it")
         result = client.wait("theirs", timeout=WAIT)

@@ -76,7 +76,7 @@ def test_other_pages_name_those_that_are_there(registry):
     with serve_metrics("127.0.0.1:0", registry) as server:
         assert get(server, "/nothing") == (
             404,
-            "no such page; there are /healthz, /metrics\n",
+            "no such page; available pages: /healthz, /metrics\n",
             "text/plain; charset=utf-8",
         )
 
@@ -98,7 +98,7 @@ def test_failing_routes_answer_with_the_right_status_and_bugs_tell_nothing(regis
         assert get(server, "/known")[:2] == (500, "/known failed: no job\n")
         assert get(server, "/bug")[:2] == (
             500,
-            "/bug failed: ZeroDivisionError; the log says more\n",
+            "/bug failed: ZeroDivisionError; see the log\n",
         )
 
 

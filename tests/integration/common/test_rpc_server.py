@@ -137,7 +137,7 @@ def test_a_request_that_is_not_protobuf_is_an_invalid_argument(serve):
             with pytest.raises(grpc.RpcError) as raised:
                 call()
             assert raised.value.code().name == InvalidRequestError.code
-            assert "not valid protobuf" in raised.value.details()
+            assert "cannot parse a message" in raised.value.details()
 
 
 def test_a_message_over_the_limit_is_resource_exhausted(serve):

@@ -191,7 +191,7 @@ def test_a_pause_longer_than_a_lease_costs_nobody_their_place(
         eventually(
             lambda: [m.progress.step for m in job.get().members] == [5, 5], "both heartbeats"
         )
-        assert "this process was stopped for" in coordinator.log
+        assert "this process was suspended for" in coordinator.log
         assert "member_lost" not in [event.kind for event in job.events()]
         job.close()
 

@@ -158,7 +158,7 @@ def test_a_redis_that_is_gone_is_one_clear_error(own_redis: EmbeddedRedis) -> No
     async def test() -> None:
         store = await JobStore.open(own_redis.url)
         own_redis.close()
-        with pytest.raises(UnavailableError, match="Redis does not answer") as caught:
+        with pytest.raises(UnavailableError, match="Redis is not responding") as caught:
             await store.claim("j")
         assert caught.value.reason == "STORAGE_UNAVAILABLE"
         await store.close()

@@ -271,7 +271,7 @@ def test_stop_reaches_everyone_and_closes_the_job(make_job: MakeJob) -> None:
     job = make_job(together=2)
     a, b = job.form("a", "b")
     (waiting,) = job.start("c")
-    assert waiting.told("standby").reason == "the world is full: 2 members"
+    assert waiting.told("standby").reason == "the job is full (max_workers=2)"
     job.client.stop_job(job.job_id, reason="enough")
     for member in (a, b, waiting):
         assert member.told("stop").reason == "enough"
@@ -292,7 +292,7 @@ def test_members_that_finish_one_after_another_interrupt_nobody(make_job: MakeJo
     c.welcome()
     a.leave(pb.Leave.REASON_FINISHED)
     assert a.end() is None
-    assert c.told("stop").reason == "member a came to the end of its script"
+    assert c.told("stop").reason == "member a reached the end of its script"
     assert "stop" not in b.kinds()
     b.leave(pb.Leave.REASON_FINISHED)
     assert b.end() is None

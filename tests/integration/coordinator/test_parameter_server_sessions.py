@@ -169,7 +169,7 @@ def test_servers_are_told_when_the_job_is_over(make_job: MakeJob, make_server: M
     server.told("welcome")
     (a,) = job.form("a")
     a.leave(pb.Leave.REASON_FINISHED)
-    assert server.told("stop").reason == "member a came to the end of its script"
+    assert server.told("stop").reason == "member a reached the end of its script"
 
 
 def test_batches_are_leased_once_and_those_of_the_dead_again(make_job: MakeJob) -> None:

@@ -294,7 +294,7 @@ def test_a_cluster_with_tokens_asks_for_one(
     browser.open(f"http://{coordinator.ports['http']}/")
     eventually(lambda: browser.texts("#ask h2"), "the question")
     assert "secret-job" not in browser.run("return document.documentElement.outerHTML")
-    for token, says in (("wrong", "the bearer token is not known here"), ("v-token", "")):
+    for token, says in (("wrong", "the bearer token is unknown"), ("v-token", "")):
         browser.type("#token", token)
         browser.click("#token-form button")
         if says:

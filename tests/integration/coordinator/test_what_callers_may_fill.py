@@ -60,7 +60,8 @@ def test_jobs(redis_url: str, monkeypatch: pytest.MonkeyPatch) -> None:
         try:
             assert [await create("a"), await create("b"), await create("a")] == [True, True, False]
             with pytest.raises(
-                LimitError, match=r"holds 2 jobs.*In 2 of them is nobody.*3:00:00.*--job-retention"
+                LimitError,
+                match=r"already has 2 jobs.*2 of them have no members.*3:00:00.*--job-retention",
             ) as refused:
                 await create("c")
             assert refused.value.reason == "JOBS_LIMIT"
@@ -95,7 +96,7 @@ def test_followers_of_a_jobs_events(make_job: MakeJob, shared_coordinator: Coord
                 pass
             assert refused.value.code() is grpc.StatusCode.RESOURCE_EXHAUSTED
             assert (
-                f"{MOST_WATCHERS} callers follow the events of job {job.job_id}"
+                f"job {job.job_id} already has {MOST_WATCHERS} callers following its events"
                 in refused.value.details()
             )
             assert [event.kind for event in job.events()] == ["job_created"], (
@@ -133,7 +134,7 @@ def test_batches_of_a_member(make_job: MakeJob) -> None:
     assert held == list(range(MOST_BATCHES))
     with pytest.raises(
         LimitError,
-        match=r"member a holds 65536 batches of epoch 0 of loader 'l'.*say which are finished",
+        match=r"already has 65536 batches of epoch 0 of loader 'l'.*report the finished ones",
     ) as refused:
         lease(1)
     assert refused.value.reason == "BATCHES_LIMIT"

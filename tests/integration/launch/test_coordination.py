@@ -79,7 +79,7 @@ def test_a_coordinator_that_dies_comes_back_with_what_it_knew(
         "a coordinator that has served for a while",
     )
     os.kill(its_coordinator.pid, signal.SIGKILL)
-    command.wait_for(lambda: "and serves again as pid" in command.stderr, "the next coordinator")
+    command.wait_for(lambda: "and was restarted as pid" in command.stderr, "the next coordinator")
     finish.touch()
     assert command.wait() == 0, command.stderr
     command.wait_until_gone()
@@ -90,7 +90,7 @@ def test_what_cannot_work_is_said_before_anything_is_started(shell: Shell) -> No
         (("coordinate", "--", "no-such-program"), "'no-such-program' is not on PATH"),
         (
             ("coordinate", "--host", "192.0.2.77", "--", "true"),
-            "--host '192.0.2.77' is not this machine",
+            "--host '192.0.2.77' is not an address of this machine",
         ),
     ):
         status, _, err = shell.run(*flags)
@@ -103,6 +103,6 @@ def test_a_redis_that_other_machines_reach_without_tls_has_to_be_allowed(shell: 
     )
     assert command.wait() == 1
     assert (
-        "--redis embedded://192.0.2.77 can be reached from other machines, without TLS; allow it "
-        "(--insecure)" in command.stderr
+        "--redis embedded://192.0.2.77 can be reached from other machines without TLS; pass "
+        "--insecure" in command.stderr
     )

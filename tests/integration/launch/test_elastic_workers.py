@@ -113,7 +113,7 @@ def test_the_coordinator_comes_back_and_the_job_goes_on(shell: Shell, elastic_wo
     )
     coordinator.kill()
     command.wait_for(
-        lambda: "serves again as pid" in command.stderr, "the coordinator's second start"
+        lambda: "was restarted as pid" in command.stderr, "the coordinator's second start"
     )
     os.kill(shell.pids()[1], signal.SIGKILL)
     command.wait_for_output("[1]: generation 3 rank 1 of 2")

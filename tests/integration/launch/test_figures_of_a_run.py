@@ -91,7 +91,7 @@ def test_a_plot_that_cannot_be_drawn_is_refused_before_the_run(
     script = shell.script("print('ran')")
     for file, wrong in (
         (tmp_path / "course.pdf", ".png or .svg"),
-        (tmp_path / "none" / "course.png", "there is no directory"),
+        (tmp_path / "none" / "course.png", "does not exist; create it first"),
     ):
         status, out, err = shell.run("run", "--standalone", "--plot", file, script)
         assert (status != 0, out) == (True, "")

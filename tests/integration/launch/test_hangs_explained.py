@@ -41,7 +41,7 @@ def test_the_line_in_which_a_rank_hangs_is_named_to_the_others_and_in_the_status
         "run", "--standalone", "--nproc-per-node", "2", shell.script(textwrap.dedent(TRAINING))
     )
     command.wait_for(lambda: "has stalled at step 5" in command.stderr, "the explanation")
-    stalled = f"for rank 1 ({socket.gethostname()}), which is at {LINE}, without progress"
+    stalled = f"for rank 1 ({socket.gethostname()}), which is at {LINE}, with no progress"
     assert stalled in command.stderr
     assert LINE in " ".join(shell.run("status")[1].split())
 

@@ -107,7 +107,7 @@ def test_a_cluster_without_a_home_directory_serves_and_says_what_does_not_work(
     finally:
         cluster.close()
     assert told is not None
-    assert f"need --coordinator {cluster.coordinator.address} for this run" in told
+    assert f"pass --coordinator {cluster.coordinator.address} to shoal status" in told
     assert "/dev/null/nobody" in told
 
 
@@ -120,7 +120,7 @@ def test_a_service_that_cannot_start_is_told_with_its_own_words_and_nothing_stay
     (cluster.directory / "redis").touch()
     with pytest.raises(
         UnavailableError,
-        match=r"coordinator did not start \(exit code \d+\); its last words: .*redis",
+        match=r"coordinator did not start \(exit code \d+\); its last log lines: .*redis",
     ):
         cluster.open()
     assert not cluster.directory.exists()

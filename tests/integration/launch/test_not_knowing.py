@@ -195,6 +195,6 @@ def test_who_waits_for_other_launchers_says_how_many_are_there(
             asyncio.run(wait_in_vain(site))
         finally:
             site.close(Ending.STOPPED)
-    assert said[0].startswith("waiting for up to ")
-    assert " s more for the launchers of run 1 of job vain: " in said[0]
-    assert " of at least 2 are there (" in said[0]
+    assert said[0].startswith("waiting up to ")
+    assert " s longer for the launchers of run 1 of job vain: " in said[0]
+    assert " of at least 2 have joined (" in said[0]

@@ -178,7 +178,7 @@ def test_torchruns_environment_variables_stand_for_its_flags(shell: Shell) -> No
             "No such option: --nproc-per-nod (Possible options: --nproc-per-node)",
         ),
         (["--nproc-per-node", "two", "/bin/true"], "--nproc-per-node 'two': expected a number"),
-        (["--nnodes", "2", "/bin/true"], "several machines need a coordinator"),
+        (["--nnodes", "2", "/bin/true"], "--nnodes 2:2 requires --rdzv-endpoint"),
         (["missing.py"], "the script 'missing.py' does not exist here"),
         ([], "Missing argument"),
     ],

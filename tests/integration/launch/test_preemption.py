@@ -128,7 +128,7 @@ def test_a_grace_that_is_shorter_than_the_write_leaves_the_older_checkpoint_whol
         SHOAL_FAILPOINTS="checkpoint.shard_written@2=hang",
     )
     assert (
-        "after 3 s (--shutdown-timeout): a checkpoint that is still being written will not count"
+        "after 3 s (--shutdown-timeout); a checkpoint that is still being written will be discarded"
         in command.stderr
     )
     assert newest_step(shell) == 2

@@ -141,7 +141,7 @@ def test_a_run_whose_workers_were_all_drained_is_not_a_success(
         for member in client.get_job(record.job_id).members:
             client.drain_member(record.job_id, member_id=member.member_id)
     assert command.wait() == PUT_OUT
-    assert "is not finished: its last workers here were asked to leave" in command.stderr
+    assert "is not finished: its last workers here left, as they were asked to" in command.stderr
 
 
 def test_the_death_of_all_who_hold_the_state_is_said_loudly(
@@ -152,7 +152,7 @@ def test_the_death_of_all_who_hold_the_state_is_said_loudly(
         if process.pid in shell.pids():
             process.kill()
     command.wait_for(
-        lambda: "NOBODY IS LEFT WHO HOLDS THE TRAINING STATE" in command.stderr,
+        lambda: "NO WORKER WITH THE TRAINING STATE IS LEFT" in command.stderr,
         "the launcher's word",
     )
     command.wait_for_output("[0]: generation 2 rank 0 of 1", "SHOAL_ALLOW_RESTART_FROM_SCRATCH=1")

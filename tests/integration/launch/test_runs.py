@@ -68,7 +68,7 @@ def test_the_command_of_several_machines_trains_again_when_it_is_started_again(
         (shell.directory / f"finish-{number}").touch()
         assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
         told = "".join(node.stderr for node in nodes)
-        assert (f"run {number} of job default begins; run {number - 1} was completed" in told) == (
+        assert (f"run {number} of job default began; run {number - 1} was completed" in told) == (
             number > 1
         ), told
     assert endings(endpoint) == ["completed"] * 2
@@ -105,8 +105,8 @@ def test_another_run_does_not_begin_beside_a_plain_script_that_runs(
     )
     assert status == 1
     assert re.search(
-        r"run 1 of job default goes on, with 1 launchers \(\S+\): stop it before run 2, or leave "
-        r"out --run to join it",
+        r"run 1 of job default is still in progress with 1 launchers \(\S+\); stop it before "
+        r"starting run 2, or omit --run to join it",
         err,
     ), err
     (shell.directory / "go").touch()
@@ -147,7 +147,7 @@ def test_a_job_that_failed_is_a_new_run_when_it_is_started_again(
     nodes = start_elastic(shell, endpoint, elastic_worker, "finish")
     (shell.directory / "finish").touch()
     assert [node.wait() for node in nodes] == [0, 0], [node.stderr for node in nodes]
-    assert "run 2 of job default begins; run 1 failed" in nodes[0].stderr + nodes[1].stderr
+    assert "run 2 of job default began; run 1 failed" in nodes[0].stderr + nodes[1].stderr
     assert endings(endpoint) == ["failed", "completed"]
 
 
@@ -178,17 +178,16 @@ def test_a_launcher_that_comes_after_the_end_says_so_while_it_waits_for_the_othe
     late = shell.start(*flags, "--rdzv-conf", "join_timeout=12", elastic_worker, "finish")
     assert late.wait() == 1
     assert re.search(
-        r"run 2 of job default begins; run 1 was completed \d+ s ago \(member \S+ came to the end "
-        r"of its script\); "
-        r"with --run 1 nothing would have begun",
+        r"run 2 of job default began; run 1 was completed \d+ s ago \(member \S+ reached the end "
+        r"of its script\); with --run 1, no run would have begun",
         late.stderr,
     )
     waiting = (
-        r"for up to \d s more for the launchers of run 2 of job default: 1 of at least 2 are "
-        r"there \(\S+\), 1 more have to come; run 1 was"
+        r"up to \d s longer for the launchers of run 2 of job default: 1 of at least 2 have "
+        r"joined \(\S+\), 1 are missing; run 1 was"
     )
     assert re.search(waiting, late.stderr), late.stderr
-    assert "2 launchers for run 2 of job default did not come together within 12 s" in late.stderr
+    assert "2 launchers for run 2 of job default did not all join within 12 s" in late.stderr
 
 
 def test_a_launcher_that_was_told_its_run_does_not_begin_another(
@@ -230,8 +229,8 @@ def test_resume_goes_on_with_a_run_that_failed_and_not_with_one_that_is_complete
         "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--resume", elastic_worker, "finish"
     )
     assert status == 1
-    assert "run 1 of job default was completed" in err
-    assert "there is nothing to resume; start without --resume for run 2" in err
+    assert "run 1 of job default has completed" in err
+    assert "there is nothing to resume; start without --resume to begin run 2" in err
 
 
 def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(

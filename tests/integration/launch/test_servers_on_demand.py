@@ -57,7 +57,7 @@ def test_a_script_that_needs_a_server_gets_one_and_every_sample_is_seen_once(she
     command = shell.start("run", "--standalone", "--nproc-per-node", "2", script_of(shell, 3))
     assert command.wait() == 0, command.stderr
     assert (
-        "the script uses parameter servers: server-0 was started for it; --servers N starts more"
+        "the script uses parameter servers, so server-0 was started; use --servers N to start more"
         in command.stderr
     )
     seen = [
@@ -76,7 +76,7 @@ def test_the_server_that_was_started_for_a_script_comes_back_when_it_is_killed(
     command.wait_for(lambda: served(shell), "a step with it")
     next(started(command)).kill()
     assert command.wait() == 0, command.stderr
-    assert "serves again as pid" in command.stderr
+    assert "was restarted as pid" in command.stderr
     assert (
         sum(
             int(line.partition("saw ")[2]) for line in command.stdout.splitlines() if "saw " in line

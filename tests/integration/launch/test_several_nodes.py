@@ -212,9 +212,9 @@ def test_a_coordinator_that_is_not_there_is_told_with_the_remedy(shell: Shell) -
     )
     assert status == 1
     assert re.search(
-        r"no coordinator has answered at 127\.0\.0\.1:9 \(--rdzv-endpoint\) for \d+ s: nothing "
+        r"no coordinator responded at 127\.0\.0\.1:9 \(--rdzv-endpoint\) for \d+ s: nothing "
         r"listens at 127\.0\.0\.1:9 "
-        r"\(connection refused\); on one machine use --standalone",
+        r"\(connection refused\); on one machine, use --standalone",
         err,
     ), err
 
@@ -225,7 +225,7 @@ def test_a_launcher_that_waits_for_a_coordinator_says_why_within_seconds(shell: 
         "run", "--rdzv-endpoint", "coordinator.invalid:9", "--rdzv-conf", "join_timeout=60", script
     )
     cause = (
-        "more for the coordinator at coordinator.invalid:9: the name 'coordinator.invalid' "
+        "longer for the coordinator at coordinator.invalid:9: the host name 'coordinator.invalid' "
         "cannot be resolved"
     )
     command.wait_for(lambda: cause in command.stderr, "the launcher to say why it waits")
@@ -239,7 +239,7 @@ def test_launchers_that_do_not_come_together_in_time_say_so(shell: Shell, endpoi
         "run", "--nnodes", "2", "--rdzv-endpoint", endpoint, "--rdzv-conf", "join_timeout=2", script
     )
     assert status == 1
-    assert "2 launchers for run 1 of job default did not come together within 2 s" in err
+    assert "2 launchers for run 1 of job default did not all join within 2 s" in err
 
 
 ELASTIC_AND_CUT_OFF = """
@@ -290,7 +290,7 @@ def test_workers_go_on_when_the_coordinator_comes_back_without_its_data(
     coordinator.lose_data()
     nodes[0].wait_for(
         lambda: any(
-            "has lost its data, and job default with it: created again" in node.stderr
+            "lost its data, including job default; created the job again" in node.stderr
             for node in nodes
         ),
         "the word",
@@ -421,7 +421,7 @@ def test_survivors_that_wait_for_more_workers_still_hold_the_training_state(
     first.wait_for(
         lambda: (
             "replaced by pid" in first.stderr + second.stderr
-            or "NOBODY" in first.stderr + second.stderr
+            or "NO WORKER" in first.stderr + second.stderr
         ),
         "the word",
     )
@@ -432,4 +432,4 @@ def test_survivors_that_wait_for_more_workers_still_hold_the_training_state(
         )
     finish.touch()
     assert [first.wait(), second.wait()] == [0, 0], [first.stderr, second.stderr]
-    assert "NOBODY IS LEFT" not in first.stderr + second.stderr
+    assert "NO WORKER WITH THE TRAINING STATE" not in first.stderr + second.stderr

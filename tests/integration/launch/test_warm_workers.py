@@ -211,7 +211,7 @@ def test_a_file_in_the_scripts_folder_that_hides_an_imported_module_makes_worker
     both.script("MINE = 'mine'", "hiding/sympy.py")
     assert ended(both.start("hiding/script.py"))[:2] == (ExitStatus(0), "mine\n")
     note = both.notes.pop()
-    assert "hiding/sympy.py takes the place of the module 'sympy'" in note
+    assert "hiding/sympy.py shadows the module 'sympy'" in note
 
 
 def test_another_environment_makes_workers_start_fresh(both: Both) -> None:
@@ -225,11 +225,11 @@ def test_another_environment_makes_workers_start_fresh(both: Both) -> None:
     [
         (
             "import sys; sys.stderr.write('noise\\n' * 100_000)",
-            "importing torch and Shoal printed something, .* \\(noise\\)$",
+            "importing torch and Shoal printed output, .* \\(noise\\)$",
         ),
         (
             "import torch; torch.cuda._is_in_bad_fork = lambda: True",
-            "has called the CUDA runtime, and torch refuses to use it",
+            "called the CUDA runtime, which torch cannot use",
         ),
         (
             "import threading, time; threading.Thread(target=time.sleep, args=(300,), "
@@ -407,8 +407,8 @@ def test_a_parameter_server_that_is_killed_is_forked_anew_and_serves(shell: Shel
     words = server.cmdline()
     command.wait_for(Path(words[words.index("--port-file") + 1]).exists, "the first one")
     server.kill()
-    command.wait_for(lambda: "serves again as pid" in command.stderr, "another one")
-    again = int(command.stderr.rpartition("serves again as pid ")[2].split()[0])
+    command.wait_for(lambda: "was restarted as pid" in command.stderr, "another one")
+    again = int(command.stderr.rpartition("was restarted as pid ")[2].split()[0])
     assert psutil.Process(again).ppid() == command.process.pid
     shared = [
         line.split()[1]

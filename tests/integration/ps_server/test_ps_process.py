@@ -250,8 +250,8 @@ def test_wrong_settings_name_the_setting_and_the_remedy(arguments, complaint, mo
 @pytest.mark.parametrize(
     ("settings", "complaint"),
     [
-        ({"listen": "0.0.0.0:0"}, "without TLS and tokens"),
-        ({"tokens": "/nonexistent"}, "/nonexistent cannot be read"),
+        ({"listen": "0.0.0.0:0"}, "without TLS or tokens"),
+        ({"tokens": "/nonexistent"}, "cannot read the token file /nonexistent"),
         ({"tls_cert": "/nonexistent"}, "without its key"),
         ({"listen": "127.0.0.1:1", "http": "256.0.0.1:80"}, "cannot listen on 256.0.0.1:80"),
     ],
@@ -419,7 +419,7 @@ def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_pat
     assert caught.value.reason == "JOURNAL_FAILED"
     status, reason = health()
     assert status == 503
-    assert "the journal cannot be written, updates are refused" in reason
+    assert "cannot write the journal, so updates are refused" in reason
     resource.prlimit(
         process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY)
     )
@@ -427,7 +427,7 @@ def test_health_reports_a_journal_that_cannot_be_written(cluster, start, tmp_pat
     assert health() == (200, "ok\n")
     client.close()
     assert process.end() == 0
-    assert "the journal can be written again" in process.log
+    assert "resumed writing the journal" in process.log
 
 
 def test_a_snapshot_that_cannot_be_written_is_an_error_and_training_goes_on(
@@ -481,7 +481,7 @@ def test_a_server_that_is_given_another_place_ends_and_the_next_process_serves_t
     coordinator.start()
     cluster.wait_until(lambda: cluster.running.failure, "the server to end")
     assert isinstance(cluster.running.failure, ConfigurationError)
-    assert "takes this process for server 2 of job 'job'; it was server 0" in str(
+    assert "registered this process as server 2 of job 'job', but it was server 0" in str(
         cluster.running.failure
     )
     client = cluster.unregistered(**settings)

@@ -178,7 +178,7 @@ def test_rows_that_cannot_be_of_the_bucket_are_refused(member: TableMember) -> N
             restore(member.client, 0, encoded(replace(image, rows=each)))
         assert caught.value.reason == "ROWS_INVALID"
     for data in (b"", b"\xff" * 8, encoded(image)[:-4], encoded(replace(image, version=0))):
-        with pytest.raises(ShoalError, match="the payload is not a bucket") as caught:
+        with pytest.raises(ShoalError, match="cannot parse the payload as a bucket") as caught:
             restore(member.client, 0, data)
         assert caught.value.reason == "ROWS_INVALID"
 

@@ -543,7 +543,7 @@ def test_workers_with_other_outer_optimizers_are_refused(
     other = running.start_worker(options={"inner_steps": 3}, outer={"lr": 0.5})
     assert other.process.wait() != 0
     assert (
-        "use SetHyperparameters to change a running optimizer, or another job"
+        "use SetHyperparameters to change a running optimizer, or use another job"
         in other.process.said()
     )
 

@@ -283,6 +283,6 @@ def test_workers_with_rounds_of_another_length_are_refused(cluster: Make) -> Non
     )
     refused = next(worker for worker in workers if worker.process.ended.is_set())
     assert (
-        "all members must use the same data set, batch size and inner_steps"
+        "all members must use the same dataset, batch size and inner_steps"
         in refused.process.said()
     )

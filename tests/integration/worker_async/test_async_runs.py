@@ -178,7 +178,7 @@ def test_a_server_whose_run_redis_has_lost_sets_its_data_aside_and_serves_the_ne
     result = running.start_worker(epochs=1).result()
     assert result["steps"] == 32
     for server in running.servers:
-        assert "what this server holds is set aside, and it starts over" in server.process.said()
+        assert "set this server's state aside and started over" in server.process.said()
         assert (server.data / "run-1").is_dir()
 
 

@@ -150,7 +150,7 @@ def test_a_job_without_values_is_one_clear_error(cluster: Make) -> None:
     with reader_of(running, patience=timedelta(0)) as reader:
         with pytest.raises(
             DeadlineError,
-            match=r"could not be read within 0 s: .* workers have not come to their first step",
+            match=r"could not read the model .* within 0 s: .* before the workers' first step",
         ):
             reader.state_dict()
         worker = running.start_worker(epochs=1, hold_at=[0])

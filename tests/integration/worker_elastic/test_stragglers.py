@@ -38,9 +38,11 @@ def test_a_rank_that_works_longer_than_the_others_is_named_in_the_status_in_logs
             "a note in the status",
         )
         slow = next(m for m in running.job().members if m.member_id == running.members[1])
-        assert note.startswith(f"the others wait for rank {slow.rank} ({slow.host}): it works")
+        assert note.startswith(
+            f"the others are waiting for rank {slow.rank} ({slow.host}): it works"
+        )
         eventually(
-            lambda: "the others wait for rank" in running.workers[0].said(),
+            lambda: "the others are waiting for rank" in running.workers[0].said(),
             "a line of the rank that waits",
         )
         events = [

@@ -47,7 +47,8 @@ def test_a_head_that_is_written_is_read(kind) -> None:
 def test_a_length_over_the_limit_of_its_kind_is_refused(kind, most) -> None:
     assert parse_head(head(kind, most)).length == most
     with pytest.raises(
-        InvalidRequestError, match=f"{kind.name} of {most + 1} bytes, expected at most {most}"
+        InvalidRequestError,
+        match=f"{kind.name} frame has {most + 1} bytes; expected at most {most}",
     ):
         parse_head(head(kind, most + 1))
 

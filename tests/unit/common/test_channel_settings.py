@@ -39,7 +39,7 @@ def test_a_token_does_not_appear_in_the_settings_repr():
 @pytest.mark.parametrize(
     ("settings", "lacking"),
     [
-        ({}, "without TLS and tokens"),
+        ({}, "without TLS or tokens"),
         ({"tokens": TOKENS}, "without TLS;"),
         ({"tls": TLS}, "without tokens;"),
     ],

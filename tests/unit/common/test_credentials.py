@@ -45,10 +45,10 @@ def test_a_token_comes_from_its_file_or_from_the_variable_and_the_file_counts(
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        (None, "cannot be read"),
-        ("", "nothing"),
+        (None, "cannot read the file"),
+        ("", "is empty"),
         ("a\nb\n", "several lines"),
-        ("h\u00fcnter\n", "not printable ASCII"),
+        ("h\u00fcnter\n", "other than printable ASCII"),
     ],
 )
 def test_a_file_without_one_secret_is_named(
@@ -71,7 +71,9 @@ def test_certificates_make_tls_and_a_client_ca_makes_it_mutual() -> None:
     assert (both.calling_tls.authority, both.calling_tls.client_authority) == (ca, None)
     assert both.serving_tls is not None
     assert (both.serving_tls.authority, both.serving_tls.client_authority) == (None, ca)
-    with pytest.raises(ConfigurationError, match="--tls-client-ca /ca without --tls-cert"):
+    with pytest.raises(
+        ConfigurationError, match="--tls-client-ca /ca requires TLS, but --tls-cert"
+    ):
         _ = Service.load(tls_client_ca=ca).serving_tls
 
 
@@ -80,7 +82,7 @@ def test_a_variable_under_its_earlier_name_is_not_passed_over(
 ) -> None:
     monkeypatch.setenv("SHOAL_TEST_TLS_CERTIFICATE", "/cert.pem")
     with pytest.raises(
-        ConfigurationError, match="SHOAL_TEST_TLS_CERTIFICATE is called SHOAL_TEST_TLS_CERT now"
+        ConfigurationError, match="SHOAL_TEST_TLS_CERTIFICATE was renamed to SHOAL_TEST_TLS_CERT"
     ):
         Service.load()
 
@@ -112,7 +114,7 @@ def test_a_redis_url_with_a_password_comes_from_a_file(tmp_path: Path) -> None:
 
 def test_a_server_that_calls_over_tls_serves_over_it(tmp_path: Path) -> None:
     with pytest.raises(
-        ConfigurationError, match="would call others over TLS and serve in plain text"
+        ConfigurationError, match="would call others over TLS but serve in plain text"
     ):
         ps_server([*PS, "--tls-ca", "/ca.pem"])
     assert ps_server([*PS, "--tls-ca", "/ca.pem", "--insecure"]).serving_tls is None

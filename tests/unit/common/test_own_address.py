@@ -77,9 +77,9 @@ def test_an_address_of_another_machine_is_refused_with_what_is_here_and_the_way_
 @pytest.mark.parametrize(
     ("local", "listen", "expected"),
     [
-        ("eth9", None, r"--local-addr .* 'eth9' is no address, no interface and no host name"),
-        ("0.0.0.0", None, r"--local-addr .* '0\.0\.0\.0' stands for all addresses"),
-        ("fe80::1", None, r"--local-addr .* 'fe80::1' is valid on one link alone"),
+        ("eth9", None, r"--local-addr .* 'eth9' is not an address, an interface or a host name"),
+        ("0.0.0.0", None, r"--local-addr .* '0\.0\.0\.0' means all addresses"),
+        ("fe80::1", None, r"--local-addr .* 'fe80::1' is valid only on one link"),
         (None, FOREIGN, rf"--listen-addr .* '{FOREIGN}' is not an address of this machine"),
     ],
 )
@@ -93,7 +93,7 @@ def test_what_nobody_could_use_is_refused(
 def test_a_coordinator_whose_name_is_not_known_is_a_mistake_in_settings() -> None:
     with pytest.raises(
         ConfigurationError,
-        match=r"the coordinator's host 'nowhere\.invalid', or it is not known here.*--local-addr",
+        match=r"cannot resolve or reach the coordinator's host 'nowhere\.invalid'.*--local-addr",
     ):
         OwnAddress.find(None, None, towards=("nowhere.invalid", 7000))
 

@@ -84,5 +84,5 @@ def test_streams_that_break_their_promise_are_corrupt(chunks, reason):
     "buffer", [memoryview(bytearray(3)), memoryview(b"abcd")], ids=["short", "read-only"]
 )
 def test_a_buffer_that_cannot_take_the_partition_is_refused(buffer):
-    with pytest.raises(ConfigurationError, match="writable one of 4"):
+    with pytest.raises(ConfigurationError, match="writable buffer of 4"):
         PullReceiver(lambda _: buffer).receive(header(0, b"abcd"), memoryview(b"abcd"))

@@ -58,21 +58,21 @@ def test_a_token_file_has_roles_comments_and_blank_lines(tmp_path):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
-        ("admin aaa", "line 1: expected `role: token`"),
-        ("\nroot: aaa", "line 2: role 'root' is unknown"),
-        ("admin:", "line 1: a token must be printable"),
-        ("worker@: aaa", "line 1: 'worker@': expected the id of a job after the @"),
-        ("worker@a/b: aaa", "expected the id of a job"),
-        ("root@job: aaa", "role 'root' is unknown"),
+        ("admin aaa", "line 1: found no colon; expected `role: token`"),
+        ("\nroot: aaa", "line 2: unknown role 'root'"),
+        ("admin:", "line 1: invalid token; expected printable"),
+        ("worker@: aaa", "line 1: 'worker@': expected a job id after the @"),
+        ("worker@a/b: aaa", "expected a job id"),
+        ("root@job: aaa", "unknown role 'root'"),
         (
             "worker@one: same\nworker@two: same",
-            "line 2: this token has the role worker@one already",
+            "line 2: this token already has the role worker@one",
         ),
-        ("admin: a b", "line 1: a token must be printable"),
-        ("admin: ü", "line 1: a token must be printable"),
-        ("admin: same\nworker: same", "line 2: this token has the role admin already"),
-        ("# nothing\n", "holds no token"),
-        (b"\xff\xfe", "cannot be read"),
+        ("admin: a b", "line 1: invalid token; expected printable"),
+        ("admin: ü", "line 1: invalid token; expected printable"),
+        ("admin: same\nworker: same", "line 2: this token already has the role admin"),
+        ("# nothing\n", "contains no token"),
+        (b"\xff\xfe", "cannot read the token file"),
     ],
 )
 def test_a_wrong_token_file_is_one_error_with_its_line(tmp_path, text, expected):
@@ -136,9 +136,9 @@ def test_wrong_tls_files_are_named_before_any_handshake(pems, certificate, key, 
 
 
 def test_half_of_a_tls_pair_and_a_wrong_client_authority_are_refused(pems):
-    with pytest.raises(ConfigurationError, match="certificate is given without its key"):
+    with pytest.raises(ConfigurationError, match="certificate is set without its key"):
         TlsSettings(certificate=pems / "one.pem")
-    with pytest.raises(ConfigurationError, match="key is given without its certificate"):
+    with pytest.raises(ConfigurationError, match="key is set without its certificate"):
         TlsSettings(key=pems / "one.key")
     with pytest.raises(ConfigurationError, match="TLS client authority"):
         TlsSettings(

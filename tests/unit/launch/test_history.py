@@ -313,5 +313,5 @@ def test_a_directory_that_cannot_be_made_is_one_line_and_no_error(
     recording.keep(events=(), page="page", run=1, ranks=2)
     recording.end(Outcome.COMPLETED, "", exit_status=0, figures=figures(), course=Course())
     (problem,) = recording.problems
-    assert problem.startswith("this run is not kept for `shoal history`: ")
+    assert problem.startswith("this run is not recorded for `shoal history`: ")
     assert "set XDG_STATE_HOME" in problem

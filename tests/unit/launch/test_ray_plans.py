@@ -73,13 +73,16 @@ def test_secrets_are_in_no_argument_and_in_no_repr() -> None:
     [
         ({"workers": 0}, r"workers=0: expected a number of at least 1, or \(FEWEST, MOST\)"),
         ({"workers": (3, 2)}, r"workers=\(3, 2\)"),
-        ({"workers": 3, "workers_per_bundle": 2}, "workers_per_bundle=2: expected whole bundles"),
+        (
+            {"workers": 3, "workers_per_bundle": 2},
+            "workers_per_bundle=2: expected workers in multiples",
+        ),
         ({"resources": {}}, "resources={}: expected amounts above 0"),
         ({"resources": {"GPU": 0}}, "resources={'GPU': 0}"),
         ({"strategy": "NEAR"}, "strategy='NEAR': expected one of Ray's, PACK"),
         ({"server_backups": 1}, "servers=0, server_backups=1"),
-        ({"flags": ("--rdzv_id=x",)}, "'--rdzv_id=x' is settled by shoal.ray.run itself"),
-        ({"flags": ("--no-fail-fast",)}, "'--no-fail-fast' is settled"),
+        ({"flags": ("--rdzv_id=x",)}, "'--rdzv_id=x' is set by shoal.ray.run itself"),
+        ({"flags": ("--no-fail-fast",)}, "'--no-fail-fast' is set by"),
     ],
 )
 def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], expected: str) -> None:
@@ -88,7 +91,9 @@ def test_what_cannot_work_is_refused_by_name(changes: dict[str, Any], expected: 
 
 
 def test_servers_beside_a_coordinator_of_others_are_refused() -> None:
-    with pytest.raises(ConfigurationError, match="servers=1 with coordinator='head:7000'"):
+    with pytest.raises(
+        ConfigurationError, match="servers=1 is not supported with coordinator='head:7000'"
+    ):
         shoal.ray.run("train.py", servers=1, coordinator="head:7000")
 
 

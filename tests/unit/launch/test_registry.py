@@ -45,7 +45,7 @@ def test_of_several_clusters_the_one_that_runs_a_job_is_found_by_it(tmp_path: Pa
     assert newest_cluster(tmp_path, job="job-1").coordinator == "127.0.0.1:1"
     with pytest.raises(
         UnknownResourceError,
-        match=r"job 'other' \(there are: job-2, job-1\).*--coordinator HOST:PORT",
+        match=r"job 'other' \(running jobs: job-2, job-1\).*--coordinator HOST:PORT",
     ):
         newest_cluster(tmp_path, job="other")
     first.close()

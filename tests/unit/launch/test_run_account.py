@@ -171,7 +171,7 @@ def test_steps_taken_again_after_a_return_to_a_checkpoint_count_once_and_as_time
     )
     assert line == (
         "rank 1 (pid 7 on vm) ended with exit code 3: training paused for 0.100 s and "
-        "continued from step 10 with 1 rank; 10 steps from there on had been taken before"
+        "continued from step 10 with 1 rank; 10 steps repeated"
     )
     figures = run.account.figures
     assert (figures.steps, figures.samples) == (40, 40 * BATCH)

@@ -78,8 +78,8 @@ def test_a_torch_that_cannot_count_is_told_with_what_it_said(
     torch_that_sees("1 / 0", tmp_path, monkeypatch)
     with pytest.raises(
         ConfigurationError,
-        match=r"(?s)cannot count the CUDA devices.*ZeroDivisionError.*give --nproc-per-node a "
-        r"number",
+        match=r"(?s)cannot count the CUDA devices.*ZeroDivisionError.*pass a number to "
+        r"--nproc-per-node",
     ):
         parse_workers("gpu")
 
@@ -133,8 +133,8 @@ def test_a_module_is_run_by_python() -> None:
         ({"workers": 6000, "nodes": NodeRange(1, 2), "endpoint": "c:1"}, "10000"),
         ({"max_restarts": -1}, "--max-restarts -1"),
         ({"servers": -1}, "--servers -1"),
-        ({"max_servers": 2}, "--max-servers 2 without --servers"),
-        ({"servers": 3, "max_servers": 2}, "--max-servers 2: expected at least the 3"),
+        ({"max_servers": 2}, "--max-servers 2 requires --servers"),
+        ({"servers": 3, "max_servers": 2}, "--max-servers 2: expected at least 3"),
         ({"master_port": 0}, "--master-port 0"),
         ({"node_rank": 1}, "--node-rank 1"),
     ],

@@ -57,9 +57,7 @@ def test_a_run_has_ended_when_it_says_so_or_its_process_is_gone(tmp_path: Path) 
 
 @pytest.mark.parametrize("job_id", ["", "../a", "a/b", "never"])
 def test_what_was_not_submitted_is_unknown(tmp_path: Path, job_id: str) -> None:
-    with pytest.raises(
-        UnknownResourceError, match="was not submitted on this machine by this user"
-    ):
+    with pytest.raises(UnknownResourceError, match="you have not submitted job"):
         Submissions(tmp_path).newest(job_id)
 
 

@@ -56,6 +56,6 @@ def test_the_machines_variable_holds_where_the_server_listens_on_all_addresses(
     monkeypatch.setenv("SHOAL_LOCAL_ADDR", "eth9")
     with pytest.raises(
         ConfigurationError,
-        match=r"SHOAL_LOCAL_ADDR.*'eth9' is no address, no interface and no host name",
+        match=r"SHOAL_LOCAL_ADDR.*'eth9' is not an address, an interface or a host name",
     ):
         parse_command_line(EVERYWHERE).advertised(7)

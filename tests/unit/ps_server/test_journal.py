@@ -304,7 +304,7 @@ def test_the_journal_of_another_server_is_not_taken(make, tmp_path) -> None:
     run(test())
     other = Segments(tmp_path / "data", Owner(job_id=JOB, server_id="other"))
     other.open()
-    with pytest.raises(ConfigurationError, match="this is server 'other'") as caught:
+    with pytest.raises(ConfigurationError, match="not to server 'other'") as caught:
         list(other.records(0))
     assert caught.value.reason == "JOURNAL_FOREIGN"
 
@@ -572,7 +572,7 @@ def test_damage_to_the_first_record_of_the_file_that_a_snapshot_names_is_no_torn
     named = data / "journal.00000002"
     whole = named.read_bytes()
     named.write_bytes(whole[:20] + bytes([whole[20] ^ 1]) + whole[21:])
-    with pytest.raises(CorruptDataError, match="a snapshot has named it"):
+    with pytest.raises(CorruptDataError, match="a snapshot refers to it"):
         recovered(data)
 
 

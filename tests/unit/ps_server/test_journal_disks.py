@@ -49,7 +49,7 @@ def test_a_full_disk_refuses_pushes_and_changes_nothing_and_once_there_is_room_t
                 errors = await asyncio.gather(*map(server.push, uploads), return_exceptions=True)
                 for error in errors:
                     assert isinstance(error, UnavailableError)
-                    assert "could not be written to the journal" in str(error)
+                    assert "could not write the update to the journal" in str(error)
                     assert error.reason == "JOURNAL_FAILED"
                     assert error.retry_after == timedelta(seconds=2)
                 assert same(state_of(server.shard), before)
@@ -91,10 +91,12 @@ def test_refusals_of_a_full_disk_are_logged_once_in_ten_seconds(make, tmp_path, 
     caplog.set_level("INFO")
     started = time.monotonic()
     run(test())
-    lines = [record for record in caplog.records if "could not be written" in record.getMessage()]
+    lines = [
+        record for record in caplog.records if "could not write the journal" in record.getMessage()
+    ]
     assert 1 <= len(lines) <= 1 + (time.monotonic() - started) / 10
     (recovered,) = [
-        record for record in caplog.records if "can be written again" in record.getMessage()
+        record for record in caplog.records if "resumed writing the journal" in record.getMessage()
     ]
     assert recovered.batches_refused == 50
 
@@ -239,7 +241,9 @@ def test_a_change_on_disk_that_cannot_be_made_ends_the_server_and_nothing_after_
 
             with monkeypatch.context() as broken:
                 broken.setattr("shoal_ps_server.shard.partition.Partition.apply", out_of_memory)
-                with pytest.raises(UnavailableError, match="this server ends, and is recovered"):
+                with pytest.raises(
+                    UnavailableError, match="this server is exiting and will recover"
+                ):
                     await server.push(make.upload(torch.randn(6), make.spec(0)))
             assert [str(each) for each in server.failures] == ["can't allocate memory"]
             for change in (

@@ -106,7 +106,7 @@ def test_a_wait_for_the_slow_ends_at_its_deadline_and_says_by_how_much() -> None
         members.learn(1, ["fast", "slow"])
         members.finished("fast", 0)
         members.finished("fast", 5)
-        with pytest.raises(DeadlineError, match=r"5 clocks ahead .* ssp allows 2") as caught:
+        with pytest.raises(DeadlineError, match=r"5 clocks ahead .* ssp allows only 2") as caught:
             await members.proceed("fast", 1, wait=SHORT)
         assert caught.value.reason == "SSP_WAIT_TIMEOUT"
 
@@ -177,7 +177,7 @@ def test_a_pull_of_bsp_that_waits_too_long_is_told_for_whom() -> None:
         members = in_step("a", "b")
         members.finished("a", 1)
         with pytest.raises(
-            DeadlineError, match=r"bsp allows 0; it waited 0\.02 s for 'b'"
+            DeadlineError, match=r"bsp allows only 0; waited 0\.02 s for 'b'"
         ) as caught:
             await members.proceed("a", 1, wait=SHORT)
         assert caught.value.reason == "BSP_WAIT_TIMEOUT"

@@ -55,7 +55,7 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
 
             giver.giver.transfer = stall
             giver.giver._idle_limit_s = 0.01
-            with pytest.raises(NotTaken, match=r"took nothing for 0\.01 s"):
+            with pytest.raises(NotTaken, match=r"received nothing for 0\.01 s"):
                 await giver.giver.give(replace(ORDER, move=2))
             await history.push(giver.server, 4)
             for wrong, reason in (
@@ -67,7 +67,7 @@ def test_what_is_not_taken_is_served_on(make, tmp_path) -> None:
                 with pytest.raises(ShoalError) as caught:
                     await giver.giver.give(wrong)
                 assert caught.value.reason == reason
-            with pytest.raises(NotTaken, match="server 1 is away"):
+            with pytest.raises(NotTaken, match="server 1 is not available"):
                 await giver.giver.give(replace(ORDER, move=6, receiver_address=""))
             await history.push(giver.server, 5)
             assert history.has(giver.server.shard)
@@ -217,7 +217,7 @@ def test_a_giver_that_cannot_put_together_what_it_sends_says_so_and_serves_on(
                 mover.ordered(replace(ORDER, receiver_address=f"127.0.0.1:{port}"))
                 await until(lambda: bool(recorder.reports))
             assert recorder.reports[0][1] == ""
-            assert "could not be put together" in recorder.reports[0][2]
+            assert "could not assemble the data" in recorder.reports[0][2]
             assert recorder.blames_itself
             await history.push(giver.server, 3)
         await server.stop(None)

@@ -148,7 +148,7 @@ def test_an_update_that_would_come_out_infinite_names_its_tensor(make) -> None:
     shard.push(make.upload([1.0, 1.0, 1.0, 1.0], spec, absent=[1]))
     with pytest.raises(
         InvalidRequestError,
-        match="1 of 7 values NaN or infinite, the first is element 2 of tensor 'b'",
+        match="1 of 7 values NaN or infinite, the first at element 2 of tensor 'b'",
     ):
         shard.push(make.upload([1.0, 1.0, 1.0, 1.0, 3e38, 1.0, 1.0], spec, sequence=2))
 
@@ -243,7 +243,7 @@ def test_a_sum_over_a_row_that_would_come_out_infinite_names_its_row(make) -> No
     gradient[3 + 1 + 9] = 3e38
     with pytest.raises(
         InvalidRequestError,
-        match="1 of 10 sum NaN or infinite, the first is element 8 of tensor 'c'",
+        match="1 of 10 sum NaN or infinite, the first at element 8 of tensor 'c'",
     ):
         shard.push(make.upload(gradient, spec))
 
@@ -282,5 +282,5 @@ def test_values_that_are_not_finite_are_named_by_their_tensor_also_when_pieces_a
     make,
 ) -> None:
     spec = make.packed(0, ("a", 2), ("b", 3), ("c", 2))
-    with pytest.raises(InvalidRequestError, match="the first is element 1 of tensor 'c'"):
+    with pytest.raises(InvalidRequestError, match="the first at element 1 of tensor 'c'"):
         make.shard(spec).push(make.upload([0.0, 0.0, 0.0, float("nan")], spec, absent=[1]))

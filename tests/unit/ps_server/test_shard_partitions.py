@@ -330,7 +330,7 @@ def test_values_that_would_become_infinite_are_refused(make, codec: int, fits: f
     beyond = 65520.0 if codec == codecs.FLOAT16 else 3.4e38
     shard = make.shard(values=torch.full((6,), beyond))
     with (
-        pytest.raises(PreconditionError, match="pull them in another codec") as refusal,
+        pytest.raises(PreconditionError, match="pull them with another codec") as refusal,
         shard.reading(0, codec),
     ):
         pass

@@ -296,7 +296,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path, image) ->
 def test_a_data_directory_belongs_to_one_server_at_a_time(tmp_path) -> None:
     with (
         DataDirectory(tmp_path / "data"),
-        pytest.raises(ConfigurationError, match="another server uses it"),
+        pytest.raises(ConfigurationError, match="is in use by another server"),
     ):
         DataDirectory(tmp_path / "data")
     DataDirectory(tmp_path / "data").close()
@@ -312,7 +312,7 @@ def test_a_data_directory_that_cannot_be_made_is_one_clear_error(tmp_path) -> No
 def test_another_jobs_or_servers_snapshot_is_refused(tmp_path, image, names) -> None:
     with DataDirectory(tmp_path) as directory:
         write_snapshot(directory.snapshot, image)
-        with pytest.raises(ConfigurationError, match="holds server 'server' of job 'job'"):
+        with pytest.raises(ConfigurationError, match="belongs to server 'server' of job 'job'"):
             directory.read(job_id=names[0], server_id=names[1])
 
 

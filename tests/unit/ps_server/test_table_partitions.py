@@ -82,22 +82,22 @@ def test_a_refused_push_leaves_room_and_numbers_as_they_were(make) -> None:
 @pytest.mark.parametrize(
     ("ids", "gradients", "reason", "words"),
     [
-        ([3, 3], 1.0, "ROWS_INVALID", "each once, in ascending order"),
-        ([4, 3], 1.0, "ROWS_INVALID", "each once, in ascending order"),
+        ([3, 3], 1.0, "ROWS_INVALID", "unique ids in ascending order"),
+        ([4, 3], 1.0, "ROWS_INVALID", "unique ids in ascending order"),
         ([-1, 3], 1.0, "ROWS_INVALID", "id -1: expected 0 to 99"),
         ([3, 100], 1.0, "ROWS_INVALID", "id 100: expected 0 to 99"),
         (
             [3, 5],
             [[1.0] * 4, [1.0, 1.0, float("nan"), 1.0]],
             "GRADIENT_NOT_FINITE",
-            "gradients of 1 of 2 rows .* of id 5",
+            "gradients of 1 of 2 rows .* with id 5",
         ),
-        ([3], float("inf"), "GRADIENT_NOT_FINITE", "of id 3"),
+        ([3], float("inf"), "GRADIENT_NOT_FINITE", "with id 3"),
         (
             [3],
             1e30,
             "RESULT_NOT_FINITE",
-            "would make sum of 1 of 1 rows NaN or infinite, the first is of id 3",
+            "would make sum of 1 of 1 rows NaN or infinite, the first with id 3",
         ),
     ],
 )
@@ -121,7 +121,7 @@ def test_rows_of_another_bucket_are_refused(make) -> None:
     (own, *_), (other, *_) = ids[buckets_of(ids, 4) == 2], ids[buckets_of(ids, 4) != 2]
     shard = shard_with(make, spec)
     shard.push(make.rows([own], 1.0, spec))
-    with pytest.raises(InvalidRequestError, match=f"id {other} is in another bucket"):
+    with pytest.raises(InvalidRequestError, match=f"id {other} belongs to another bucket"):
         shard.push(make.rows([other], 1.0, spec, sequence=2))
 
 
@@ -147,7 +147,7 @@ def test_without_memory_new_rows_are_refused_before_anything_is_written(make, mo
         raise MemoryError
 
     monkeypatch.setattr(shard._partitions[0].rows, "reserve", none_left)
-    with pytest.raises(LimitError, match="no memory for 1 more rows") as caught:
+    with pytest.raises(LimitError, match="not enough memory for 1 more rows") as caught:
         shard.admit_push(make.rows([10], 1.0, spec))
     assert caught.value.reason == "MEMORY_EXHAUSTED"
     assert shard._partitions[0].on_their_way == 0
@@ -296,7 +296,7 @@ def test_a_snapshot_with_other_rows_than_the_layout_says_is_refused(make) -> Non
     shard.push(make.rows([1, 2], 1.0, spec))
     assert same({0: copied(shard, 0, spec)}, state_of(shard))
     for other in (make.bucket(dim=3), make.bucket(optimizer="sparse_adam", hyperparameters={})):
-        with pytest.raises(ValueError, match="not what the layout says"):
+        with pytest.raises(ValueError, match="do not match the layout"):
             copied(shard, 0, other)
 
 

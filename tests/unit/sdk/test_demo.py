@@ -132,6 +132,6 @@ def test_a_run_is_stopped_for_lack_of_progress_only(
     monkeypatch.setattr(stage, "_job", progressing)
     with pytest.raises(
         DeadlineError,
-        match=f"made no step for 1 s after step 9 of {plan.total_steps}; its output is in ",
+        match=f"made no progress for 1 s after step 9 of {plan.total_steps}; its output is in ",
     ):
         stage.perform(plan, tmp_path, lambda plan, job, outcome: None)

@@ -148,7 +148,7 @@ main()
         "\t\t\t\tscheduler.step()",
     ]
     at = lines.index("\tbest = 9.0")
-    assert lines[at - 2].startswith(f"\t{MARK}best decides in the training loop")
+    assert lines[at - 2].startswith(f"\t{MARK}the training loop depends on best")
     assert '\t\tshoal.print_once("ö", total / len(loader))' in lines
 
 
@@ -169,16 +169,16 @@ _MADE = "optimizer = torch.optim.AdamW(model.parameters(), 1e-3)"
         (_STEP, "        if loss < 9:\n            optimizer.step()", "optimizer.step()"),
         (_STEP, "        optimizer.step(None)", "optimizer.step()"),
         (_STEP, f"{_STEP}\n{_STEP}", "optimizer.step()"),
-        (_STEP, f"{_STEP}; x = 1", "more than one statement in a line"),
+        (_STEP, f"{_STEP}; x = 1", "more than one statement on a line"),
         (_STEP, f"        if loss > 9:\n            break\n{_STEP}", "break, continue or return"),
-        (_STEP, f"{_STEP}\n        x = 1\n        schedule.step()", "directly below"),
+        (_STEP, f"{_STEP}\n        x = 1\n        schedule.step()", "directly after"),
         ("        loss.backward()", "        if loss:\n            loss.backward()", "backward()"),
         (_MADE, _MADE.replace("model.parameters()", "[{'params': []}]"), "model.parameters()"),
-        (_MADE, f"{_MADE}\nmodel = model.to('cpu')", "bound again"),
-        (_MADE, f"other = model\n{_MADE}", "kept elsewhere"),
+        (_MADE, f"{_MADE}\nmodel = model.to('cpu')", "assigned again"),
+        (_MADE, f"other = model\n{_MADE}", "stored elsewhere"),
         (_MADE, f"{_MADE}\nsecond = torch.optim.SGD(model.parameters(), 1)", "one optimizer"),
         ("shuffle=True)", "sampler=sampler)", "sampler"),
-        (_RANGE, f"first = next(iter(loader))\n{_RANGE}", "used other than"),
+        (_RANGE, f"first = next(iter(loader))\n{_RANGE}", "used outside of"),
         ("in loader:", "in DataLoader(dataset):", "not `for ... in loader`"),
     ],
 )

@@ -17,7 +17,7 @@ from shoal_protos.v1 import coordinator_pb2 as pb
 
 @pytest.mark.parametrize(
     ("generation", "expected"),
-    [(0, "no members yet: workers join when"), (2, "no members any more")],
+    [(0, "no members yet: workers join when"), (2, "no members left")],
 )
 def test_a_job_without_members_has_none_yet_or_none_any_more(
     generation: int, expected: str
@@ -112,13 +112,13 @@ def test_servers_are_shown_with_what_they_hold_and_whether_they_leave() -> None:
 
 
 def test_a_rank_that_holds_the_others_back_is_named_once() -> None:
-    note = "rank 0 (h0) and rank 1 (h1) wait for the connection between them: it takes 0.6 MB/s"
+    note = "rank 0 (h0) and rank 1 (h1) are waiting for the connection between them"
     members = [member(rank, step=7, step_time_s=8.0, busy_time_s=0.2, note=note) for rank in (0, 1)]
     job = pb.GetJobResponse(
         spec=pb.JobSpec(job_id="j", max_workers=2), phase=pb.JOB_PHASE_RUNNING, members=members
     )
     assert shown(job).splitlines()[-1] == note
-    assert shown(job).count("wait for the connection") == 1
+    assert shown(job).count("waiting for the connection") == 1
 
 
 def test_the_run_and_how_the_last_ones_ended_are_shown() -> None:

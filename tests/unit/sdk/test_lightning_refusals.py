@@ -97,21 +97,21 @@ def adds_an_error(module: Any) -> None:
         ),
         (
             {"devices": 2},
-            "devices=2: ShoalStrategy does not do that: a worker has one device: `shoal run "
+            "devices=2 is not supported by ShoalStrategy: a worker has one device; .*`shoal run "
             "--nproc-per-node`",
         ),
         (
             {"limit_train_batches": 0},
-            r"fit\(\) with limit_train_batches=0: ShoalStrategy does not do that: nothing would be "
-            r"trained",
+            r"fit\(\) with limit_train_batches=0 is not supported by ShoalStrategy: nothing would "
+            r"be trained",
         ),
         (
             {"limit_train_batches": 0.1},
-            "limit_train_batches=0.1 of 2 batches is less than one: give at least 0.5",
+            "limit_train_batches=0.1 of 2 batches is less than one; use at least 0.5",
         ),
         (
             {"precision": "64-true"},
-            "precision='64-true': ShoalStrategy does not do that: use '32-true' or 'bf16-mixed'",
+            "precision='64-true' is not supported by ShoalStrategy: use '32-true' or 'bf16-mixed'",
         ),
         (
             {"gradient_clip_val": 1.0, "gradient_clip_algorithm": "value"},
@@ -119,19 +119,19 @@ def adds_an_error(module: Any) -> None:
         ),
         (
             {"max_time": "00:01:00:00"},
-            "Timer: ShoalStrategy does not do that: clocks differ by worker",
+            "Timer is not supported by ShoalStrategy: the workers' clocks differ",
         ),
         (
             {"ckpt_path": "last.ckpt"},
-            r"Checkpoints\(directory, resume=True\), and leave ckpt_path out",
+            r"Checkpoints\(directory, resume=True\), and omit ckpt_path",
         ),
         (
             {"options": {"deterministic": True}},
-            "deterministic=True.* with accumulate_grad_batches=1",
+            "deterministic=True.* is not supported with accumulate_grad_batches=1",
         ),
         (
             {"module": {"automatic_optimization": False}},
-            "automatic_optimization=False.*write the loop out",
+            "automatic_optimization=False.*write your own loop",
         ),
         (
             {
@@ -140,7 +140,7 @@ def adds_an_error(module: Any) -> None:
                     "prepare_data_per_node": property(lambda _: False, lambda *_: None),
                 }
             },
-            "Net.prepare_data_per_node=False.*it prepares on each machine",
+            "Net.prepare_data_per_node=False.*prepare_data runs on each machine",
         ),
         (
             {"module": {"on_save_checkpoint": lambda module, checkpoint: None}},
@@ -148,7 +148,7 @@ def adds_an_error(module: Any) -> None:
         ),
         (
             {"module": {"configure_optimizers": two_optimizers}},
-            "expects one optimizer|multiple optimizers",
+            "ShoalStrategy expects one|multiple optimizers",
         ),
         (
             {"module": {"training_step": lambda module, batch, batch_idx: None}},
@@ -168,7 +168,10 @@ def adds_an_error(module: Any) -> None:
             "error, a torchmetrics module, was updated in on_train_batch_end.*update it in "
             "training_step",
         ),
-        ({"loader": [DataLoader(DATA), DataLoader(DATA)]}, "found 2 loaders, and one is supported"),
+        (
+            {"loader": [DataLoader(DATA), DataLoader(DATA)]},
+            "found 2 loaders, but only one is supported",
+        ),
         (
             {"loader": DataLoader(DATA, sampler=DistributedSampler(DATA, 2, 0))},
             "DistributedSampler deals samples to a fixed number of ranks",
@@ -207,15 +210,15 @@ def test_another_model_other_weights_and_another_fit_are_refused(tmp_path: Path)
     trainer = fit(tmp_path, module={"validation_step": lambda module, batch, batch_idx: None})
     trainer.validate(trainer.lightning_module, DataLoader(DATA), verbose=False)
     with pytest.raises(
-        ConfigurationError, match=r"ckpt_path='some.ckpt': this process has a model already"
+        ConfigurationError, match=r"ckpt_path='some.ckpt': this process already has a model"
     ):
         trainer.validate(trainer.lightning_module, DataLoader(DATA), ckpt_path="some.ckpt")
     with pytest.raises(
         PreconditionError,
-        match=r"Trainer.validate\(\) of another Net than this process has trained",
+        match=r"Trainer.validate\(\) was called with a different Net than before",
     ):
         trainer.validate(type(trainer.lightning_module)(), DataLoader(DATA))
-    with pytest.raises(PreconditionError, match=r"fit\(\) behind another fit\(\)"):
+    with pytest.raises(PreconditionError, match=r"fit\(\) was called after another fit\(\)"):
         trainer.fit(trainer.lightning_module, DataLoader(DATA))
 
 
@@ -226,9 +229,9 @@ def test_a_value_that_differs_by_rank_is_an_error_on_all_of_them() -> None:
     check_alike([alike, [list(each) for each in alike]])
     with pytest.raises(
         PreconditionError,
-        match=r"self.log\('mean'\) in on_train_epoch_end: rank 0 logged 1.0, and rank 1 'mean' "
-        r"with 2.0",
+        match=r"self.log\('mean'\) in on_train_epoch_end: rank 0 logged 1.0, but rank 1 logged "
+        r"'mean' with 2.0",
     ):
         check_alike([alike, [["on_train_epoch_end", "mean", 2.0], alike[1]]])
-    with pytest.raises(PreconditionError, match="rank 0 logged 2 values, rank 1 1"):
+    with pytest.raises(PreconditionError, match="rank 0 logged 2 values, but rank 1 logged 1"):
         check_alike([alike, alike[:1]])

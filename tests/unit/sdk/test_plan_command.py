@@ -79,15 +79,15 @@ def test_a_model_that_cannot_be_built_without_values_is_built_with_them_and_that
             ("training", "--world-size", "2"),
             "MODULE:FUNCTION='training': expected a module or a file, a colon and a function",
         ),
-        (("no_such_module:make", "--world-size", "2"), "there is no module 'no_such_module', here"),
-        (("no_such_file.py:make", "--world-size", "2"), "there is no file no_such_file.py"),
+        (("no_such_module:make", "--world-size", "2"), "module 'no_such_module' is neither in"),
+        (("no_such_file.py:make", "--world-size", "2"), "the file no_such_file.py does not exist"),
         (
             ("training:maker", "--world-size", "2"),
-            "training has no function 'maker'; it has make, with_values, wrong",
+            "training has no function 'maker'; its functions: make, with_values, wrong",
         ),
         (
             ("training:wrong", "--world-size", "2"),
-            "training:wrong returned Linear: expected (model, optimizer)",
+            "training:wrong returned Linear; expected (model, optimizer)",
         ),
         (
             ("training:make", "--world-size", "0"),

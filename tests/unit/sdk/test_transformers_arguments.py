@@ -55,18 +55,18 @@ def make(
         ),
         (
             {"auto_find_batch_size": True},
-            "auto_find_batch_size=True: Shoal's Trainer does not do that: the batch is the job's",
+            "auto_find_batch_size=True is not supported by Shoal's Trainer: the batch size",
         ),
         (
             {"include_for_metrics": ["loss"]},
-            r"include_for_metrics=\['loss'\]: Shoal's Trainer does not do that",
+            r"include_for_metrics=\['loss'\] is not supported by Shoal's Trainer",
         ),
-        ({"torch_compile": True}, "give the Trainer a compiled model"),
-        ({"fp16": True, "use_cpu": True}, "fp16=True on a CPU: expected a GPU"),
-        ({"fp16_full_eval": True}, "fp16_full_eval=True: Shoal's Trainer does not do that"),
+        ({"torch_compile": True}, "pass the Trainer a compiled model"),
+        ({"fp16": True, "use_cpu": True}, "fp16=True needs a GPU"),
+        ({"fp16_full_eval": True}, "fp16_full_eval=True is not supported by Shoal's Trainer"),
         (
             {"options": {"deterministic": True}},
-            "deterministic=True with gradient_accumulation_steps=1",
+            "deterministic=True is not supported with gradient_accumulation_steps=1",
         ),
     ],
 )
@@ -113,7 +113,7 @@ def test_a_worker_is_one_process_alone_to_transformers_whatever_the_launcher_say
 def test_a_process_trains_once(tmp_path: Path) -> None:
     trainer = make(tmp_path)
     assert trainer.train().global_step == 2
-    with pytest.raises(PreconditionError, match=r"train\(\) was called a second time"):
+    with pytest.raises(PreconditionError, match=r"train\(\) was called twice"):
         trainer.train()
 
 
@@ -122,7 +122,7 @@ def test_a_data_loader_that_nobody_can_deal_is_refused(tmp_path: Path) -> None:
     trainer.get_train_dataloader = lambda: torch.utils.data.DataLoader(DATA)
     with pytest.raises(
         ConfigurationError,
-        match=r"get_train_dataloader\(\) gave a DataLoader: expected a shoal\.ElasticDataLoader",
+        match=r"get_train_dataloader\(\) returned a DataLoader; expected a shoal\.Elastic",
     ):
         trainer.train()
 

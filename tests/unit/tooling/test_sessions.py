@@ -127,8 +127,8 @@ def test_what_is_not_shown_or_fails_is_told_with_what_was_printed(tmp_path: Path
 
 def test_what_a_slow_machine_says_beside_it_is_not_compared() -> None:
     said = (
-        "[0]: the others wait for rank 1 (vm): it works 5.9 s of each step, they 7 ms\nshoal: "
-        "step 256 of 256 (100%), 0:00:00 left\ndone"
+        "[0]: the others are waiting for rank 1 (vm): it works for 5.9 s of each step, the others "
+        "for 7 ms\nshoal: step 256 of 256 (100%), 0:00:00 left\ndone"
     )
     assert alike("done", said)
     assert not alike("done", "[0]: generation 1 stands\ndone")

@@ -78,7 +78,7 @@ def lose_absent(draft: Draft) -> None:
         pulse = draft.pulses.members[member.member_id]
         if pulse.silent_ms(now_ms) > lease_ms:
             detail = (
-                f"no heartbeat for {pulse.silent_ms(now_ms)} ms, and its peers go on without it"
+                f"no heartbeat for {pulse.silent_ms(now_ms)} ms, and its peers continued without it"
             )
             member_lost(
                 draft,
@@ -89,8 +89,8 @@ def lose_absent(draft: Draft) -> None:
             and now_ms >= pulse.detached_ms + draft.policy.reconnect_ms
         ):
             detail = (
-                f"its session's stream broke {now_ms - pulse.detached_ms} ms ago, and its "
-                "peers go on without it"
+                f"its session's stream broke {now_ms - pulse.detached_ms} ms ago, and its peers "
+                "continued without it"
             )
             member_lost(
                 draft,
@@ -129,13 +129,13 @@ def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> st
     if pulse.silent_ms(draft.now.ms) > longest_ms:
         return "longer than any member may be silent"
     if is_closed(draft, pulse):
-        return "since its session's stream was closed"
+        return "and its session's stream was closed"
     if draft.phase is JobPhase.FINISHED or draft.departing:
         return None
     if draft.spec.parameter_servers or draft.layout is not None or draft.count_loaders():
-        return "and its batches wait for it"
+        return "and its leased batches need another worker"
     if member.phase is MemberPhase.READY:
-        return "and it waits for a rank"
+        return "while it was waiting for a rank"
     if not has_place(draft, member):
         return None
     return _why_missed(draft, member, pulse, heard)
@@ -144,7 +144,7 @@ def _why_put_out(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> st
 def _why_missed(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str | None:
     generation = draft.generation
     if draft.incident is not None and draft.incident.reports.keys() - {member.member_id}:
-        return "and its peers' collective has failed"
+        return "and its peers' collective failed"
     awaited = (
         generation is not None
         and generation.cause is not Cause.BORDER
@@ -155,7 +155,7 @@ def _why_missed(draft: Draft, member: Member, pulse: Pulse, heard: Heard) -> str
         and draft.formed_ms is not None
         and draft.now.ms > draft.formed_ms + draft.spec.lease_ms
     ):
-        return f"and it has not come to generation {draft.number}"
+        return f"and it has not entered generation {draft.number}"
     if heard.count and heard.waited_ms >= draft.spec.lease_ms - draft.spec.unheard_ms:
-        return f"and all {heard.count} of its responsive peers wait"
+        return f"and all {heard.count} responsive peers are waiting"
     return None

@@ -39,8 +39,8 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
     if event.generation > draft.number:
         # a member that knows of a generation lost by Redis says so when it joins
         raise InvalidRequestError(
-            f"collective_failure.generation={event.generation}: the newest generation of job "
-            f"{draft.spec.job_id} is {draft.number}",
+            f"collective_failure.generation={event.generation}: expected at most {draft.number}, "
+            f"the newest generation of job {draft.spec.job_id}",
             reason=Refusal.GENERATION_UNKNOWN,
         )
     if draft.phase is JobPhase.FINISHED or draft.departing:
@@ -54,8 +54,8 @@ def collective_failed(draft: Draft, event: CollectiveFailed) -> None:
         or event.generation < generation.interrupts_below
     ):
         draft.reasons.append(
-            f"collective failure of {event.member_id} in generation {event.generation} ignored: "
-            "that is over"
+            f"ignored a collective failure of {event.member_id} in generation {event.generation}, "
+            "which has ended"
         )
         return
     suspects = _members_of_ranks(draft, event) - {event.member_id}
@@ -116,8 +116,8 @@ def incident_due(draft: Draft) -> None:
         return
     if _is_past(draft, incident):
         draft.reasons.append(
-            f"collective failure in generation {incident.generation} is over: all work in "
-            f"generation {draft.number}"
+            f"collective failure in generation {incident.generation} is resolved: all members are "
+            f"in generation {draft.number}"
         )
         draft.incident = None
         return
@@ -148,7 +148,7 @@ def incident_due(draft: Draft) -> None:
             ", ..." if len(incident.reports) > 3 else ""
         )
         draft.broken.append(
-            f"a collective failed at {len(incident.reports)} members ({reporters}), and none of "
+            f"a collective failed on {len(incident.reports)} members ({reporters}), but none of "
             "them died"
         )
 
@@ -179,8 +179,8 @@ def _await_return(draft: Draft, incident: Incident, away: dict[str, int]) -> Non
     ]
     for member_id in gone:
         detail = (
-            "its session's stream broke, it did not come back for "
-            f"{draft.policy.reconnect_ms} ms, and its peers' collective failed"
+            f"its session's stream broke, it did not reconnect within {draft.policy.reconnect_ms} "
+            "ms, and its peers' collective failed"
         )
         member_lost(
             draft, MemberLost(member_id=member_id, ending=Ending.STREAM_BROKEN, detail=detail)

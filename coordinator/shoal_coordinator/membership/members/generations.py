@@ -85,7 +85,9 @@ def _while_waiting(draft: Draft) -> None:
     elif not draft.is_fresh and any(
         holds_state(draft, m) for m in draft.members.values() if m.phase is MemberPhase.READY
     ):
-        form(draft, Cause.FAILURE, f"{ready} members are ready, enough to go on", joiners=joiners)
+        form(
+            draft, Cause.FAILURE, f"{ready} members are ready, enough to continue", joiners=joiners
+        )
 
 
 def _at_border(draft: Draft) -> None:
@@ -107,7 +109,7 @@ def _at_border(draft: Draft) -> None:
         and _may_supersede(draft)
         and somebody_absent(draft) is None
     ):
-        form(draft, Cause.BORDER, f"{joiners} to join, {leaving} to leave", joiners=joiners)
+        form(draft, Cause.BORDER, f"{joiners} joining, {leaving} leaving", joiners=joiners)
 
 
 def _may_supersede(draft: Draft) -> bool:
@@ -187,11 +189,11 @@ def _why_ready_ones_wait(draft: Draft) -> str | None:
         waiting = draft.in_phase(MemberPhase.READY) < draft.fewest_workers
         return _who_is_missing(draft) if waiting else None
     if draft.in_phase(MemberPhase.RANKED) >= draft.spec.max_workers:
-        return f"the world is full: {draft.spec.max_workers} members"
+        return f"the job is full (max_workers={draft.spec.max_workers})"
     if (absent := somebody_absent(draft)) is not None:
         return (
-            f"member {absent.member_id} on {absent.identity.host} is not responding: its "
-            "peers train, and the next step boundary waits for it"
+            f"member {absent.member_id} on {absent.identity.host} is not responding; its peers are "
+            "training, but the next step boundary must wait for it"
         )
     return None
 

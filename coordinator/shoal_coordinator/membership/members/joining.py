@@ -42,14 +42,15 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
     member_id = event.identity.member_id
     if event.last_generation > draft.number + draft.policy.most_lost_generations:
         raise InvalidRequestError(
-            f"member {member_id} has agreed to generation {event.last_generation}, but the newest "
-            f"one of job {draft.spec.job_id} is {draft.number}: Redis cannot have lost so many",
+            f"member {member_id} reports generation {event.last_generation}, but the newest "
+            f"generation of job {draft.spec.job_id} is {draft.number}, and Redis cannot have lost "
+            "that many; restart the process with a new member_id",
             reason=Refusal.GENERATION_UNKNOWN,
         )
     if member_id in draft.departed:
         raise PreconditionError(
-            f"member {member_id} of job {draft.spec.job_id} is no longer a member "
-            f"({draft.departed[member_id].ending}); restart the process, with a new member_id",
+            f"member {member_id} is no longer a member of job {draft.spec.job_id} "
+            f"({draft.departed[member_id].ending}); restart the process with a new member_id",
             reason=Refusal.MEMBER_REPLACED,
         )
     member = draft.members.get(member_id)
@@ -60,20 +61,20 @@ def member_joined(draft: Draft, event: MemberJoined) -> Joined:
         return Joined(replays=False, resumed=True)
     if event.last_generation > 0:
         raise StaleGenerationError(
-            f"member {member_id} worked in generation {event.last_generation} of job "
-            f"{draft.spec.job_id}, but is no member of it now; restart the process, with a new "
+            f"member {member_id} was in generation {event.last_generation} of job "
+            f"{draft.spec.job_id} but is no longer a member; restart the process with a new "
             "member_id"
         )
     if draft.phase in (JobPhase.STOPPING, JobPhase.FINISHED):
         raise PreconditionError(
             f"run {draft.run} of job {draft.spec.job_id} is {draft.phase} ({draft.stop_reason}) "
-            "and takes no members; start the next run",
+            "and accepts no new members; start the next run",
             reason=Refusal.RUN_ENDED,
         )
     if len(draft.members) >= draft.policy.most_members:
         raise LimitError(
-            f"job {draft.spec.job_id} has {len(draft.members)} members, which is all it can hold; "
-            "stop some of those that stand by",
+            f"job {draft.spec.job_id} already has {len(draft.members)} members, the maximum; stop "
+            "some that have no rank",
             reason=Refusal.MEMBERS_LIMIT,
         )
     replays = not draft.is_fresh
@@ -96,14 +97,14 @@ def _member_resumed(draft: Draft, event: MemberJoined, member: Member) -> Joined
     before, after = member.identity, event.identity
     if before.key_digest and before.key_digest != after.key_digest:
         raise PermissionDeniedError(
-            f"member {after.member_id} of job {draft.spec.job_id} is another process than the "
-            "caller, which does not have its key; each process needs a member_id of its own",
+            f"member {after.member_id} of job {draft.spec.job_id} belongs to another process, and "
+            "the caller does not have its key; use a separate member_id for each process",
             reason=Refusal.MEMBER_KEY_WRONG,
         )
     if (before.host, before.pid) != (after.host, after.pid):
         raise PreconditionError(
-            f"member_id {after.member_id} belongs to process {before.pid} on {before.host}, not to "
-            f"{after.pid} on {after.host}; each process needs an id of its own",
+            f"member_id {after.member_id} belongs to process {before.pid} on {before.host}, not "
+            f"to process {after.pid} on {after.host}; use a separate id for each process",
             reason=Refusal.MEMBER_CONFLICT,
         )
     knows_of_lost(draft, event)
@@ -200,7 +201,7 @@ def live_member(draft: Draft, member_id: str) -> Member:
         return member
     if member_id in draft.departed:
         raise PreconditionError(
-            f"member {member_id} of job {draft.spec.job_id} is no longer a member "
+            f"member {member_id} is no longer a member of job {draft.spec.job_id} "
             f"({draft.departed[member_id].ending})",
             reason=Refusal.MEMBER_REPLACED,
         )

@@ -46,7 +46,7 @@ def member_lost(draft: Draft, event: MemberLost) -> None:
     if member is None:
         return
     if _is_missed(draft, member):
-        draft.broken.append(f"member {member.member_id} is gone: {event.detail}")
+        draft.broken.append(f"lost member {member.member_id}: {event.detail}")
     _take_out(draft, member, kind="member_lost", ending=event.ending, detail=event.detail)
     refusal = _REFUSAL_OF.get(event.ending)
     error = (
@@ -73,7 +73,7 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
             MemberLost(
                 member_id=event.member_id,
                 ending=Ending.SCRIPT_FAILED,
-                detail=event.detail or "its script raised",
+                detail=event.detail or "its script raised an exception",
             ),
         )
         return
@@ -81,7 +81,7 @@ def member_left(draft: Draft, event: MemberLeft) -> None:
     has_rank = member.phase is MemberPhase.RANKED or (member.holds_state and is_recovering(draft))
     if has_rank and event.reason is LeaveReason.FINISHED:
         if draft.phase is not JobPhase.FINISHED:
-            reason = f"member {member.member_id} came to the end of its script"
+            reason = f"member {member.member_id} reached the end of its script"
             _finish(draft, reason)
             _tell_awaiting(draft, member, reason, finished_steps=event.steps)
     elif has_place(draft, member) and draft.phase is JobPhase.STOPPING and not event.alone:
@@ -144,7 +144,7 @@ def exit_reported(draft: Draft, event: ExitReported) -> ExitNoted:
             MemberLeft(
                 member_id=event.member_id,
                 reason=LeaveReason.FINISHED,
-                detail="as its launcher told",
+                detail="reported by its launcher",
             ),
         )
     elif known and clean and pulse is not None and pulse.attached:
@@ -343,7 +343,7 @@ def reached_again(draft: Draft) -> None:
             and pulse.progress.in_reach
             and draft.now.ms >= draft.kept_out_until_ms.get(kept_out.member_id, 0)
         ):
-            draft.reasons.append(f"member {kept_out.member_id} reaches its peers again")
+            draft.reasons.append(f"member {kept_out.member_id} can reach its peers again")
             _release(draft, kept_out)
 
 
@@ -391,9 +391,9 @@ def _member_or_rank(draft: Draft, event: DrainRequested) -> Member:
     there = (
         f"its newest generation has {size} ranks"
         if size
-        else "none has one yet, its workers are still starting"
+        else "no rank is assigned yet, since its workers are still starting"
     )
     raise UnknownResourceError(
-        f"job {draft.spec.job_id} has no live member of rank {rank}: {there}",
+        f"job {draft.spec.job_id} has no live member with rank {rank}: {there}",
         reason=Refusal.MEMBER_UNKNOWN,
     )

@@ -32,8 +32,8 @@ def knows_of_lost(draft: Draft, event: MemberJoined) -> bool:
     )
     draft.number = reported
     reason = (
-        f"Redis has lost generations {known + 1} to {reported}: the next one is above those that "
-        "members know"
+        f"Redis lost generations {known + 1} to {reported}; the next one is numbered above those "
+        "that members know"
     )
     draft.reasons.append(reason)
     draft.records.append(
@@ -103,5 +103,5 @@ def recovery_due(draft: Draft) -> None:
     draft.recovery = replace(recovery, until_ms=None)
     of = f" of {recovery.world_size}" if recovery.world_size else ""
     draft.broken.append(
-        f"Redis has lost generation {recovery.newest}, and {back}{of} of its ranks are back"
+        f"Redis lost generation {recovery.newest}, and {back}{of} of its ranks have reconnected"
     )

@@ -121,8 +121,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
                 continue  # it does not hang: that wait has a deadline of its own
             if now_ms - place.pulse.active_ms > stall_ms and place.pulse.progress.cpu_s > 0:
                 detail = (
-                    f"no progress and no processor time for {stall_ms} ms, while all others "
-                    "waited for it"
+                    f"no progress and no CPU time for {stall_ms} ms, while all others waited for it"
                 )
                 member_lost(
                     draft,
@@ -134,8 +133,8 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
         by = [other for other in waiting if place.rank in other.pulse.progress.out_of_reach]
         if by and place.silent_ms > draft.policy.reconnect_ms:
             detail = (
-                f"no heartbeat for {place.silent_ms} ms, and {by[0].name}, which waits for "
-                "it, does not reach it"
+                f"no heartbeat for {place.silent_ms} ms, and {by[0].name}, which is waiting for "
+                "it, cannot reach it"
             )
             member_lost(
                 draft,
@@ -160,8 +159,11 @@ def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
                 for p in places
             ]
         )
-        why = reach or (f"; {slow}" if slow else "; none has said that it cannot reach another")
-        return f"{head}, all at once, so something between them is missing or slow{why}"
+        why = reach or (f"; {slow}" if slow else "; none has reported that it cannot reach another")
+        return (
+            f"{head}, all at the same time, so the network between them is slow or lost a "
+            f"message{why}"
+        )
     blamed = [
         f"{place.name}, no heartbeat for {place.silent_ms // 1000} s"
         for place in silent[:_MOST_NAMED]
@@ -180,19 +182,15 @@ def _what_it_does(draft: Draft, place: Place) -> str:
         (draft.now.ms - place.pulse.active_ms) // 1000,
     )
     if place.pulse.generation < draft.number:
-        return f"which has not come to it from generation {place.pulse.generation}"
+        return f"which is still in generation {place.pulse.generation}"
     if (waited_s := int(place.pulse.progress.server_wait_s)) > 0:
         return f"which has waited {waited_s} s for {place.pulse.progress.awaited_server}"
     idle = (
-        f" and no processor time for {idle_s} s"
-        if idle_s >= 5 and place.pulse.progress.cpu_s > 0
-        else ""
+        f" and no CPU time for {idle_s} s" if idle_s >= 5 and place.pulse.progress.cpu_s > 0 else ""
     )
     where = place.pulse.progress.script_line
-    return (
-        f"which is {f'at {where}' if where else 'in its own code'}, without progress for {still_s} "
-        f"s{idle}"
-    )
+    what = f"at {where}" if where else "running its own code"
+    return f"which is {what}, with no progress for {still_s} s{idle}"
 
 
 def _out_of_reach(places: Sequence[Place]) -> str:
@@ -203,7 +201,7 @@ def _out_of_reach(places: Sequence[Place]) -> str:
         for rank in place.pulse.progress.out_of_reach
         if rank in by_rank
     ]
-    named = [f"{one.name} does not reach {other.name}" for one, other in pairs[:_MOST_NAMED]]
+    named = [f"{one.name} cannot reach {other.name}" for one, other in pairs[:_MOST_NAMED]]
     return f"; {', '.join(named)}" if named else ""
 
 
@@ -215,13 +213,13 @@ def _explain_incident(draft: Draft, places: Sequence[Place]) -> str:
     waited_for = dict(stuck_members(draft, incident))
     stuck = [place for place in places if place.member_id in waited_for][:_MOST_NAMED]
     named = [
-        f"{place.name}, evicted in {max(0, waited_for[place.member_id] - draft.now.ms) // 1000} s "
-        "unless it moves"
+        f"{place.name}, to be evicted in "
+        f"{max(0, waited_for[place.member_id] - draft.now.ms) // 1000} s unless it makes progress"
         for place in stuck
     ]
     return (
         f"a collective failed, and {_names(reporters)} waited for "
-        f"{' and for '.join(named) or 'those that do not come back'}"
+        f"{' and for '.join(named) or 'members that have not returned'}"
     )
 
 

@@ -103,8 +103,9 @@ def _by_computing(reports: list[Report]) -> dict[str, str]:
         lost_s = one.progress.busy_time_s - others_s
         if lost_s > max(_LEAST_S, _SHARE_OF_STEP * one.progress.step_time_s):
             found[one.member_id] = (
-                f"the others wait for {one.name}: it works {_seconds(one.progress.busy_time_s)} of "
-                f"each step, they {_seconds(others_s)}"
+                f"the others are waiting for {one.name}: it works for "
+                f"{_seconds(one.progress.busy_time_s)} of each step, the others for "
+                f"{_seconds(others_s)}"
             )
     return found
 
@@ -134,15 +135,15 @@ def behind_connection(reports: list[Report]) -> tuple[list[Report], str]:
         behind = [one for one in reports if one.rank == first]
         return (
             behind,
-            f"the others wait for {behind[0].name}: the connection to it takes {where}"
+            f"the others are waiting for {behind[0].name}: the connection to it transfers {where}"
             if behind
             else "",
         )
     if len(reports) == 2 and rate < _SLOW_BYTES_PER_S:
         return (
             reports,
-            f"{reports[0].name} and {reports[1].name} wait for the connection between them: it "
-            f"takes {where}",
+            f"{reports[0].name} and {reports[1].name} are waiting for the connection between "
+            f"them: it transfers {where}",
         )
     return [], ""
 

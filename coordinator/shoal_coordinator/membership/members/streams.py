@@ -45,8 +45,8 @@ def streams_due(draft: Draft) -> None:
         )
         if len(broken) > whole:
             draft.reasons.append(
-                f"{len(broken)} streams broke together and {whole} did not: a fault of the "
-                "network, leases decide"
+                f"{len(broken)} streams broke at the same time and {whole} did not: this is a "
+                "network fault, so leases decide"
             )
         else:
             _lose(draft, [member_id for member_id in broken if _is_closed(draft, member_id)])

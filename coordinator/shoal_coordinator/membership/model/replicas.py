@@ -60,10 +60,10 @@ def compare(seen: ReplicasSeen | None, left: Replicas, who: str) -> tuple[Replic
     if not apart:
         return now, ""
     others = list(dict.fromkeys(seen.digests[group][1] for group in apart))
-    since = f"after step {agreed} all agreed" if agreed else "the ranks had not compared before"
+    since = f"all agreed after step {agreed}" if agreed else "the ranks had not compared before"
     return (
         now,
-        f"after step {left.step}, the last one, {who} and {_listed(others)} hold different values "
+        f"after step {left.step}, the last one, {who} and {_listed(others)} had different values "
         f"of {_listed(apart)}; {since}",
     )
 

@@ -48,16 +48,16 @@ def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
     its place exit. A repeated request changes nothing."""
     server = draft.servers.get(event.server_id)
     if server is None:
-        there = ", ".join(sorted(draft.servers)[:8]) or "none is registered"
+        there = ", ".join(sorted(draft.servers)[:8]) or "none"
         raise UnknownResourceError(
-            f"job {draft.spec.job_id} has no parameter server {event.server_id!r}; there are: "
-            f"{there}",
+            f"job {draft.spec.job_id} has no parameter server {event.server_id!r}; registered "
+            f"servers: {there}",
             reason=Refusal.SERVER_UNKNOWN,
         )
     if draft.layout is None:
         raise PreconditionError(
-            f"no member of job {draft.spec.job_id} has declared its tensors: server "
-            f"{event.server_id} holds nothing yet; end its process",
+            f"no member of job {draft.spec.job_id} has declared its tensors, so server "
+            f"{event.server_id} holds nothing yet; stop its process",
             reason=Refusal.PLACE_WITHOUT_TENSORS,
         )
     if server.index in draft.moves.draining:
@@ -69,9 +69,9 @@ def server_drain_requested(draft: Draft, event: ServerDrainRequested) -> None:
     ]
     if not others:
         raise PreconditionError(
-            f"server {event.server_id} has the last place of job {draft.spec.job_id} that does not "
-            "drain: nobody could take over what it holds; start another server first "
-            "(max_parameter_servers permitting), or stop the job",
+            f"server {event.server_id} is the last one of job {draft.spec.job_id} that is not "
+            "draining, so no other could take over its partitions; start another server first (if "
+            "max_parameter_servers allows), or stop the job",
             reason=Refusal.LAST_SERVER,
         )
     draft.moves = replace(
@@ -172,12 +172,12 @@ def _with_failure(
 def _failure(draft: Draft, move: Move, event: MoveReported) -> str:
     """Returns why a move failed; empty if it succeeded."""
     if not event.taken:
-        return event.reason or "the giver does not say why"
+        return event.reason or "the giver gave no reason"
     receiver = of_place(draft, move.receiver, ServerRole.PRIMARY)
     if receiver is None or not receiver.alive:
-        return "the receiver was lost after it had taken them"
+        return "the receiver was lost after it had received them"
     if receiver.incarnation != event.receiver_incarnation:
-        return "another process has the receiver's place than the one that took them"
+        return "the receiver's place was taken by a process other than the one that received them"
     return ""
 
 
@@ -203,7 +203,7 @@ def moves_due(draft: Draft) -> None:
 
 
 def _begin_next(draft: Draft) -> None:
-    assert draft.layout is not None, "the caller has looked"
+    assert draft.layout is not None, "the caller checks that there is a layout"
     there = primaries(draft)
     serving = [index for index, primary in there.items() if primary.serves]
     not_giving = _left_out(draft, draft.failed_givers, [there[index] for index in serving])

@@ -45,9 +45,7 @@ def next_epoch(draft: Draft, index: int) -> None:
     """Begins the place's next epoch, which invalidates its primary's reports about the previous
     one."""
     primary = of_place(draft, index, ServerRole.PRIMARY)
-    assert primary is not None, (
-        "a backup is one of a primary, which keeps its place until the backup has it"
-    )
+    assert primary is not None, "a place with a backup has a primary until the backup is promoted"
     draft.put_server(replace(primary, epoch=primary.epoch + 1))
 
 

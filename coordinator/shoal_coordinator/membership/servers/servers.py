@@ -85,13 +85,13 @@ def server_registered(draft: Draft, event: ServerRegistered) -> Registered:
     ):
         raise UnavailableError(
             f"run {draft.run} of job {draft.spec.job_id} has ended ({draft.stop_reason}), and the "
-            "next one has not begun: this server waits for it",
+            "next one has not begun; this server is waiting for it",
             reason=Refusal.RUN_ENDED,
         )
     if known is not None and known.alive and (known.host, known.pid) != (event.host, event.pid):
         raise PreconditionError(
             f"server_id {event.server_id} belongs to process {known.pid} on {known.host}, whose "
-            "lease has not ended; each server needs an id of its own",
+            "lease has not expired; use a separate id for each server",
             reason=Refusal.SERVER_CONFLICT,
         )
     if known is not None and known.alive and known.incarnation != event.incarnation:
@@ -144,8 +144,8 @@ def _raise_number(draft: Draft, event: ServerRegistered) -> None:
     if not 0 < lost <= draft.policy.most_lost_generations:
         return
     reason = (
-        f"Redis has lost generations {draft.number + 1} to {event.generation}, of which "
-        f"server {event.server_id} knows"
+        f"Redis lost generations {draft.number + 1} to {event.generation}, which server "
+        f"{event.server_id} reported"
     )
     draft.number = event.generation
     draft.reasons.append(reason)
@@ -241,9 +241,9 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | Serv
     if draft.layout is not None:
         if draft.layout.tensors != event.tensors:
             raise PreconditionError(
-                f"job {draft.spec.job_id} has other tensors: "
-                f"{_first_difference(draft.layout, event)}; all workers must build the same model, "
-                "with the same parameter groups in the optimizer",
+                f"job {draft.spec.job_id} has different tensors: "
+                f"{_first_difference(draft.layout, event)}; all workers must build the same "
+                "model, with the same parameter groups in the optimizer",
                 reason=Refusal.TENSORS_CONFLICT,
             )
         _check_all_have_addresses(draft, draft.layout)
@@ -258,8 +258,8 @@ def tensors_declared(draft: Draft, event: TensorsDeclared) -> ShardLayout | Serv
     pieces = count_pieces(event.tensors)
     if pieces > MOST_PIECES:
         raise LimitError(
-            f"the tensors make {pieces} pieces of at most 8 MiB; a job holds {MOST_PIECES}: put "
-            "small tensors together",
+            f"the tensors form {pieces} pieces of at most 8 MiB, but a job may have at most "
+            f"{MOST_PIECES}; merge small tensors",
             reason=Refusal.TENSORS_LIMIT,
         )
     there = [index for index, primary in primaries(draft).items() if primary.serves]
@@ -285,8 +285,8 @@ def _check_all_have_addresses(draft: Draft, layout: ShardLayout) -> None:
         primary = of_place(draft, index, ServerRole.PRIMARY)
         if primary is None or not primary.address:
             raise UnavailableError(
-                f"job {draft.spec.job_id} waits for the primary of its parameter server {index} to "
-                "serve",
+                f"job {draft.spec.job_id} is waiting for the primary of its parameter server "
+                f"{index} to report its address",
                 reason=Refusal.NO_SERVERS,
             )
 
@@ -320,11 +320,11 @@ def _newcomer(draft: Draft, event: ServerRegistered) -> Server:
     holders = ", ".join(
         server.server_id for server in sorted(draft.servers.values(), key=lambda s: s.index)[:8]
     )
-    beside = f" and {len(staying)} backups of them" if draft.spec.parameter_server_backups else ""
+    beside = f" and {len(staying)} backups" if draft.spec.parameter_server_backups else ""
     raise PreconditionError(
-        f"job {draft.spec.job_id} has its {len(staying)} parameter servers{beside} ({holders}); "
-        f"{event.server_id} is one too many: create the job with more of them, or with a larger "
-        "max_parameter_servers (--max-servers)",
+        f"job {draft.spec.job_id} already has its {len(staying)} parameter servers{beside} "
+        f"({holders}), so {event.server_id} is one too many; create the job with more servers, or "
+        "with a larger max_parameter_servers (--max-servers)",
         reason=Refusal.SERVERS_COMPLETE,
     )
 
@@ -355,11 +355,11 @@ def _training(draft: Draft) -> tuple[str, ...]:
 
 def _first_difference(layout: ShardLayout, event: TensorsDeclared) -> str:
     if len(layout.tensors) != len(event.tensors):
-        return f"{len(layout.tensors)} were declared, not {len(event.tensors)}"
+        return f"{len(layout.tensors)} were declared before, not {len(event.tensors)}"
     declared, given = next(
         (a, b) for a, b in zip(layout.tensors, event.tensors, strict=True) if a != b
     )
-    return f"{_shown(declared)} was declared where {_shown(given)} is given"
+    return f"{_shown(declared)} was declared before, not {_shown(given)}"
 
 
 def _shown(tensor: TensorSpec) -> str:
@@ -367,5 +367,5 @@ def _shown(tensor: TensorSpec) -> str:
         return f"table {tensor.name!r} {list(tensor.shape)} ({tensor.table})"
     return (
         f"{tensor.name!r} "
-        f"{tensor.dtype}{list(tensor.shape)}{', which no optimizer has,' if tensor.frozen else ''}"
+        f"{tensor.dtype}{list(tensor.shape)}{' (in no optimizer)' if tensor.frozen else ''}"
     )

@@ -16,25 +16,26 @@ def certs(
     directory: Annotated[
         Path,
         typer.Argument(
-            help="Where to write them; nothing there is overwritten.", show_default=False
+            help="Directory to write them to; existing files are not overwritten.",
+            show_default=False,
         ),
     ],
     names: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[NAME|ADDRESS]...",
-            help="How the services' machines are reached. Always among them: localhost, and this "
-            "machine's name.",
+            help="Names and addresses at which the services' machines are reached. localhost and "
+            "this machine's name are always included.",
             show_default=False,
         ),
     ] = None,
-    days: Annotated[int, typer.Option(help="How long they are good for.", min=1)] = 365,
+    days: Annotated[int, typer.Option(help="Validity in days.", min=1)] = 365,
 ) -> None:
-    """Make certificates of a private authority, for development and private networks.
+    """Create certificates of a private authority, for development and private networks.
 
-    `ca.pem` is what everybody trusts (--tls-ca), `server.pem` and `server.key` are for coordinator
-    and servers (--tls-cert, --tls-key), `client.pem` and `client.key` for everybody else where
-    servers ask for certificates (--tls-client-ca ca.pem). The authority's key is not kept.
+    All programs trust `ca.pem` (--tls-ca). The coordinator and parameter servers use `server.pem`
+    and `server.key` (--tls-cert, --tls-key). Others use `client.pem` and `client.key` if servers
+    require certificates (--tls-client-ca ca.pem). The authority's key is not kept.
     """
     from shoal_common.security.certificates import development_files, write_files
 
@@ -42,5 +43,5 @@ def certs(
     write_files(directory, development_files(known, lifetime=timedelta(days=days)))
     typer.echo(
         f"{directory}: ca.pem, server.pem and client.pem with their keys, for {', '.join(known)}, "
-        f"good for {days} days"
+        f"valid for {days} days"
     )

@@ -18,7 +18,7 @@ def check(
     """List lines of a script that are wrong or wasteful in an elastic run, and what to write.
 
     The script is read, not run. The status is 0 if nothing was found, 1 otherwise. `# shoal:
-    ignore` at a line's end leaves it out.
+    ignore` at the end of a line excludes it.
     """
     from shoal.checking.rules import check as checked
 
@@ -31,7 +31,7 @@ def check(
                 f"{path}:{error.lineno}: not a Python script: {error.msg}"
             ) from error
         if found is None:
-            typer.echo(f"{path}: no training loop was found, so nothing was checked")
+            typer.echo(f"{path}: found no training loop, so nothing was checked")
             continue
         checked_scripts += 1
         for finding in found:
@@ -49,4 +49,4 @@ def _read(path: Path) -> str:
         with tokenize.open(path) as file:
             return file.read()
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error}") from error
+        raise ConfigurationError(f"cannot read {path}: {error}") from error

@@ -13,7 +13,7 @@ from shoal.cli.options import Coordinator, Job, RankOrServer
 def kill(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
     """Kill the worker of a rank, or a parameter server (SIGKILL).
 
-    To see the others continue. Only on the machine where it runs.
+    This shows how the others continue. It works only on the machine where the process runs.
     """
     from shoal.cli.target import target
 
@@ -35,8 +35,8 @@ def kill(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job
 def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Job = None) -> None:
     """Ask the worker of a rank, or a parameter server, to leave.
 
-    Nothing is lost. A worker leaves after the current step. A server hands what it holds to the
-    others while training continues; then it ends, and its backup does.
+    Nothing is lost. A worker leaves after the current step. A server hands its partitions over to
+    the others while training continues; then it and its backup exit.
     """
     from shoal.cli.target import target
 
@@ -52,8 +52,8 @@ def drain(rank_or_server: RankOrServer, coordinator: Coordinator = None, job: Jo
         else:
             found.client.drain(found.job_id, server=rank_or_server, reason="shoal drain")
             typer.echo(
-                f"parameter server {rank_or_server} of job {found.job_id} hands its partitions to "
-                "the others and then ends; `shoal status` shows how many are left"
+                f"parameter server {rank_or_server} of job {found.job_id} will hand its partitions "
+                "over to the others and then exit; `shoal status` shows how many are left"
             )
 
 
@@ -61,13 +61,13 @@ def stop(
     coordinator: Coordinator = None,
     job: Job = None,
     reason: Annotated[
-        str, typer.Option(help="Why, for people: it is kept with the job.", show_default=False)
+        str, typer.Option(help="Reason, kept with the job for people.", show_default=False)
     ] = "shoal stop",
 ) -> None:
     """Ask all workers of a job to stop.
 
-    They stop together after the current step, and the code after the loop runs. A plain torchrun
-    script has none: end its launcher.
+    They stop together after the current step, and the code after the loop runs. For a plain
+    torchrun script, stop its launcher instead.
     """
     from shoal.cli.target import target
 

@@ -12,14 +12,16 @@ import typer
 def coordinate(
     command: Annotated[
         list[str],
-        typer.Argument(help="What starts the launchers, here or elsewhere.", show_default=False),
+        typer.Argument(
+            help="Command that starts the launchers, here or elsewhere.", show_default=False
+        ),
     ],
     host: Annotated[
         str,
         typer.Option(
             metavar="ADDRESS|INTERFACE|HOSTNAME",
-            help="This machine, as the others reach it. Default: its own name; if that is none for "
-            "others, the address of the way to them.",
+            help="Address of this machine for the others. Default: its name, or, if others cannot "
+            "use that, its address on the route to them.",
             envvar="SHOAL_LOCAL_ADDR",
             show_envvar=False,
             show_default=False,
@@ -28,18 +30,18 @@ def coordinate(
     insecure: Annotated[
         bool,
         typer.Option(
-            "--insecure", help="Serve other machines without TLS or tokens: on a private network."
+            "--insecure", help="Serve other machines without TLS or tokens; for private networks."
         ),
     ] = False,
 ) -> None:
-    """Run a command with a coordinator beside it, on as many machines as it reaches.
+    """Run a command together with a coordinator, for any number of machines.
 
-    What COMMAND starts finds the coordinator by its environment: `shoal coordinate --insecure --
-    srun shoal run train.py`. Under SLURM it finds there the job's id and the number of machines as
-    well. The status is COMMAND's.
+    Programs started by COMMAND find the coordinator through their environment: `shoal coordinate
+    --insecure -- srun shoal run train.py`. Under SLURM, the environment also has the job's id and
+    the number of machines. The status is COMMAND's.
 
-    The coordinator's own settings are its variables, SHOAL_COORDINATOR_... Without
-    SHOAL_COORDINATOR_REDIS it brings a Redis of its own.
+    The coordinator's own settings are read from SHOAL_COORDINATOR_... variables. Without
+    SHOAL_COORDINATOR_REDIS, it starts its own Redis.
     """
     from shoal_common.system.own_address import own_host
 

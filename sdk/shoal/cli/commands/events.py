@@ -21,16 +21,19 @@ def events(
     follow: Annotated[
         bool,
         typer.Option(
-            "--follow", "-f", help="Further ones as they happen, until the cluster ends or Ctrl-C."
+            "--follow",
+            "-f",
+            help="Also print new events as they happen, until the cluster ends or Ctrl-C.",
         ),
     ] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="As JSON, one a line, for programs.")
+        bool, typer.Option("--json", help="As JSON, one event per line, for programs.")
     ] = False,
 ) -> None:
     """Show what has happened in a job, oldest first.
 
-    By default in the newest cluster on this machine; if none runs, in the run that ended last.
+    By default in the newest cluster on this machine; if none is running, in the run that
+    ended last.
     """
     from rich.console import Console
 

@@ -21,31 +21,31 @@ def history(
         str | None,
         typer.Argument(
             metavar="[RUN]",
-            help="JOB/NUMBER, as the list shows it, or a job for its newest run.",
+            help="JOB/NUMBER, as listed, or a job for its newest run.",
             show_default=False,
         ),
     ] = None,
     other: Annotated[
         str | None,
-        typer.Argument(metavar="[OTHER]", help="Another run, to compare with.", show_default=False),
+        typer.Argument(metavar="[OTHER]", help="Another run to compare with.", show_default=False),
     ] = None,
     job: Annotated[
-        str | None, typer.Option(help="List the runs of this job only.", show_default=False)
+        str | None, typer.Option(help="List only the runs of this job.", show_default=False)
     ] = None,
     plot: Plot = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
     """List past runs of this machine; show one, or compare two.
 
-    They are kept on disk, with their output and their events, also of clusters that are gone:
-    `shoal status`, `shoal events` and `shoal logs` show them with --run. --plot draws RUN.
+    Runs are kept on disk with their output and events, even after their cluster is gone. `shoal
+    status`, `shoal events` and `shoal logs` show them with --run. --plot draws RUN.
     """
     from shoal.launcher.report.history import History
 
     kept = History()
     if run is None:
         if plot is not None:
-            raise ConfigurationError(f"--plot {plot} without RUN: name the run to draw")
+            raise ConfigurationError(f"--plot {plot} requires RUN; name the run to draw")
         _list(kept, job, as_json=as_json)
     elif other is not None:
         _compare(kept, run, other, as_json=as_json)
@@ -69,12 +69,12 @@ def _list(kept: History, job: str | None, *, as_json: bool) -> None:
         Console().print(runs_view(runs))
     else:
         typer.echo(
-            f"no runs{'' if job is None else f' of job {job}'} are kept on this machine; "
-            "`shoal run` keeps its runs"
+            f"no runs{'' if job is None else f' of job {job}'} are recorded on this machine; "
+            "`shoal run` records its runs"
         )
     for each in found:
         if not isinstance(each, RecordedRun):
-            typer.echo(f"shoal: {each.directory} cannot be read: {each.why}", err=True)
+            typer.echo(f"shoal: cannot read {each.directory}: {each.why}", err=True)
 
 
 def _show(kept: History, name: str, *, as_json: bool) -> None:

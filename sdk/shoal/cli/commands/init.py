@@ -20,7 +20,7 @@ def init(
         typer.Argument(
             metavar="SCRIPT.py",
             help="File to write. Default: train.py, or with --from NAME.py NAME_elastic.py beside "
-            "it. Asked for on a terminal.",
+            "it. Prompted for on a terminal.",
             show_default=False,
         ),
     ] = None,
@@ -70,8 +70,8 @@ def _convert(plain: Path, script: Path, *, force: bool) -> None:
         ) from error
     if conversion is None:
         raise ConfigurationError(
-            f"{plain}: no training loop was found, so there is nothing to convert; `shoal init` "
-            "without --from writes a script to begin with"
+            f"{plain}: found no training loop, so there is nothing to convert; run `shoal init` "
+            "without --from to write a script to begin with"
         )
     if conversion.source == source:
         typer.echo(f"{plain}: nothing to change, so nothing was written")
@@ -94,7 +94,7 @@ def _read(path: Path) -> tuple[str, str]:
         with tokenize.open(path) as file:
             return file.read(), file.encoding
     except (OSError, SyntaxError, UnicodeDecodeError) as error:
-        raise ConfigurationError(f"{path}: cannot be read: {error}") from error
+        raise ConfigurationError(f"cannot read {path}: {error}") from error
 
 
 def _write(path: Path, source: str, encoding: str = "utf-8", *, force: bool) -> None:
@@ -103,5 +103,5 @@ def _write(path: Path, source: str, encoding: str = "utf-8", *, force: bool) -> 
             file.write(source)
     except FileExistsError as error:
         raise ConfigurationError(
-            f"{path} exists: name another file, or pass --force to overwrite it"
+            f"{path} already exists; name another file, or pass --force to overwrite it"
         ) from error

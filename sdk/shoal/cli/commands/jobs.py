@@ -16,8 +16,8 @@ def jobs(
 ) -> None:
     """List jobs.
 
-    By default those of this machine: of clusters that run, and of `shoal submit`, also when they
-    have ended.
+    By default those of this machine: jobs of running clusters, and jobs of `shoal submit`, even if
+    they have ended.
     """
     from rich.console import Console
 
@@ -34,5 +34,5 @@ def jobs(
         typer.echo(
             "no jobs"
             if coordinator
-            else "no jobs of yours on this machine; start one with `shoal run` or `shoal submit`"
+            else "you have no jobs on this machine; start one with `shoal run` or `shoal submit`"
         )

@@ -26,13 +26,15 @@ def logs(
     follow: Annotated[
         bool,
         typer.Option(
-            "--follow", "-f", help="Further lines as they come, until the job has ended or Ctrl-C."
+            "--follow",
+            "-f",
+            help="Also print new lines as they are written, until the job ends or Ctrl-C.",
         ),
     ] = False,
 ) -> None:
     """Show what a run on this machine has printed.
 
-    By default the one that was started last. --follow is for those of `shoal submit` and
+    By default that of the run started last. --follow works for runs of `shoal submit` and
     shoal.Client.
     """
     from shoal.client import Client
@@ -72,8 +74,8 @@ def _print(past: RecordedRun, rank: int | None, *, follow: bool) -> None:
 
     if follow and past.outcome is Outcome.RUNNING:
         raise ConfigurationError(
-            f"--follow: run {past.name} prints on the terminal that started it; without --follow "
-            "what it has printed so far is shown"
+            f"--follow: run {past.name} prints on the terminal that started it; omit --follow to "
+            "see its output so far"
         )
     typer.echo(f"shoal: {finished_line(past)}", err=True)
     prefix = "" if rank is None else f"[{rank}]: "
@@ -88,7 +90,7 @@ def _newest() -> str:
     found = Submissions().all()
     if not found:
         raise UnknownResourceError(
-            "no job was submitted on this machine by this user; `shoal submit` starts one, and "
+            "you have not submitted a job on this machine; start one with `shoal submit`, which "
             "keeps its output",
             reason="LOG_UNKNOWN",
         )

@@ -25,9 +25,8 @@ def plan(
         str,
         typer.Argument(
             metavar="MODULE:FUNCTION",
-            help="What makes the model, called without arguments: of a module, or of a file. It "
-            f"returns {_EXPECTED}; the last three as "
-            "`train_step` takes them.",
+            help="Function that returns the model, called without arguments, in a module or a "
+            f"file. It returns {_EXPECTED}; the last three as `train_step` takes them.",
             show_default=False,
         ),
     ],
@@ -35,7 +34,7 @@ def plan(
     device_memory: Annotated[
         str | None,
         typer.Option(
-            help="Memory of each rank: 80GB, 80GiB. Default: everything fits.",
+            help="Memory of each rank, as in 80GB or 80GiB. Default: everything fits.",
             metavar="SIZE",
             show_default=False,
         ),
@@ -43,45 +42,46 @@ def plan(
     global_batch_size: Annotated[
         int | None,
         typer.Option(
-            help="Samples of a step. Default: as many for each rank as the inputs have.",
+            help="Samples per step. Default: for each rank, as many as the inputs have.",
             show_default=False,
         ),
     ] = None,
-    ranks_per_host: Annotated[int, typer.Option(help="How many ranks share a host's links.")] = 8,
+    ranks_per_host: Annotated[
+        int, typer.Option(help="Number of ranks that share a host's links.")
+    ] = 8,
     device_flops: Annotated[
         str,
         typer.Option(
-            help="Operations a second of a device at its best. The default is an A100's in "
-            "bfloat16.",
+            help="Peak operations per second of a device. The default is an A100's in bfloat16.",
             metavar="RATE",
         ),
     ] = "312T",
     efficiency: Annotated[
-        float, typer.Option(help="The share of them that training reaches.")
+        float, typer.Option(help="Share of that peak which training reaches.")
     ] = 0.4,
     bandwidth: Annotated[
         str,
         typer.Option(
-            help="What a rank sends to other hosts in a second: 12.5GB/s, 100Gbit/s.",
+            help="Bandwidth from a rank to other hosts, as in 12.5GB/s or 100Gbit/s.",
             metavar="RATE",
         ),
     ] = ("100Gbit/s"),
     local_bandwidth: Annotated[
-        str, typer.Option(help="What it sends to others of its host.", metavar="RATE")
+        str, typer.Option(help="Bandwidth from a rank to others on its host.", metavar="RATE")
     ] = "150GB/s",
     activation_checkpointing: Annotated[
         bool,
         typer.Option(
             "--activation-checkpointing",
-            help="Blocks compute their activations again, instead of keeping them.",
+            help="Recompute the activations of blocks instead of keeping them.",
         ),
     ] = False,
     everything: Annotated[bool, typer.Option("--all", help="Show every mesh.")] = False,
     as_json: Annotated[
-        bool, typer.Option("--json", help="As JSON, for programs; bytes and seconds.")
+        bool, typer.Option("--json", help="As JSON, for programs, in bytes and seconds.")
     ] = False,
 ) -> None:
-    """Say what each strategy would cost a model: memory by role, bytes sent, a step's time.
+    """Show what each strategy would cost for a model: memory by role, bytes sent, a step's time.
 
     Nothing is started and no device is needed. The model is built without values, if its code
     allows that.
@@ -126,13 +126,13 @@ def _made(subject: str) -> tuple[nn.Module, Any, Any]:
         # whatever the user's code raises there; if it raises again with values, that is the error
         typer.echo(
             f"shoal plan: {subject} does not run on the meta device ({type(error).__name__}: "
-            f"{_first_line(error)}): the model is built with its values",
+            f"{_first_line(error)}); building the model with its values",
             err=True,
         )
         made = function()
     if not isinstance(made, tuple) or len(made) not in (2, 3, 5):
         described = f"{len(made)} values" if isinstance(made, tuple) else type(made).__name__
-        raise ConfigurationError(f"{subject} returned {described}: expected {_EXPECTED}")
+        raise ConfigurationError(f"{subject} returned {described}; expected {_EXPECTED}")
     return made
 
 
@@ -156,7 +156,7 @@ def _function(subject: str) -> Callable[[], Any]:
             )[:8]
         )
         raise ConfigurationError(
-            f"MODULE:FUNCTION={subject!r}: {name} has no function {attribute!r}; it has "
+            f"MODULE:FUNCTION={subject!r}: {name} has no function {attribute!r}; its functions: "
             f"{there or 'none'}"
         )
     made: Callable[[], Any] = found
@@ -167,7 +167,7 @@ def _module(subject: str, name: str) -> Any:
     file = Path(name)
     if file.suffix == ".py":
         if not file.is_file():
-            raise ConfigurationError(f"MODULE:FUNCTION={subject!r}: there is no file {name}")
+            raise ConfigurationError(f"MODULE:FUNCTION={subject!r}: the file {name} does not exist")
         sys.path.insert(0, str(file.parent.absolute()))
         name = file.stem
     else:
@@ -178,8 +178,8 @@ def _module(subject: str, name: str) -> Any:
         if error.name is None or not f"{name}.".startswith(f"{error.name}."):
             raise  # it is there, and what it imports is not
         raise ConfigurationError(
-            f"MODULE:FUNCTION={subject!r}: there is no module {name!r}, here ({Path.cwd()}) or "
-            "installed; give its path with .py, or run the command where it can be imported"
+            f"MODULE:FUNCTION={subject!r}: module {name!r} is neither in {Path.cwd()} nor "
+            "installed; pass its path with .py, or run the command where it can be imported"
         ) from error
 
 

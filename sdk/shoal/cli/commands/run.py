@@ -43,7 +43,10 @@ def run(
     script: Script,
     arguments: Arguments = None,
     nnodes: Annotated[
-        str, typer.Option(help="Machines, or MIN:MAX.", envvar="PET_NNODES", show_envvar=False)
+        str,
+        typer.Option(
+            help="Number of machines, or MIN:MAX.", envvar="PET_NNODES", show_envvar=False
+        ),
     ] = "1",
     nproc_per_node: Annotated[
         str,
@@ -58,7 +61,7 @@ def run(
         bool,
         typer.Option(
             "--standalone",
-            help="One machine with a cluster of its own; so is a run without --rdzv-endpoint.",
+            help="Run on one machine with its own cluster, as without --rdzv-endpoint.",
             envvar="PET_STANDALONE",
             show_envvar=False,
         ),
@@ -66,7 +69,7 @@ def run(
     rdzv_endpoint: Annotated[
         str,
         typer.Option(
-            help="HOST:PORT of the coordinator that all machines reach.",
+            help="HOST:PORT of the coordinator, which all machines must reach.",
             envvar="PET_RDZV_ENDPOINT",
             show_envvar=False,
             show_default=False,
@@ -85,18 +88,17 @@ def run(
         bool,
         typer.Option(
             "--resume",
-            help="The job's newest run goes on if it failed or was stopped, with its parameter "
-            "servers' data; of a completed one it is an "
-            "error. Without it a start after the end is a new run; a run that was interrupted goes "
-            "on in any case.",
+            help="Resume the job's newest run if it failed or was stopped, with its parameter "
+            "servers' data; an error if it was completed. Without --resume, a start after a "
+            "run's end begins a new run. A run that was interrupted continues in any case.",
         ),
     ] = False,
     run_number: Annotated[
         int,
         typer.Option(
             "--run",
-            help="Take part in this run of the job only: status 0 if it is completed. Default: the "
-            "one that goes on, else the next.",
+            help="Take part only in this run of the job; exits with status 0 if it is completed. "
+            "Default: the run in progress, or else the next.",
             show_default=False,
             min=0,
         ),
@@ -104,7 +106,7 @@ def run(
     rdzv_backend: Annotated[
         str,
         typer.Option(
-            help="Accepted for torchrun's sake: it is always shoal.",
+            help="Accepted for compatibility with torchrun; always shoal.",
             envvar="PET_RDZV_BACKEND",
             show_envvar=False,
         ),
@@ -112,8 +114,8 @@ def run(
     rdzv_conf: Annotated[
         str,
         typer.Option(
-            help="last_call_timeout=SECONDS: the wait for more than MIN machines; "
-            "join_timeout=SECONDS: for MIN.",
+            help="last_call_timeout=SECONDS: time to wait for more than MIN machines; "
+            "join_timeout=SECONDS: time to wait for MIN.",
             envvar="PET_RDZV_CONF",
             show_envvar=False,
             show_default=False,
@@ -126,11 +128,12 @@ def run(
     monitor_interval: Annotated[
         float,
         typer.Option(
-            help="Accepted for torchrun's sake: exits are noticed at once.", show_default=False
+            help="Accepted for compatibility with torchrun; exits are noticed at once.",
+            show_default=False,
         ),
     ] = 0,
     start_method: Annotated[
-        str, typer.Option(help="Accepted for torchrun's sake.", hidden=True)
+        str, typer.Option(help="Accepted for compatibility with torchrun.", hidden=True)
     ] = "",
     role: Annotated[
         str, typer.Option(help="ROLE_NAME of the workers.", envvar="PET_ROLE", show_envvar=False)
@@ -140,7 +143,7 @@ def run(
         bool,
         typer.Option(
             "--no-python",
-            help="SCRIPT is a program of its own.",
+            help="SCRIPT is a program, not a Python script.",
             envvar="PET_NO_PYTHON",
             show_envvar=False,
         ),
@@ -148,7 +151,7 @@ def run(
     log_dir: Annotated[
         Path | None,
         typer.Option(
-            help="Keep each worker's output in files there.",
+            help="Keep each worker's output in files in this directory.",
             envvar="PET_LOG_DIR",
             show_envvar=False,
             show_default=False,
@@ -159,7 +162,7 @@ def run(
         typer.Option(
             "--redirects",
             "-r",
-            help="Output for files only: 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2.",
+            help="Write output only to files: 1 stdout, 2 stderr, 3 both; by local rank: 0:3,1:2.",
             envvar="PET_REDIRECTS",
             show_envvar=False,
         ),
@@ -169,7 +172,7 @@ def run(
         typer.Option(
             "--tee",
             "-t",
-            help="Output for files and console, written like --redirects.",
+            help="Write output to files and the console, in the format of --redirects.",
             envvar="PET_TEE",
             show_envvar=False,
         ),
@@ -177,7 +180,7 @@ def run(
     local_ranks_filter: Annotated[
         str,
         typer.Option(
-            help="Local ranks that the console shows: 0,1.",
+            help="Local ranks whose output the console shows, as in 0,1.",
             envvar="PET_LOCAL_RANKS_FILTER",
             show_envvar=False,
             show_default=False,
@@ -186,7 +189,7 @@ def run(
     node_rank: Annotated[
         int | None,
         typer.Option(
-            help="This machine's rank, with --master-addr. Default: agreed on.",
+            help="This machine's rank, with --master-addr. Default: the launchers agree on it.",
             envvar="PET_NODE_RANK",
             show_envvar=False,
             show_default=False,
@@ -195,7 +198,7 @@ def run(
     master_addr: Annotated[
         str | None,
         typer.Option(
-            help="MASTER_ADDR of the workers. Default: agreed on.",
+            help="MASTER_ADDR of the workers. Default: the launchers agree on it.",
             envvar="PET_MASTER_ADDR",
             show_envvar=False,
             show_default=False,
@@ -204,7 +207,7 @@ def run(
     master_port: Annotated[
         int | None,
         typer.Option(
-            help="MASTER_PORT of the workers. Default: a free one.",
+            help="MASTER_PORT of the workers. Default: a free port.",
             envvar="PET_MASTER_PORT",
             show_envvar=False,
             show_default=False,
@@ -214,7 +217,8 @@ def run(
         str | None,
         typer.Option(
             metavar="ADDRESS|INTERFACE|HOSTNAME",
-            help="Where other machines reach this one. Default: by the route to --rdzv-endpoint.",
+            help="Address at which other machines reach this one. Default: that of the route to "
+            "--rdzv-endpoint.",
             envvar=["SHOAL_LOCAL_ADDR", "PET_LOCAL_ADDR"],
             show_envvar=False,
             show_default=False,
@@ -224,8 +228,8 @@ def run(
         str | None,
         typer.Option(
             metavar="ADDRESS|INTERFACE|HOSTNAME",
-            help="Where workers listen, if others reach them elsewhere (NAT): 0.0.0.0, say. "
-            "Default: --local-addr.",
+            help="Address on which workers listen if others reach them at a different one (NAT), "
+            "as in 0.0.0.0. Default: --local-addr.",
             envvar="SHOAL_LISTEN_ADDR",
             show_envvar=False,
             show_default=False,
@@ -234,8 +238,8 @@ def run(
     shutdown_timeout: Annotated[
         int | None,
         typer.Option(
-            help="Seconds from SIGTERM to SIGKILL when workers are stopped. Default: 30; 300 for "
-            "elastic ones of a healthy run.",
+            help="Seconds from SIGTERM to SIGKILL when workers are stopped. Default: 30, or 300 "
+            "for elastic workers of a healthy run.",
             envvar="PET_SHUTDOWN_TIMEOUT",
             show_envvar=False,
             show_default=False,
@@ -254,23 +258,23 @@ def run(
     """Run a script on many workers, as torchrun does.
 
     The flags are torchrun's, and so are the variables that the workers get: a plain torchrun script
-    runs unchanged. A script that calls shoal.init() is elastic: when a worker dies, the others go
-    on and another takes its place. torchrun's PET_... variables are read too.
+    runs unchanged. A script that calls shoal.init() is elastic: when a worker dies, the others
+    continue and another takes its place. torchrun's PET_... variables are read too.
 
-    The status is 0 only if the script finished; otherwise that of the script, or 75 (unfinished),
-    143 (preempted): docs/exit-status.md.
+    The status is 0 only if the script finished; otherwise it is the script's, 75 (unfinished) or
+    143 (preempted); see docs/exit-status.md.
     """
     from shoal.cli.terminal.console import run_to_exit, tell
 
     if rdzv_backend not in ("shoal", "static"):
-        tell(f"--rdzv-backend {rdzv_backend} is ignored: launchers meet at Shoal's coordinator")
+        tell(f"ignoring --rdzv-backend {rdzv_backend}: launchers meet at Shoal's coordinator")
     if monitor_interval or start_method:
         tell(
-            "--monitor-interval and --start-method are ignored: exits are noticed at once, workers "
-            "are programs of their own"
+            "ignoring --monitor-interval and --start-method: exits are noticed at once, and "
+            "workers are programs of their own"
         )
     if standalone and rdzv_endpoint:
-        tell("--rdzv-endpoint is ignored: --standalone brings a coordinator of its own")
+        tell("ignoring --rdzv-endpoint: --standalone starts its own coordinator")
     endpoint = None if standalone or not rdzv_endpoint else rdzv_endpoint
     settings = RunSettings(
         command=worker_command(script, arguments or (), module=module, python=not no_python),
@@ -321,7 +325,7 @@ def _rendezvous(configuration: str) -> dict[str, Any]:
                 found[field] = timedelta(seconds=float(value))
             except (ValueError, OverflowError):
                 raise ConfigurationError(
-                    f"--rdzv-conf {configuration!r}: {name.strip()} is a number of seconds, found "
-                    f"{value!r}"
+                    f"--rdzv-conf {configuration!r}: {name.strip()} is {value!r}; expected a "
+                    "number of seconds"
                 ) from None
     return found

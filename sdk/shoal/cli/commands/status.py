@@ -16,9 +16,10 @@ def status(
     run: PastRun = None,
     as_json: Annotated[bool, typer.Option("--json", help="As JSON, for programs.")] = False,
 ) -> None:
-    """Show who is in a job, and how far they are.
+    """Show a job's members and their progress.
 
-    By default the job of the newest cluster on this machine; if none runs, the run that ended last.
+    By default the job of the newest cluster on this machine; if none is running, the run that
+    ended last.
     """
     from rich.console import Console
     from rich.text import Text

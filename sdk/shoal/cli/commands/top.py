@@ -17,14 +17,14 @@ def top(
     coordinator: Coordinator = None,
     job: Job = None,
     interval: Annotated[
-        float, typer.Option(help="Seconds between two frames.", min=0.1, max=3600)
+        float, typer.Option(help="Seconds between frames.", min=0.1, max=3600)
     ] = 1.0,
     once: Annotated[
-        bool, typer.Option("--once", help="Print one frame and end; so it is without a terminal.")
+        bool,
+        typer.Option("--once", help="Print one frame and exit; the default without a terminal."),
     ] = False,
 ) -> None:
-    """Watch a job: its ranks, its parameter servers, what has happened last, and what other jobs
-    there are. `q` ends it."""
+    """Watch a job: its ranks, parameter servers and latest events, and other jobs. `q` quits."""
     from rich.console import Console
 
     from shoal.cli.target import target

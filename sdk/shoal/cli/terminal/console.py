@@ -55,10 +55,7 @@ def run_to_exit(settings: RunSettings, *, live: bool = False) -> NoReturn:
     """Runs, and exits with the run's status. `live`: under a table if standard output is a
     terminal."""
     if settings.workers > 1 and "OMP_NUM_THREADS" not in os.environ:
-        tell(
-            "OMP_NUM_THREADS is not set: each worker gets 1 thread; set it to what suits your "
-            "script"
-        )
+        tell("OMP_NUM_THREADS is not set, so each worker uses 1 thread; set it to suit your script")
     try:
         raise _run(settings, live=live)
     except TerminalStuckError as error:
@@ -72,12 +69,11 @@ def _check_record_directory(directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ConfigurationError(
-            f"--record-dir {directory}: {error.strerror}; name a directory that you can write to"
+            f"--record-dir {directory}: {error.strerror}; use a writable directory"
         ) from error
     if not os.access(directory, os.W_OK):
         raise ConfigurationError(
-            f"--record-dir {directory}: no permission to write; name a directory that you can "
-            "write to"
+            f"--record-dir {directory} is not writable; use a writable directory"
         )
 
 
@@ -162,15 +158,15 @@ def _tell_figures(settings: RunSettings, figures: RunFigures, note: Note) -> Non
         return
     if not figures.points:
         note(
-            f"--plot {settings.plot}: nothing is drawn, for no step was committed by a worker of a "
-            "job (shoal.init)"
+            f"--plot {settings.plot}: nothing was drawn, since no worker of a job (shoal.init) "
+            "committed a step"
         )
         return
     try:
         draw(figures, settings.plot, title=f"{Path(settings.program).name}: job {settings.job_id}")
     except Exception as error:
         # of any kind: a failed plot must not change the run's result
-        note(f"--plot {settings.plot}: the picture could not be drawn: {error}")
+        note(f"--plot {settings.plot}: could not draw the plot: {error}")
 
 
 def _leave(error: TerminalStuckError) -> NoReturn:

@@ -82,7 +82,7 @@ class LiveView:
         self._thread.join(_LAST_TABLE_TIMEOUT.total_seconds())
         if self._thread.is_alive():
             raise TerminalStuckError(
-                "the terminal did not take the last table within "
+                "the terminal did not accept the last table within "
                 f"{_LAST_TABLE_TIMEOUT.total_seconds():g} s"
             )
         self._live.stop()

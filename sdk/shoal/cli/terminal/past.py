@@ -54,7 +54,7 @@ def run_view(run: RecordedRun, now: datetime, account: Sequence[str]) -> Rendera
         if end.workers:
             parts.append(_worker_table(end))
     elif run.outcome is Outcome.KILLED:
-        lost = f"its launcher (pid {run.pid} on {run.host}) is gone and left no account"
+        lost = f"its launcher (pid {run.pid} on {run.host}) is gone and left no result"
         parts.append(Text(f"{lost}: it was killed, or the machine was restarted", style="yellow"))
     parts.append(Text(f"command: {_command(run)}", style="dim"))
     parts.append(Text(f"output: shoal logs --run {run.name}", style="dim"))

@@ -34,16 +34,15 @@ def check_plot(file: Path) -> None:
         raise ConfigurationError(f"--plot {file}: expected a file whose name ends in .png or .svg")
     if not file.absolute().parent.is_dir():
         raise ConfigurationError(
-            f"--plot {file}: there is no directory {file.absolute().parent}; make it first"
+            f"--plot {file}: the directory {file.absolute().parent} does not exist; create it first"
         )
     if not os.access(file if file.exists() else file.absolute().parent, os.W_OK):
         raise ConfigurationError(
-            f"--plot {file}: this user cannot write there; name a file in a directory that it can "
-            "write to"
+            f"--plot {file} is not writable; use a file in a writable directory"
         )
     if find_spec("matplotlib") is None:
         raise ConfigurationError(
-            "--plot needs the package matplotlib; install it with `pip install 'shoal[plot]'`"
+            "--plot requires matplotlib; install it with `pip install 'shoal[plot]'`"
         )
 
 

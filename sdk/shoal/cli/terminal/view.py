@@ -61,7 +61,7 @@ def job_view(job: Job) -> RenderableType:
             "no members yet: workers join when their script calls shoal.init(); a plain "
             "torchrun script never does"
         )
-        parts.append(Text("no members any more" if job.generation else hint, style="dim"))
+        parts.append(Text("no members left" if job.generation else hint, style="dim"))
     if job.servers:
         parts.append(_server_table(job))
     parts += [

@@ -13,7 +13,7 @@ from shoal_worker.data.loader import ElasticDataLoader, EvaluationBatches
 from shoal_worker.data.torch_loaders import fetching_of, order_of
 from torch.utils.data import DataLoader, IterableDataset, Sampler, SequentialSampler, Subset
 
-_INSTEAD = "give a torch DataLoader over a dataset with a length, or a shoal.ElasticDataLoader"
+_INSTEAD = "pass a torch DataLoader over a dataset with a length, or a shoal.ElasticDataLoader"
 
 
 def training_loader(
@@ -44,9 +44,9 @@ def training_loader(
     if isinstance(loader, ElasticDataLoader):
         if accumulated != 1:
             raise ConfigurationError(
-                f"accumulate_grad_batches={accumulated} with a shoal.ElasticDataLoader, whose "
-                "global_batch_size is a whole step's: leave the argument out; micro_batch_size= "
-                "cuts the step into parts"
+                f"accumulate_grad_batches={accumulated} is not supported with a "
+                "shoal.ElasticDataLoader, whose global_batch_size covers a whole step; omit it, or "
+                "split the step with micro_batch_size="
             )
         _refuse_limit(limit, "limit_train_batches", "train_dataloader")
         return loader
@@ -61,9 +61,9 @@ def training_loader(
         }
     if deterministic and accumulated == 1:
         raise ConfigurationError(
-            "ShoalStrategy(deterministic=True) with accumulate_grad_batches=1: a step is then cut "
-            "by the number of workers, which changes its last digits; give the batch in parts, as "
-            "DataLoader(batch_size=8) with accumulate_grad_batches=4"
+            "ShoalStrategy(deterministic=True) is not supported with accumulate_grad_batches=1, "
+            "where a step is split by the number of workers, which changes its last digits; split "
+            "the batch, as in DataLoader(batch_size=8) with accumulate_grad_batches=4"
         )
     return ElasticDataLoader(
         loader.dataset,
@@ -117,7 +117,7 @@ def evaluation_loaders(
     if isinstance(given, CombinedLoader):
         if given._mode != "sequential":
             raise ConfigurationError(
-                f"{what}: a CombinedLoader of mode {given._mode!r}: expected 'sequential', or a "
+                f"{what}: a CombinedLoader has mode {given._mode!r}; expected 'sequential', or a "
                 "list of loaders"
             )
         given = given.iterables
@@ -140,9 +140,9 @@ def _evaluation_loader(given: Any, what: str, limit: float, *, in_order: bool) -
     order = order_of(loader, what)
     if (order != {"shuffle": False} and not in_order) or loader.drop_last:
         raise ConfigurationError(
-            f"{what}: the DataLoader shuffles, draws from a sampler or drops its last batch, so an "
-            "evaluation would not be of the whole dataset, or another each time: make it with "
-            "shuffle=False, without a sampler and without drop_last"
+            f"{what}: the DataLoader shuffles, uses a sampler or drops its last batch, so an "
+            "evaluation would not cover the whole dataset, or would differ each time; create it "
+            "with shuffle=False, without a sampler and without drop_last"
         )
     dataset, batches = loader.dataset, _limited(loader, limit, argument)
     if batches is not None:
@@ -159,7 +159,7 @@ def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None
     batches = min(full, limit) if isinstance(limit, int) else int(full * limit)
     if batches == 0 and full > 0:
         raise ConfigurationError(
-            f"{argument}={limit} of {full} batches is less than one: give at least {1 / full:.3g}, "
+            f"{argument}={limit} of {full} batches is less than one; use at least {1 / full:.3g}, "
             "or a number of batches (an int)"
         )
     return None if batches == full else batches
@@ -168,9 +168,8 @@ def _limited(loader: DataLoader[Any], limit: float, argument: str) -> int | None
 def _refuse_limit(limit: float, argument: str, what: str) -> None:
     if type(limit) is not float or limit != 1.0:
         raise ConfigurationError(
-            f"{argument}={limit} with a shoal.ElasticDataLoader as {what}, whose batches are not "
-            "Lightning's to count: give a torch DataLoader, or the loader a smaller dataset "
-            "(torch.utils.data.Subset)"
+            f"{argument}={limit} is not supported with a shoal.ElasticDataLoader as {what}; pass a "
+            "torch DataLoader, or give the loader a smaller dataset (torch.utils.data.Subset)"
         )
 
 
@@ -180,17 +179,17 @@ def _alone(given: Any, what: str) -> Any:
         given = given.iterables if isinstance(given, CombinedLoader) else given[0]
     if isinstance(given, (Sequence, dict)):
         raise ConfigurationError(
-            f"{what}: found {len(given)} loaders, and one is supported: {_INSTEAD}, whose samples "
-            "have all parts (torch.utils.data.StackDataset puts datasets side by side)"
+            f"{what}: found {len(given)} loaders, but only one is supported; {_INSTEAD}, and "
+            "combine several datasets with torch.utils.data.StackDataset"
         )
     if not isinstance(given, (DataLoader, ElasticDataLoader)):
         raise ConfigurationError(
-            f"{what}: found a {type(given).__name__}, and one loader is supported: {_INSTEAD}"
+            f"{what}: found a {type(given).__name__} instead of a loader; {_INSTEAD}"
         )
     if isinstance(given.dataset, IterableDataset) or not hasattr(given.dataset, "__len__"):
         raise ConfigurationError(
-            f"{what}: its dataset, a {type(given.dataset).__name__}, is a stream without a length, "
-            f"and Lightning's epochs need one: {_INSTEAD}; or write the loop out "
+            f"{what}: its dataset, a {type(given.dataset).__name__}, has no length, but "
+            f"Lightning's epochs need one; {_INSTEAD}, or write your own loop "
             "(docs/migration/trainers.md)"
         )
     return given

@@ -131,7 +131,7 @@ class ElasticFit(_FitLoop):
             and trainer.enable_validation
         ):
             raise ConfigurationError(
-                f"val_check_interval={interval}, but an epoch has only {self.max_batches} steps: "
+                f"val_check_interval={interval}, but an epoch has only {self.max_batches} steps; "
                 "use at most that, or set check_val_every_n_epoch=None to count across epochs"
             )
 
@@ -252,8 +252,8 @@ class ElasticFit(_FitLoop):
             closed = ClosureResult.from_training_step_output(output)
             if closed.closure_loss is None:
                 raise ConfigurationError(
-                    "training_step returned None: a step is all ranks', and none can leave it out: "
-                    "return a loss of zero (0.0 * loss)"
+                    "training_step returned None, but no rank can skip a step; return a loss of "
+                    "zero (0.0 * loss)"
                 )
             call._call_strategy_hook(trainer, "backward", closed.closure_loss, optimizer)
             counted = results.metrics_of_module.take()
@@ -338,9 +338,9 @@ class ElasticFit(_FitLoop):
         call._call_callback_hooks(trainer, "on_train_batch_start", batch, number)
         if call._call_lightning_module_hook(trainer, "on_train_batch_start", batch, number) == -1:
             raise ConfigurationError(
-                "on_train_batch_start returned -1, to leave out the rest of the epoch: all ranks "
-                "would have to do so at one step; set trainer.should_stop where all see the same, "
-                "or use a smaller dataset"
+                "on_train_batch_start returned -1 to skip the rest of the epoch, but all ranks "
+                "would have to do so at the same step; set trainer.should_stop on all ranks at "
+                "once, or use a smaller dataset"
             )
         call._call_strategy_hook(trainer, "on_train_batch_start", batch, number)
 
@@ -376,9 +376,9 @@ class ElasticFit(_FitLoop):
         for name in now:
             if now[name] > before.get(name, 0):
                 raise ConfigurationError(
-                    f"{name}, a torchmetrics module, was updated in on_train_batch_end, where this "
-                    "worker has the last part of its own samples: update it in training_step, "
-                    "whose parts of all workers count"
+                    f"{name}, a torchmetrics module, was updated in on_train_batch_end, which sees "
+                    "only part of this worker's samples; update it in training_step, which covers "
+                    "the samples of all workers"
                 )
 
     def _epoch_is_over(self, epoch: int) -> None:

@@ -159,8 +159,8 @@ def _added(name: str, one: Metric, own: list[Counted], received: list[Counted]) 
             raise ConfigurationError(
                 f"{name}, a torchmetrics {type(one).__name__}: the values of its state {state!r} "
                 "from several batches cannot be combined (its dist_reduce_fx is not sum, min, max "
-                "or cat): use it only in evaluations, use another metric, or write the evaluation "
-                "loop yourself (docs/guides/metrics.md)"
+                "or cat); use it only in evaluations, use another metric, or write your own "
+                "evaluation loop (docs/guides/metrics.md)"
             )
         else:
             stacked = torch.stack(values)

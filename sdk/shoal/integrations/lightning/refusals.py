@@ -30,34 +30,35 @@ _CHECKPOINTS: Final = (
 _CALLBACKS: Final[dict[type[Any], str]] = {
     callbacks.Checkpoint: _CHECKPOINTS,
     callbacks.OnExceptionCheckpoint: _CHECKPOINTS,
-    callbacks.GradientAccumulationScheduler: "the batch of a step is the same throughout: give "
+    callbacks.GradientAccumulationScheduler: "the batch size of a step is fixed; set "
     "accumulate_grad_batches",
-    callbacks.StochasticWeightAveraging: "average in a loop of your own (docs/guides/averages.md)",
-    callbacks.WeightAveraging: "average in a loop of your own (docs/guides/averages.md)",
-    callbacks.Timer: "clocks differ by worker, which would stop at different steps: give max_steps",
-    callbacks.BatchSizeFinder: "give the batch's size",
-    callbacks.LearningRateFinder: "give the learning rate",
+    callbacks.StochasticWeightAveraging: "average in your own loop (docs/guides/averages.md)",
+    callbacks.WeightAveraging: "average in your own loop (docs/guides/averages.md)",
+    callbacks.Timer: "the workers' clocks differ, so they would stop at different steps; set "
+    "max_steps",
+    callbacks.BatchSizeFinder: "set the batch size",
+    callbacks.LearningRateFinder: "set the learning rate",
     callbacks.ModelPruning: "the layout of the parameters is fixed when training begins",
-    callbacks.BaseFinetuning: "give the optimizer all parameters from the start, and freeze with "
-    "requires_grad_(False)",
+    callbacks.BaseFinetuning: "pass all parameters to the optimizer from the start, and freeze "
+    "them with requires_grad_(False)",
 }
 """Unsupported callbacks, each with the alternative."""
 
 _MODULE: Final = {
-    "optimizer_step": "a step may be aborted: set learning rates by a schedule, and gradients in "
-    "on_before_optimizer_step",
+    "optimizer_step": "a step may be aborted; set learning rates with a scheduler, and change "
+    "gradients in on_before_optimizer_step",
     "optimizer_zero_grad": "the strategy clears gradients",
-    "configure_gradient_clipping": "gradients may be cut over the ranks: give gradient_clip_val",
-    "on_save_checkpoint": "checkpoints are Shoal's: add what is to be saved by "
+    "configure_gradient_clipping": "gradients may be sharded over the ranks; set gradient_clip_val",
+    "on_save_checkpoint": "Shoal saves its own checkpoints; add objects with "
     "shoal.register_state(name=object)",
-    "on_load_checkpoint": "checkpoints are Shoal's: add what is to be saved by "
+    "on_load_checkpoint": "Shoal saves its own checkpoints; add objects with "
     "shoal.register_state(name=object)",
 }
 """Methods of a LightningModule that are not called or would do harm, each with the alternative."""
 
 
 def _refuse(what: str, instead: str) -> ConfigurationError:
-    return ConfigurationError(f"{what}: ShoalStrategy does not do that: {instead}")
+    return ConfigurationError(f"{what} is not supported by ShoalStrategy: {instead}")
 
 
 def check_trainer(trainer: pl.Trainer) -> None:
@@ -74,8 +75,8 @@ def check_trainer(trainer: pl.Trainer) -> None:
         if not owner.prepare_data_per_node:
             raise _refuse(
                 f"{type(owner).__name__}.prepare_data_per_node=False",
-                "it prepares on each machine; where machines share a directory, have prepare_data "
-                "look for what is there already",
+                "prepare_data runs on each machine; if machines share a directory, make it check "
+                "what already exists there",
             )
 
 
@@ -86,22 +87,22 @@ def _check_arguments(trainer: pl.Trainer) -> None:
         "devices": (
             connector._devices_flag,
             ("auto", 1, "1"),
-            "a worker has one device: `shoal run --nproc-per-node` says how many there are",
+            "a worker has one device; set the number of workers with `shoal run --nproc-per-node`",
         ),
         "num_nodes": (
             connector._num_nodes_flag,
             (1,),
-            "the hosts of a job are those where `shoal run` was started",
+            "a job's hosts are those where `shoal run` was started",
         ),
         "sync_batchnorm": (
             connector._layer_sync is not None,
             (False,),
-            "give the module nn.SyncBatchNorm, which Shoal's ranks share",
+            "use nn.SyncBatchNorm in the module, which Shoal's ranks share",
         ),
         "reload_dataloaders_every_n_epochs": (
             trainer.reload_dataloaders_every_n_epochs,
             (0,),
-            "samples are dealt from one dataset: have it follow the epoch itself",
+            "samples are dealt from one dataset; make it follow the epoch itself",
         ),
         "gradient_clip_algorithm": (
             str(getattr(trainer.gradient_clip_algorithm, "value", "norm")),
@@ -118,11 +119,11 @@ def _check_arguments(trainer: pl.Trainer) -> None:
     if trainer.state.fn is TrainerFn.FITTING and trainer.limit_train_batches == 0:
         raise _refuse(
             f"fit() with limit_train_batches={trainer.limit_train_batches}",
-            "nothing would be trained: call validate() or test()",
+            "nothing would be trained; call validate() or test()",
         )
     if getattr(trainer, "_val_check_time_interval", None) is not None:
         raise _refuse(
-            "val_check_interval as a time", "clocks differ by worker: give a number of steps"
+            "val_check_interval as a time", "the workers' clocks differ; pass a number of steps"
         )
     scaled = isinstance(precision, MixedPrecision) and precision.scaler is not None
     if scaled or type(precision) not in (Precision, MixedPrecision):
@@ -165,9 +166,7 @@ def use_checkpoints(trainer: pl.Trainer) -> Checkpoints | None:
     trainer.callbacks = kept
     found = [one for one in kept if isinstance(one, Checkpoints)]
     if len(found) > 1:
-        raise ConfigurationError(
-            f"callbacks: found {len(found)} Checkpoints, expected one: leave the others out"
-        )
+        raise ConfigurationError(f"callbacks contains {len(found)} Checkpoints; pass only one")
     return found[0] if found else None
 
 
@@ -176,7 +175,7 @@ def _check_module(module: pl.LightningModule) -> None:
     if not module.automatic_optimization:
         raise _refuse(
             f"{kind}.automatic_optimization=False",
-            "a step may be aborted, which a script must ask about: write the loop out, with one "
+            "a step may be aborted, which the script must check; write your own loop, with one "
             "optimizer or several (docs/migration/trainers.md, docs/guides/several-models.md)",
         )
     for name, instead in _MODULE.items():
@@ -185,7 +184,7 @@ def _check_module(module: pl.LightningModule) -> None:
     if "dataloader_iter" in inspect.signature(module.training_step).parameters:
         raise _refuse(
             f"{kind}.training_step(dataloader_iter)",
-            "take the batch: training_step(self, batch, batch_idx)",
+            "use the batch: training_step(self, batch, batch_idx)",
         )
 
 
@@ -196,6 +195,6 @@ def check_metrics(module: pl.LightningModule) -> None:
         if isinstance(one, (WrapperMetric, MetricTracker)):
             raise _refuse(
                 f"{type(module).__name__}.{name}, a torchmetrics {type(one).__name__}",
-                "what it keeps is in no state of a metric, and would be this worker's alone: make "
-                "the metrics that it wraps attributes of the module, and log these",
+                "its values are not in a metric's state and would cover only this worker; make "
+                "the metrics that it wraps attributes of the module, and log those",
             )

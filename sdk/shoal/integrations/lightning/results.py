@@ -164,8 +164,8 @@ class Results(_ResultCollection):
         )
         if isinstance(value, Metric) and known.metric is None:
             raise ConfigurationError(
-                f"self.log({name!r}, a {type(value).__name__}) in {fx}: make the metric an "
-                "attribute of the module"
+                f"self.log({name!r}, a {type(value).__name__}) in {fx}: the metric is not an "
+                "attribute of the module; make it one"
             )
         self._held.log(
             known,
@@ -196,9 +196,9 @@ class Results(_ResultCollection):
         if missing is not None and not self._warned:
             self._warned = True
             _log.warning(
-                "a worker died between a step and the gathering of what it had logged: that "
-                "step's values and metrics are those of the other workers' samples (the loss is "
-                "exact, and so are the weights)"
+                "a worker died after a step, before the values that it had logged were gathered; "
+                "that step's values and metrics cover only the other workers' samples (the loss "
+                "and the weights are exact)"
             )
         self._note_batch_values([one["counted"] for one in parts], values)
         self.metrics_of_module.add([one["counted"] for one in parts])
@@ -305,18 +305,17 @@ def check_alike(everyones: Sequence[list[list[Any]]]) -> None:
                 one[:2] == other[:2] and one[2] != one[2] and other[2] != other[2]
             ):
                 raise PreconditionError(
-                    f"self.log({one[1]!r}) in {one[0]}: rank 0 logged {one[2]}, and rank {rank} "
-                    f"{other[1]!r} with {other[2]}: each worker has seen its own batches. Log it "
-                    "in training_step, validation_step or test_step, where all ranks' batches "
-                    "count; or take all ranks' values together first, by shoal.gather; or log it "
-                    "with rank_zero_only=True, which logs one rank's value",
+                    f"self.log({one[1]!r}) in {one[0]}: rank 0 logged {one[2]}, but rank {rank} "
+                    f"logged {other[1]!r} with {other[2]}, since workers see different batches. "
+                    "Log it in training_step, validation_step or test_step, combine the values "
+                    "with shoal.gather first, or log one rank's value with rank_zero_only=True",
                     reason="RANKS_DIVERGED",
                 )
         if len(first) != len(theirs):
             names = sorted({f"{fx}: {name}" for fx, name, _ in [*first, *theirs]})
             raise PreconditionError(
-                f"self.log outside of batches: rank 0 logged {len(first)} values, rank {rank} "
-                f"{len(theirs)} ({', '.join(names)}): log the same on every rank, without asking "
-                "which it is; or with rank_zero_only=True",
+                f"self.log outside of batches: rank 0 logged {len(first)} values, but rank {rank} "
+                f"logged {len(theirs)} ({', '.join(names)}); log the same values on every rank, "
+                "or use rank_zero_only=True",
                 reason="RANKS_DIVERGED",
             )

@@ -61,8 +61,8 @@ class ShoalStrategy(Strategy):
         super().__init__()
         if strategy not in STRATEGIES:
             raise ConfigurationError(
-                f"ShoalStrategy({strategy!r}): expected one of {', '.join(STRATEGIES)}; the others "
-                "need a loop of your own (docs/migration)"
+                f"ShoalStrategy({strategy!r}): expected one of {', '.join(STRATEGIES)}; write your "
+                "own loop for the others (docs/migration)"
             )
         self.name = strategy
         self.seed = seed
@@ -117,8 +117,8 @@ class ShoalStrategy(Strategy):
         """
         if self._sharded is None:
             raise PreconditionError(
-                "ShoalStrategy.sharded: there is none before fit() has begun: look in on_fit_start "
-                "or later"
+                "ShoalStrategy.sharded does not exist before fit() has begun; use it in "
+                "on_fit_start or later"
             )
         return self._sharded
 
@@ -137,15 +137,15 @@ class ShoalStrategy(Strategy):
         check_trainer(trainer)
         if trainer.state.fn is TrainerFn.FITTING and self._sharded is not None:
             raise PreconditionError(
-                "fit() behind another fit(), validate(), test() or predict() of this process: a "
-                "process of a job trains one model, once, and makes it the job's by what comes "
-                "first; start another job for another run"
+                "fit() was called after another fit(), validate(), test() or predict() in this "
+                "process, but a job's process trains one model, once; start another job for "
+                "another run"
             )
         if self._module is not None and self._module is not module:
             raise PreconditionError(
-                f"Trainer.{trainer.state.fn.value}() of another {type(module).__name__} than this "
-                "process has trained or evaluated before: a process of a job has one; leave the "
-                "model out, or start another job for this one"
+                f"Trainer.{trainer.state.fn.value}() was called with a different "
+                f"{type(module).__name__} than before, but a job's process has one model; omit the "
+                "model, or start another job for it"
             )
         if trainer.state.fn is TrainerFn.FITTING:
             self._checkpoints = use_checkpoints(trainer)
@@ -176,9 +176,9 @@ class ShoalStrategy(Strategy):
         optimizers: list[Any] = self._optimizers
         if len(optimizers) != 1 or isinstance(optimizers[0], _MockOptimizer):
             raise ConfigurationError(
-                f"{type(module).__name__}.configure_optimizers gave "
-                f"{'none' if len(optimizers) == 1 else len(optimizers)}: ShoalStrategy expects one "
-                "optimizer: use parameter groups, or write the loop out "
+                f"{type(module).__name__}.configure_optimizers returned "
+                f"{'no' if len(optimizers) == 1 else len(optimizers)} optimizers, but "
+                "ShoalStrategy expects one; use parameter groups, or write your own loop "
                 "(docs/guides/several-models.md)"
             )
         model, optimizer = api.as_distributed(
@@ -229,8 +229,8 @@ class ShoalStrategy(Strategy):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "strategy.reduce: call shoal.all_reduce(value, op) instead, between steps, on every "
-            "rank"
+            "strategy.reduce is not supported; call shoal.all_reduce(value, op) between steps, on "
+            "every rank"
         )
 
     def all_gather(self, tensor: Any, group: Any = None, sync_grads: bool = False) -> NoReturn:
@@ -240,7 +240,8 @@ class ShoalStrategy(Strategy):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "self.all_gather: call shoal.gather(value) instead, between steps, on every rank"
+            "self.all_gather is not supported; call shoal.gather(value) between steps, on every "
+            "rank"
         )
 
     # ---------------------------------------------------------------------------------------- files
@@ -261,9 +262,9 @@ class ShoalStrategy(Strategy):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "trainer.save_checkpoint(path): what training continues from are Shoal's checkpoints, "
-            "which the callback shoal.integrations.lightning.Checkpoints(directory) saves; "
-            "trainer.save_checkpoint(path, weights_only=True) writes the model"
+            "trainer.save_checkpoint(path) cannot save the state of training; use the callback "
+            "shoal.integrations.lightning.Checkpoints(directory), or pass weights_only=True to "
+            "save only the model"
         )
 
     def save_checkpoint(
@@ -279,7 +280,7 @@ class ShoalStrategy(Strategy):
         super().save_checkpoint(checkpoint, filepath, storage_options)
         if not any(collectives.gather(current_session(), writes)):
             raise UnavailableError(
-                f"{filepath}: the worker that was writing it has died: save it again",
+                f"{filepath}: the worker that was writing the file died; save it again",
                 reason="FILE_NOT_WRITTEN",
             )
 
@@ -297,16 +298,16 @@ class ShoalStrategy(Strategy):
         assert self.lightning_module is not None
         if self.lightning_module.trainer.state.fn is TrainerFn.FITTING:
             raise ConfigurationError(
-                f"fit(ckpt_path={str(checkpoint_path)!r}): training continues from Shoal's "
-                "checkpoints: give the Trainer the callback "
-                "shoal.integrations.lightning.Checkpoints(directory, resume=True), and leave "
-                "ckpt_path out"
+                f"fit(ckpt_path={str(checkpoint_path)!r}): training resumes only from Shoal's "
+                "checkpoints; pass the Trainer the callback "
+                "shoal.integrations.lightning.Checkpoints(directory, resume=True), and omit "
+                "ckpt_path"
             )
         if self._sharded is not None:
             raise ConfigurationError(
-                f"ckpt_path={str(checkpoint_path)!r}: this process has a model already, whose "
-                "weights may be cut over the ranks: leave ckpt_path out to evaluate it as it is, "
-                "or evaluate the checkpoint in a job of its own"
+                f"ckpt_path={str(checkpoint_path)!r}: this process already has a model, whose "
+                "weights may be sharded; omit ckpt_path to evaluate that model, or evaluate the "
+                "checkpoint in another job"
             )
         if Path(checkpoint_path).is_dir():
             return {

@@ -26,25 +26,25 @@ STRATEGIES: Final = ("ddp", "zero1", "zero2", "zero3", "fsdp", "hsdp")
 take a batch through `train_step`, or are not synchronous data parallelism."""
 
 _REFUSED: Final[Mapping[str, tuple[Any, str]]] = {
-    "auto_find_batch_size": (False, "the batch is the job's, and the same on all workers"),
+    "auto_find_batch_size": (False, "the batch size is the same on all workers; set it yourself"),
     "batch_eval_metrics": (
         False,
-        "batches are evaluated on all workers; compute_metrics gets all predictions at the end",
+        "batches are evaluated on all workers; compute_metrics receives all predictions at the end",
     ),
     "bf16_full_eval": (False, "evaluation uses the model's own precision; bf16=True autocasts"),
-    "deepspeed": (None, "strategy= says how the model is cut"),
+    "deepspeed": (None, "set strategy= to shard the model"),
     "enable_jit_checkpoint": (
         False,
-        "workers that are asked to leave stop at one step boundary, and train() saves there by "
-        "itself",
+        "workers that are asked to leave stop at the same step boundary, and train() saves there "
+        "automatically",
     ),
     "fp16_full_eval": (False, "evaluation uses the model's own precision; fp16=True autocasts"),
-    "fsdp": (None, "strategy='fsdp' is Shoal's"),
-    "include_for_metrics": ([], "predictions and labels alone are gathered"),
-    "include_num_input_tokens_seen": ("no", "each worker sees tokens of its own"),
-    "parallelism_config": (None, "strategy= says how the model is cut"),
-    "push_to_hub": (False, "call trainer.save_model(directory), and upload that"),
-    "torch_compile": (False, "give the Trainer a compiled model: torch.compile(model)"),
+    "fsdp": (None, "use Shoal's strategy='fsdp'"),
+    "include_for_metrics": ([], "only predictions and labels are gathered"),
+    "include_num_input_tokens_seen": ("no", "each worker sees different tokens"),
+    "parallelism_config": (None, "set strategy= to shard the model"),
+    "push_to_hub": (False, "call trainer.save_model(directory), and upload the result"),
+    "torch_compile": (False, "pass the Trainer a compiled model, torch.compile(model)"),
 }
 """Unsupported arguments: the default value of each, and the alternative."""
 
@@ -87,7 +87,7 @@ class TrainingArguments(transformers.TrainingArguments):
         device = current_session().device
         if self.use_cpu and device.type != "cpu":
             raise ConfigurationError(
-                "use_cpu=True, and this worker has a GPU: set CUDA_VISIBLE_DEVICES= (empty) for "
+                "use_cpu=True, but this worker has a GPU; set CUDA_VISIBLE_DEVICES= (empty) for "
                 "`shoal run` instead"
             )
         AcceleratorState._reset_state(reset_partial_state=True)
@@ -112,31 +112,32 @@ def check_arguments(args: Any, strategy: str, options: Mapping[str, Any]) -> Non
     """Raises ConfigurationError for unsupported arguments."""
     if not isinstance(args, TrainingArguments):
         raise ConfigurationError(
-            f"args is a {type(args).__module__}.{type(args).__name__}: expected a "
+            f"args is a {type(args).__module__}.{type(args).__name__}; expected a "
             "shoal.integrations.transformers.TrainingArguments, which opens no process group of a "
-            "fixed size; import both from shoal.integrations.transformers"
+            "fixed size. Import both classes from shoal.integrations.transformers"
         )
     if strategy not in STRATEGIES:
         raise ConfigurationError(
-            f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}; the others need a "
-            "loop of your own (docs/migration)"
+            f"strategy={strategy!r}: expected one of {', '.join(STRATEGIES)}; write your own loop "
+            "for the others (docs/migration)"
         )
     for name, (unless_given, instead) in _REFUSED.items():
         value = getattr(args, name, unless_given)
         if value != unless_given and value:
             raise ConfigurationError(
-                f"{name}={value!r}: Shoal's Trainer does not do that: {instead}"
+                f"{name}={value!r} is not supported by Shoal's Trainer: {instead}"
             )
     if args.fp16 and args.device.type == "cpu":
         raise ConfigurationError(
-            "fp16=True on a CPU: expected a GPU, since transformers would train in float32 here "
-            "without a word; use bf16=True, which also works on a CPU"
+            "fp16=True needs a GPU, since transformers silently trains in float32 on a CPU; use "
+            "bf16=True, which also works on a CPU"
         )
     if options.get("deterministic") and args.gradient_accumulation_steps < 2:
         raise ConfigurationError(
-            "strategy_options deterministic=True with gradient_accumulation_steps=1: a step is "
-            "then cut by the number of workers, which changes its last digits; give the batch in "
-            "parts, as per_device_train_batch_size=8, gradient_accumulation_steps=4"
+            "strategy_options deterministic=True is not supported with "
+            "gradient_accumulation_steps=1, where a step is split by the number of workers, which "
+            "changes its last digits; split the batch, as in per_device_train_batch_size=8, "
+            "gradient_accumulation_steps=4"
         )
 
 
@@ -147,7 +148,7 @@ def order_of(dataset: Any, sampler_fn: Callable[[Any], Any] | None) -> dict[str,
     sampler = sampler_fn(dataset) if sampler_fn is not None else None
     if isinstance(sampler, (BatchSampler, BatchRebalanceSampler)):
         raise ConfigurationError(
-            f"{type(sampler).__name__} makes batches, which Shoal deals itself: use another "
+            f"{type(sampler).__name__} makes batches, which Shoal does itself; use another "
             "train_sampling_strategy"
         )
     if type(sampler) in (RandomSampler, SequentialSampler):

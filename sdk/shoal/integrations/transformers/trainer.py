@@ -90,9 +90,9 @@ class Trainer(transformers.Trainer):
         super().create_accelerator_and_postprocess()
         if self.is_deepspeed_enabled or self.is_fsdp_enabled:
             raise ConfigurationError(
-                "Accelerate's environment (ACCELERATE_USE_DEEPSPEED, ACCELERATE_USE_FSDP) has it "
-                "cut the model, which strategy= does here: start the script by `shoal run` "
-                "instead of `accelerate launch`"
+                "Accelerate's environment (ACCELERATE_USE_DEEPSPEED, ACCELERATE_USE_FSDP) "
+                "conflicts with strategy=, which shards the model here; start the script with "
+                "`shoal run` instead of `accelerate launch`"
             )
         unwrap = self.accelerator.unwrap_model
 
@@ -187,13 +187,13 @@ class Trainer(transformers.Trainer):
         """
         if trial is not None:
             raise ConfigurationError(
-                "train(trial=...): a search trains many models, and a job trains one: start a job "
-                "for each trial"
+                "train(trial=...) trains several models, but a job trains one; start a job for "
+                "each trial"
             )
         if self._trained:
             raise PreconditionError(
-                "train() was called a second time: a process of a job trains once; start another "
-                "job for another run"
+                "train() was called twice, but a job's process trains only once; start another job "
+                "for another run"
             )
         self._trained = True
         if resume_from_checkpoint:
@@ -215,9 +215,9 @@ class Trainer(transformers.Trainer):
         model, loader = self._distribute(), self.get_train_dataloader()
         if not isinstance(loader, ElasticDataLoader):
             raise ConfigurationError(
-                f"get_train_dataloader() gave a {type(loader).__name__}: expected a "
-                "shoal.ElasticDataLoader, which deals its samples to whatever workers there are; "
-                "give the Trainer a train_dataset and leave the method as it is"
+                f"get_train_dataloader() returned a {type(loader).__name__}; expected a "
+                "shoal.ElasticDataLoader, which deals its samples to all current workers. Pass the "
+                "Trainer a train_dataset, and do not override the method"
             )
         steps_in_epoch, epochs, max_steps = lengths(args, loader)
         self.create_scheduler(num_training_steps=max_steps)
@@ -389,9 +389,9 @@ class Trainer(transformers.Trainer):
         rank that dies are repeated."""
         if not isinstance(dataloader, ElasticDataLoader):
             raise ConfigurationError(
-                f"evaluation with a {type(dataloader).__name__}: expected a "
-                "shoal.ElasticDataLoader(train=False); give the Trainer an eval_dataset and leave "
-                "get_eval_dataloader as it is"
+                f"evaluation with a {type(dataloader).__name__}; expected a "
+                "shoal.ElasticDataLoader(train=False). Pass the Trainer an eval_dataset, and do "
+                "not override get_eval_dataloader"
             )
         args, model = self.args, self._distribute()
         loss_only = (
@@ -502,8 +502,8 @@ class Trainer(transformers.Trainer):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            "hyperparameter_search trains many models, and a job trains one: start a job for each "
-            "trial"
+            "hyperparameter_search trains several models, but a job trains one; start a job for "
+            "each trial"
         )
 
 

@@ -128,7 +128,7 @@ class Service:
             self._addresses = read_port_file(self._port_file)
             if ended is not None and self._addresses is None:
                 raise UnavailableError(
-                    f"{self.name} did not start ({ended}); its last words: {self.last_words()}",
+                    f"{self.name} did not start ({ended}); its last log lines: {self.last_words()}",
                     reason="SERVICE_FAILED",
                 )
         return self._addresses is not None
@@ -143,7 +143,7 @@ class Service:
 
     def late(self, timeout: timedelta) -> DeadlineError:
         return DeadlineError(
-            f"{self.name} did not serve within {timeout.total_seconds():g} s; its last words: "
+            f"{self.name} did not serve within {timeout.total_seconds():g} s; its last log lines: "
             f"{self.last_words()}"
         )
 
@@ -234,8 +234,8 @@ class LocalCluster:
             )
         except (OSError, ConfigurationError) as error:
             return (
-                f"shoal status and shoal top need --coordinator {self.coordinator.address} for "
-                f"this run: {error}"
+                f"could not register this run ({error}); pass --coordinator "
+                f"{self.coordinator.address} to shoal status and shoal top"
             )
         return None
 

@@ -69,7 +69,8 @@ class HostedCoordinator:
             )
         except OSError as error:
             raise ConfigurationError(
-                f"--host {host!r} is not this machine: {error}; name it as the other machines do"
+                f"--host {host!r} is not an address of this machine: {error}; use the name by "
+                "which other machines reach it"
             ) from error
 
     @property
@@ -103,25 +104,25 @@ class HostedCoordinator:
         if not self.is_running or self._service.child.poll() is None:
             return
         lost = (
-            f"the coordinator (pid {self._service.child.pid}) ended "
-            f"({self._service.child.status}; its last words: "
+            f"the coordinator (pid {self._service.child.pid}) ended ({self._service.child.status}; "
+            "its last log lines: "
         )
         lost += f"{self._service.last_words()})"
         if time.monotonic() - self._served_since < _SHORT_LIFE_S:
             self._note(
-                f"{lost} as soon as it served, and is abandoned: workers go on, but none can join "
-                "or be replaced"
+                f"{lost} right after it started, so it is not restarted; workers continue, but "
+                "none can join or be replaced"
             )
             return
         try:
             self.start()
         except ShoalError as error:
             self._note(
-                f"{lost} and does not come back: {error}; workers go on, but none can join or be "
-                "replaced"
+                f"{lost} and could not be restarted: {error}; workers continue, but none can join "
+                "or be replaced"
             )
         else:
-            self._note(f"{lost} and serves again as pid {self._service.child.pid}")
+            self._note(f"{lost} and was restarted as pid {self._service.child.pid}")
 
     def close(self) -> None:
         """Ends it, if it was started."""

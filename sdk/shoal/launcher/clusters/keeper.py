@@ -62,8 +62,8 @@ class ClusterKeeper:
             await asyncio.sleep(_ASK_EVERY_S)
         server = cluster.start_server()
         self._note(
-            f"the script uses parameter servers: {server.name} was started for it; --servers N "
-            "starts more, from the beginning"
+            f"the script uses parameter servers, so {server.name} was started; use --servers N to "
+            "start more from the beginning"
         )
         await self._keep(server)
 
@@ -90,9 +90,9 @@ class ClusterKeeper:
             short_lives = 0 if served_long else short_lives + 1
             if short_lives >= _MOST_SHORT_LIVES:
                 self._note(
-                    f"{service.name} (pid {pid}) ended ({status}) for the {_MOST_SHORT_LIVES}th "
-                    f"time in a row within {_SHORT_LIFE_S:g} s of serving, and is abandoned; its "
-                    f"last words: {service.last_words()}"
+                    f"{service.name} (pid {pid}) ended ({status}) within {_SHORT_LIFE_S:g} s of "
+                    f"serving, {_MOST_SHORT_LIVES} times in a row, and is not restarted; its last "
+                    f"log lines: {service.last_words()}"
                 )
                 return
             service.start()
@@ -107,7 +107,7 @@ class ClusterKeeper:
                     self._note(str(error))
             else:
                 self._note(
-                    f"{service.name} (pid {pid}) ended ({status}) and serves again as pid "
+                    f"{service.name} (pid {pid}) ended ({status}) and was restarted as pid "
                     f"{service.child.pid}"
                 )
 

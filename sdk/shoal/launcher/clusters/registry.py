@@ -67,8 +67,8 @@ def home_directory(instead: str) -> Path:
         return Path.home()
     except RuntimeError:
         raise ConfigurationError(
-            f"HOME is not set and uid {os.getuid()} has no home directory: set HOME or {instead} "
-            "to a directory that you can write to"
+            f"HOME is not set and uid {os.getuid()} has no home directory; set HOME or {instead} "
+            "to a writable directory"
         ) from None
 
 
@@ -139,16 +139,16 @@ def newest_cluster(directory: Path | None = None, *, job: str | None = None) -> 
         if not named:
             there = ", ".join(record.job_id for record in clusters)
             raise UnknownResourceError(
-                f"no cluster of yours on this machine runs job {job!r} (there are: {there}); "
+                f"no cluster of yours on this machine runs job {job!r} (running jobs: {there}); "
                 "name its coordinator with --coordinator HOST:PORT",
                 reason="CLUSTER_UNKNOWN",
             )
         return named[0]
     if not clusters:
         raise UnknownResourceError(
-            "no cluster of yours runs on this machine; start one (shoal run --standalone "
+            "no cluster of yours is running on this machine; start one (shoal run --standalone "
             "--nproc-per-node 3 train.py), or name a coordinator with --coordinator HOST:PORT "
-            "--job ID; `shoal history` lists runs that have ended",
+            "--job ID. `shoal history` lists past runs",
             reason="CLUSTER_UNKNOWN",
         )
     return clusters[0]

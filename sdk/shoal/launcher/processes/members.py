@@ -58,7 +58,7 @@ def _member_process(*, rank: int, host: str, pid: int, member_id: str) -> Iterat
             reason="MEMBER_ELSEWHERE",
         )
     gone = UnknownResourceError(
-        f"the process of rank {rank} (pid {pid}) is not here any more", reason="PROCESS_UNKNOWN"
+        f"the process of rank {rank} (pid {pid}) no longer exists here", reason="PROCESS_UNKNOWN"
     )
     try:
         process = Handle(pid)
@@ -101,8 +101,8 @@ def kill_server(*, job_id: str, server_id: str, coordinator: str) -> int:
         pass
     raise UnknownResourceError(
         f"no process of server {server_id} of job {job_id} at coordinator {coordinator} runs on "
-        f"this machine ({socket.gethostname()}); run this where it runs, or `shoal drain "
-        f"{server_id}`",
+        f"this machine ({socket.gethostname()}); run the command on its machine, or use `shoal "
+        f"drain {server_id}`",
         reason="PROCESS_UNKNOWN",
     )
 

@@ -69,5 +69,5 @@ def read_port_file(path: Path) -> ServiceAddresses | None:
         )
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise CorruptDataError(
-            f"{path}: expected a port file, JSON with the field grpc, found {text[:200]!r}"
+            f"{path} is not a port file; expected JSON with the field grpc, found {text[:200]!r}"
         ) from error

@@ -211,7 +211,7 @@ def stop_all(children: Sequence[Child], *, grace: timedelta) -> None:
         from shoal_common.errors import DeadlineError
 
         raise DeadlineError(
-            f"still there {_KILL_DEADLINE.total_seconds():g} s after SIGKILL: process "
+            f"processes still running {_KILL_DEADLINE.total_seconds():g} s after SIGKILL: "
             f"{', '.join(stuck)}"
         )
 

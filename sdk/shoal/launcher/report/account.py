@@ -43,11 +43,7 @@ class Pause:
         sizes = [change.world_size for change in self.changes if change.world_size]
         if sizes:
             line += f" and continued from step {still.steps} with {_counted(sizes[-1], 'rank')}"
-        return line + (
-            f"; {_counted(still.undone, 'step')} from there on had been taken before"
-            if still.undone
-            else ""
-        )
+        return line + (f"; {_counted(still.undone, 'step')} repeated" if still.undone else "")
 
     @property
     def is_fault(self) -> bool:
@@ -228,7 +224,7 @@ class RunAccount:
             entry for entry in self._servers if now_ns < entry[0] + _SERVER_PATIENCE_NS
         ]
         if self.course.asynchronous:  # the others do not wait
-            lines += [f"{change.text}: the others went on meanwhile" for change in self._unreported]
+            lines += [f"{change.text}; the others continued" for change in self._unreported]
             self._unreported = []
         return lines
 

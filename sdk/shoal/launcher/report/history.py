@@ -192,7 +192,7 @@ class RecordedRun:
         why = {
             Outcome.RUNNING: "it has not ended",
             Outcome.KILLED: "its launcher was killed before it could write them",
-        }.get(self.outcome, "the coordinator did not answer when it ended, or nothing was trained")
+        }.get(self.outcome, "the coordinator did not respond when it ended, or nothing was trained")
         return UnknownResourceError(
             f"the history has no {what} of run {self.name}: {why}", reason="HISTORY_UNKNOWN"
         )
@@ -367,7 +367,9 @@ def _change(content: Mapping[str, Any]) -> Change:
 def _read(directory: Path) -> RecordedRun:
     content = json.loads((directory / RECORD).read_text(encoding="utf-8"))
     if (version := content.pop("format", None)) != _FORMAT:
-        raise ValueError(f"format {version}, expected {_FORMAT}: another release wrote it")
+        raise ValueError(
+            f"format {version} is not supported; expected {_FORMAT} (written by another release)"
+        )
     end = content.pop("end")
     if end is not None:
         workers = tuple(WorkerEnd(**each) for each in end.pop("workers"))

@@ -317,8 +317,7 @@ class Agent:
                 elif now >= known.setdefault(worker, now) + _PUT_OUT_GRACE.total_seconds():
                     self._note(
                         f"worker {worker.index} (pid {worker.child.pid}) was evicted from the job "
-                        f"and has not ended for {now - known[worker]:.0f} s: it hangs, and is "
-                        "killed"
+                        f"but did not exit for {now - known[worker]:.0f} s; killing it"
                     )
                     worker.child.kill()
 
@@ -371,7 +370,7 @@ class Agent:
                 # batch systems and supervisors may signal several processes, each of which forwards
                 # the signal
                 return
-            self._note(f"{number.name} again: killing the workers")
+            self._note(f"received {number.name} again; killing the workers")
             for worker in self._workers:
                 worker.child.kill()
             return
@@ -381,8 +380,8 @@ class Agent:
         )
         if self._workers:
             self._note(
-                f"{number.name}: the workers have {grace.total_seconds():g} s to end by "
-                "themselves; once more kills them"
+                f"received {number.name}; the workers have {grace.total_seconds():g} s to exit, "
+                "and another signal kills them"
             )
         self._spawn(self._wind_down(grace))
 
@@ -403,7 +402,7 @@ class Agent:
                 ):
                     # the script has finished here, and the coordinator is being informed
                     return
-                self._note("the set of launchers has changed: restarting all workers")
+                self._note("the set of launchers changed; restarting all workers")
             await self._stop_workers(self._settings.shutdown_grace(elastic=False))
             self._node = await self._site.place(again=again)
             self._starter.run = self._site.run
@@ -509,8 +508,8 @@ class Agent:
         pid = self._start(index, restarts=self._policy.replaced(index)).child.pid
         if self._holders == 0:
             self._note(
-                f"{what}; NOBODY IS LEFT WHO HOLDS THE TRAINING STATE: pid {pid} needs a "
-                "checkpoint to go on from"
+                f"{what}; NO WORKER WITH THE TRAINING STATE IS LEFT: pid {pid} needs a checkpoint "
+                "to continue from"
             )
         else:
             self._note(f"{what}; continuing, replaced by pid {pid}")
@@ -524,13 +523,13 @@ class Agent:
         if policy.elastic and policy.end in (JobEnd.NONE, JobEnd.UNKNOWN) and not policy.failures:
             if known:
                 self._note(
-                    f"job {job} is not finished: its last workers here were asked to leave, and "
-                    f"did (exit status {PUT_OUT})"
+                    f"job {job} is not finished: its last workers here left, as they were asked to "
+                    f"(exit status {PUT_OUT})"
                 )
             else:
                 self._note(
-                    f"nobody can say whether job {job} is finished: its workers here ended, and "
-                    f"{self._site.coordinator} does not answer"
+                    f"unknown whether job {job} is finished: its workers here ended, and "
+                    f"{self._site.coordinator} is not responding"
                 )
         if self._telling:
             self._spawn(self._wind_down(timedelta(0)))
@@ -585,7 +584,7 @@ class Agent:
         code = self._policy.exit_code(signal_number=self._signal or 0)
         if self._policy.end is JobEnd.FAILED and self._policy.fatal is None:
             self._note(
-                f"job {self._settings.job_id} has failed: {self._why}; started again, it is a new "
+                f"job {self._settings.job_id} failed: {self._why}; starting it again begins a new "
                 "run"
             )
         if not self._finished.done():
@@ -604,8 +603,8 @@ class Agent:
         if not await all_ended(self._workers, grace, note=self._note):
             self._note(
                 f"killing {named(self._workers)} after {grace.total_seconds():g} s "
-                "(--shutdown-timeout): a checkpoint that is still being written will not count, "
-                "the one before it stays"
+                "(--shutdown-timeout); a checkpoint that is still being written will be discarded, "
+                "and the previous one kept"
             )
             for worker in self._workers:
                 worker.child.kill()

@@ -75,7 +75,9 @@ class NodeSession:
         Both callbacks are called on the session's thread. `on_job_lost` creates the job again if
         the coordinator no longer knows it; raises ShoalError.
         """
-        self.standing = Standing(generation=0, placement=None, why="no word from the coordinator")
+        self.standing = Standing(
+            generation=0, placement=None, why="no message from the coordinator yet"
+        )
         self.stopped: str | None = None
         """Reason why the job was stopped."""
         self.error: ShoalError | None = None
@@ -175,7 +177,7 @@ class NodeSession:
                     why=directive.standby.reason,
                 )
             case "stop":
-                self.stopped = directive.stop.reason or "nobody said why"
+                self.stopped = directive.stop.reason or "no reason was given"
             case "drain":
                 self.stopped = directive.drain.reason or "this launcher was drained"
 

@@ -69,7 +69,7 @@ class SharedSite:
         assert settings.endpoint is not None
         if settings.master_address is not None and settings.node_rank is None:
             raise ConfigurationError(
-                "--master-addr without --node-rank: give both, or neither and let the launchers "
+                "--master-addr requires --node-rank; pass both, or omit both to let the launchers "
                 "agree"
             )
         self.coordinator = settings.endpoint
@@ -129,7 +129,7 @@ class SharedSite:
             ):
                 self._left_alone = True
                 self._note(
-                    "the workers go on, but launchers that come or go are not noticed any more: "
+                    "the workers continue, but launchers that join or leave are no longer noticed: "
                     f"{error}"
                 )
             await self._wait_for_change()
@@ -139,7 +139,7 @@ class SharedSite:
         if self._settled:
             return self._settled_place()
         if again:
-            await self._join_anew("its workers are restarted")
+            await self._join_anew("its workers are being restarted")
         timeout_s = self._settings.join_timeout.total_seconds()
         self._give_up_at = self._loop.time() + timeout_s
         reminder = self._loop.create_task(self._say_who_is_missing())
@@ -149,8 +149,8 @@ class SharedSite:
         except TimeoutError:
             why = self._session.standing.why if self._session is not None else ""
             raise DeadlineError(
-                f"{self._settings.nodes.least} launchers for {self._run_name} did not come "
-                f"together within {timeout_s:g} s"
+                f"{self._settings.nodes.least} launchers for {self._run_name} did not all join "
+                f"within {timeout_s:g} s"
                 + (f" ({why})" if why else "")
                 + (f"; {self._before}" if self._before else "")
             ) from None
@@ -191,8 +191,7 @@ class SharedSite:
                 )
             except ShoalError as error:
                 self._note(
-                    "the launchers of other machines could not be told that this one has failed: "
-                    f"{error}"
+                    f"could not tell the launchers of other machines that this one failed: {error}"
                 )
 
     def saved_page(self, known: Mapping[str, int]) -> str | None:
@@ -263,17 +262,17 @@ class SharedSite:
                 and settings.run
                 and await asyncio.to_thread(self._is_completed, settings.run)
             ):
-                raise RunCompletedError(f"{error}: nothing is left to do") from error
+                raise RunCompletedError(f"{error}; nothing is left to do") from error
             raise
         self._client.run = made.run
         self.run = Run(number=made.run.number, began_unix_ms=made.run.began_unix_ms)
         self._before = _previous_run_text(made)
         if made.begun and made.HasField("previous"):
-            again = f"; with --run {made.previous.run.number} nothing would have begun"
+            again = f"; with --run {made.previous.run.number}, no run would have begun"
             is_again = made.previous.ending == pb.JOB_ENDING_COMPLETED and not settings.run
-            self._note(f"{self._run_name} begins; {self._before}" + again * is_again)
+            self._note(f"{self._run_name} began; {self._before}" + again * is_again)
         elif self.run.number > 1 or settings.resume:
-            self._note(f"{self._run_name} goes on here")
+            self._note(f"continuing {self._run_name} here")
         if not self._settled:
             await self._create(self._nodes_job, follow=True)
             self._join()
@@ -295,10 +294,10 @@ class SharedSite:
             and before.phase in _GOING_ON
         ):
             raise PreconditionError(
-                f"run {before.run.number} of job {self._settings.job_id} goes on, with "
-                f"{len(nodes.members)} launchers "
-                f"({', '.join(hosts[:5])}{', ...' if len(hosts) > 5 else ''}): stop it before run "
-                f"{number}, or leave out --run to join it",
+                f"run {before.run.number} of job {self._settings.job_id} is still in progress "
+                f"with {len(nodes.members)} launchers "
+                f"({', '.join(hosts[:5])}{', ...' if len(hosts) > 5 else ''}); stop it before "
+                f"starting run {number}, or omit --run to join it",
                 reason="RUN_UNDER_WAY",
             )
 
@@ -343,25 +342,25 @@ class SharedSite:
                     cause = str(error) if obstacle is None else obstacle.cause
                     if left_s <= 0 or (obstacle is not None and obstacle.permanent):
                         raise UnavailableError(
-                            f"no coordinator has answered at {self.coordinator} (--rdzv-endpoint) "
-                            f"for {self._loop.time() - began:.0f} s: {cause}"
+                            f"no coordinator responded at {self.coordinator} (--rdzv-endpoint) for "
+                            f"{self._loop.time() - began:.0f} s: {cause}"
                             + (
                                 ""
                                 if _secured(obstacle)
-                                else "; on one machine use --standalone, which brings its own"
+                                else "; on one machine, use --standalone, which starts its own"
                             )
                         ) from error
                     self._note(
-                        f"waiting for up to {left_s:.0f} s more for the coordinator at "
+                        f"waiting up to {left_s:.0f} s longer for the coordinator at "
                         f"{self.coordinator}: {cause}"
                     )
                 if left_s <= 0:
                     raise DeadlineError(
-                        f"waited {limit.total_seconds():g} s for the end of the run before: {error}"
+                        f"the previous run did not end within {limit.total_seconds():g} s: {error}"
                     ) from error
                 if error.reason == _RUN_ENDING and self._loop.time() >= said_at + _REMINDER_S:
                     said_at = self._loop.time()
-                    self._note(f"waiting for up to {left_s:.0f} s more: {error}")
+                    self._note(f"waiting up to {left_s:.0f} s longer: {error}")
                 await asyncio.sleep(_RETRY_S)
 
     def _find_own(self) -> OwnAddress:
@@ -405,8 +404,8 @@ class SharedSite:
             ).created
         if created:
             self._note(
-                f"the coordinator at {self.coordinator} has lost its data, and job "
-                f"{self._settings.job_id} with it: created again; running workers continue"
+                f"the coordinator at {self.coordinator} lost its data, including job "
+                f"{self._settings.job_id}; created the job again, and running workers continue"
             )
 
     def _look_for_job(self) -> None:
@@ -424,19 +423,20 @@ class SharedSite:
 
     def _missing(self) -> str:
         left_s = max(0.0, self._give_up_at - self._loop.time())
-        what = f"waiting for up to {left_s:.0f} s more for the launchers of {self._run_name}"
+        what = f"waiting up to {left_s:.0f} s longer for the launchers of {self._run_name}"
         try:
             job = self._client.get_job(self._nodes_job.job_id, deadline=_CALL_DEADLINE)
         except ShoalError as error:
             return (
-                f"{what}: the coordinator at {self.coordinator} does not say who is there ({error})"
+                f"{what}: could not get their number from the coordinator at {self.coordinator} "
+                f"({error})"
             )
         hosts = sorted(member.host for member in job.members)
         least = self._settings.nodes.least
         before = f"; {self._before}" if self._before else ""
         return (
-            f"{what}: {len(hosts)} of at least {least} are there ({', '.join(hosts) or 'none'}), "
-            f"{max(0, least - len(hosts))} more have to come{before}"
+            f"{what}: {len(hosts)} of at least {least} have joined ({', '.join(hosts) or 'none'}), "
+            f"{max(0, least - len(hosts))} are missing{before}"
         )
 
     def _wake(self) -> None:
@@ -465,7 +465,7 @@ class SharedSite:
             elif standing.starts == self._placed:
                 # The workers here were stopped, and the place is unchanged: for the others too,
                 # they must be new ones.
-                await self._join_anew("its workers are restarted")
+                await self._join_anew("its workers are being restarted")
             else:
                 self._received, self._placed = standing, standing.starts
                 session.works_in = standing.generation

@@ -178,8 +178,8 @@ class RunRecorder:
     def _give_up(self, error: Exception) -> None:
         self._closed = True
         self.problems = [
-            f"this run is not kept for `shoal history`: {error}; set XDG_STATE_HOME to a directory "
-            "that you can write to, or SHOAL_HISTORY_RUNS=0"
+            f"this run is not recorded for `shoal history`: {error}; set XDG_STATE_HOME to a "
+            "writable directory, or SHOAL_HISTORY_RUNS=0"
         ]
 
 

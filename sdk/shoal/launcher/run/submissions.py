@@ -122,12 +122,12 @@ class Submission:
             process.kill()  # the kernel kills all that it has started
             if not process.wait(_KILL_TIMEOUT):
                 raise DeadlineError(
-                    f"the launcher of job {self.job_id} (pid {self.pid}) is still there after "
+                    f"the launcher of job {self.job_id} (pid {self.pid}) is still running after "
                     "SIGKILL"
                 )
         except PermissionError as error:
             raise PreconditionError(
-                f"the launcher of job {self.job_id} (pid {self.pid}): {error}",
+                f"cannot kill the launcher of job {self.job_id} (pid {self.pid}): {error}",
                 reason="PROCESS_NOT_OURS",
             ) from error
         finally:
@@ -178,15 +178,15 @@ class Submissions:
             folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         except OSError as error:
             raise ConfigurationError(
-                f"job {job_id!r} cannot be recorded in {folder}: {error.strerror}; set "
-                "XDG_STATE_HOME to a directory that you can write to"
+                f"cannot record job {job_id!r} in {folder}: {error.strerror}; set XDG_STATE_HOME "
+                "to a writable directory"
             ) from error
         with _locked(folder):
             last = self._newest(folder)
             if last is not None and not last.has_ended:
                 raise PreconditionError(
-                    f"job {job_id!r} runs already on this machine (its launcher is pid "
-                    f"{last.pid}): wait for it, stop it, or take another id",
+                    f"job {job_id!r} is already running on this machine (its launcher has pid "
+                    f"{last.pid}); wait for it, stop it, or use another id",
                     reason="JOB_RUNNING",
                 )
             own = self._history.make_directory(job_id)
@@ -202,7 +202,7 @@ class Submissions:
         self._history.prune(Limits.load(os.environ))
         if started is None or started.run != run:
             raise UnavailableError(
-                f"job {job_id!r} was started, but {own / _RECORD} is not there",
+                f"job {job_id!r} was started, but {own / _RECORD} is missing",
                 reason="SUBMIT_FAILED",
             )
         return started
@@ -212,8 +212,8 @@ class Submissions:
         found = self._newest(self._directory / job_id) if is_job_id(job_id) else None
         if found is None:
             raise UnknownResourceError(
-                f"job {job_id!r} was not submitted on this machine by this user: "
-                "shoal.Client().submit(...) and `shoal submit` submit one",
+                f"you have not submitted job {job_id!r} on this machine; submit it with "
+                "shoal.Client().submit(...) or `shoal submit`",
                 reason="SUBMISSION_UNKNOWN",
             )
         return found
@@ -283,7 +283,7 @@ def _start(
         *arguments,
     ]
     if directory is not None and not directory.is_dir():
-        raise ConfigurationError(f"directory={str(directory)!r}: there is no such directory")
+        raise ConfigurationError(f"directory={str(directory)!r} does not exist")
     try:
         with log_of(own).open("ab") as log:
             subprocess.run(
@@ -299,7 +299,7 @@ def _start(
     except (subprocess.SubprocessError, OSError) as error:
         said = log_of(own).read_text(errors="replace").strip()[-500:]
         raise UnavailableError(
-            f"{' '.join(command[:4])} could not be started: {error}; it said: {said}",
+            f"could not start {' '.join(command[:4])}: {error}; its output: {said}",
             reason="SUBMIT_FAILED",
         ) from error
 

@@ -163,7 +163,7 @@ class OutputPump:
         self._thread.join(timeout.total_seconds())
         if self._thread.is_alive():
             raise TerminalStuckError(
-                "the terminal did not take the workers' last output within "
+                "the terminal did not accept the workers' last output within "
                 f"{timeout.total_seconds():g} s"
             )
         os.close(self._wakeup)
@@ -232,4 +232,6 @@ class OutputPump:
         except OSError as error:
             source.log = None
             log.close()
-            self._write(Stream.ERR, f"shoal: {source.file} gets no more output: {error}\n".encode())
+            self._write(
+                Stream.ERR, f"shoal: {source.file} receives no more output: {error}\n".encode()
+            )

@@ -92,8 +92,8 @@ def cuda_devices() -> int:
     )
     if answer.returncode != 0:
         raise ConfigurationError(
-            f"torch cannot count the CUDA devices: {answer.stderr.strip()[-500:]}; give "
-            "--nproc-per-node a number"
+            f"torch cannot count the CUDA devices: {answer.stderr.strip()[-500:]}; pass a number "
+            "to --nproc-per-node"
         )
     return int(answer.stdout)
 
@@ -117,8 +117,8 @@ def parse_streams(flag: str, text: str) -> Mapping[int, Streams] | Streams:
         return Streams(int(text))
     if not re.fullmatch(r"\d+:[0-3](,\d+:[0-3])*", text):
         raise ConfigurationError(
-            f"{flag} {text!r}: expected 0, 1, 2 or 3 (none, stdout, stderr, both), or by local "
-            "rank as in 0:3,1:2"
+            f"{flag} {text!r}: expected 0, 1, 2 or 3 (none, stdout, stderr, both), or values by "
+            "local rank, as in 0:3,1:2"
         )
     return {
         int(rank): Streams(int(streams))
@@ -239,24 +239,25 @@ class RunSettings:
     def __post_init__(self) -> None:
         if self.endpoint is None and self.nodes != NodeRange(1, 1):
             raise ConfigurationError(
-                f"--nnodes {self.nodes.least}:{self.nodes.most} without --rdzv-endpoint: several "
-                "machines need a coordinator that all of them reach; start one (shoal-coordinator "
-                "--listen 0.0.0.0:7000 ...) and name it with --rdzv-endpoint HOST:7000"
+                f"--nnodes {self.nodes.least}:{self.nodes.most} requires --rdzv-endpoint, a "
+                "coordinator that all machines reach; start one (shoal-coordinator --listen "
+                "0.0.0.0:7000 ...) and pass --rdzv-endpoint HOST:7000"
             )
         if self.endpoint is None and (self.run or self.resume):
             raise ConfigurationError(
-                f"{'--resume' if self.resume else f'--run {self.run}'} without --rdzv-endpoint: a "
-                "cluster of its own knows one run: name the coordinator that knows the job"
+                f"{'--resume' if self.resume else f'--run {self.run}'} requires --rdzv-endpoint, "
+                "since a run's own cluster knows no other runs; pass the coordinator that knows "
+                "the job"
             )
         if self.run < 0:
             raise ConfigurationError(
-                f"--run {self.run}: expected the number of a run, 1 or more, or 0 for the one that "
-                "goes on or is next"
+                f"--run {self.run}: expected the number of a run, 1 or more, or 0 for the current "
+                "or next run"
             )
         if self.nodes.most * self.workers > _MOST_WORKERS:
             raise ConfigurationError(
-                f"{self.nodes.most} nodes of {self.workers} workers are more than {_MOST_WORKERS}, "
-                "the most in a job"
+                f"{self.nodes.most} nodes with {self.workers} workers each exceed {_MOST_WORKERS}, "
+                "the maximum number of workers in a job"
             )
         if (
             self.min_workers is not None
@@ -264,7 +265,7 @@ class RunSettings:
         ):
             raise ConfigurationError(
                 f"--min-workers {self.min_workers}: expected 1 to "
-                f"{self.nodes.least * self.workers}, the workers that the run begins with"
+                f"{self.nodes.least * self.workers}, the number of workers that the run begins with"
             )
         if self.max_restarts is not None and self.max_restarts < 0:
             raise ConfigurationError(f"--max-restarts {self.max_restarts}: expected 0 or more")
@@ -277,17 +278,17 @@ class RunSettings:
             raise ConfigurationError(f"--servers {self.servers}: expected 0 or more")
         if self.server_backups and not self.servers:
             raise ConfigurationError(
-                f"--server-backups {self.server_backups} without --servers: say how many servers "
-                "the job has"
+                f"--server-backups {self.server_backups} requires --servers, the number of "
+                "servers; set it too"
             )
         if self.max_servers and not self.servers:
             raise ConfigurationError(
-                f"--max-servers {self.max_servers} without --servers: say how many servers the job "
-                "begins with"
+                f"--max-servers {self.max_servers} requires --servers, the initial number of "
+                "servers; set it too"
             )
         if self.max_servers and self.max_servers < self.servers:
             raise ConfigurationError(
-                f"--max-servers {self.max_servers}: expected at least the {self.servers} of "
+                f"--max-servers {self.max_servers}: expected at least {self.servers}, the value of "
                 "--servers"
             )
         if self.master_port is not None and not 1 <= self.master_port <= 65535:
@@ -331,7 +332,8 @@ def worker_command(
     if not python:
         if module:
             raise ConfigurationError(
-                "--module and --no-python exclude each other: a module is run by Python"
+                "--module and --no-python exclude each other, since a module is run by Python; "
+                "pass one of them"
             )
         return (program, *arguments)
     if module:
@@ -339,7 +341,7 @@ def worker_command(
     if not Path(program).is_file():
         what = "is a directory" if Path(program).is_dir() else "does not exist"
         raise ConfigurationError(
-            f"the script {program!r} {what} here ({Path.cwd()}); for a module use -m, for another "
-            "program shoal run --no-python"
+            f"the script {program!r} {what} here ({Path.cwd()}); use -m for a module, or shoal run "
+            "--no-python for another program"
         )
     return (sys.executable, "-u", program, *arguments)

@@ -154,7 +154,7 @@ class WarmWorkers:
             name for name, _ in _shared(environment).items() ^ _shared(self._environment).items()
         } - apart_from
         if differing:
-            raise WarmProcessError(f"their environment has another {min(differing)}")
+            raise WarmProcessError(f"their environment has a different {min(differing)}")
         try:
             return process.fork(command, environment, log)
         finally:
@@ -191,7 +191,7 @@ class WarmWorkers:
                 ready_at = loop.time()
                 status = await process.child.wait()
                 self._note(
-                    f"the warm process (pid {process.child.pid}) ended with {status}: workers "
+                    f"the warm process (pid {process.child.pid}) ended with {status}; workers "
                     "start in fresh interpreters until another is ready"
                 )
                 short_lives = short_lives + 1 if loop.time() - ready_at < _SHORT_LIFE_S else 0
@@ -200,7 +200,7 @@ class WarmWorkers:
                 process.close()
                 self._settled.set()
         self._tell_fresh(
-            f"{_MOST_SHORT_LIVES} warm processes in a row have ended within {_SHORT_LIFE_S:g} s"
+            f"{_MOST_SHORT_LIVES} warm processes in a row ended within {_SHORT_LIFE_S:g} s"
         )
 
 
@@ -248,7 +248,9 @@ class _WarmProcess:
         for stream in self._outputs:
             self._read_output(stream)
         if self._printed and not problem:
-            problem = "importing torch and Shoal printed something, which each worker has to print"
+            problem = (
+                "importing torch and Shoal printed output, which each worker must print itself"
+            )
         lines = self._printed.decode(errors="replace").strip().splitlines()
         return f"{problem} ({lines[-1]})" if problem and lines else problem
 
@@ -279,7 +281,9 @@ class _WarmProcess:
                 self.answers = False
                 # it could be at work on a worker, which ends when it finds its gate closed
                 self.child.kill()
-                raise WarmProcessError(f"the warm process did not answer: {problem!r}") from problem
+                raise WarmProcessError(
+                    f"the warm process did not respond: {problem!r}"
+                ) from problem
             if "pid" not in answer:
                 raise WarmProcessError(answer["refused"])
             try:

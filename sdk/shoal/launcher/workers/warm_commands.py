@@ -82,7 +82,7 @@ def judge(command: Sequence[str], environment: Mapping[str, str]) -> Verdict:
     ):
         return Verdict(
             warm=False,
-            reason=f"{source} sets {setting}, which has to happen before torch is imported",
+            reason=f"{source} sets {setting}, which must happen before torch is imported",
         )
     return Verdict(warm=True)
 

@@ -283,9 +283,7 @@ async def all_ended(
         if pending and left_s <= _REMINDER_S:
             return False
         if pending:
-            note(
-                f"waiting for {named(workers)} to end, for up to {left_s - _REMINDER_S:.0f} s more"
-            )
+            note(f"waiting up to {left_s - _REMINDER_S:.0f} s longer for {named(workers)} to end")
     return True
 
 

@@ -593,6 +593,18 @@ def test_a_loader_of_common_steps_is_refused(session: Session) -> None:
         next(iter(loader))
 
 
+def test_accumulating_over_batches_is_refused_with_a_remedy_for_leased_batches(
+    session: Session,
+) -> None:
+    """Loaders of leased batches have no micro-batches, and refuse `micro_batch_size=`."""
+    model, _ = distributed()
+    batches = iter(shoal.ElasticDataLoader(problem(), batch_size=8))
+    next(batches)
+    backward(model)
+    with pytest.raises(PreconditionError, match=r"take a larger batch_size= and run a pass on"):
+        next(batches)
+
+
 def test_a_model_without_its_optimizer_is_refused(session: Session) -> None:
     with pytest.raises(ConfigurationError, match=r"as_distributed\(model, optimizer, \.\.\.\)"):
         shoal.as_distributed(network(0), strategy="async_sgd")

@@ -329,15 +329,21 @@ class Step:
         return self.control[_LOSS] / self.control[_WEIGHT]
 
 
-def not_finished(*, elsewhere: bool) -> PreconditionError:
+def not_finished(*, elsewhere: bool, asynchronous: bool) -> PreconditionError:
     """Returns the error for a script that requests a batch while the step of the last one is in
     progress. `elsewhere`: the batch belongs to another loader, while some of several models were
-    updated in that step."""
+    updated in that step. `asynchronous`: workers take steps of their own."""
+    accumulate = (
+        "which is one step of this worker. To accumulate gradients over several backward passes, "
+        "take a larger batch_size= and run a pass on each part of the batch"
+        if asynchronous
+        else "which is one step over all ranks. To accumulate gradients over several backward "
+        "passes, give the loader micro_batch_size= and loop over loader.steps()"
+    )
     text = (
         "the next batch was asked for, but optimizer.step() was not called for the last one; call "
-        "it once per iteration, which is one step over all ranks. To accumulate gradients over "
-        "several backward passes, give the loader micro_batch_size= and loop over loader.steps(); "
-        "where batches are only read, make the loader with train=False"
+        f"it once per iteration, {accumulate}; where batches are only read, make the loader with "
+        "train=False"
     )
     if elsewhere:
         text = (

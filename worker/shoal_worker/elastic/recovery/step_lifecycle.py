@@ -124,8 +124,10 @@ class StepLifecycle:
             self._held.engine.discard_step()
             step = self._held.step = None
         if step is not None and step.handed_out:
+            engine = self._held.engine
             raise not_finished(
-                elsewhere=step.source is not source and self._held.engine.partly_updated
+                elsewhere=step.source is not source and engine.partly_updated,
+                asynchronous=engine.asynchronous,
             )
         if step is not None and step.source is source and self._boundaries.settled(step.placement):
             return step.placement

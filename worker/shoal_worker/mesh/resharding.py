@@ -318,7 +318,7 @@ def checked(key: str, one: Any) -> Any:
     if not isinstance(one, bool | int | float | str | None):
         raise ConfigurationError(
             f"the optimizer keeps a {type(one).__name__} ({key!r}) in its state, which cannot be "
-            "sent: expected a tensor, a number or a string",
+            "sent; expected a tensor, a number or a string",
             reason="STATE_UNSUPPORTED",
         )
     return one

@@ -35,8 +35,8 @@ _REMEDIES: Final = {
     STREAMED: "every rank must read the whole stream, in the same order, because Shoal deals the "
     "items. Do not split it by rank or worker (split_dataset_by_node, split_by_node), and "
     "seed its shuffling in set_epoch(epoch)",
-    SAMPLES: "each rank creates its own dataset, so pass a generator with the same seed on every rank "
-    "to random_split and to other functions that draw samples, and sort directory listings",
+    SAMPLES: "each rank creates its own dataset, so pass a generator with the same seed on every "
+    "rank to random_split and to other functions that draw samples, and sort directory listings",
 }
 
 

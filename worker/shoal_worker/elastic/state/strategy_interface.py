@@ -229,8 +229,8 @@ class TrainingEngine(abc.ABC):
         """Leases batches, as in `LoaderSession`. Raises ConfigurationError unless asynchronous: a
         step belongs to all ranks."""
         raise ConfigurationError(
-            f"loader {loader!r}: batch_size= leases batches for async_sgd; with "
-            f"strategy={self.strategy!r} give global_batch_size="
+            f"loader {loader!r}: batch_size= leases batches for async_sgd, but the strategy is "
+            f"{self.strategy!r}; pass global_batch_size="
         )
 
     def batch_begins(self) -> None:

@@ -140,7 +140,7 @@ def digest(
         if name not in digests:
             if name not in tensors:
                 raise CorruptDataError(
-                    f"the state's structure names tensor {name!r}, which did not come with it"
+                    f"the state's structure refers to tensor {name!r}, which is missing"
                 )
             digests[name] = tensor_digest(tensors[name])
         return digests[name]

@@ -55,8 +55,8 @@ class AsyncSGDModel(ShardedModel):
         options=frozenset(field.name for field in dataclasses.fields(AsyncOptions)),
         compressor="topk",
         sparse_tables=True,
-        why_one_model="parameter servers apply each update as it arrives, and could not undo that of one "
-        "model if another model's did not arrive. Over slow links, gradient_compression= "
+        why_one_model="parameter servers apply each update as it arrives, and could not undo that "
+        "of one model if another model's did not arrive. Over slow links, gradient_compression= "
         "with ddp also sends little",
     )
 

@@ -32,8 +32,8 @@ class LocalSGDModel(ShardedModel):
         a_death="costs the round: it is done again",
         options=frozenset(field.name for field in dataclasses.fields(RoundOptions)),
         complex_parameters=True,
-        why_one_model="its ranks average at the end of a round of steps, and a model whose optimizer skips "
-        "some batches would reach that end at a different time. Over slow links, "
+        why_one_model="its ranks average at the end of a round of steps, and a model whose "
+        "optimizer skips some batches would reach that end at a different time. Over slow links, "
         "gradient_compression= with ddp also sends little",
     )
 

@@ -298,7 +298,7 @@ def _check_kinds(model: object, optimizer: object, config: object) -> None:
     """Raises ConfigurationError for arguments that are no module, optimizer or configuration."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"as_distributed: model is a {type(model).__name__}; expected an nn.Module as the "
+            f"as_distributed: model has type {type(model).__name__}; expected an nn.Module as the "
             "first argument: as_distributed(model, optimizer)"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):

@@ -43,8 +43,10 @@ def test_ranks_that_end_with_different_models_fail_the_run_for_the_launcher_and_
     flags = ("run", "--nnodes", "1", "--nproc-per-node", "2", "--rdzv-endpoint", endpoint)
     status, out, err = shell.run(*flags, "--rdzv-id", "apart", shell.script(TRAINING), "wrong")
     assert (status, out.count("the script is over")) == (1, 2), err
-    told = "hold different values of the model; after step 4 all agreed"
-    assert re.search(rf"this worker fails: after step 6, the last one, rank \d .* {told}", err), err
+    told = "hold different values of the model; all ranks agreed after step 4"
+    assert re.search(rf"this worker failed: after step 6, the last one, rank \d .* {told}", err), (
+        err
+    )
     # in the summary if the launcher heard of the worker first, otherwise as the reason why the job
     # ended
     assert any(told in line for line in err.splitlines() if not line.startswith("[")), err

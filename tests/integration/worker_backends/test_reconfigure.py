@@ -138,7 +138,7 @@ def test_impossible_calls_leave_the_group_as_it_is(begin: Callable[..., list[Ran
     for number, (used, foreign, twice, found) in enumerate(results(begin("be_refused", 2))):
         assert "already used" in used
         assert "that of this process" in foreign
-        assert "expected different ones" in twice
+        assert "expected distinct handles" in twice
         assert found == [number, 2, 3.0]
 
 

@@ -195,10 +195,10 @@ class _HeadRunsFirst(_Base):
     ("kind", "why"),
     [
         (_LongSkip, "around the layers"),
-        (_SkipIntoLayers, "takes more than its first argument"),
-        (_TiedByHand, "other than by calling that module"),
-        (_DecidesByValues, "decides by values that only another pipeline stage has"),
-        (_HeadRunsFirst, "other than by calling that module|runs on this one"),
+        (_SkipIntoLayers, "not only its first argument"),
+        (_TiedByHand, "without calling that module"),
+        (_DecidesByValues, "branches on values that exist only on another pipeline stage"),
+        (_HeadRunsFirst, "without calling that module|runs on this one"),
     ],
 )
 def test_what_needs_another_stages_values_by_another_way_is_refused_and_not_computed_wrongly(

@@ -85,7 +85,7 @@ def test_a_parameter_that_was_converted_after_the_start_is_refused() -> None:
     tensor.parameter.data = tensor.parameter.data.double()
     with pytest.raises(
         ConfigurationError,
-        match=r"is now torch\.float64 of shape \(2,\), the servers hold torch\.float32",
+        match=r"is now torch\.float64 of shape \(2,\), but the servers have torch\.float32",
     ):
         tensor.target()
 

@@ -98,7 +98,7 @@ def test_a_hostname_of_another_machine_is_refused() -> None:
     backend = GlooBackend()
     with pytest.raises(
         ConfigurationError,
-        match=r"hostname='192\.0\.2\.1'.*expected an address or name of this host",
+        match=r"hostname='192\.0\.2\.1'.*expected an address, name or interface of this host",
     ):
         backend.initialize(rank=0, world_size=1, store=dist.HashStore(), hostname="192.0.2.1")
 
@@ -122,7 +122,7 @@ def test_ranks_of_different_address_families_are_told_so() -> None:
         errors = list(ranks.map(connect, range(2)))
     for each in errors:
         assert (
-            "rank 0 listens at 127.0.0.1 and rank 1 at ::1: Gloo needs all ranks on one address "
+            "rank 0 listens at 127.0.0.1 and rank 1 at ::1: Gloo needs all ranks in one address "
             "family" in each
         )
         assert "--local-addr" in each
@@ -181,7 +181,7 @@ def test_arguments_that_cannot_work_are_named(alone: GlooBackend) -> None:
     with pytest.raises(InvalidRequestError, match="source=1; expected a rank from 0 to 0"):
         alone.broadcast(grid, 1)
     with pytest.raises(
-        InvalidRequestError, match="tensor is missing; the source rank must give it"
+        InvalidRequestError, match="tensor is missing; the source rank must pass it"
     ):
         alone.scatter(grid, None, 0)
     with pytest.raises(

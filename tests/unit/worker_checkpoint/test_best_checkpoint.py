@@ -92,7 +92,7 @@ def test_what_is_loaded_is_the_best(tmp_path: Path) -> None:
         write(tmp_path, step, metric)
     assert shoal.load_full_state(tmp_path, best=True)["step"] == 2
     assert shoal.load_full_state(tmp_path)["step"] == 3
-    with pytest.raises(shoal.ConfigurationError, match="is one checkpoint"):
+    with pytest.raises(shoal.ConfigurationError, match="is a single checkpoint"):
         shoal.load_full_state(tmp_path / "step-3", best=True)
     write(tmp_path / "other", 1, None, "")
     with pytest.raises(shoal.ConfigurationError, match=r"best=\.\.\."):

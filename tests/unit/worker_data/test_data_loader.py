@@ -147,7 +147,8 @@ def test_next_on_an_iteration_that_is_over_says_why(session):
     resumed = loader_of(name="resumed")
     resumed.load_state_dict(loader.state_dict())
     with pytest.raises(
-        StopIteration, match=r"'resumed' has no batches: the run is past its epoch .* train=False"
+        StopIteration,
+        match=r"'resumed' yields no batches, because the run is past that epoch .* train=False",
     ):
         next(iter(resumed))
 

@@ -285,7 +285,7 @@ def test_a_loader_made_of_a_dataloader_may_have_another_batch_size_and_evaluate(
         ),
         (
             lambda: DataLoader([1], num_workers=1, worker_init_fn=print),
-            "worker_init_fn, and Shoal's data workers call none",
+            "worker_init_fn, but Shoal's data workers do not call it",
         ),
     ],
 )

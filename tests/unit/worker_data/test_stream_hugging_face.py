@@ -103,7 +103,7 @@ def test_a_stream_goes_on_where_it_was_and_each_row_comes_once(files, make_rank,
     first.loader._supply._close()  # its threads would continue to run
     rest = rank(state).rest_of_first_epoch()
     assert begun + rest == whole
-    assert ("leads to another item" in caplog.text) == (kind == "shuffled"), (
+    assert ("led to a different item" in caplog.text) == (kind == "shuffled"), (
         "a state_dict does not contain the shuffle buffer"
     )
 

@@ -176,7 +176,7 @@ def test_a_rank_that_was_told_otherwise_stops_the_call_on_all_ranks():
             group._asked = (1, 4)  # the state after a fault
         values = torch.ones(1)
         with pytest.raises(
-            shoal.MembershipChanged, match="Ask get_rank and get_world_size"
+            shoal.MembershipChanged, match="Call get_rank and get_world_size"
         ) as result:
             dist.all_reduce(values, group=group)
         assert result.value.reason == "RANKS_CHANGED"

@@ -484,7 +484,7 @@ def test_gradients_are_not_reduced_inside_the_inner_loop(call: Callable[[Any], A
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
             with pytest.raises(
-                shoal.PreconditionError, match="when the inner loop has come to its end"
+                shoal.PreconditionError, match="gradients are reduced after the inner loop"
             ):
                 call(model)
         call(model)

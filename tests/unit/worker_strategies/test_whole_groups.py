@@ -91,7 +91,7 @@ def asks_for_state(strategy: str) -> None:
     known = len(inner.state)
     with pytest.raises(
         shoal.PreconditionError,
-        match=r"optimizer\.state\[parameter\].*optimizer\.state_dict\(\), called on every rank",
+        match=r"optimizer\.state\[parameter\].*optimizer\.state_dict\(\) on every rank",
     ):
         optimizer.state[optimizer.param_groups[0]["params"][0]]
     assert len(inner.state) == known == len(list(optimizer.state))

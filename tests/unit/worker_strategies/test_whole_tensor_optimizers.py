@@ -237,7 +237,9 @@ def test_tensors_are_dealt_whole_and_evenly(shapes: list[tuple[int, ...]], world
 @pytest.mark.parametrize("strategy", ["tensor"])
 def test_strategies_that_cut_tensors_refuse_them(strategy: str) -> None:
     net = network()
-    with pytest.raises(ConfigurationError, match="is not known to treat each element by itself"):
+    with pytest.raises(
+        ConfigurationError, match="is not known to update each element independently"
+    ):
         shoal.as_distributed(net, KINDS["lamb"](net), strategy=strategy)
 
 
@@ -258,12 +260,12 @@ class Own(torch.optim.SGD):
         (
             Own,
             {"whole_tensors": True, "elementwise_optimizer": True},
-            "whole_tensors=True says that it looks at whole tensors",
+            "whole_tensors=True declares that it updates whole tensors",
         ),
         (
             torch.optim.Adafactor,
             {"elementwise_optimizer": True},
-            "Adafactor: it looks at whole tensors; leave elementwise_optimizer out",
+            "Adafactor: it updates whole tensors; leave elementwise_optimizer out",
         ),
         (torch.optim.Adafactor, {"whole_tensors": False}, "whole_tensors=False with Adafactor"),
         (

@@ -30,7 +30,7 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
     """
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
-            f"{what}: got a {type(loader).__name__}; expected a torch.utils.data.DataLoader"
+            f"{what}: got {type(loader).__name__}; expected a torch.utils.data.DataLoader"
         )
     if loader.worker_init_fn is not None and loader.num_workers > 0:
         raise ConfigurationError(

@@ -308,6 +308,6 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return ["plain", value]
     raise ConfigurationError(
-        f"the model's output contains a {type(value).__name__}, which cannot be sent to the other "
-        "ranks; use everywhere=False"
+        f"the model's output contains an object of type {type(value).__name__}, which cannot be "
+        "sent to the other ranks; use everywhere=False"
     )

@@ -351,7 +351,8 @@ class _Unflattener:
             return [self.decode(item, depth + 1) for item in structure]
         if not isinstance(structure, dict):
             raise CorruptDataError(
-                f"the state's structure contains a {type(structure).__name__}, which is not JSON"
+                f"the state's structure contains an object of type {type(structure).__name__}, "
+                "which is not JSON"
             )
         if _MARK not in structure:
             return {key: self.decode(item, depth + 1) for key, item in structure.items()}

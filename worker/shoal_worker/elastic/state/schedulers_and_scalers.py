@@ -657,10 +657,11 @@ class RegisteredState:
         for made in unnamed:
             if all(known is not made.one for known in named):
                 raise ConfigurationError(
-                    f"a {type(made.one).__name__} was created between two batches: a process that "
-                    "joins or resumes there would not create it, or would restore the state of "
-                    "another object into it. Create it before the loop over the batches, or name "
-                    "it where it is created: shoal.register_state(some_name=...)"
+                    f"an object of type {type(made.one).__name__} was created between two "
+                    "batches: a process that joins or resumes there would not create it, or "
+                    "would restore the state of another object into it. Create it before the "
+                    "loop over the batches, or name it where it is created: "
+                    "shoal.register_state(some_name=...)"
                 )
 
     def passed_over(self) -> None:

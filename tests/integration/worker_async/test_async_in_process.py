@@ -61,7 +61,7 @@ def test_a_gradient_that_is_not_finite_is_not_sent_and_the_batch_can_be_left_out
     backward(model)
     model.module[0].weight.grad[0, 0] = float("nan")
     with pytest.raises(
-        InvalidRequestError, match=r"the gradient of '0\.weight' has 1 of 128 values"
+        InvalidRequestError, match=r"1 of 128 values in the gradient of '0\.weight' are NaN"
     ):
         optimizer.step()
     assert versions(running) == {1}

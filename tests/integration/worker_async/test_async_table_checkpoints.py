@@ -136,7 +136,7 @@ def test_a_checkpoint_without_a_table_or_with_one_of_another_kind_is_refused(
             ),
             (
                 {"spec": {"optimizer": "sparse_adam"}},
-                "the state of sparse_adam, but the model declares adagrad",
+                "optimizer state of sparse_adam, but the model declares adagrad",
             ),
             (None, "no rows for table 'users' of the model"),
         ):

@@ -321,5 +321,5 @@ def test_a_batch_is_cut_into_sizes_that_differ_by_one_and_merged_again() -> None
         cut_batch(torch.zeros(3), torch.zeros(7), count=2)
     with pytest.raises(ConfigurationError, match="a batch of 0 rows"):
         cut_batch(torch.zeros(0, 2), count=2)
-    with pytest.raises(ConfigurationError, match="weight_fn gave nan for micro-batch 0"):
+    with pytest.raises(ConfigurationError, match="weight_fn returned nan for micro-batch 0"):
         cut_batch(torch.zeros(2), count=2, weight_fn=lambda *_: float("nan"))

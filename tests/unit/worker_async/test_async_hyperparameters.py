@@ -126,7 +126,9 @@ def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(
     kind: type[torch.optim.Optimizer],
 ) -> None:
     half = [torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))]
-    with pytest.raises(ConfigurationError, match=f"is float16, of which {kind.__name__} makes NaN"):
+    with pytest.raises(
+        ConfigurationError, match=f"is float16, for which {kind.__name__} computes NaN"
+    ):
         server_optimizer(kind(half))
     server_optimizer(kind([torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]))
 

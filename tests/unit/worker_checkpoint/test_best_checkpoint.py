@@ -159,7 +159,7 @@ def test_a_run_and_its_resumed_part_keep_one_best(tmp_path: Path, strategy: str)
         (
             lambda rank: rank / 2,
             "max",
-            r"rank 0 gives best=0.0, mode='max', and rank 1 gives .*0.5",
+            r"rank 0 passed best=0.0, mode='max', but rank 1 passed .*0.5",
         ),
     ],
 )

@@ -247,7 +247,7 @@ def test_an_errands_error_is_its_ranks_and_a_failing_rank_ends_the_wait() -> Non
         if shoal.rank() == 1:
             run_aside(lambda: int("one"), "for nothing")
         try:
-            run_aside(lambda: over.wait(20), "for ever")
+            run_aside(lambda: over.wait(20), "forever")
         except GroupEndedError as error:
             ended.append(error)
             raise

@@ -367,7 +367,7 @@ def test_each_model_of_a_checkpoint_can_be_read_alone(tmp_path: Any) -> None:
             torch.equal(read[name], value) for name, value in model.module.state_dict().items()
         )
     for wrong in (None, 2, True):
-        with pytest.raises(ConfigurationError, match="has 2 models, and model="):
+        with pytest.raises(ConfigurationError, match="has 2 models, but model="):
             shoal.load_full_state(tmp_path, model=wrong)
 
 

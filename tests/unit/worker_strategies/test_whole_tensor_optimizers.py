@@ -253,9 +253,9 @@ class Own(torch.optim.SGD):
         (
             Own,
             {},
-            r"Own is not known: .* \(say elementwise_optimizer=True\).* \(say whole_tensors=True\)",
+            "Own is unknown to Shoal: pass elementwise_optimizer=True .* whole_tensors=True",
         ),
-        (Own, {"whole_tensors": False}, "Own is not known"),
+        (Own, {"whole_tensors": False}, "Own is unknown to Shoal"),
         (Own, {"whole_tensors": "yes"}, "whole_tensors='yes': expected True, False or None"),
         (
             Own,

@@ -187,9 +187,9 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
             )
     for name, culprits in _not_finite(found):
         raise InvalidRequestError(
-            f"the gradient of {name!r} has {culprits} NaN or infinite values; nothing was pushed. "
-            "Skip the batch (optimizer.zero_grad(), then optimizer.step()), clip gradients, or "
-            "lower the learning rate",
+            f"{culprits} values in the gradient of {name!r} are NaN or infinite; nothing was "
+            "pushed. Skip the batch (optimizer.zero_grad(), then optimizer.step()), clip "
+            "gradients, or lower the learning rate",
             reason="GRADIENT_NOT_FINITE",
         )
 

@@ -24,7 +24,7 @@ class ShardsLostError(StateLostError):
     def __init__(self, *, lost: int, shards: int) -> None:
         """`lost`: number of lost shards out of `shards`."""
         which = (
-            f"{lost} of the model's {shards} shards" if lost < shards else "all shards of the model"
+            f"{lost} of the model's {shards} shards" if lost < shards else "any shard of the model"
         )
         super().__init__(
             f"no rank holds {which} any more, because all ranks that did are gone; only a "

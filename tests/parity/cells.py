@@ -307,7 +307,7 @@ REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
         if row.strategy not in ("zero3", "fsdp", "hsdp", "hybrid")
     },
     **{
-        (name, "shard_modules"): "gathers parameters by modules; leave it out"
+        (name, "shard_modules"): "gathers parameters module by module; leave shard_modules out"
         for name in ("hybrid", "hybrid_zero1", "hybrid_zero2")
     },
     **{

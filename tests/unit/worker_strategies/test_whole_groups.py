@@ -124,7 +124,7 @@ def test_step_hooks_of_all_optimizers_are_refused_where_they_would_see_pieces(
         assert seen
         with pytest.raises(
             shoal.ConfigurationError,
-            match=r"the step hook of all optimizers '.*looks'.*'zero1'.*in the loop",
+            match=r"the global step hook '.*looks'.*'zero1'.*in the loop",
         ):
             shoal.launch(with_hook, "zero1", register, world_size=2)
     finally:

@@ -246,10 +246,14 @@ class ModelSession:
         self.update = self.engine.apply_tentatively(apply)
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        raise InternalError("a strategy that keeps a state was given several models")
+        raise InternalError(
+            "several models were passed to a strategy that keeps copies of the state"
+        )
 
     def release(self) -> None:
-        raise InternalError("a strategy that keeps a state was given several models")
+        raise InternalError(
+            "several models were passed to a strategy that keeps copies of the state"
+        )
 
     # ------------------------------------------------------------------------ what is the session's
 

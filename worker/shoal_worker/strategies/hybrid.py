@@ -59,8 +59,8 @@ def _engine(setup: Setup) -> MeshEngine:
         if value is not None and (data_axis != "fsdp" or pipelined):
             raise ConfigurationError(
                 f"{field}={value!r} with data_parallel_strategy={data_axis!r} and "
-                f"pipeline_parallel_size={pipeline}: "
-                'only "fsdp" without a pipeline gathers parameters by modules; leave it out'
+                f'pipeline_parallel_size={pipeline}: only "fsdp" without a pipeline gathers '
+                f"parameters module by module; leave {field} out"
             )
     if pipelined and options.get("sequence_dimension") is not None:
         raise ConfigurationError(

@@ -43,8 +43,8 @@ def _global_hook() -> str:
         for hook in hooks.values():
             if hook is not _check_alone:
                 return (
-                    "the step hook of all optimizers "
-                    f"{getattr(hook, '__qualname__', type(hook).__qualname__)!r}, in a step"
+                    "the global step hook "
+                    f"{getattr(hook, '__qualname__', type(hook).__qualname__)!r} in a step"
                 )
     return ""
 

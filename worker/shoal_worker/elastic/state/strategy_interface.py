@@ -285,7 +285,7 @@ class TrainingEngine(abc.ABC):
     def writes_apart(self) -> ShoalError:
         """Returns the error for ranks whose passes have written different values to parameters.
         Raised by all ranks. By default an internal error, since passes may write none."""
-        return InternalError("ranks that compare no written parameters found them different")
+        return InternalError("ranks that do not compare written parameters reported a difference")
 
     @abc.abstractmethod
     def discard_step(self) -> None:

@@ -105,7 +105,7 @@ class _Ranks:
         if self._failed is None:
             return self._results
         rank, error = self._failed
-        error.add_note(f"Raised by rank {rank} of {self._size} in shoal.launch.")
+        error.add_note(f"This was raised by rank {rank} of {self._size} in shoal.launch.")
         if running:
             names = ", ".join(self._threads[one].name for one in running)
             error.add_note(f"Still running {self._timeout.total_seconds():g} s later: {names}.")

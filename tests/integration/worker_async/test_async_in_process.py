@@ -533,7 +533,7 @@ def test_closures_are_refused(session: Session) -> None:
 def test_a_loader_of_common_steps_is_refused(session: Session) -> None:
     distributed()
     loader = shoal.ElasticDataLoader(problem(), global_batch_size=8)
-    with pytest.raises(ConfigurationError, match=r"give it batch_size="):
+    with pytest.raises(ConfigurationError, match=r"pass batch_size="):
         next(iter(loader))
 
 

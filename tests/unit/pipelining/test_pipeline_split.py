@@ -57,7 +57,7 @@ def test_a_split_prints_stages_modules_parameters_and_bytes() -> None:
 def test_named_cut_points_are_followed_and_checked() -> None:
     split = split_model(_mlp(), 3, cut_points=["1.0", "2"])
     assert [stage.modules for stage in split.stages] == [("0.0", "0.1"), ("1.0", "1.1"), ("2",)]
-    with pytest.raises(ConfigurationError, match="3 stages need 2 of them"):
+    with pytest.raises(ConfigurationError, match="3 stages need 2 cut points"):
         split_model(_mlp(), 3, cut_points=["2"])
     with pytest.raises(
         ConfigurationError,

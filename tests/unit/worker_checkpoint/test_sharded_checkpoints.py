@@ -407,7 +407,7 @@ def test_a_rank_that_goes_away_before_its_shard_is_written_takes_the_checkpoint_
 def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
     temporary = begin(tmp_path, INFO.step)
     (temporary / "shard-00002-of-00002.safetensors").mkdir()
-    with pytest.raises(shoal.UnavailableError, match="this rank's part of it: "):
+    with pytest.raises(shoal.UnavailableError, match="writing this rank's part failed: "):
         shards_of(1).write_aside(temporary)
     with pytest.raises(shoal.UnavailableError, match="shard 2 failed: ") as raised:
         write_sharded(

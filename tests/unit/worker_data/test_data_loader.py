@@ -328,7 +328,7 @@ def test_a_step_that_is_over_hands_out_nothing(session):
     steps = loader_of(micro_batch_size=2).steps()
     first = next(steps)
     next(steps)
-    with pytest.raises(PreconditionError, match="is over"):
+    with pytest.raises(PreconditionError, match="has ended"):
         next(iter(first))
 
 

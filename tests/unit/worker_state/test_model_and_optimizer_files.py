@@ -120,7 +120,7 @@ def test_damage_and_others_states_change_nothing_on_any_rank(tmp_path: Path, str
             corrupt,
             "does not match its digest",
         )
-        refused(model, optimizer, lambda: model.deserialize(other), corrupt, "another model")
+        refused(model, optimizer, lambda: model.deserialize(other), corrupt, "a different model")
         refused(model, optimizer, lambda: optimizer.deserialize(image), corrupt, "a model's state")
         refused(
             model,
@@ -262,7 +262,7 @@ def test_a_clone_is_loaded_by_one_rank_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"width": 5}, shoal.CorruptDataError, "another model"),
+        ({"width": 5}, shoal.CorruptDataError, "a different model"),
         ({"make": torch.optim.SGD}, shoal.CorruptDataError, r"lack \['betas'|another optimizer"),
     ],
 )

@@ -369,7 +369,7 @@ def test_ranks_train_as_one_process_does(
             "deterministic=True with strategy='tensor'",
         ),
         (2, {"strategy": "pipeline", "schedule": "2f2b"}, "schedule='2f2b': expected one of gpipe"),
-        (2, {"strategy": "pipeline", "plan": {}}, "does not know \\['plan'\\]"),
+        (2, {"strategy": "pipeline", "plan": {}}, "has no options \\['plan'\\]"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(

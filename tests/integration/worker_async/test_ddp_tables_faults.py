@@ -39,7 +39,7 @@ def test_servers_that_lose_their_data_are_named_and_training_goes_on(cluster: Ma
     workers[0].go(5)
     for worker in workers:
         assert worker.result()["steps"] == STEPS
-        assert "its server has lost its data" in worker.process.said()
+        assert "so its server has lost data" in worker.process.said()
 
 
 def test_a_rank_without_batches_learns_that_a_server_has_lost_its_data(cluster: Make) -> None:

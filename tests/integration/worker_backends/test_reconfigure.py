@@ -98,7 +98,7 @@ def test_what_a_collective_in_flight_left_behind_is_not_written_when_a_stopped_r
     *survivors, late = results(ranks)
     for number, survivor in enumerate(survivors):
         assert survivor["changed"] == [0, 0, 0]
-        assert all("reconfigured, with uuid 2" in failure for failure in survivor["failures"])
+        assert all("reconfigured with uuid 2" in failure for failure in survivor["failures"])
         assert survivor["took_s"] < _LONG_S
         assert survivor["small"] == [number, 2, 3.0]
         assert survivor["found"] == [number, 3, 6.0]

@@ -38,7 +38,7 @@ def test_an_operation_in_the_middle_of_a_step_is_refused_by_name(
         running.start(1)
         for worker in (running.workers[0], running.workers[1]):
             assert worker.wait() == 1, worker.said()
-        assert "evaluate was called inside a step: call it after optimizer.step()" in running.said()
+        assert "evaluate was called inside a step; call it after optimizer.step()" in running.said()
 
 
 @pytest.mark.parametrize(

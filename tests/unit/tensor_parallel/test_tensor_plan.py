@@ -308,7 +308,7 @@ def test_a_users_plan_that_cannot_work_is_refused(plan, message):
 
 
 def test_a_split_whose_parts_do_not_fit_its_style_is_refused():
-    with pytest.raises(ConfigurationError, match="packed_column needs parts"):
+    with pytest.raises(ConfigurationError, match="packed_column needs at least 2 parts"):
         Split(style=Style.COLUMN, parts=2)
 
 

@@ -152,7 +152,7 @@ def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
     assert torch.equal(values_of(copied, [1, 2]), values_of(users, [1, 2]))
     users.apply_gradients()
     assert not torch.equal(values_of(copied, [1]), values_of(users, [1]))
-    with pytest.raises(PreconditionError, match=r"cannot be pickled: save model\.state_dict"):
+    with pytest.raises(PreconditionError, match=r"cannot be pickled; save model\.state_dict"):
         pickle.dumps(nn.Sequential(users))
 
 

@@ -144,7 +144,7 @@ def test_a_world_of_one_has_its_own_values():
         (
             lambda rank: shoal.all_reduce([1] * (1 + rank)),
             shoal.PreconditionError,
-            "rank 0 gave list of 1, rank 1 gave list of 2",
+            "rank 0 passed list of 1, but rank 1 passed list of 2",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_inside_a_step_is_refused():
         model(rows).sum().backward()
         with pytest.raises(
             shoal.PreconditionError,
-            match=r"all_reduce sum was called inside a step: call it after optimizer\.step\(\)",
+            match=r"all_reduce sum was called inside a step; call it after optimizer\.step\(\)",
         ):
             shoal.all_reduce(1.0)
 

@@ -122,7 +122,7 @@ def test_every_collective_gives_what_torch_says():
         (
             lambda rank, g: dist.all_reduce(torch.zeros(1 + rank), group=g),
             shoal.InvalidRequestError,
-            "rank 0 gave inputs .* rank 1 gave",
+            "rank 0 passed inputs .* rank 1 passed",
         ),
         (
             lambda rank, g: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND, group=g),
@@ -213,7 +213,7 @@ def test_inside_a_step_and_in_a_backward_pass_is_refused():
         model(rows).sum().backward()
         with pytest.raises(
             shoal.PreconditionError,
-            match=r"all_reduce was called inside a step: call it after optimizer\.step\(\)",
+            match=r"all_reduce was called inside a step; call it after optimizer\.step\(\)",
         ):
             dist.all_reduce(torch.ones(1), group=group)
 

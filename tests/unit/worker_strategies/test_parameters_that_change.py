@@ -132,7 +132,7 @@ def test_a_parameter_unfrozen_between_the_micro_batches_of_a_step_is_refused() -
                 functional.mse_loss(net.encode(x), y).backward()
             optimizer.step()
 
-    with pytest.raises(shoal.ConfigurationError, match="ahead of the step's first micro-batch"):
+    with pytest.raises(shoal.ConfigurationError, match="before the step's first micro-batch"):
         shoal.launch(one, world_size=2)
 
 

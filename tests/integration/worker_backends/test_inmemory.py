@@ -251,7 +251,7 @@ def test_a_rank_that_fails_ends_groups_that_it_is_not_in() -> None:
         (
             lambda: dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2)),
             lambda: dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3)),
-            [r"rank 0 expects float32\[2\] from rank 1, which gives float32\[3\]"],
+            [r"rank 0 expects float32\[2\] from rank 1, which sends float32\[3\]"],
         ),
     ],
     ids=["kind", "size", "dtype", "op", "root", "part"],
@@ -416,7 +416,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(
         DeadlineError,
         match=r"3 in-memory ranks took longer than connect_timeout=0\.2 s: ranks \[0, 2\] did not "
-        r"come",
+        r"arrive",
     ):
         InMemoryBackend().initialize(
             rank=1, world_size=3, store=dist.HashStore(), connect_timeout=_SHORT

@@ -116,7 +116,7 @@ def test_a_dead_ranks_handle_fails_the_reconfigure_and_the_next_one_does_without
     for number, found in enumerate(results(ranks[:2])):
         assert found["failure"]
         assert found["took_s"] < _LONG_S
-        assert "ranks [2] did not come" in found["refusal"]
+        assert "ranks [2] did not arrive" in found["refusal"]
         assert "reconfigure with uuid 2 failed" in found["between"]
         assert found["found"] == [number, 2, 3.0]
 

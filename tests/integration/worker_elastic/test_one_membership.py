@@ -224,7 +224,9 @@ def test_a_goodbye_does_not_hold_the_group_while_the_coordinator_is_away(
     job.coordinator.kill()
     with socket.create_server((host, int(port))):
         # accepts connections and stays silent, like a machine that hangs
-        eventually(lambda: "lost the connection to the coordinator" in caplog.text, "the link to notice")
+        eventually(
+            lambda: "lost the connection to the coordinator" in caplog.text, "the link to notice"
+        )
         began = time.monotonic()
         membership.link.leave(LeaveReason.FINISHED, timeout=60 * SECOND)
         assert time.monotonic() - began < 30, "it waited for a coordinator that is away"

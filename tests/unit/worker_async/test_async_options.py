@@ -50,11 +50,11 @@ SGD = torch.optim.SGD([torch.zeros(1)])
         ({"delay_compensation": True}, "delay_compensation=True: expected a finite number"),
         (
             {"pull_compression": "topk"},
-            "what is left out of values does not come later; expected one of fp16, bf16, int8",
+            "values left out of a pull are never sent; expected one of fp16, bf16, int8",
         ),
         (
             {"pull_compression": "powersgd"},
-            "what is left out of values does not come later; expected one of fp16, bf16, int8",
+            "values left out of a pull are never sent; expected one of fp16, bf16, int8",
         ),
         (
             {"pull_compression": "zip"},

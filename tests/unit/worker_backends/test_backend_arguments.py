@@ -134,7 +134,7 @@ def test_collectives_before_initialize_say_what_to_call() -> None:
 
 
 def test_a_backend_serves_one_group_only(alone: GlooBackend) -> None:
-    with pytest.raises(PreconditionError, match="make a new one"):
+    with pytest.raises(PreconditionError, match="create a new backend"):
         alone.initialize(rank=0, world_size=1, store=dist.HashStore())
 
 

@@ -216,9 +216,9 @@ def check_place(directory: Path, step: int, run: str) -> None:
     for other, path in sorted(_checkpoints(directory), reverse=True):
         if run and other > step and _run_of(path) not in (run, ""):
             raise ConfigurationError(
-                f"{directory} contains {path.name} of another run, which would still count as the "
-                f"newest next to step {step} of this run: give each run its own directory, or "
-                "call shoal.resume before the loop to continue from there"
+                f"{directory} contains {path.name} of another run, which would count as newer "
+                f"than step {step} of this run: give each run its own directory, or call "
+                "shoal.resume before the loop to continue from there"
             )
 
 

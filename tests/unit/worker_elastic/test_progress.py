@@ -138,7 +138,7 @@ def test_a_told_loss_stays_what_it_was_when_the_loop_goes_on_with_its_tensor() -
 )
 def test_what_is_not_one_number_is_no_loss(reported: Any) -> None:
     with pytest.raises(
-        ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): found .*; expected one number"
+        ConfigurationError, match=r"shoal\.report\(loss=\.\.\.\): got .*; expected one number"
     ):
         ProgressMeter(WorkerMetrics()).loss.tell(reported)
 

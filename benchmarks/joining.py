@@ -15,7 +15,7 @@ from benchmarks.workers.steplog import Commit
 STEPS_AROUND: Final = 10
 """Steps before a join, at most, and after it, among which its stall is looked for and which give
 the median."""
-_TAKEN: Final = re.compile(r"took ([\d.]+) MB of state from \d+ donor\(s\) in ([\d.]+) s")
+_TAKEN: Final = re.compile(r"received ([\d.]+) MB of state from \d+ donor\(s\) in ([\d.]+) s")
 
 
 def members(commits: Mapping[int, Sequence[Commit]], *, workers: int, since_ns: int) -> list[int]:

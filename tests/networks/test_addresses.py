@@ -71,8 +71,8 @@ def test_unreachable_addresses_are_reported_with_their_owner_and_the_flag_that_c
     pattern = re.compile(r"cannot reach rank \d \(host-\d\) at 10\.77\.0\.\d:\d+.*")
     line = job.eventually(lambda: pattern.search(job.said()), "a word on who cannot be reached")[0]
     assert (
-        "start its launcher with --local-addr (SHOAL_LOCAL_ADDR); this machine's own is 10.77.0."
-        in line
+        "start its launcher with --local-addr (SHOAL_LOCAL_ADDR); this machine's own address is "
+        "10.77.0." in line
     )
 
 
@@ -180,7 +180,7 @@ def test_ranks_behind_nat_that_need_a_group_are_told_that_gloo_cannot_be_reached
     job.launch("host-1", nnodes="2")
     assert behind.wait() == 1
     assert f"hostname='{OUTSIDE}'" in behind.said()
-    assert "ranks behind NAT cannot form a group" in behind.said()
+    assert "Ranks behind NAT cannot form a Gloo group" in behind.said()
 
 
 def test_an_address_that_the_machine_does_not_have_is_refused_at_the_start(network: Make) -> None:

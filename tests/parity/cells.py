@@ -139,22 +139,22 @@ SERVERS: Final = "servers"
 """Name used in place of a backend for strategies with parameter servers."""
 
 _IN_ORDER = (
-    'deterministic=True with strategy="async_sgd": pushes are applied in the order in '
-    "which they come"
+    'deterministic=True with strategy="async_sgd": pushes are applied in order of arrival, so '
+    "results do not repeat"
 )
 _APART = (
-    "with local_sgd the result depends on how many ranks train apart; use ddp, zero1, zero2 "
-    "or zero3"
+    "with local_sgd, the result depends on the number of ranks that train independently; use "
+    "ddp, zero1, zero2 or zero3"
 )
 _DIVIDED = (
-    "how a model is split changes the order of its own sums, so results cannot be bitwise "
-    "those of another number of ranks"
+    "splitting the model changes the order of sums, so results cannot be bitwise equal for "
+    "other numbers of ranks"
 )
-_COME_AND_GO = "its workers and servers are processes that come and go; start them with `shoal run`"
-_TWO_BLOCKS = "Bag has 2 blocks (bag, head); expected from 1 stage to one for each block"
+_COME_AND_GO = "its workers and servers are separate processes; start them with `shoal run`"
+_TWO_BLOCKS = "Bag has 2 blocks (bag, head); expected from 1 stage to one per block"
 _SCALED = (
-    "a GradScaler with a pipeline: train_step takes losses through their backward passes "
-    "itself, so nothing can scale them"
+    "a GradScaler with a pipeline: train_step runs the backward passes of losses itself, so a "
+    "scaler cannot scale them"
 )
 
 
@@ -273,8 +273,8 @@ def part() -> set[Cell]:
 
 _NOT_IN_PARTS = "use zero1, zero2, zero3, fsdp or hsdp, whose optimizer state is in shards"
 _FLAT = (
-    "parameters are cut into flat pieces, and Adafactor is not known to treat each element by "
-    "itself"
+    "Adafactor is not known to update each element independently, but this strategy splits "
+    "parameters into flat pieces"
 )
 _WHOLE_BATCHES = (
     "deterministic=True needs micro-batches, whose results do not depend on the number of ranks"
@@ -307,7 +307,7 @@ REFUSED_VARIATIONS: Final[Mapping[tuple[str, str], str]] = {
         if row.strategy not in ("zero3", "fsdp", "hsdp", "hybrid")
     },
     **{
-        (name, "shard_modules"): "gathers parameters by modules; leave it out"
+        (name, "shard_modules"): "gathers parameters module by module; leave shard_modules out"
         for name in ("hybrid", "hybrid_zero1", "hybrid_zero2")
     },
     **{
@@ -345,12 +345,12 @@ def refused_compression(row: str, compressor: str) -> str | None:
     strategy = ROWS[row].strategy
     if strategy not in ("ddp", "zero1", "zero2", "zero3", "fsdp"):
         return (
-            "which does not compress: use ddp, zero1, zero2, zero3, fsdp or async_sgd, or "
-            "leave it out"
+            "which does not support compression; use ddp, zero1, zero2, zero3, fsdp or "
+            "async_sgd, or leave gradient_compression out"
         )
     if compressor == "powersgd" and strategy != "ddp":
         return (
-            "it needs whole matrices on every rank, and gradients are cut here; use topk, int8 "
-            "or another, or ddp"
+            "the compressor needs whole matrices on every rank, but this strategy shards "
+            "gradients; use another compressor, such as topk or int8, or use ddp"
         )
     return None

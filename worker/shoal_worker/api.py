@@ -287,10 +287,9 @@ def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
     optimizers = list(optimizer) if isinstance(optimizer, tuple | list) else []
     if not model or len(optimizers) != len(model) or any(each is None for each in optimizers):
         raise ConfigurationError(
-            f"as_distributed: {len(model)} models and {len(optimizers)} optimizers; expected an "
-            "optimizer for each of several models, in the same order: as_distributed((one, "
-            "other), (its_optimizer, the_others)). A model that is not trained stays as it is, "
-            "outside"
+            f"as_distributed: got {len(model)} models and {len(optimizers)} optimizers; expected "
+            "one optimizer per model, in the same order: as_distributed((model_a, model_b), "
+            "(optimizer_a, optimizer_b)). Leave out a model that is not trained"
         )
     return list(model), optimizers
 
@@ -299,13 +298,13 @@ def _check_kinds(model: object, optimizer: object, config: object) -> None:
     """Raises ConfigurationError for arguments that are no module, optimizer or configuration."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
-            f"as_distributed: model is of {type(model).__name__}; expected as_distributed(model, "
-            "optimizer), an nn.Module first"
+            f"as_distributed: model has type {type(model).__name__}; expected an nn.Module as the "
+            "first argument: as_distributed(model, optimizer)"
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise ConfigurationError(
-            "as_distributed: the model is in a DistributedDataParallel, which would synchronize "
-            "too; pass its .module"
+            "as_distributed: the model is wrapped in DistributedDataParallel, which would also "
+            "synchronize gradients; pass its .module"
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(
@@ -316,7 +315,8 @@ def _check_kinds(model: object, optimizer: object, config: object) -> None:
         raise ConfigurationError(
             f"as_distributed: the constructor of {type(optimizer).__name__} does not call "
             "torch.optim.Optimizer.__init__, so it lacks attributes that every torch optimizer "
-            "has; call super().__init__(params, defaults) there, and do the update in step()"
+            "has; call super().__init__(params, defaults) there, and implement the update in "
+            "step()"
         )
     if config is not None and not isinstance(config, ShardingConfiguration):
         raise ConfigurationError(
@@ -512,7 +512,9 @@ def save_checkpoint(
         DeadlineError (SERVER_AWAY): a server with rows of sparse tables was away for too long.
     """
     if keep < 1:
-        raise ConfigurationError(f"save_checkpoint(keep={keep}): expected at least 1")
+        raise ConfigurationError(
+            f"save_checkpoint(keep={keep}): expected a whole number of at least 1"
+        )
     metric = _metric(best, mode)
     session = current_session()
     if every_steps is not None and not is_due(session, every_steps, "save_checkpoint"):
@@ -798,6 +800,6 @@ def shutdown(*, timeout: timedelta = timedelta(seconds=60)) -> None:
     """
     session = find_session()
     if session is None:
-        raise PreconditionError("shutdown: there is no session; shoal.init() was not called")
+        raise PreconditionError("shutdown: there is no session; call shoal.init() first")
     CheckpointSaver.of(session).close(timeout)
     session.close()

@@ -41,18 +41,18 @@ def keep_socket_paths_short() -> None:
     try:
         there = multiprocessing.util.get_temp_dir()  # it keeps what it returns first
     except OSError as error:
-        raise _too_long(chosen, f"{_SHORT} cannot be used in its place: {error}") from error
+        raise _too_long(chosen, f"{_SHORT} cannot be used instead: {error}") from error
     finally:
         tempfile.tempdir = before
     if len(os.fsencode(there)) + len("/listener-12345678") > _LONGEST:
-        raise _too_long(chosen, f"multiprocessing has made {there} already")
+        raise _too_long(chosen, f"multiprocessing has already created {there}")
 
 
 def _too_long(chosen: str, why: str) -> ConfigurationError:
     return ConfigurationError(
-        f"TMPDIR={chosen!r} has {len(os.fsencode(chosen))} bytes: data workers (num_workers=) pass "
-        f"batches through sockets there, whose paths have at most {_LONGEST}, and {why}; set "
-        f"TMPDIR to a directory of at most {_LONGEST - _SOCKET} bytes"
+        f"TMPDIR={chosen!r} has {len(os.fsencode(chosen))} bytes: data workers (num_workers=) "
+        f"pass batches through sockets there, whose paths may have at most {_LONGEST} bytes, and "
+        f"{why}; set TMPDIR to a directory of at most {_LONGEST - _SOCKET} bytes"
     )
 
 
@@ -67,10 +67,10 @@ def explained_pickling(num_workers: int) -> Iterator[None]:
         if method == "fork":
             raise
         raise ConfigurationError(
-            f"num_workers={num_workers}: data workers are started by {method!r} (Python's default "
-            "from 3.14 on is 'forkserver'), which pickles the dataset and its functions, and that "
-            f"failed: {error}. Define them at the top level of a module, or call "
-            "multiprocessing.set_start_method('fork') first"
+            f"num_workers={num_workers}: data workers are started with method {method!r} "
+            "(Python's default from 3.14 on is 'forkserver'), which pickles the dataset and its "
+            f"functions, but pickling failed: {error}. Define them at the top level of a module, "
+            "or call multiprocessing.set_start_method('fork') first"
         ) from error
 
 
@@ -80,10 +80,11 @@ def check_not_imported_again() -> None:
     process = multiprocessing.process.current_process()
     if getattr(process, "_inheriting", False):  # as multiprocessing itself asks
         raise ConfigurationError(
-            f"process {process.name} is started by {multiprocessing.get_start_method()!r} "
-            "(Python's default from 3.14 on is 'forkserver'), which imports the script again, and "
-            "the script calls Shoal at its top level. Move that below `if __name__ == "
-            "'__main__':`, or call multiprocessing.set_start_method('fork') first"
+            f"process {process.name} is started with method "
+            f"{multiprocessing.get_start_method()!r} (Python's default from 3.14 on is "
+            "'forkserver'), which imports the script again, but the script calls Shoal at its "
+            "top level. Move those calls below `if __name__ == '__main__':`, or call "
+            "multiprocessing.set_start_method('fork') first"
         )
 
 
@@ -96,7 +97,7 @@ def end_if_a_batch_is_lost() -> None:
         traceback.print_exception(error)
         # for the rank's log
         print(  # noqa: T201
-            "shoal: a data worker could not send its batch, and ends", file=sys.stderr, flush=True
+            "shoal: a data worker could not send its batch and exited", file=sys.stderr, flush=True
         )
         os._exit(1)
 
@@ -131,7 +132,7 @@ def report_dead_threads(report: Callable[[str], object]) -> None:
         thread = arguments.thread
         if thread is not None and thread.name in _AWAITED and not sys.is_finalizing():
             report(
-                f"its thread {thread.name} ended with {arguments.exc_type.__name__}: "
+                f"thread {thread.name} ended with {arguments.exc_type.__name__}: "
                 f"{arguments.exc_value}"
             )
 

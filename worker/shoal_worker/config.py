@@ -110,26 +110,26 @@ class ShardingConfiguration:
             )
         if self.mirrors not in (None, "device", "host"):
             raise ConfigurationError(
-                f'mirrors={self.mirrors!r}: expected "device" or "host", or None for either, as '
-                "memory allows"
+                f'mirrors={self.mirrors!r}: expected "device" or "host", or None to choose by '
+                "available memory"
             )
         if self.mirrors == "host" and self.offload is not None:
             raise ConfigurationError(
                 f'mirrors="host" with offload={self.offload!r}: offload= already decides where '
-                "shards and mirrors are kept and updated; leave mirrors out"
+                "shards and mirrors are stored and updated; leave mirrors out"
             )
         if isinstance(self.shard_modules, str | type):
             raise ConfigurationError(
-                f"shard_modules={self.shard_modules!r}: expected a list of classes or names of "
-                "modules"
+                f"shard_modules={self.shard_modules!r}: expected a list of module classes or "
+                "module names"
             )
         ahead = self.prefetch_blocks
         if ahead is not None and (
             not isinstance(ahead, int) or isinstance(ahead, bool) or ahead < 0
         ):
             raise ConfigurationError(
-                f"prefetch_blocks={ahead!r}: expected a whole number of blocks, 0 for none, or "
-                "None for 1"
+                f"prefetch_blocks={ahead!r}: expected a whole number of blocks, 0 for no "
+                "prefetching, or None for the default of 1"
             )
         object.__setattr__(
             self, "gradient_compression", parse_compression(self.gradient_compression)
@@ -137,9 +137,9 @@ class ShardingConfiguration:
         self._check_dtypes()
         if self.deterministic and self.compressor is not None:
             raise ConfigurationError(
-                f"deterministic=True with gradient_compression={self.compressor.name!r}: what a "
-                "compressor leaves out depends on how many ranks there are, so results cannot be "
-                "bitwise the same for any world size; leave one of the two out"
+                f"deterministic=True with gradient_compression={self.compressor.name!r}: a "
+                "compressor's errors depend on the number of ranks, so results cannot be bitwise "
+                "equal for every world size; leave one of the two out"
             )
 
     def _check_dtypes(self) -> None:
@@ -154,9 +154,9 @@ class ShardingConfiguration:
                 )
         if self.deterministic and self.reduce_dtype is not None:
             raise ConfigurationError(
-                f"deterministic=True with reduce_dtype={self.reduce_dtype}: how a rank's sum is "
-                "rounded depends on how many ranks there are, so results cannot be bitwise the "
-                "same for any world size; leave one of the two out"
+                f"deterministic=True with reduce_dtype={self.reduce_dtype}: rounding of sums "
+                "depends on the number of ranks, so results cannot be bitwise equal for every "
+                "world size; leave one of the two out"
             )
 
         if self.reduce_dtype is not None and self.compressor is not None:

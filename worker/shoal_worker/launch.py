@@ -64,7 +64,7 @@ def launch(
     """
     if backend != "inmemory":
         raise ConfigurationError(
-            f"launch(backend={backend!r}): its ranks are processes; start those with `shoal run`, "
+            f"launch(backend={backend!r}): its ranks are processes; start them with `shoal run`, "
             "or use 'inmemory'"
         )
     if world_size < 1:

@@ -176,9 +176,9 @@ def check_not_torchrun(settings: WorkerSettings) -> None:
     world_size = os.environ.get("WORLD_SIZE", "1")
     if settings.coordinator is None and world_size not in ("", "1"):
         raise ConfigurationError(
-            f"WORLD_SIZE={world_size} is set, but SHOAL_COORDINATOR is not: each rank would train "
-            "alone. Start the script with `shoal run --nproc-per-node ... train.py` instead of "
-            "torchrun, or unset WORLD_SIZE."
+            f"WORLD_SIZE={world_size} is set, but SHOAL_COORDINATOR is not, so each rank would "
+            "train alone. Start the script with `shoal run --nproc-per-node ... train.py` "
+            "instead of torchrun, or unset WORLD_SIZE."
         )
 
 

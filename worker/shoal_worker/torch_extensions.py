@@ -55,7 +55,7 @@ def _tell_init_methods(module: ModuleType) -> None:
             module.register_rendezvous_handler(scheme, _Deferred(home))
         elif known != _Deferred(home):
             _log.warning(
-                "another package has registered the init method %s:// already; Shoal's is not "
+                "another package has already registered the init method %s://, so Shoal's is not "
                 "available",
                 scheme,
             )

@@ -46,22 +46,22 @@ def needs_torch(major: int, minor: int, what: str, instead: str) -> None:
     alternative for this one."""
     if (major, minor) > VERSION:
         raise ConfigurationError(
-            f"{what} needs torch {major}.{minor} or newer, and {torch.__version__} is installed: "
+            f"{what} needs torch {major}.{minor} or newer, but {torch.__version__} is installed; "
             f"update torch, or {instead}"
         )
 
 
 def _unexpected(error: Exception) -> ImportError:
     return ImportError(
-        f"Shoal is tested with torch {expected_versions()}; torch {torch.__version__} is installed "
-        f"and lacks a name that Shoal needs: {error}. Install a version of that range"
+        f"Shoal is tested with torch {expected_versions()}, but torch {torch.__version__} is "
+        f"installed and lacks a name that Shoal needs: {error}. Install a version in that range"
     )
 
 
 if TESTED[1] < VERSION:
     warnings.warn(
-        f"Shoal is tested with torch {expected_versions()}; torch {torch.__version__} is newer and "
-        "may behave otherwise",
+        f"Shoal is tested with torch {expected_versions()}; torch {torch.__version__} is newer "
+        "and may behave differently",
         stacklevel=2,
     )
 

@@ -189,6 +189,6 @@ def test_a_worker_of_a_launcher_that_cannot_get_in_is_put_out_and_has_not_failed
         TORCHELASTIC_ERROR_FILE=str(account),
     )
     assert worker.wait() == PUT_OUT
-    assert "is out of reach: the server's certificate has expired; renew it" in worker.said()
+    assert "is unreachable: the server's certificate has expired; renew it" in worker.said()
     assert "Traceback" not in worker.said()
     assert "certificate has expired" in account.read_text()

@@ -46,9 +46,9 @@ def test_ranks_that_evaluate_on_the_same_batches_and_write_one_file_are_warned_o
         status, _, err = shell.run("run", "--standalone", "--nproc-per-node", "2", script, how)
         assert status == 0, err
         assert err.count("evaluated the model on the same batches") == 1, err
-        assert err.count("ranks 0 and 1 both write") == (written is not None), err
+        assert err.count("ranks 0 and 1 both wrote") == (written is not None), err
         if written is not None:
-            assert f"{written}, after step 8: each overwrites" in err, err
+            assert f"{written} after step 8, so each overwrites" in err, err
 
 
 FIRST = """

@@ -234,7 +234,9 @@ def test_a_last_checkpoint_that_was_not_written_fails_the_run(shell: Shell) -> N
         "run", "--standalone", "--nproc-per-node", "2", saving_to_a_full_disk(shell)
     )
     assert command.wait() == 1, command.stderr
-    assert "this worker fails: the last checkpoint is not there" in command.stderr + command.stdout
+    assert (
+        "this worker failed: the last checkpoint was not saved" in command.stderr + command.stdout
+    )
 
 
 def test_a_last_checkpoint_that_was_not_written_fails_a_process_that_trains_alone(
@@ -250,7 +252,7 @@ def test_a_last_checkpoint_that_was_not_written_fails_a_process_that_trains_alon
         timeout=60,
     )
     assert alone.returncode == 1, alone.stderr
-    assert "this process fails: the last checkpoint is not there" in alone.stderr
+    assert "this process failed: the last checkpoint was not saved" in alone.stderr
 
 
 @pytest.mark.slow

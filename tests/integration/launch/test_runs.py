@@ -133,7 +133,7 @@ def test_ranks_that_cannot_hold_the_model_are_refused_in_each_run(
     for number in (1, 2):
         status, _, err = shell.run("run", "--nnodes", "1", "--rdzv-endpoint", endpoint, script)
         assert status == 1
-        assert "1 rank(s) are fewer than the 2 that hold one replica" in err, (number, err)
+        assert "1 rank(s) are fewer than the 2 that one replica needs" in err, (number, err)
     assert endings(endpoint) == ["failed", "failed"]
 
 

@@ -95,6 +95,7 @@ def test_a_loss_that_is_no_number_and_an_output_without_one_are_refused() -> Non
     ):
         run_line(2, unreduced)
     with pytest.raises(
-        ConfigurationError, match=r"needs an output with a \.loss tensor; got Tensor"
+        ConfigurationError,
+        match=r"needs an output with a \.loss tensor, but the model returned Tensor",
     ):
         run_line(2, no_loss)

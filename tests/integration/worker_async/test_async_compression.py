@@ -54,7 +54,9 @@ def test_compressed_pushes_move_the_values_by_all_gradients_in_the_end(
 
 
 def test_ranks_of_powersgd_that_servers_do_not_take_are_refused(session: Session) -> None:
-    with pytest.raises(ConfigurationError, match=r"powersgd with rank=65 .* take ranks up to 64"):
+    with pytest.raises(
+        ConfigurationError, match=r"powersgd with rank=65 .* support ranks up to 64"
+    ):
         distributed(gradient_compression={"name": "powersgd", "rank": 65})
 
 

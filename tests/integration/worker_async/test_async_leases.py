@@ -110,7 +110,7 @@ def test_a_worker_that_waits_for_the_coordinator_leaves_when_it_is_told_to(
     coordinator_of_its_own.kill()
     worker.go(2)
     eventually(
-        lambda: "is not leasing batches at the moment" in worker.process.said(),
+        lambda: "is not leasing batches" in worker.process.said(),
         "the worker to wait for its next batch",
     )
     assert_leaves(worker)
@@ -124,7 +124,7 @@ def test_a_worker_that_waits_for_a_server_leaves_when_it_is_told_to(cluster: Mak
     running.servers[0].process.wait()
     worker.go(2)
     eventually(
-        lambda: "Push failed and will be tried again" in worker.process.said(),
+        lambda: "Push failed and will be retried" in worker.process.said(),
         "the worker to wait for the server",
     )
     assert_leaves(worker)

@@ -133,12 +133,12 @@ def test_a_run_that_is_resumed_without_the_data_of_a_server_says_so(cluster: Mak
     assert resumed.result()["epochs"] == [1]
     assert (
         re.findall(
-            r"server (\d+) of a run that had begun held no values of (\d+) of its \2 partitions",
+            r"server (\d+) had no values for (\d+) of its \2 partitions",
             resumed.process.said(),
         )
         != []
     )
-    assert resumed.process.said().count("had learnt there is LOST") == 1
+    assert resumed.process.said().count("its progress in these partitions is LOST") == 1
 
 
 def test_after_a_failure_the_next_start_is_a_new_run_and_nothing_of_the_old_one_is_seen(

@@ -40,7 +40,7 @@ def test_a_server_that_is_restarted_with_its_snapshot_has_applied_every_push_onc
     restarted.process.kill(signal.SIGTERM)
     assert restarted.process.wait() == 0
     worker.go(5)
-    eventually(lambda: "will be tried again" in worker.process.said(), "the worker to miss it")
+    eventually(lambda: "will be retried" in worker.process.said(), "the worker to miss it")
     assert not worker.reached(6)
     restarted.start()
     worker.wait_step(12)
@@ -133,7 +133,7 @@ def test_a_server_that_stays_away_ends_the_step_with_one_clear_error(cluster: Ma
     assert worker.process.wait() == PUT_OUT  # not because of the script's error
     assert "parameter server 0" in worker.process.said()
     assert (
-        "was away for more than 0 s (server_timeout); start it again with its data directory"
+        "was unreachable for more than 0 s (server_timeout). Start it again with its data directory"
         in worker.process.said()
     )
 

@@ -123,22 +123,22 @@ def test_a_checkpoint_without_a_table_or_with_one_of_another_kind_is_refused(
     with running.member():
         distributed(sparse(max_rows=100, buckets=2))
         for change, said in (
-            ({"spec": {"seed": 3}}, "table 'users' with seed=3, the model declares 0"),
-            ({"embedding_dim": 4}, "table 'users' with embedding_dim=4, the model declares 8"),
+            ({"spec": {"seed": 3}}, "table 'users' with seed=3, but the model declares 0"),
+            ({"embedding_dim": 4}, "table 'users' with embedding_dim=4, but the model declares 8"),
             (
                 {"num_embeddings": 300},
-                "table 'users' with num_embeddings=300, the model declares 200, which leaves ids "
-                "out",
+                "table 'users' with num_embeddings=300, but the model declares 200, which "
+                "excludes some of its ids",
             ),
             (
                 {"num_embeddings": None},
-                "table 'users' with num_embeddings=None, the model declares 200",
+                "table 'users' with num_embeddings=None, but the model declares 200",
             ),
             (
                 {"spec": {"optimizer": "sparse_adam"}},
-                "the state of sparse_adam, the model declares adagrad",
+                "optimizer state of sparse_adam, but the model declares adagrad",
             ),
-            (None, "no rows of table 'users', which the model has"),
+            (None, "no rows for table 'users' of the model"),
         ):
             rewrite(tmp_path / "checkpoint" / "step-2", change)
             with pytest.raises(CorruptDataError, match=said):

@@ -227,8 +227,8 @@ def test_a_gradient_of_rows_that_is_not_finite_is_not_sent_and_the_batch_can_be_
     model(torch.tensor([1]), torch.tensor([[1]])).sum().backward()
     with pytest.raises(
         InvalidRequestError,
-        match="the gradient of table 'users' has 1 of 3 rows that are NaN or infinite, the first "
-        "of id 7",
+        match="the gradient of table 'users' has NaN or infinite values in 1 of 3 rows, first in "
+        "that of id 7",
     ):
         optimizer.step()
     assert versions(running) == {1}
@@ -247,7 +247,7 @@ def test_more_rows_than_a_push_may_have_are_refused_before_anything_is_sent(
     monkeypatch.setattr(tables, "LARGEST_PAYLOAD_BYTES", 8)
     with pytest.raises(
         LimitError,
-        match=r"the batch has \d+ rows of one of its 4 buckets, .*take smaller batches, or more "
+        match=r"the batch has \d+ rows in one of its 4 buckets, .*use smaller batches, or more "
         r"buckets",
     ):
         train(model, [optimizer], 1)
@@ -329,7 +329,8 @@ def test_names_are_each_tables_own(session: Session) -> None:
     net = sparse()
     net.words.name = "users"
     with pytest.raises(
-        ConfigurationError, match="table name='users' is another table's, or a parameter's"
+        ConfigurationError,
+        match="table name='users' is also the name of another table or of a parameter",
     ):
         distributed(net)
 
@@ -348,7 +349,7 @@ def test_gradients_are_applied_by_the_step_alone(session: Session) -> None:
     net = sparse()
     distributed(net)
     with pytest.raises(
-        PreconditionError, match=r"is on the parameter servers: optimizer\.step\(\) pushes"
+        PreconditionError, match=r"is on the parameter servers, where optimizer\.step\(\) pushes"
     ):
         net.users.apply_gradients()
 
@@ -363,7 +364,7 @@ def test_rows_of_a_server_that_stays_away_are_one_clear_error(cluster: Make) -> 
         running.servers[0].process.wait()
         with pytest.raises(
             DeadlineError,
-            match=r"rows of a sparse table could not be had for more than 0 s \(server_timeout\)",
+            match=r"could not read rows of a sparse table for more than 0 s \(server_timeout\)",
         ) as caught:
             net.users(torch.tensor([1]))
         assert caught.value.reason == "SERVER_AWAY"

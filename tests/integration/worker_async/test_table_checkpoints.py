@@ -25,7 +25,7 @@ def ended(workers: list[Worker]) -> list[dict[str, Any]]:
     results = [worker.result() for worker in workers]
     for worker, result in zip(workers, results, strict=True):
         assert result["steps"] == STEPS
-        assert "has lost its data" not in worker.process.said()
+        assert "has lost data" not in worker.process.said()
     return results
 
 
@@ -296,10 +296,11 @@ def test_a_damaged_file_of_rows_is_refused_and_nothing_is_changed(
 @pytest.mark.parametrize(
     ("users", "said"),
     [
-        ({"seed": 5}, "table 'users' with seed=0, the model declares 5"),
+        ({"seed": 5}, "table 'users' with seed=0, but the model declares 5"),
         (
             {"optimizer": "sparse_adam"},
-            "rows of table 'users' with the state of adagrad, the model declares sparse_adam",
+            "rows of table 'users' with optimizer state of adagrad, but the model declares "
+            "sparse_adam",
         ),
     ],
 )

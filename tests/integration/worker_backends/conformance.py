@@ -323,7 +323,7 @@ def sparse_tensors() -> None:
             dist.all_reduce(rows)
         except InvalidRequestError as error:
             refusal = str(error)
-        assert "make embeddings with sparse=False" in refusal
+        assert "create embeddings with sparse=False" in refusal
         return
     dist.all_reduce(rows)
     assert rows.to_dense().tolist() == [[1.0] * 3] * size + [[float(size)] * 3]

@@ -83,7 +83,7 @@ def a_message_that_is_too_long_is_refused() -> None:
     if dist.get_rank() == 0:
         dist.send(torch.ones(5), 1)
     elif dist.get_rank() == 1:
-        with _raises(InvalidRequestError, "recv from rank 0: what was sent is longer"):
+        with _raises(InvalidRequestError, "recv from rank 0: the message is longer"):
             dist.recv(torch.ones(3), 0)
     dist.barrier()
 

@@ -128,7 +128,7 @@ def test_an_abort_ends_the_group_for_peers_that_wait_or_compute(
     with pytest.raises(MembershipChanged):
         waiting.result(timeout=_DEADLINE_S)
     _eventually(lambda: not third.is_initialized)
-    with pytest.raises(MembershipChanged, match="connection to a peer ended"):
+    with pytest.raises(MembershipChanged, match="a peer closed the connection"):
         third.barrier()
 
 
@@ -272,7 +272,7 @@ def test_a_peer_that_does_not_come_is_named_at_the_connect_timeout(
     with pytest.raises(
         DeadlineError,
         match=r"connecting 3 ranks took longer than connect_timeout=0\.2 s: ranks \[1, 2\] did not "
-        r"come",
+        r"arrive",
     ):
         GlooBackend().initialize(
             rank=0, world_size=3, store=store, connect_timeout=timedelta(milliseconds=200)
@@ -292,7 +292,7 @@ def test_a_store_of_torchs_that_is_tired_of_waiting_sooner_is_the_same_deadline(
         timeout=timedelta(seconds=30),
     )
     group._connect_timeout = timedelta(seconds=_DEADLINE_S)
-    with pytest.raises(DeadlineError, match=r"ranks \[1\] did not come"):
+    with pytest.raises(DeadlineError, match=r"ranks \[1\] did not arrive"):
         group.wait()
     _eventually(lambda: _forming_threads() == 0)
 

@@ -172,7 +172,7 @@ def test_threads_that_a_rank_starts_see_its_world() -> None:
         ({"world_size": 0}, r"launch\(world_size=0\): expected at least 1"),
         (
             {"world_size": 2, "backend": "gloo"},
-            "'gloo'.*its ranks are processes; start those with `shoal run`",
+            "'gloo'.*its ranks are processes; start them with `shoal run`",
         ),
         ({"world_size": 2, "timeout": timedelta(0)}, r"timeout=0:00:00\): expected more than 0 s"),
     ],
@@ -251,7 +251,7 @@ def test_a_rank_that_fails_ends_groups_that_it_is_not_in() -> None:
         (
             lambda: dist.all_gather([torch.empty(2), torch.empty(2)], torch.ones(2)),
             lambda: dist.all_gather([torch.empty(3), torch.empty(3)], torch.ones(3)),
-            [r"rank 0 expects float32\[2\] from rank 1, which gives float32\[3\]"],
+            [r"rank 0 expects float32\[2\] from rank 1, which sends float32\[3\]"],
         ),
     ],
     ids=["kind", "size", "dtype", "op", "root", "part"],
@@ -270,10 +270,10 @@ def test_ranks_that_all_wait_for_each_other_are_told_so_at_once() -> None:
 
     for told in _unmatched(lambda: dist.all_reduce(torch.ones(1)), receive):
         assert (
-            "no rank can go on: rank 0 waits in all_reduce(SUM, float32[1]) (collective 1 of group "
-            "0); " in told
+            "deadlock, all running ranks are waiting: rank 0 is waiting in "
+            "all_reduce(SUM, float32[1]) (collective 1 of group 0); " in told
         )
-        assert "rank 1 waits in recv(from rank 0, tag 3) of group 0" in told
+        assert "rank 1 is waiting in recv(from rank 0, tag 3) of group 0" in told
 
 
 def test_collectives_on_two_groups_in_opposite_order_are_told_so_at_once() -> None:
@@ -284,7 +284,7 @@ def test_collectives_on_two_groups_in_opposite_order_are_told_so_at_once() -> No
 
     with pytest.raises(
         UnmatchedCollectiveError,
-        match=r"no rank can go on: rank 0 waits in .* of group 1.*; rank 1 waits in .* of group 2",
+        match=r"rank 0 is waiting in .* of group 1.*; rank 1 is waiting in .* of group 2",
     ):
         launch(be_rank, world_size=2)
 
@@ -416,7 +416,7 @@ def test_ranks_that_do_not_come_are_named() -> None:
     with pytest.raises(
         DeadlineError,
         match=r"3 in-memory ranks took longer than connect_timeout=0\.2 s: ranks \[0, 2\] did not "
-        r"come",
+        r"arrive",
     ):
         InMemoryBackend().initialize(
             rank=1, world_size=3, store=dist.HashStore(), connect_timeout=_SHORT
@@ -428,7 +428,7 @@ def test_a_rank_that_comes_from_another_process_is_refused() -> None:
     store.set("room", "1-0123")
     with pytest.raises(
         ConfigurationError,
-        match="process 1 uses this store as well; the ranks of an in-memory group are threads of "
+        match="process 1 also uses this store, but the ranks of an in-memory group are threads of "
         "one",
     ):
         InMemoryBackend().initialize(rank=0, world_size=1, store=store)

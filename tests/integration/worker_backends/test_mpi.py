@@ -34,6 +34,6 @@ def test_without_mpi4py_the_error_says_what_to_install(monkeypatch: pytest.Monke
     monkeypatch.setitem(sys.modules, "mpi4py", None)
     with pytest.raises(
         ConfigurationError,
-        match=r"backend='mpi' needs mpi4py and an MPI library .*: pip install shoal-worker\[mpi\]",
+        match=r"backend='mpi' needs mpi4py and an MPI library .*pip install shoal-worker\[mpi\]",
     ):
         backend_class("mpi")().initialize()

@@ -98,7 +98,7 @@ def test_what_a_collective_in_flight_left_behind_is_not_written_when_a_stopped_r
     *survivors, late = results(ranks)
     for number, survivor in enumerate(survivors):
         assert survivor["changed"] == [0, 0, 0]
-        assert all("reconfigured, with uuid 2" in failure for failure in survivor["failures"])
+        assert all("reconfigured with uuid 2" in failure for failure in survivor["failures"])
         assert survivor["took_s"] < _LONG_S
         assert survivor["small"] == [number, 2, 3.0]
         assert survivor["found"] == [number, 3, 6.0]
@@ -116,7 +116,7 @@ def test_a_dead_ranks_handle_fails_the_reconfigure_and_the_next_one_does_without
     for number, found in enumerate(results(ranks[:2])):
         assert found["failure"]
         assert found["took_s"] < _LONG_S
-        assert "ranks [2] did not come" in found["refusal"]
+        assert "ranks [2] did not arrive" in found["refusal"]
         assert "reconfigure with uuid 2 failed" in found["between"]
         assert found["found"] == [number, 2, 3.0]
 
@@ -138,7 +138,7 @@ def test_impossible_calls_leave_the_group_as_it_is(begin: Callable[..., list[Ran
     for number, (used, foreign, twice, found) in enumerate(results(begin("be_refused", 2))):
         assert "already used" in used
         assert "that of this process" in foreign
-        assert "expected different ones" in twice
+        assert "expected distinct handles" in twice
         assert found == [number, 2, 3.0]
 
 

@@ -78,6 +78,6 @@ def test_a_count_of_the_scripts_own_ends_in_one_clear_error_at_once_which_names_
             assert f"is in {operation}" in said
             assert "is in a step of loader 'loader'" in said
             assert (
-                "what happens every k steps goes by loader.global_step, or by every_steps= of "
+                "For actions every k steps, use loader.global_step, or every_steps= of "
                 "save_checkpoint and evaluate" in said
             )

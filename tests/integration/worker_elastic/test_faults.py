@@ -361,7 +361,7 @@ def test_where_it_is_allowed_a_replacement_that_finds_no_state_begins_anew_at_st
         running.start(1, SHOAL_ALLOW_RESTART_FROM_SCRATCH="1")
         (result,) = running.finish(1)
         assert (
-            "training restarts at step 0, as SHOAL_ALLOW_RESTART_FROM_SCRATCH allows"
+            "training restarts at step 0 (SHOAL_ALLOW_RESTART_FROM_SCRATCH is set)"
             in running.workers[1].said()
         )
         check_same_run([result], fault_free, running)

@@ -146,7 +146,7 @@ def test_fewer_ranks_than_a_replica_has_are_refused(zygote: Zygote, tmp_path: Pa
     with cluster(zygote, tmp_path, join_grace_ms=1, script=SCRIPT, **settings) as running:
         running.start(0)
         running.finish()
-        assert "1 rank(s) are fewer than the 4 that hold one replica" in running.said()
+        assert "1 rank(s) are fewer than the 4 that one replica needs" in running.said()
 
 
 @pytest.mark.matrix

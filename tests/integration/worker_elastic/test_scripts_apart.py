@@ -38,20 +38,20 @@ def test_an_operation_in_the_middle_of_a_step_is_refused_by_name(
         running.start(1)
         for worker in (running.workers[0], running.workers[1]):
             assert worker.wait() == 1, worker.said()
-        assert "evaluate was called inside a step: call it after optimizer.step()" in running.said()
+        assert "evaluate was called inside a step; call it after optimizer.step()" in running.said()
 
 
 @pytest.mark.parametrize(
     ("strategy", "mistake", "says"),
     [
-        ("ddp", "step", "rank 0 ends the step (optimizer.step()"),
+        ("ddp", "step", "rank 0 commits the step (optimizer.step()"),
         pytest.param(
-            "zero1", "step", "rank 0 ends the step (optimizer.step()", marks=pytest.mark.matrix
+            "zero1", "step", "rank 0 commits the step (optimizer.step()", marks=pytest.mark.matrix
         ),
         pytest.param(
-            "zero3", "step", "rank 0 ends the step (optimizer.step()", marks=pytest.mark.matrix
+            "zero3", "step", "rank 0 commits the step (optimizer.step()", marks=pytest.mark.matrix
         ),
-        ("tensor", "step", "rank 1 takes the model through a forward pass"),
+        ("tensor", "step", "rank 1 runs a forward pass of the model"),
         pytest.param("ddp", "second", "rank 1 ends the batch", marks=pytest.mark.matrix),
         ("zero3", "second", "rank 1 ends the batch"),
         pytest.param("tensor", "second", "rank 1 ends the batch", marks=pytest.mark.matrix),

@@ -200,7 +200,7 @@ def test_a_worker_killed_while_writing_its_checkpoint_shard_leaves_the_previous_
         for index in (0, 2):  # the rank that completes the checkpoint, and one that waits for it
             eventually(running.workers[index].ended.is_set, "the survivors' end")
             assert (
-                "this worker fails: the last checkpoint is not there"
+                "this worker failed: the last checkpoint was not saved"
                 in running.workers[index].said()
             )
     assert sorted(path.name for path in checkpoints.iterdir()) == ["step-10"]
@@ -223,7 +223,7 @@ def test_a_checkpoint_does_not_wait_for_the_shard_of_a_dead_rank_in_a_job_on_hol
         running.start(0)
         running.start(1, SHOAL_FAILPOINTS="checkpoint.shard_written@1=kill")
         eventually(
-            lambda: "is abandoned: a rank was lost" in running.workers[0].said(),
+            lambda: "was abandoned: a rank was lost" in running.workers[0].said(),
             "the first rank to give the checkpoint up",
         )
 
@@ -296,7 +296,7 @@ def test_two_neighbours_that_die_at_once_take_the_run_back_to_the_newest_checkpo
                 name: alone[name] for name in ("steps", "digest", "lr", "evaluations")
             }
             assert result["lost"] == 1
-        assert "going back to the newest checkpoint" in running.said()
+        assert "returning to the newest checkpoint" in running.said()
 
 
 @pytest.mark.parametrize("strategy", ["fsdp", "zero1"])

@@ -48,8 +48,8 @@ def test_the_next_rank_goes_on_in_the_same_mlflow_run_when_the_one_that_writes_i
         "job",
     )
     assert run.data.tags["shoal.newest_event"] == (
-        f"step {KILLED + 1}: a fault aborted 1 step(s); they were done again; generation 2: 2 "
-        "ranks, 3 before"
+        f"step {KILLED + 1}: a fault aborted 1 step(s), which were repeated; generation 2: 2 "
+        "ranks, previously 3"
     )
     sizes = points(store, run, "shoal/world_size")
     before = [step for step, size in sizes if size == 3]
@@ -108,7 +108,7 @@ def test_a_tracking_server_that_is_away_stops_nobody(zygote: Zygote, tmp_path: P
         running.start(0)
         running.start(1)
         assert [worker.wait() for worker in running.workers.values()] == [0, 0], running.said()
-        assert running.said().count("MLflow cannot be written to, and is abandoned") == 1, (
+        assert running.said().count("MLflow could not be written to and was dropped") == 1, (
             running.said()
         )
     reserved.close()

@@ -226,7 +226,7 @@ def test_a_wait_survives_a_restart_of_the_server_also_one_that_begins_while_it_i
 def test_a_server_that_is_gone_is_named_when_the_call_cannot_wait(tmp_path: Path) -> None:
     with EmbeddedRedis(tmp_path) as server:
         opened = RedisStore(server.url, "p")
-    with pytest.raises(StoreUnavailableError, match="Redis did not answer"):
+    with pytest.raises(StoreUnavailableError, match="Redis did not respond"):
         opened.set("key", "1")
     opened.close()
 

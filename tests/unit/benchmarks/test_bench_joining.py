@@ -66,11 +66,11 @@ def test_a_group_is_whole_when_all_have_done_enough_steps_together_since_the_kil
 
 def test_what_a_joiner_says_about_its_state_is_read_as_bytes_and_seconds() -> None:
     says = (
-        "INFO worker shoal_worker.elastic.group.transfer took 805.3 MB of state from 2 donor(s) in "
-        "1.250 s\n"
+        "INFO worker shoal_worker.elastic.group.transfer received 805.3 MB of state from 2 "
+        "donor(s) in 1.250 s\n"
     )
     assert taken(f"[2] {says}other\n[0] {says}") == [(805.3e6, 1.25)] * 2
-    assert '"took %.1f MB of state from %d donor(s) in %.3f s"' in Path(TAKE).read_text(), (
+    assert '"received %.1f MB of state from %d donor(s) in %.3f s"' in Path(TAKE).read_text(), (
         "the benchmark parses this log line: change both together"
     )
 

@@ -163,7 +163,7 @@ def test_partitions_keep_apart_and_workers_round_differently():
 def test_a_push_that_was_not_answered_blocks_the_next():
     worker = pushes("topk")
     worker.encode(gradient(1), partition=0, sequence=1)
-    with pytest.raises(PreconditionError, match="partition 0 was pushed and not answered"):
+    with pytest.raises(PreconditionError, match="the last push of partition 0 has no outcome yet"):
         worker.encode(gradient(2), partition=0, sequence=2)
 
 
@@ -180,5 +180,5 @@ def test_gradients_of_other_dtypes_are_encoded_as_float32(dtype):
 
 
 def test_what_is_no_vector_of_floating_point_is_refused():
-    with pytest.raises(ConfigurationError, match="expected floating-point and one dimension"):
+    with pytest.raises(ConfigurationError, match="expected a floating-point vector"):
         pushes("int8").encode(torch.zeros(3, 4), partition=0, sequence=1)

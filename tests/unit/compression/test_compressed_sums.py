@@ -353,7 +353,7 @@ def test_state_that_no_compressor_wrote_is_refused_whole():
         {"x/residual": torch.zeros(3)},
         {"0/warm.0": torch.zeros(3)},
     ):
-        with pytest.raises(CorruptDataError, match="as state_dict names them"):
+        with pytest.raises(CorruptDataError, match="named as in state_dict"):
             rank[0].load_state_dict(bad)
     with pytest.raises(CorruptDataError):
         rank[0].load_state_dict({"0/residual": torch.zeros(3, dtype=torch.int64)})
@@ -447,7 +447,7 @@ def test_several_buckets_are_under_way_together_and_keep_apart():
         ),
         (
             lambda one, rank: one.start(torch.zeros(9), rank, index=0, step=0, shapes=[(2, 4)]),
-            "hold 8 elements and the bucket 9",
+            "have 8 elements in total, but the bucket has 9",
         ),
         (
             lambda one, rank: one.start_scatter(

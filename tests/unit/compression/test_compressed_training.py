@@ -323,19 +323,19 @@ def test_what_is_trained_may_change_between_steps() -> None:
         ({"gradient_compression": 8}, "expected a name, a name with settings"),
         (
             {"gradient_compression": "bf16", "deterministic": True},
-            "cannot be bitwise the same for any world size",
+            "cannot be bitwise equal for every world size",
         ),
         (
             {"gradient_compression": "bf16", "strategy": "local_sgd"},
-            "strategy='local_sgd', which does not compress",
+            "strategy='local_sgd', which does not support compression",
         ),
         (
             {"gradient_compression": "powersgd", "strategy": "zero1"},
-            "it needs whole matrices on every rank",
+            "the compressor needs whole matrices on every rank",
         ),
         (
             {"gradient_compression": "powersgd", "strategy": "fsdp"},
-            "use topk, int8 or another, or ddp",
+            "use another compressor, such as topk or int8, or use ddp",
         ),
     ],
 )
@@ -353,7 +353,7 @@ def test_two_compressors_for_one_model_are_refused() -> None:
     pair = shoal.GradientCompressionOptimizer(torch.optim.SGD(net.parameters(), 0.1), "topk")
 
     def refused() -> None:
-        with pytest.raises(ConfigurationError, match="two compressors for one model"):
+        with pytest.raises(ConfigurationError, match="both set a compressor for one model"):
             shoal.as_distributed(net, pair, gradient_compression="int8")
 
     shoal.launch(refused, world_size=1)

@@ -307,9 +307,9 @@ def test_error_feedback_is_on_where_the_mean_is_wrong():
         (lambda: parse_compression({"ratio": 0.1}), "gradient_compression=None: expected one of"),
         (
             lambda: parse_compression({"name": "int8", "ratio": 0.1}),
-            r"'int8' does not know \['ratio'\]; its settings: error_feedback, seed",
+            r"'int8' has no settings \['ratio'\]; its settings are: error_feedback, seed",
         ),
-        (lambda: TopKCompressor(ratio=0), "topk: ratio=0; expected a share"),
+        (lambda: TopKCompressor(ratio=0), "topk: ratio=0; expected a fraction"),
         (lambda: RandomKCompressor(ratio=1.5), "randomk: ratio=1.5"),
         (lambda: TopKCompressor(ratio=float("nan")), "ratio=nan"),
         (lambda: PowerSGDCompressor(rank=0), "powersgd: rank=0"),

@@ -195,10 +195,10 @@ class _HeadRunsFirst(_Base):
     ("kind", "why"),
     [
         (_LongSkip, "around the layers"),
-        (_SkipIntoLayers, "takes more than its first argument"),
-        (_TiedByHand, "other than by calling that module"),
-        (_DecidesByValues, "decides by values that only another pipeline stage has"),
-        (_HeadRunsFirst, "other than by calling that module|runs on this one"),
+        (_SkipIntoLayers, "not only its first argument"),
+        (_TiedByHand, "without calling that module"),
+        (_DecidesByValues, "branches on values that exist only on another pipeline stage"),
+        (_HeadRunsFirst, "without calling that module|runs on this one"),
     ],
 )
 def test_what_needs_another_stages_values_by_another_way_is_refused_and_not_computed_wrongly(
@@ -321,5 +321,5 @@ def test_a_batch_is_cut_into_sizes_that_differ_by_one_and_merged_again() -> None
         cut_batch(torch.zeros(3), torch.zeros(7), count=2)
     with pytest.raises(ConfigurationError, match="a batch of 0 rows"):
         cut_batch(torch.zeros(0, 2), count=2)
-    with pytest.raises(ConfigurationError, match="weight_fn gave nan for micro-batch 0"):
+    with pytest.raises(ConfigurationError, match="weight_fn returned nan for micro-batch 0"):
         cut_batch(torch.zeros(2), count=2, weight_fn=lambda *_: float("nan"))

@@ -88,7 +88,7 @@ def test_a_cut_that_has_lost_a_shard_is_lost() -> None:
 
 
 def test_where_nobody_has_told_of_a_shard_all_are_lost() -> None:
-    with pytest.raises(ShardsLostError, match="nobody holds any shard"):
+    with pytest.raises(ShardsLostError, match="no rank holds any shard"):
         holders_of(2, gone=[0, 1])
 
 

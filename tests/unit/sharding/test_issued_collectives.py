@@ -58,7 +58,7 @@ def train(
 
 
 def test_ranks_that_visit_blocks_in_other_orders_are_told_so() -> None:
-    with pytest.raises(PreconditionError, match="same blocks in the same order") as caught:
+    with pytest.raises(PreconditionError, match="all blocks in the same order") as caught:
         shoal.launch(
             lambda: train([(0, 1, 2), (1, 0, 2)], shifted=[True, True], strategy="zero3"),
             world_size=2,
@@ -95,5 +95,5 @@ def test_after_a_failure_ranks_may_have_come_to_different_points_of_one_order() 
     IssuedCollectives.compare(
         [issued(3, first, second), issued(3, first), issued(3), b"", issued(4, second)], "zero3"
     )
-    with pytest.raises(PreconditionError, match="same blocks in the same order"):
+    with pytest.raises(PreconditionError, match="all blocks in the same order"):
         IssuedCollectives.compare([issued(3, first, second), issued(3, second)], "zero3")

@@ -41,7 +41,7 @@ def test_every_element_arrives_wherever_it_is_to_be_held(
         for rank, shards in held.items()
     ]
     if not all(holders.values()):
-        with pytest.raises(ShardsLostError, match=r"nobody holds (\d of the model's|any shard)"):
+        with pytest.raises(ShardsLostError, match=r"no rank holds (\d of the model's|any shard)"):
             newest_complete(claims)
         return
     sends = newest_complete(claims).senders()

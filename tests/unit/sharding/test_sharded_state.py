@@ -194,7 +194,7 @@ def test_an_optimizer_that_has_stepped_is_refused() -> None:
     check_elementwise(optimizer, elementwise=False)
     parameter.grad = torch.zeros_like(parameter)
     optimizer.step()
-    with pytest.raises(ConfigurationError, match="has stepped before"):
+    with pytest.raises(ConfigurationError, match="has already taken steps"):
         check_elementwise(optimizer, elementwise=False)
 
 

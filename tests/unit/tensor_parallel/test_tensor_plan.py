@@ -217,11 +217,11 @@ class Standardized(nn.Conv2d):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        (_wide_heads, r"transformer.h.0.attn .*its 2 attention heads do not divide by "
+        (_wide_heads, r"transformer.h.0.attn .*its 2 attention heads are not divisible by "
                       r"4.*plan=\{\"transformer.h.0.attn\": \"replicate\"\}"),
-        (_narrow_heads, r"layers.0.self_attn .*its 2 key and value heads do not divide by 4"),
-        (lambda: nn.MultiheadAttention(60, 6), r"split the model .*num_heads=6\): its 6 heads do "
-                                               r"not divide by 4"),
+        (_narrow_heads, r"layers.0.self_attn .*its 2 key and value heads are not divisible by 4"),
+        (lambda: nn.MultiheadAttention(60, 6), r"split the model .*num_heads=6\): its 6 heads are "
+                                               r"not divisible by 4"),
         (lambda: nn.MultiheadAttention(64, 4, add_bias_kv=True), "add_bias_kv and add_zero_attn "
                                                                  "add a position"),
         (lambda: nn.Sequential(nn.Linear(64, 66), nn.ReLU(), nn.Linear(66, 64)), r"0 \(Linear, "
@@ -231,19 +231,19 @@ class Standardized(nn.Conv2d):
                                                                                  r"66 "
                                                                                  r"output "
                                                                                  r"features"),
-        (lambda: nn.Sequential(nn.Conv2d(16, 64, 3, groups=4)), r"no style is known for Conv2d, .* "
+        (lambda: nn.Sequential(nn.Conv2d(16, 64, 3, groups=4)), r"there is no style for Conv2d, .* "
                                                                 r"has 2,304 .*\(64x4x3x3\)"),
-        (lambda: nn.Sequential(Standardized(16, 64, 3)), r"no style is known for Standardized, "
+        (lambda: nn.Sequential(Standardized(16, 64, 3)), r"there is no style for Standardized, "
                                                          r"whose parameter weight has 9,216 "),
-        (lambda: nn.Sequential(nn.Conv2d(16, 63, 3)), r"its 63 output channels do not divide by"),
-        (Bare, r"no style is known for Bare, whose parameter table has 4,096 .*plan=\{\"table\": "
+        (lambda: nn.Sequential(nn.Conv2d(16, 63, 3)), r"its 63 output channels are not divisible"),
+        (Bare, r"there is no style for Bare, whose parameter table has 4,096 .*plan=\{\"table\": "
                r"\"replicate\"\}"),
-        (lambda: nn.Embedding(9, 128), r"its 9 rows, in pieces of 3, leave a rank without any"),
+        (lambda: nn.Embedding(9, 128), r"its 9 rows, in pieces of 3, leave a rank without rows"),
         (lambda: nn.Embedding(64, 64, max_norm=1.0), "Embedding with max_norm=1.0 needs the whole "
                                                      "table"),
-        (lambda: nn.EmbeddingBag(64, 66), "its 66 columns do not divide by 4"),
-        (Unsaid, "the number of heads of this attention block is not "
-                 "known.*num_heads.*example_inputs"),
+        (lambda: nn.EmbeddingBag(64, 66), "its 66 columns are not divisible by 4"),
+        (Unsaid, "the number of heads of this attention block is "
+                 "unknown.*num_heads.*example_inputs"),
     ],
     ids=[
         "heads", "key heads", "torch heads", "bias_kv", "features", "groups", "own forward",
@@ -284,7 +284,7 @@ def test_the_remedy_named_helps(model, plan):
         ),
         (
             {"transformer.ln_f": "column"},
-            "transformer.ln_f is a LayerNorm, which the style 'column' does not fit",
+            "transformer.ln_f is a LayerNorm, which does not support the style 'column'",
         ),
         ({"transformer.ln_f.weight": "column"}, "is a parameter, not a module"),
         (
@@ -294,11 +294,11 @@ def test_the_remedy_named_helps(model, plan):
         ),
         (
             {"transformer.h.*.mlp.c_fc": Split(style=Style.PACKED_COLUMN, parts=3)},
-            "its 64 output features in 3 parts do not divide by 2",
+            "its 64 output features in 3 parts are not divisible by 2",
         ),
         (
             {"transformer.h.*.attn.c_attn": Split(style=Style.PACKED_COLUMN, parts=3, heads=3)},
-            "its 3 heads do not divide by 2",
+            "its 3 heads are not divisible by 2",
         ),
     ],
 )
@@ -308,7 +308,7 @@ def test_a_users_plan_that_cannot_work_is_refused(plan, message):
 
 
 def test_a_split_whose_parts_do_not_fit_its_style_is_refused():
-    with pytest.raises(ConfigurationError, match="packed_column needs parts"):
+    with pytest.raises(ConfigurationError, match="packed_column needs at least 2 parts"):
         Split(style=Style.COLUMN, parts=2)
 
 

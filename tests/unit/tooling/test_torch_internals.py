@@ -94,7 +94,7 @@ def test_a_torch_beyond_the_tested_ones_is_warned_of_once(monkeypatch: pytest.Mo
         runpy.run_path(str(INTERNALS))
     assert [str(one.message) for one in warned] == [
         f"Shoal is tested with torch {expected_versions()}; torch {torch.__version__} is newer and "
-        "may behave otherwise"
+        "may behave differently"
     ]
 
 

@@ -117,7 +117,7 @@ def test_an_optimizer_with_momentum_that_servers_would_lose_is_refused(make: Mak
     for parameter in held:
         parameter.grad = torch.ones_like(parameter)
     optimizer.step()
-    with pytest.raises(ConfigurationError, match=r"has taken steps before.*pass a new one"):
+    with pytest.raises(ConfigurationError, match=r"has already taken steps.*pass a new one"):
         server_optimizer(optimizer)
 
 
@@ -133,7 +133,9 @@ def test_a_dtype_that_an_optimizer_makes_nan_of_is_refused_by_name(
     kind: type[torch.optim.Optimizer],
 ) -> None:
     half = [torch.nn.Parameter(torch.zeros(2, dtype=torch.float16))]
-    with pytest.raises(ConfigurationError, match=f"is float16, of which {kind.__name__} makes NaN"):
+    with pytest.raises(
+        ConfigurationError, match=f"is float16, for which {kind.__name__} computes NaN"
+    ):
         server_optimizer(kind(half))
     server_optimizer(kind([torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))]))
 
@@ -205,8 +207,8 @@ def test_lamb_says_which_tensors_have_several_trust_ratios(
     assert not caplog.text
     server_optimizer(LAMB(parameters())).check_layout(shard_map)
     assert (
-        "LAMB takes each piece of up to 8 MiB of a larger tensor as a tensor of its own, with a "
-        "trust ratio of its own: p0" in caplog.text
+        "LAMB treats each piece of up to 8 MiB of a larger tensor as a separate tensor with its "
+        "own trust ratio: p0" in caplog.text
     )
     shard_map.partitions[1].pieces[0].length = 1
     with pytest.raises(ConfigurationError, match="parameter 'p0' has rows of 2 elements"):

@@ -21,7 +21,7 @@ SGD = torch.optim.SGD([torch.zeros(1)])
         ({"consistency": "eventual"}, 'consistency=\'eventual\': expected "asp", "ssp" or "bsp"'),
         (
             {"consistency": "bsp", "staleness_bound": 0},
-            'staleness_bound=0 with consistency="bsp", where all wait for all',
+            'staleness_bound=0 with consistency="bsp", which makes workers proceed in step',
         ),
         ({"consistency": "bsp", "pull_every": 2}, 'pull_every=2 with consistency="bsp"'),
         ({"consistency": "ssp"}, "needs staleness_bound="),
@@ -50,11 +50,11 @@ SGD = torch.optim.SGD([torch.zeros(1)])
         ({"delay_compensation": True}, "delay_compensation=True: expected a finite number"),
         (
             {"pull_compression": "topk"},
-            "what is left out of values does not come later; expected one of fp16, bf16, int8",
+            "values left out of a pull are never sent; expected one of fp16, bf16, int8",
         ),
         (
             {"pull_compression": "powersgd"},
-            "what is left out of values does not come later; expected one of fp16, bf16, int8",
+            "values left out of a pull are never sent; expected one of fp16, bf16, int8",
         ),
         (
             {"pull_compression": "zip"},
@@ -64,7 +64,7 @@ SGD = torch.optim.SGD([torch.zeros(1)])
         ({"inner_steps": True}, "inner_steps=True: expected a whole number of steps"),
         (
             {"inner_steps": 8},
-            "outer_optimizer=None with inner_steps=8: expected the optimizer that the servers are "
+            "outer_optimizer=None with inner_steps=8: expected the optimizer for the servers "
             "to run",
         ),
         (

@@ -85,7 +85,7 @@ def test_a_parameter_that_was_converted_after_the_start_is_refused() -> None:
     tensor.parameter.data = tensor.parameter.data.double()
     with pytest.raises(
         ConfigurationError,
-        match=r"is now torch\.float64 of shape \(2,\), the servers hold torch\.float32",
+        match=r"is now torch\.float64 of shape \(2,\), but the servers have torch\.float32",
     ):
         tensor.target()
 
@@ -97,7 +97,7 @@ def test_a_gradient_that_is_not_finite_is_refused_by_name(poison: float) -> None
     good = HostTensor("good", nn.Parameter(torch.zeros(1)), trained=True)
     good.parameter.grad = torch.ones(1)
     with pytest.raises(
-        InvalidRequestError, match=r"the gradient of 'layer\.weight' has 1 of 10 values"
+        InvalidRequestError, match=r"1 of 10 values in the gradient of 'layer\.weight' are NaN"
     ) as refusal:
         check_gradients([good, host(torch.zeros(10), gradient=bad)])
     assert refusal.value.reason == "GRADIENT_NOT_FINITE"

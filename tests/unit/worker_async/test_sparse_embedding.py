@@ -152,7 +152,7 @@ def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
     assert torch.equal(values_of(copied, [1, 2]), values_of(users, [1, 2]))
     users.apply_gradients()
     assert not torch.equal(values_of(copied, [1]), values_of(users, [1]))
-    with pytest.raises(PreconditionError, match=r"cannot be pickled: save model\.state_dict"):
+    with pytest.raises(PreconditionError, match=r"cannot be pickled; save model\.state_dict"):
         pickle.dumps(nn.Sequential(users))
 
 
@@ -172,7 +172,7 @@ def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
         ({"seed": 1.5}, "seed=1.5: expected a whole number"),
         (
             {"optimizer": torch.optim.AdamW},
-            "optimizer=torch.optim.adamw.AdamW; the rows of a table are trained by torch.optim.SGD",
+            "optimizer=torch.optim.adamw.AdamW; expected a factory of torch.optim.SGD",
         ),
         (
             {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)},
@@ -231,7 +231,8 @@ def test_strategies_without_servers_refuse_it_and_say_which_takes_it(strategy: s
     try:
         with pytest.raises(
             ConfigurationError,
-            match=f"sparse table 'users'.* strategy='{strategy}' knows none: use ddp or async_sgd",
+            match=f"sparse table 'users'.* strategy='{strategy}' does not support sparse tables; "
+            "use ddp or async_sgd",
         ):
             shoal.as_distributed(model, torch.optim.SGD(model.parameters(), 0.1), strategy=strategy)
     finally:

@@ -145,7 +145,9 @@ def test_an_exchange_of_tensors_that_do_not_match_is_refused(
     shorter output, because it gets only one count."""
     backends = Ranks(2).form()
     for backend in backends:
-        with pytest.raises(InvalidRequestError, match="expected as many elements of one dtype"):
+        with pytest.raises(
+            InvalidRequestError, match="expected the same dtype and number of elements"
+        ):
             cast(Any, backend.process_group).all_to_all_single(
                 output, given, [], [], AllToAllOptions()
             )
@@ -212,7 +214,7 @@ def test_a_collective_that_takes_too_long_ends_the_group() -> None:
     ranks = Ranks(2)
     backends = ranks.form(timeout=_SHORT)
     with pytest.raises(
-        MembershipChanged, match=r"allreduce on rank 0 of 2 takes longer than 0:00:00\.2"
+        MembershipChanged, match=r"allreduce on rank 0 of 2 took longer than 0:00:00\.2"
     ):
         started(backends[0], torch.ones(3)).wait()
     assert not backends[0].is_initialized
@@ -229,7 +231,7 @@ def test_an_abort_that_does_not_complete_ends_the_process() -> None:
     ended = outcome(work.wait)
     assert isinstance(ended, ProcessEnded)
     assert ended.args[0] == 75
-    assert "cuda:0 did not come to rest within 0.2 s" in ended.args[1]
+    assert "cuda:0 was still busy 0.2 s after" in ended.args[1]
     # the next group does not get the memory either
     assert isinstance(outcome(backends[0].shutdown), ProcessEnded)
     ranks.machine.release_aborts()
@@ -300,7 +302,7 @@ def test_a_host_blocked_in_the_device_does_not_keep_a_stuck_abort_from_ending_th
     started(backends[0], torch.ones(3))
     backends[0].abort("a fault")
     eventually(lambda: bool(ended), "the process to end")
-    assert "cuda:0 did not come to rest within 0.2 s" in ended[0]
+    assert "cuda:0 was still busy 0.2 s after" in ended[0]
     ranks.machine.release_aborts()
     close(backends)
 
@@ -317,8 +319,7 @@ def test_a_device_that_has_failed_ends_the_process_of_its_rank() -> None:
         assert isinstance(ended, ProcessEnded)
         assert ended.args[0] == 75
         assert (
-            "cuda:0 has failed (CUDA error: an illegal memory access was encountered)"
-            in ended.args[1]
+            "cuda:0 failed (CUDA error: an illegal memory access was encountered)" in ended.args[1]
         )
 
 
@@ -329,7 +330,7 @@ def test_a_device_that_has_failed_does_not_connect_anew_for_ever() -> None:
         connect_timeout=timedelta(seconds=2), connect_limit=timedelta(seconds=2)
     )
     assert isinstance(ended, ProcessEnded)
-    assert "cuda:0 has failed (CUDA error: unspecified launch failure)" in ended.args[1]
+    assert "cuda:0 failed (CUDA error: unspecified launch failure)" in ended.args[1]
     assert isinstance(other, DeadlineError | MembershipChanged | NCCLBackend)
     close([other])
 
@@ -568,7 +569,7 @@ def test_a_debug_level_that_lets_the_watchdog_kill_is_refused() -> None:
 
 def test_without_nccl_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "is_nccl_available", lambda: False)  # some builds of torch have NCCL
-    with pytest.raises(ConfigurationError, match="built without NCCL"):
+    with pytest.raises(ConfigurationError, match="this build of torch lacks NCCL"):
         NCCLBackend()
 
 
@@ -587,7 +588,7 @@ def test_two_ranks_on_one_device_are_told_on_both() -> None:
 def test_a_peer_that_does_not_come_is_a_deadline_and_nccl_is_not_asked() -> None:
     ranks = Ranks(2)
     backend = ranks.backend(0)
-    with pytest.raises(DeadlineError, match=r"ranks .* did not come"):
+    with pytest.raises(DeadlineError, match=r"ranks .* did not arrive"):
         backend.initialize(
             rank=0, world_size=2, store=dist.HashStore(), connect_timeout=timedelta(seconds=1)
         )
@@ -747,7 +748,7 @@ def test_once_parts_were_split_off_an_abort_may_take_no_longer_than_any(
     ranks.machine.aborts_held = True
     ended = outcome(wholes[0].shutdown)
     assert isinstance(ended, ProcessEnded)
-    assert "did not come to rest within 0.2 s" in ended.args[1]
+    assert "was still busy 0.2 s after" in ended.args[1]
     ranks.machine.release_aborts()
     close([*parts, *wholes])
 
@@ -763,4 +764,7 @@ def test_ranks_of_which_some_would_split_and_others_connect_are_refused_on_all(
     for refused in Ranks(3).form():
         assert isinstance(refused, ConfigurationError)
         assert refused.reason == "NCCL_SPLIT_DIFFERS"
-        assert "on rank 1, and not on ranks 0 and 2" in str(refused)
+        assert (
+            "rank 1 would split subgroups off the communicator of all ranks, but ranks 0 and 2"
+            in str(refused)
+        )

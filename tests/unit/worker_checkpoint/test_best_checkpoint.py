@@ -92,7 +92,7 @@ def test_what_is_loaded_is_the_best(tmp_path: Path) -> None:
         write(tmp_path, step, metric)
     assert shoal.load_full_state(tmp_path, best=True)["step"] == 2
     assert shoal.load_full_state(tmp_path)["step"] == 3
-    with pytest.raises(shoal.ConfigurationError, match="is one checkpoint"):
+    with pytest.raises(shoal.ConfigurationError, match="is a single checkpoint"):
         shoal.load_full_state(tmp_path / "step-3", best=True)
     write(tmp_path / "other", 1, None, "")
     with pytest.raises(shoal.ConfigurationError, match=r"best=\.\.\."):
@@ -159,7 +159,7 @@ def test_a_run_and_its_resumed_part_keep_one_best(tmp_path: Path, strategy: str)
         (
             lambda rank: rank / 2,
             "max",
-            r"rank 0 gives best=0.0, mode='max', and rank 1 gives .*0.5",
+            r"rank 0 passed best=0.0, mode='max', but rank 1 passed .*0.5",
         ),
     ],
 )

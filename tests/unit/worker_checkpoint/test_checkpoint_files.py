@@ -249,7 +249,7 @@ def test_a_directory_that_cannot_be_is_refused(tmp_path):
 
 @pytest.mark.parametrize("state", [[1], {"../x": 1}, {1: 2}, OrderedDict(a=1)])
 def test_a_state_whose_entries_cannot_name_files_is_refused(tmp_path, state):
-    with pytest.raises(ConfigurationError, match="must be a dict"):
+    with pytest.raises(ConfigurationError, match="must be usable as file names"):
         write(tmp_path, state)
 
 
@@ -470,6 +470,6 @@ def test_a_directory_in_which_another_run_is_ahead_is_refused(tmp_path):
     check_place(tmp_path, 5, "older")
     with pytest.raises(
         ConfigurationError,
-        match=r"holds step-60 of another run.*step 5: give each run a directory of its own",
+        match=r"contains step-60 of another run.*step 5 of this run: give each run its own",
     ):
         check_place(tmp_path, 5, "own")

@@ -98,7 +98,9 @@ def named(scheduler: LRScheduler) -> LRScheduler:
 def test_an_object_made_between_two_batches_is_refused_unless_it_has_a_name(
     make: Callable[[Training], object],
 ) -> None:
-    with pytest.raises(ConfigurationError, match=r"was made between two batches.*register_state"):
+    with pytest.raises(
+        ConfigurationError, match=r"was created between two batches.*register_state"
+    ):
         shoal.launch(lambda: made_at(2, make), world_size=1)
 
 
@@ -116,7 +118,7 @@ def test_an_object_made_in_a_loop_over_torchs_own_loader_is_refused_unless_it_ha
         training.step(torch.ones(4, 2))
         scheduler.step()
 
-    with pytest.raises(ConfigurationError, match="was made between two batches"):
+    with pytest.raises(ConfigurationError, match="was created between two batches"):
         shoal.launch(rank, world_size=1)
 
 
@@ -147,11 +149,8 @@ def test_a_state_that_no_object_claims_is_reported_and_given_to_none_that_is_mad
     with caplog.at_level(logging.WARNING):
         ((last_epoch, _),) = shoal.launch(go_on, world_size=1)
     assert last_epoch == 0
-    assert "has that of shoal.scheduler.0, which this script had not made" in caplog.text
-    assert (
-        "has that of mine, the loader 'train', and this script has made nothing of that name"
-        in caplog.text
-    )
+    assert "the loaded state of shoal.scheduler.0 was dropped" in caplog.text
+    assert "the loaded state of mine, the loader 'train' was not used" in caplog.text
 
 
 @pytest.mark.parametrize("names", [(None, None), ("one", "two")])
@@ -186,6 +185,6 @@ def test_a_second_loader_under_the_name_of_one_that_is_gone_is_refused() -> None
                 training.step(rows)
 
     with pytest.raises(
-        ConfigurationError, match="a training loader named 'train' has given out steps and is gone"
+        ConfigurationError, match="a second training loader is named 'train', like an earlier one"
     ):
         shoal.launch(rank, world_size=1)

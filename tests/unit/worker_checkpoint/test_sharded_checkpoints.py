@@ -320,10 +320,10 @@ def _with_a_span_of_nothing(document: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("lie", "message"),
     [
-        (_without_a_shard, "do not make up tensor"),
-        (_of_a_petabyte, "is too small for the"),
-        (_of_a_negative_size, "says what cannot be"),
-        (_with_a_span_of_nothing, "says what cannot be"),
+        (_without_a_shard, "do not add up to tensor"),
+        (_of_a_petabyte, "is smaller than the"),
+        (_of_a_negative_size, "is incomplete or invalid"),
+        (_with_a_span_of_nothing, "is incomplete or invalid"),
     ],
 )
 def test_a_manifest_that_lies_is_told(
@@ -407,7 +407,7 @@ def test_a_rank_that_goes_away_before_its_shard_is_written_takes_the_checkpoint_
 def test_a_rank_that_cannot_write_its_shard_is_named(tmp_path: Path) -> None:
     temporary = begin(tmp_path, INFO.step)
     (temporary / "shard-00002-of-00002.safetensors").mkdir()
-    with pytest.raises(shoal.UnavailableError, match="this rank's part of it: "):
+    with pytest.raises(shoal.UnavailableError, match="writing this rank's part failed: "):
         shards_of(1).write_aside(temporary)
     with pytest.raises(shoal.UnavailableError, match="shard 2 failed: ") as raised:
         write_sharded(
@@ -466,7 +466,7 @@ def test_whatever_keeps_a_rank_from_writing_its_shard_is_told_at_once(tmp_path: 
 def test_ranks_whose_states_differ_are_told_when_they_save(tmp_path: Path) -> None:
     with pytest.raises(
         shoal.UnavailableError,
-        match="do not make up tensor 'mine'; did the ranks register different state",
+        match="do not add up to tensor 'mine'; did the ranks register different state",
     ):
         complete(tmp_path, shards_of(1, state={"mine": torch.ones(2)}), shards_of(0))
     assert listing(tmp_path) == []

@@ -69,7 +69,7 @@ def test_ranks_that_name_different_directories_are_told_so(
 
     with pytest.raises(
         ConfigurationError,
-        match=rf"{call}: rank 0 names the directory .*of-0', and rank 1 names .*of-1'; name the "
+        match=rf"{call}: rank 0 passed the directory .*of-0', but rank 1 passed .*of-1'; pass the "
         r"same",
     ):
         shoal.launch(rank, world_size=2)

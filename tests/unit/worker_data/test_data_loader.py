@@ -147,7 +147,8 @@ def test_next_on_an_iteration_that_is_over_says_why(session):
     resumed = loader_of(name="resumed")
     resumed.load_state_dict(loader.state_dict())
     with pytest.raises(
-        StopIteration, match=r"'resumed' has no batches: the run is past its epoch .* train=False"
+        StopIteration,
+        match=r"'resumed' yields no batches, because the run is past that epoch .* train=False",
     ):
         next(iter(resumed))
 
@@ -327,7 +328,7 @@ def test_a_step_that_is_over_hands_out_nothing(session):
     steps = loader_of(micro_batch_size=2).steps()
     first = next(steps)
     next(steps)
-    with pytest.raises(PreconditionError, match="is over"):
+    with pytest.raises(PreconditionError, match="has ended"):
         next(iter(first))
 
 

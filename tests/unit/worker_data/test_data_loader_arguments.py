@@ -276,16 +276,16 @@ def test_a_loader_made_of_a_dataloader_may_have_another_batch_size_and_evaluate(
 @pytest.mark.parametrize(
     ("given", "message"),
     [
-        (lambda: [1, 2], "found a list; expected a torch.utils.data.DataLoader"),
-        (lambda: DataLoader([1], batch_size=None), "give it batch_size="),
-        (lambda: DataLoader([1], batch_sampler=[[0]]), "give it batch_size="),
+        (lambda: [1, 2], "got list; expected a torch.utils.data.DataLoader"),
+        (lambda: DataLoader([1], batch_size=None), "pass batch_size="),
+        (lambda: DataLoader([1], batch_sampler=[[0]]), "pass batch_size="),
         (
             lambda: DataLoader([1, 2], sampler=DistributedSampler([1, 2], 2, 0)),
             "DistributedSampler deals samples to a fixed number of ranks",
         ),
         (
             lambda: DataLoader([1], num_workers=1, worker_init_fn=print),
-            "worker_init_fn, and Shoal's data workers call none",
+            "worker_init_fn, but Shoal's data workers do not call it",
         ),
     ],
 )

@@ -107,4 +107,4 @@ def test_the_death_of_a_helper_thread_ends_the_process_with_a_message(
     assert [line for line in process.said().splitlines() if line.endswith("reported")] == [
         "somebody-elses reported"
     ]
-    assert "its thread shoal-link ended with ZeroDivisionError: division by zero" in process.said()
+    assert "thread shoal-link ended with ZeroDivisionError: division by zero" in process.said()

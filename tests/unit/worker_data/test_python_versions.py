@@ -28,7 +28,9 @@ def spawning() -> Iterator[None]:
 def test_a_collate_function_that_cannot_be_pickled_is_one_clear_error() -> None:
     fetcher = Fetcher([1, 2], collate_fn=lambda rows: rows, num_workers=1, pin_memory=False)
     request = Request(epoch=0, indices=(0,), key=(0,))
-    with pytest.raises(ConfigurationError, match=r"started by 'spawn'.*set_start_method\('fork'\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"started with method 'spawn'.*set_start_method\('fork'\)"
+    ):
         fetcher.fetch(request, lambda: iter([request]))
     fetcher.close()
 
@@ -36,7 +38,9 @@ def test_a_collate_function_that_cannot_be_pickled_is_one_clear_error() -> None:
 @pytest.mark.usefixtures("spawning")
 def test_a_stream_that_cannot_be_pickled_is_one_clear_error() -> None:
     sources = Sources([lambda: iter([1])], num_workers=1, ahead=1)
-    with pytest.raises(ConfigurationError, match=r"started by 'spawn'.*set_start_method\('fork'\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"started with method 'spawn'.*set_start_method\('fork'\)"
+    ):
         sources.open(0, key=(0,), name="the stream")
     sources.close()
 

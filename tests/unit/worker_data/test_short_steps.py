@@ -62,6 +62,6 @@ def test_a_rank_without_samples_is_told_once_how_to_count(caplog: pytest.LogCapt
         record.getMessage() for record in caplog.records if "batch_weight" in record.getMessage()
     ]
     assert (
-        "step 1 of epoch 0 has 1 samples for 2 ranks, so rank 1 gets a copy of another rank's"
+        "step 1 of epoch 0 has 1 samples for 2 ranks, so rank 1 received a copy of another rank's"
         in warned
     )

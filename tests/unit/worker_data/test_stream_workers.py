@@ -296,7 +296,7 @@ def test_a_step_whose_loop_was_left_says_so(session):
                 ).steps()
             )
         )
-        with pytest.raises(PreconditionError, match="inside of the loop"):
+        with pytest.raises(PreconditionError, match="inside the loop"):
             next(iter(step))
 
 

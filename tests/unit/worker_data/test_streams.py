@@ -172,7 +172,7 @@ def test_what_a_rank_reads_is_compared_with_the_others(make_rank):
     assert dealing(Changed(9, {})) == dealing(Changed(9, {})) == dealing(Changed(9, {8: 5}))
     assert dealing(Changed(9, {})) != dealing(Changed(9, {3: 5}))
     assert dealing(Changed(4, {})) != dealing(Changed(9, {})), "the streams have different lengths"
-    assert json.loads(dealing(Changed(4, {})))["what the stream gave"].endswith("an end after 4")
+    assert json.loads(dealing(Changed(4, {})))["the stream's items"].endswith("an end after 4")
 
 
 @pytest.mark.parametrize(
@@ -236,7 +236,7 @@ def test_shards_go_on_with_another_batch_size(make_rank):
 @pytest.mark.parametrize(
     ("change", "error", "named"),
     [
-        (lambda state: state.pop("stream"), ConfigurationError, "another kind of dataset"),
+        (lambda state: state.pop("stream"), ConfigurationError, "of an indexed dataset"),
         (lambda state: state["stream"].update(fingerprint="x"), CorruptDataError, "stream"),
         (lambda state: state.update(identity="2 shards"), ConfigurationError, "identity"),
     ],

@@ -138,13 +138,13 @@ def test_a_world_of_one_has_its_own_values():
         (
             lambda rank: shoal.all_reduce({"loss": torch.zeros(1 + rank // 2)}),
             shoal.PreconditionError,
-            r"value\['loss'\]: rank 0 gave a tensor of \(1,\).* rank 2 gave a tensor of "
-            r"\(2,\).*use gather for values that differ",
+            r"value\['loss'\]: rank 0 passed a tensor of \(1,\).* rank 2 passed a tensor of "
+            r"\(2,\).*Use gather for values that differ",
         ),
         (
             lambda rank: shoal.all_reduce([1] * (1 + rank)),
             shoal.PreconditionError,
-            "rank 0 gave list of 1, rank 1 gave list of 2",
+            "rank 0 passed list of 1, but rank 1 passed list of 2",
         ),
     ],
 )
@@ -177,7 +177,7 @@ def test_inside_a_step_is_refused():
         model(rows).sum().backward()
         with pytest.raises(
             shoal.PreconditionError,
-            match=r"all_reduce sum was called inside a step: call it after optimizer\.step\(\)",
+            match=r"all_reduce sum was called inside a step; call it after optimizer\.step\(\)",
         ):
             shoal.all_reduce(1.0)
 
@@ -298,7 +298,7 @@ def test_a_wait_for_the_first_one_ends_at_its_deadline(tmp_path, workers):
     eventually((tmp_path / "first-entered").exists, "the first one")
     with pytest.raises(
         shoal.DeadlineError,
-        match=r"has not finished what is within after 0:00:00.1.*main_first\(timeout=\)",
+        match=r"has not finished the block within 0:00:00.1.*main_first\(timeout=\)",
     ):
         _enter(tmp_path)
 

@@ -154,8 +154,8 @@ def test_a_step_that_one_rank_ends_and_another_goes_on_with_is_told(ranks: list[
         look(one, other)
     assert other.ended is not None
     assert "in step 5" in other.ended
-    assert "rank 0 ends the step (optimizer.step()" in other.ended
-    assert "rank 1 sums gradients of a backward pass" in other.ended
+    assert "rank 0 commits the step (optimizer.step()" in other.ended
+    assert "rank 1 reduces gradients of a backward pass" in other.ended
     assert one.waiting.verdict == other.ended
 
 
@@ -215,7 +215,7 @@ def test_forward_passes_are_compared_within_a_replica_alone(ranks: list[Rank]) -
         with other.waiting:
             look(other)
     assert other.ended is not None
-    assert "rank 1 takes the model through a forward pass" in other.ended
+    assert "rank 1 runs a forward pass of the model" in other.ended
 
 
 def test_the_course_of_a_step_that_was_left_goes_on_in_the_next_one_at_its_place() -> None:

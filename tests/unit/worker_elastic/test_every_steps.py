@@ -121,7 +121,7 @@ def test_inside_a_step_it_is_refused_with_the_right_place(tmp_path: Path) -> Non
         with pytest.raises(
             PreconditionError,
             match=re.escape(
-                "save_checkpoint(every_steps=2) was called inside a step: call it between"
+                "save_checkpoint(every_steps=2) was called inside a step; call it between"
             ),
         ):
             shoal.save_checkpoint(tmp_path, every_steps=2)

@@ -31,8 +31,8 @@ def test_two_ranks_that_write_one_file_at_once_are_warned_of_once(
         for _ in range(2):
             rank(NOW).writes(str(tmp_path / "model.pt"))
             rank(NOW._replace(rank=2)).writes(str(tmp_path / "model.pt"))
-    assert caplog.text.count("ranks 0 and 1 both write") == 1
-    assert f"{tmp_path / 'model.pt'}, after step 7" in caplog.text
+    assert caplog.text.count("ranks 0 and 1 both wrote") == 1
+    assert f"{tmp_path / 'model.pt'} after step 7" in caplog.text
     assert "shoal.save_checkpoint" in caplog.text
     assert len(caplog.records) == 1
 

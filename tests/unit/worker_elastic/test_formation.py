@@ -59,7 +59,7 @@ def test_a_state_that_every_holder_has_torn_is_not_given_to_joiners() -> None:
     members = [Member(Model(-1.0), state=NEW, torn=True), Member(Model(0.0), live=False)]
     outcomes = form(members, boundary)
     assert [str(o) for o in outcomes] == [
-        "no rank can give its state to the joiners; restart from a checkpoint"
+        "no rank can send its state to the joiners; restart from a checkpoint"
     ] * 2
     assert not members[1].held.phase.holds_state
 

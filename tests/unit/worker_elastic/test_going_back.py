@@ -36,10 +36,10 @@ class Loader:
             (1, 5, True),
             (2, 0, False),
             {"train": (1, 2), "other": (1, 0)},
-            "loader 'other' has moved on",
+            "loader 'other' has advanced",
         ),
         ((1, 5, True), (0, 0, False), {"other": (0, 0)}, "it is in epoch 1 of loader 'train'"),
-        ((1, 5, False), (0, 0, False), {"train": (1, 5)}, "it is in no loop"),
+        ((1, 5, False), (0, 0, False), {"train": (1, 5)}, "it is not in a loop"),
     ],
 )
 def test_a_script_can_take_the_steps_of_its_loop_again_and_no_others(

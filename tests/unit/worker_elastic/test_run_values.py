@@ -54,7 +54,7 @@ def test_a_lost_step_puts_values_back() -> None:
 
 def test_a_name_that_was_not_registered_is_refused() -> None:
     _, run = registered_with(best=0.0, epoch=1)
-    message = r"'bset' is no value of the run's state; expected one that .* \(best, epoch\)"
+    message = r"'bset' is not a value of the run's state; expected one passed .* \(best, epoch\)"
     with pytest.raises(AttributeError, match=message):
         run.bset = 1.0
     with pytest.raises(AttributeError, match=message):
@@ -68,9 +68,11 @@ def test_register_state_takes_objects_and_values_together() -> None:
         run = shoal.register_state(best=0.5, net=net)
         run.best += 0.25
         assert run.best == 0.75
-        with pytest.raises(AttributeError, match="'net' is no value"):
+        with pytest.raises(AttributeError, match="'net' is not a value"):
             _ = run.net
-        with pytest.raises(shoal.ConfigurationError, match="'best' is taken by another object"):
+        with pytest.raises(
+            shoal.ConfigurationError, match="'best' is already used by another object"
+        ):
             shoal.register_state(best=1.0)
         assert shoal.is_main_process()
     finally:

@@ -87,7 +87,7 @@ def test_a_large_registered_object_is_not_copied_in_each_step(
     assert seen.samples[0].item() == 2
     assert [record.message for record in caplog.records if "64 MiB" in record.message] == [
         "the registered object 'seen' holds more than 64 MiB of tensors, or 256 KiB of other "
-        "values, so it is not copied in each step, and changes made in a step that is lost are not "
+        "values, so it is not copied in each step, and changes made in a lost step are not "
         "undone. Change it only after optimizer.step(), and only if that returned a true value"
     ]
 

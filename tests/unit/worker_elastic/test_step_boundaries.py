@@ -106,7 +106,7 @@ def test_a_member_that_was_put_out_lets_go_of_its_group_and_says_why(rank: Simpl
     assert take_step(rank)
     with pytest.raises(PreconditionError, match="lease expired"):
         rank.steps.begin_step(None)
-    assert rank.membership.left == ["the coordinator put this member out"]
+    assert rank.membership.left == ["the coordinator evicted this member"]
 
 
 def test_state_that_was_damaged_on_the_way_is_asked_for_again(

@@ -199,12 +199,10 @@ def test_a_part_of_one_rank_has_no_peers_and_a_part_has_no_parts() -> None:
         row, _ = two_axes(group)
         with pytest.raises(ConfigurationError, match="cannot be divided further"):
             row.subgroup([1, 0], "back to front")
-        with pytest.raises(ConfigurationError, match=r"expected different ranks from 0 to 3"):
+        with pytest.raises(ConfigurationError, match=r"expected distinct ranks from 0 to 3"):
             group.subgroup([0, 4], "too many")
         for division in ([[0, 1], [2, 3]], [[0, 2], [1], [3]]):
-            with pytest.raises(
-                ConfigurationError, match=r"expected one of these parts, and parts of equal size"
-            ):
+            with pytest.raises(ConfigurationError, match=r"expected one of the division's parts"):
                 group.subgroup(
                     [group.rank, (group.rank + 2) % WORLD], "another division's", division
                 )

@@ -122,7 +122,7 @@ def test_every_collective_gives_what_torch_says():
         (
             lambda rank, g: dist.all_reduce(torch.zeros(1 + rank), group=g),
             shoal.InvalidRequestError,
-            "rank 0 gave inputs .* rank 1 gave",
+            "rank 0 passed inputs .* rank 1 passed",
         ),
         (
             lambda rank, g: dist.all_reduce(torch.zeros(2), dist.ReduceOp.BAND, group=g),
@@ -176,7 +176,7 @@ def test_a_rank_that_was_told_otherwise_stops_the_call_on_all_ranks():
             group._asked = (1, 4)  # the state after a fault
         values = torch.ones(1)
         with pytest.raises(
-            shoal.MembershipChanged, match="Ask get_rank and get_world_size"
+            shoal.MembershipChanged, match="Call get_rank and get_world_size"
         ) as result:
             dist.all_reduce(values, group=group)
         assert result.value.reason == "RANKS_CHANGED"
@@ -213,7 +213,7 @@ def test_inside_a_step_and_in_a_backward_pass_is_refused():
         model(rows).sum().backward()
         with pytest.raises(
             shoal.PreconditionError,
-            match=r"all_reduce was called inside a step: call it after optimizer\.step\(\)",
+            match=r"all_reduce was called inside a step; call it after optimizer\.step\(\)",
         ):
             dist.all_reduce(torch.ones(1), group=group)
 

@@ -140,7 +140,7 @@ def test_a_sink_that_cannot_be_written_to_is_given_up_and_training_and_the_other
             assert optimizer.step()
             optimizer.zero_grad()
     assert [record.message for record in caplog.records if "is abandoned" in record.message] == [
-        "TensorBoard cannot be written to, and is abandoned: NotADirectoryError: [Errno 20] Not a "
+        "TensorBoard could not be written to and was dropped: NotADirectoryError: [Errno 20] Not a "
         f"directory: '{tmp_path / 'file' / 'runs'}'"
     ]
     assert len(memory.values["shoal/world_size"]) == STEPS

@@ -202,7 +202,7 @@ def test_a_rank_that_ends_before_the_others_is_named() -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"strategy": "async_sgd"}, "its workers and servers are processes"),
+        ({"strategy": "async_sgd"}, "its workers and servers are separate processes"),
         ({"strategy": "ddp", "backend": "gloo"}, "whose ranks are connected by 'inmemory'"),
     ],
 )
@@ -219,7 +219,7 @@ def test_ranks_that_train_the_same_module_are_told_to_make_their_own() -> None:
 
     for _ in range(2):
         with pytest.raises(
-            ConfigurationError, match=r"ranks 0 and 1 were given the same Linear.*copy\.deepcopy"
+            ConfigurationError, match=r"ranks 0 and 1 passed the same Linear.*copy\.deepcopy"
         ):
             shoal.launch(share, world_size=2)
 
@@ -247,7 +247,7 @@ def test_an_errands_error_is_its_ranks_and_a_failing_rank_ends_the_wait() -> Non
         if shoal.rank() == 1:
             run_aside(lambda: int("one"), "for nothing")
         try:
-            run_aside(lambda: over.wait(20), "for ever")
+            run_aside(lambda: over.wait(20), "forever")
         except GroupEndedError as error:
             ended.append(error)
             raise

@@ -57,18 +57,21 @@ def _plan(**options: Any) -> Any:
         ({"device_memory": "-1GB"}, "device_memory='-1GB'"),
         ({"device_flops": "fast"}, "device_flops='fast': expected a positive number of operations"),
         ({"bandwidth": 0}, "bandwidth=0"),
-        ({"efficiency": 1.5}, "efficiency=1.5: expected a share above 0, at most 1"),
+        ({"efficiency": 1.5}, "efficiency=1.5: expected a fraction above 0 and at most 1"),
         ({"ranks_per_host": 0}, "ranks_per_host=0"),
         ({"global_batch_size": 0}, "global_batch_size=0: expected a number of samples"),
         (
             {"example": None, "global_batch_size": 8},
-            "what a sample costs is not known without an example",
+            "without an example: the cost of a sample is unknown",
         ),
         (
             {"example": "words"},
-            "expected the model's inputs, with a tensor whose rows are the samples",
+            "expected the model's inputs, including a tensor with one row per sample",
         ),
-        ({"config": ShardingConfiguration(gradient_compression="bf16")}, "plans do not know it"),
+        (
+            {"config": ShardingConfiguration(gradient_compression="bf16")},
+            "plans do not support this setting",
+        ),
     ],
 )
 def test_values_that_cannot_work_are_named(options: dict[str, Any], message: str) -> None:
@@ -89,7 +92,7 @@ def test_a_model_without_parameters_and_an_optimizer_of_another_model_are_refuse
 
 def test_an_example_that_the_model_does_not_take_is_refused_with_the_models_own_error() -> None:
     with pytest.raises(
-        ConfigurationError, match="Decoder could not be run on the example by shapes alone"
+        ConfigurationError, match="Decoder could not be run on the example with shapes alone"
     ):
         _plan(example={"sentences": torch.zeros(2, 16, dtype=torch.long)})
 
@@ -167,7 +170,7 @@ def test_a_model_that_cannot_be_cut_says_why() -> None:
     pipeline = next(each for each in found.strategies if each.label == "pipeline pp4 dp1")
     assert pipeline.memory is None
     assert not pipeline.fits
-    assert "expected from 1 stage to one for each block" in pipeline.reason
+    assert "expected from 1 stage to one per block" in pipeline.reason
     assert "Not possible:" in str(found)
 
 
@@ -185,7 +188,8 @@ def test_optimizers_that_are_not_elementwise_are_planned_where_parameters_stay_w
     assert by_name["ddp"].fits
     assert by_name["pipeline pp2 dp1"].fits
     assert (
-        "Adafactor is not known to treat each element by itself" in by_name["tensor tp2 dp1"].reason
+        "Adafactor is not known to update each element independently"
+        in by_name["tensor tp2 dp1"].reason
     )
     assert by_name["zero1"].fits
     # Adafactor keeps one row and one column of a matrix.
@@ -308,7 +312,7 @@ def test_tables_fit_a_hundred_columns_with_columns_one_below_the_other() -> None
 def test_where_nothing_fits_nothing_is_recommended() -> None:
     found = _plan(device_memory="1KB", world_size=2)
     assert found.recommended is None
-    assert "recommended: none of them fits" in str(found)
+    assert "recommended: none, because no strategy fits" in str(found)
 
 
 def test_a_plan_as_json_holds_what_the_table_does() -> None:

@@ -120,7 +120,7 @@ def test_damage_and_others_states_change_nothing_on_any_rank(tmp_path: Path, str
             corrupt,
             "does not match its digest",
         )
-        refused(model, optimizer, lambda: model.deserialize(other), corrupt, "another model")
+        refused(model, optimizer, lambda: model.deserialize(other), corrupt, "a different model")
         refused(model, optimizer, lambda: optimizer.deserialize(image), corrupt, "a model's state")
         refused(
             model,
@@ -137,7 +137,7 @@ def test_damage_and_others_states_change_nothing_on_any_rank(tmp_path: Path, str
                 lambda s: s["state"][0].update(exp_avg=torch.ones(9)),
                 "'exp_avg' of its parameter 0 has shape",
             ),
-            (lambda s: s.pop("state"), "no param_groups and state"),
+            (lambda s: s.pop("state"), "lacks param_groups or state"),
         ]:
             changed = copy.deepcopy(saved)
             change(changed)
@@ -175,14 +175,14 @@ def test_ranks_that_are_given_different_states_are_told_and_take_none(strategy: 
             optimizer,
             lambda: model.deserialize(images[rank]),
             different,
-            "rank 1 was given different values",
+            "rank 1 received different values",
         )
         refused(
             model,
             optimizer,
             lambda: optimizer.load_state_dict(states[rank]),
             different,
-            "rank 1 was given different values",
+            "rank 1 received different values",
         )
         own = {"0.bias": torch.full((4,), float(rank))}
         refused(
@@ -190,7 +190,7 @@ def test_ranks_that_are_given_different_states_are_told_and_take_none(strategy: 
             optimizer,
             lambda: model.with_parameters(own),
             different,
-            "rank 1 was given different values",
+            "rank 1 received different values",
         )
         damaged = images[0] if rank == 0 else images[0][:50]
         kinds = [shoal.ConfigurationError, shoal.CorruptDataError]
@@ -199,7 +199,7 @@ def test_ranks_that_are_given_different_states_are_told_and_take_none(strategy: 
             optimizer,
             lambda: model.deserialize(damaged),
             kinds[rank],
-            "rank 1 was given what it cannot|not a complete",
+            "rank 1 received invalid values|not a complete",
         )
 
     shoal.launch(body, world_size=2)
@@ -262,7 +262,7 @@ def test_a_clone_is_loaded_by_one_rank_alone() -> None:
 @pytest.mark.parametrize(
     ("change", "error", "match"),
     [
-        ({"width": 5}, shoal.CorruptDataError, "another model"),
+        ({"width": 5}, shoal.CorruptDataError, "a different model"),
         ({"make": torch.optim.SGD}, shoal.CorruptDataError, r"lack \['betas'|another optimizer"),
     ],
 )

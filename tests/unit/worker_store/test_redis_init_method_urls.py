@@ -38,14 +38,14 @@ def test_credentials_tls_and_database_reach_the_server_url() -> None:
     [
         ("redis://h:1", {"RANK": "0", "WORLD_SIZE": "1"}, "redis://HOST:PORT/JOB"),
         ("redis:///job", {"RANK": "0", "WORLD_SIZE": "1"}, "redis://HOST:PORT/JOB"),
-        ("redis://h:1/job", {"WORLD_SIZE": "1"}, "no rank; pass rank="),
+        ("redis://h:1/job", {"WORLD_SIZE": "1"}, "no rank was set; pass rank="),
         ("redis://h:1/job", {"RANK": "0"}, "set WORLD_SIZE"),
         ("redis://h:1/job?rank=one&world_size=2", {}, "rank='one'"),
         ("redis://h:1/job?rank=0&world_size=0", {}, "expected an integer of 1 or more"),
-        ("redis://h:1/job?rank=2&world_size=2", {}, "expected a smaller rank"),
-        ("redis://h:1/job?rank=0&wordl_size=2", {}, "unknown wordl_size"),
+        ("redis://h:1/job?rank=2&world_size=2", {}, "expected a rank below world_size"),
+        ("redis://h:1/job?rank=0&wordl_size=2", {}, "unknown query parameters wordl_size"),
         ("redis://h:1/job?rank=0&world_size=1&db=two", {}, "db='two'"),
-        ("redis://h:1/job?rank=0&world_size=1&ca=/ca.pem", {}, "expected rediss://"),
+        ("redis://h:1/job?rank=0&world_size=1&ca=/ca.pem", {}, "needs the scheme rediss://"),
         ("redis://[::1/job?rank=0&world_size=1", {}, "cannot be read: Invalid IPv6 URL"),
     ],
 )

@@ -54,7 +54,7 @@ def test_a_backward_pass_after_the_sum_names_micro_batches(strategy):
         model.clip_grad_norm_(1.0)
         with pytest.raises(
             shoal.PreconditionError,
-            match=r"reduced already.* micro_batch_size= .* loader\.steps\(\)",
+            match=r"already reduced.* micro_batch_size= .* loader\.steps\(\)",
         ):
             F.cross_entropy(model(rows), labels).backward()
 

@@ -62,8 +62,8 @@ def test_whole_steps_with_one_sample_for_a_rank_are_warned_of(
     ):
         shoal.launch(train, "ddp", 12, 4, world_size=3)
     assert (
-        "step 0 of epoch 0 has 4 samples for 3 ranks, so rank 1 gets a batch of one. The model has "
-        "batch normalization" in caplog.text
+        "step 0 of epoch 0 has 4 samples for 3 ranks, so rank 1 received a batch of one. The model "
+        "has batch normalization" in caplog.text
     )
 
 
@@ -114,4 +114,4 @@ def test_a_shard_that_leaves_a_single_sample_over_is_warned_of(
             ),
             world_size=2,
         )
-    assert "gets a batch of one. The model has batch normalization" in caplog.text
+    assert "received a batch of one. The model has batch normalization" in caplog.text

@@ -95,7 +95,7 @@ def test_an_integer_that_moves_too_far_to_stay_exact_is_refused(
     strategy: str, micro_batch_size: int | None
 ) -> None:
     with pytest.raises(
-        shoal.ConfigurationError, match=r"Counting\.counted.* moved by \d+ in a step"
+        shoal.ConfigurationError, match=r"Counting\.counted.* changed by \d+ in a step"
     ):
         on_ranks(strategy, by=1 << 60, micro_batch_size=micro_batch_size)
 

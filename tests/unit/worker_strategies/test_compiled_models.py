@@ -162,5 +162,5 @@ def test_a_forward_of_the_modules_own_is_called_where_no_layers_are_split(strate
 
 @pytest.mark.parametrize("strategy", ["tensor", "pipeline", "hybrid"])
 def test_a_forward_of_the_modules_own_is_refused_where_layers_are_split(strategy: str) -> None:
-    with pytest.raises(ConfigurationError, match=r"'blocks\.0\.up' \(Linear\) was given a forward"):
+    with pytest.raises(ConfigurationError, match=r"'blocks\.0\.up' \(Linear\) has its own forward"):
         shoal.launch(trained_by_steps, with_a_forward_of_its_own, strategy, world_size=2)

@@ -82,7 +82,7 @@ def test_sound_ranks_agree(strategy: str) -> None:
 def test_the_rank_that_differs_from_the_rest_is_named() -> None:
     assert (
         disagreement({0: 1, 1: 1, 2: 2}, "'a'", "g")
-        == "rank 2 holds other values of 'a' (g) than ranks 0 and 1"
+        == "rank 2 holds different values of 'a' (g) than ranks 0 and 1"
     )
     assert (
         disagreement({0: 1, 2: 2}, "'a'", "g") == "ranks 0 and 2 hold different values of 'a' (g)"
@@ -132,11 +132,11 @@ def test_a_script_that_changes_weights_on_one_rank_is_told_which_since_when_and_
         shoal.launch(train_until, "ddp", 4, 12, 5, world_size=3)
     message = str(stopped.value)
     assert message.startswith(
-        "after step 5 rank 1 holds other values of '0.weight' (the parameters) than ranks 0 and 2 "
-        "(4 of 4 tensors there differ)"
+        "after step 5 rank 1 holds different values of '0.weight' (the parameters) than ranks 0 "
+        "and 2 (4 of 4 tensors there differ)"
     )
-    assert "a script that changes values on some ranks alone" in message
-    assert "After step 4 all agreed" in message
+    assert "a script that changes values on only some ranks" in message
+    assert "All ranks agreed after step 4" in message
     assert "memory" not in message
 
 
@@ -158,10 +158,10 @@ def test_a_rank_with_one_wrong_element_is_told_that_its_memory_may_have_failed()
                 net.weight.data[3, 3] += 0.5
 
     with pytest.raises(
-        ShoalError, match="after step 4 rank 2 holds other values of 'weight'"
+        ShoalError, match="after step 4 rank 2 holds different values of 'weight'"
     ) as stopped:
         shoal.launch(rank, world_size=3)
-    assert "the likely cause is memory or arithmetic" in str(stopped.value)
+    assert "the likely cause is a memory or arithmetic fault" in str(stopped.value)
 
 
 def test_a_number_of_steps_that_is_none_is_refused() -> None:
@@ -304,8 +304,8 @@ def test_a_difference_counts_although_a_peer_leaves_before_the_tensor_is_known()
     message = replicas_compared._compare(held, in_common, LostAfterTheFirst())  # type: ignore[arg-type]
     assert message is not None
     assert message.startswith(
-        "after step 4 ranks 0 and 1 hold different values of a tensor (the model). After step 2 "
-        "all agreed"
+        "after step 4 ranks 0 and 1 hold different values of a tensor (the model). All ranks "
+        "agreed after step 2"
     )
 
 
@@ -408,11 +408,11 @@ def test_values_that_differ_after_the_last_comparison_fail_the_run_at_its_end(
     with pytest.raises(ShoalError) as stopped:
         shoal.launch(run_to_the_end, strategy, 4, loop, last, world_size=2)
     assert str(stopped.value).startswith(f"after step {last}, the last one, ranks ")
-    assert "after step 4 all agreed" in str(stopped.value)
+    assert "all ranks agreed after step 4" in str(stopped.value)
 
 
 def test_a_run_that_is_too_short_for_a_comparison_is_compared_at_its_end() -> None:
-    with pytest.raises(ShoalError, match="the ranks had not compared before"):
+    with pytest.raises(ShoalError, match="the ranks had not been compared before"):
         shoal.launch(run_to_the_end, "ddp", 100, take_all, 7, world_size=3)
 
 

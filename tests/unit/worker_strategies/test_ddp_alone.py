@@ -249,7 +249,7 @@ def test_a_serialized_model_loads_into_another_and_refuses_a_different_one(tmp_p
     small = nn.Linear(2, 2)
     foreign, _ = shoal.as_distributed(small, torch.optim.SGD(small.parameters(), 0.1))
     before = small.weight.detach().clone()
-    with pytest.raises(shoal.CorruptDataError, match="another model"):
+    with pytest.raises(shoal.CorruptDataError, match="a different model"):
         foreign.load_model(tmp_path / "model.safetensors")
     assert torch.equal(small.weight, before)
     (tmp_path / "model.safetensors").write_bytes((tmp_path / "model.safetensors").read_bytes()[:-5])
@@ -484,7 +484,7 @@ def test_gradients_are_not_reduced_inside_the_inner_loop(call: Callable[[Any], A
         for x, y in step:
             nn.functional.cross_entropy(model(x), y).backward()
             with pytest.raises(
-                shoal.PreconditionError, match="when the inner loop has come to its end"
+                shoal.PreconditionError, match="gradients are reduced after the inner loop"
             ):
                 call(model)
         call(model)

@@ -129,11 +129,10 @@ def unequal(kind: str) -> shoal.ElasticDataLoader:
 
 
 DIFFERENCES = {
-    "a generator out of sight": "what the sampler drew",
-    "the rank": "what the sampler drew",
-    "another split": "give random_split and whatever else draws samples a generator with the same "
-    "seed",
-    "other labels": "what is known of the dataset's samples",
+    "a generator out of sight": "the sampler's indices",
+    "the rank": "the sampler's indices",
+    "another split": "pass a generator with the same seed on every rank to random_split",
+    "other labels": "the dataset's samples",
     "another length": "length of the dataset: rank 0 has 160, rank 1 has 159",
     "another seed": "seed: rank 0 has 0, rank 1 has 1",
 }
@@ -224,13 +223,12 @@ def unequal_evaluation(kind: str) -> Any:
 
 
 UNEQUAL_EVALUATIONS = {
-    "another split": "give random_split and whatever else draws samples a generator with the same "
-    "seed",
-    "another split in torch's loader": "what is known of the dataset's samples",
+    "another split": "pass a generator with the same seed on every rank to random_split",
+    "another split in torch's loader": "the dataset's samples",
     "other sizes": "batch size: rank 0 has 16, rank 1 has 17",
     "another number of batches": "number of batches: rank 0 has 3, rank 1 has 4",
-    "another order in torch's loader": "what the sampler drew",
-    "another draw": "what the sampler drew",
+    "another order in torch's loader": "the sampler's indices",
+    "another draw": "the sampler's indices",
 }
 
 

@@ -90,7 +90,7 @@ def test_errors_and_presets_know_a_new_strategy() -> None:
     assert "async_sgd or new" in refused(strategy="hsdp", gradient_compression="topk")
     assert "hsdp or new, whose optimizer state" in refused(strategy="ddp", offload="cpu")
     assert "use ddp, local_sgd or new" in refused(strategy="zero1", dtype=torch.complex64)
-    assert "its options: sparkle" in refused(strategy="new", glitter=True)
+    assert "its options are sparkle" in refused(strategy="new", glitter=True)
     assert registry.compressor_for("new") == "bf16"
 
 

@@ -185,8 +185,8 @@ def test_it_can_be_called_again_for_another_fit() -> None:
         ({"min_delta": -1.0}, "min_delta=-1.0"),
         ({"mode": "up"}, "mode='up'"),
         ({"max_norm": 0.0}, "max_norm=0.0"),
-        ({"metric_fn": nn.functional.mse_loss}, "give validation="),
-        ({"validation": VALIDATION, "loss_fn": None}, "what is to be measured"),
+        ({"metric_fn": nn.functional.mse_loss}, "pass validation="),
+        ({"validation": VALIDATION, "loss_fn": None}, "pass at least one of them"),
         (
             {
                 "scheduler": torch.optim.lr_scheduler.ReduceLROnPlateau(

@@ -125,7 +125,7 @@ def test_what_is_saved_and_read_is_whole(
         optimizer.load_state_dict(state)
         model.save_model(tmp_path / "model.safetensors")
         model.load_model(tmp_path / "model.safetensors")
-        with pytest.raises(CorruptDataError, match="of another model"):
+        with pytest.raises(CorruptDataError, match="belongs to a different model"):
             model.load_full({"norm.bias": torch.ones(16)})
         assert all(value.equal(whole[name]) for name, value in model.full_state_dict().items())
         torch.testing.assert_close(optimizer.state_dict()["state"], state["state"], rtol=0, atol=0)
@@ -246,8 +246,11 @@ def test_autocast_computes_in_bfloat16_and_gradients_are_those_of_one_process(
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ({"gradient_compression": "bf16"}, "strategy='hybrid', which does not compress"),
-        ({"offload": "cpu"}, "offload='cpu' with strategy='hybrid', which does not know it"),
+        ({"gradient_compression": "bf16"}, "strategy='hybrid', which does not support compression"),
+        (
+            {"offload": "cpu"},
+            "offload='cpu' with strategy='hybrid', which does not support this setting",
+        ),
         ({"param_dtype": torch.bfloat16}, "param_dtype=torch.bfloat16 with strategy='hybrid'"),
     ],
 )

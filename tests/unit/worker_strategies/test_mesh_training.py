@@ -315,14 +315,14 @@ def test_ranks_train_as_one_process_does(
 @pytest.mark.parametrize(
     ("world", "options", "message"),
     [
-        (3, {"strategy": "tensor"}, "its 4 attention heads do not divide by 3"),
+        (3, {"strategy": "tensor"}, "its 4 attention heads are not divisible by 3"),
         (
             3,
             {"strategy": "tensor", "tensor_parallel_size": 2},
-            "1 would be left over for good: start a multiple of 2",
+            "which leaves 1 unused for the whole run; start a multiple of 2",
         ),
         (7, {"strategy": "pipeline"}, r"stages=7: Gpt has 4 blocks"),
-        (2, {"strategy": "hybrid", **GRID}, "2 ranks make 0 replica.* start a multiple of 4"),
+        (2, {"strategy": "hybrid", **GRID}, "2 ranks form 0 replica.* start a multiple of 4"),
         (
             1,
             {"strategy": "hybrid", "data_parallel_strategy": "zero3"},
@@ -369,7 +369,7 @@ def test_ranks_train_as_one_process_does(
             "deterministic=True with strategy='tensor'",
         ),
         (2, {"strategy": "pipeline", "schedule": "2f2b"}, "schedule='2f2b': expected one of gpipe"),
-        (2, {"strategy": "pipeline", "plan": {}}, "does not know \\['plan'\\]"),
+        (2, {"strategy": "pipeline", "plan": {}}, "has no options \\['plan'\\]"),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(
@@ -543,11 +543,12 @@ def test_weights_that_a_pipeline_cannot_cut_are_refused_by_name() -> None:
             model.train_step(x[:rows], y[:rows], models.loss_of)
 
     with pytest.raises(
-        ConfigurationError, match=r"weight_fn gave 3.0 for a batch, and .* weights that add up"
+        ConfigurationError, match=r"weight_fn returned 3.0 for a batch, but .* weights that add up"
     ):
         shoal.launch(lambda: rank(lambda batch: 3.0, 8), world_size=2)
     with pytest.raises(
-        ConfigurationError, match=r"given 6 rows of a batch whose tensors have \[8\]"
+        ConfigurationError,
+        match=r"received 6 rows, but the loader's batch has tensors of \[8\] rows",
     ):
         shoal.launch(lambda: rank(lambda batch: float(len(batch[0])), 6), world_size=2)
 
@@ -577,7 +578,7 @@ def test_a_step_that_is_given_up_reduces_no_gradients_over_a_group_that_is_over(
             session.mark_lost(MembershipChanged("a peer is gone"))
             stepper.step()
 
-    with pytest.raises(MembershipChanged, match="its ranks can only go on together"):
+    with pytest.raises(MembershipChanged, match="its ranks can only continue together"):
         # raised by the session after the step
         shoal.launch(lose, world_size=2)
 

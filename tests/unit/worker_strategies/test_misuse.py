@@ -60,7 +60,7 @@ LINEAR = nn.Linear(2, 2)
     [
         (
             given(torch.optim.SGD(LINEAR.parameters(), 0.1), LINEAR),
-            "model is of SGD; expected as_distributed(model, optimizer)",
+            "model has type SGD; expected an nn.Module as the first argument",
         ),
         (
             given(LINEAR, "adamw"),
@@ -140,7 +140,7 @@ def test_one_checkpoint_is_not_taken_for_a_directory_of_them(tmp_path: Path) -> 
 
     shoal.launch(save, world_size=2)
     with pytest.raises(
-        shoal.ConfigurationError, match="expected the directory that was given to save_checkpoint"
+        shoal.ConfigurationError, match="expected the directory passed to save_checkpoint"
     ):
         shoal.launch(resume, world_size=2)
 
@@ -182,7 +182,7 @@ def test_a_second_optimizer_of_the_models_parameters_is_refused() -> None:
     model(X).sum().backward()
     outside.sum().backward()
     with pytest.raises(
-        ConfigurationError, match=r"a second optimizer \(Adam\) steps parameters of the model"
+        ConfigurationError, match=r"a second optimizer \(Adam\) stepped parameters of the model"
     ):
         other.step()
     torch.optim.Adam([outside], 0.1).step()
@@ -197,7 +197,7 @@ def test_a_parameter_group_that_is_added_behind_as_distributed_is_refused() -> N
     model, optimizer = shoal.as_distributed(net, raw)
     raw.add_param_group({"params": net[1].parameters()})
     model(X).sum().backward()
-    with pytest.raises(ConfigurationError, match="have 2 parameter groups, and had 1"):
+    with pytest.raises(ConfigurationError, match="have 2 parameter groups instead of 1"):
         optimizer.step()
 
 

@@ -242,7 +242,7 @@ def test_a_layer_that_changes_its_weight_in_the_forward_pass_is_refused(kind: An
     net = nn.Sequential(kind(8, 4, max_norm=1.0))
     with pytest.raises(
         ConfigurationError,
-        match=rf"0 is an {kind.__name__} with max_norm=1.0.*shorten the looked-up rows",
+        match=rf"0 is an {kind.__name__} with max_norm=1.0.*scale the looked-up rows",
     ):
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1))
 
@@ -256,7 +256,7 @@ def test_gradients_that_depend_on_how_a_batch_is_dealt_are_warned_of(
     assert [
         record.message
         for record in caplog.records
-        if "scale_grad_by_freq=True: rows are counted" in record.message
+        if "scale_grad_by_freq=True: frequencies are counted" in record.message
     ] != []
 
 

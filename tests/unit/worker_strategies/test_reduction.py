@@ -189,7 +189,7 @@ def test_a_backward_pass_that_raised_leaves_nothing_in_flight_once_the_step_is_d
         logits.sum().backward()
     assert [work.waited for work in group.works] == [False, False]
     for call in (reduction.prepare, reduction.synchronize):
-        with pytest.raises(PreconditionError, match="raised an error half way"):
+        with pytest.raises(PreconditionError, match="failed midway"):
             call()
     reduction.discard()
     reduction.prepare()

@@ -206,7 +206,7 @@ def test_a_step_behind_the_last_one_is_refused_with_the_next_batch() -> None:
             take(models, optimizers, real, noise, generator_first=False, both=True)
             take(models, optimizers, real, noise, generator_first=False, both=False)
 
-    with pytest.raises(PreconditionError, match="that had stepped for the last batch"):
+    with pytest.raises(PreconditionError, match="stepped twice for one batch"):
         loop()
 
 
@@ -225,7 +225,9 @@ def test_micro_batches_are_refused() -> None:
     models = make()
     (generator, _), _ = shoal.as_distributed(models, optimizers_of(*models))
     loader = shoal.ElasticDataLoader(dataset(), global_batch_size=BATCH, micro_batch_size=4)
-    with pytest.raises(ConfigurationError, match=r"several models in loader\.steps\(\)"):
+    with pytest.raises(
+        ConfigurationError, match=r"several models do not support loader\.steps\(\)"
+    ):
         generator(next(iter(next(iter(loader.steps()))))[1])
 
 
@@ -233,16 +235,16 @@ def test_micro_batches_are_refused() -> None:
 @pytest.mark.parametrize(
     ("strategy", "why"),
     [
-        ("pipeline", "takes a batch through both passes of the stages"),
+        ("pipeline", "runs both passes of the stages together"),
         ("local_sgd", "average at the end of a round"),
-        ("async_sgd", "apply an update as it comes"),
+        ("async_sgd", "apply each update as it arrives"),
     ],
 )
 def test_other_strategies_say_why_they_train_one(strategy: str, why: str) -> None:
     models = make()
     with pytest.raises(
         ConfigurationError,
-        match=f"2 models with strategy='{strategy}', which trains one: .*{why}.* ddp, zero1, ",
+        match=rf"2 models with strategy='{strategy}', which trains one model: .*{why}.* ddp, ",
     ):
         shoal.as_distributed(models, optimizers_of(*models), strategy=strategy)
 
@@ -254,7 +256,7 @@ def test_a_batch_of_another_loader_between_two_updates_is_refused() -> None:
     batches = iter(loader)
     take(models, optimizers, *next(batches), generator_first=False, both=False)
     with pytest.raises(
-        PreconditionError, match="another loader was asked for between the steps of two optimizers"
+        PreconditionError, match="another loader was requested between the steps of two optimizers"
     ):
         next(iter(other))
 
@@ -286,7 +288,7 @@ def across_an_update(strategy: str, options: dict[str, Any]) -> str:
 def test_gradients_through_a_pass_from_before_the_models_update_are_refused(strategy: str) -> None:
     options = {"minimum_parameter_group_size": 16} if strategy == "tensor" else {}
     for message in shoal.launch(across_an_update, strategy, options, world_size=2):
-        assert "through a forward pass of model 1 from before its optimizer's step" in message
+        assert "through a forward pass of model 1 that ran before its optimizer's step" in message
 
 
 def predict_after_leaving(strategy: str, options: dict[str, Any]) -> bool:
@@ -365,7 +367,7 @@ def test_each_model_of_a_checkpoint_can_be_read_alone(tmp_path: Any) -> None:
             torch.equal(read[name], value) for name, value in model.module.state_dict().items()
         )
     for wrong in (None, 2, True):
-        with pytest.raises(ConfigurationError, match="has 2 models, and model="):
+        with pytest.raises(ConfigurationError, match="has 2 models, but model="):
             shoal.load_full_state(tmp_path, model=wrong)
 
 
@@ -374,7 +376,7 @@ def test_a_fit_in_one_call_is_of_one_model() -> None:
     _, optimizers, _ = prepared()
     data = shoal.OptimizationInputData(training=dataset(), epochs=1, global_batch_size=BATCH)
     with pytest.raises(
-        ConfigurationError, match="trains one model, and as_distributed was given several"
+        ConfigurationError, match="trains one model, but as_distributed received several"
     ):
         optimizers[0].optimize(data)
 
@@ -390,7 +392,7 @@ def test_a_checkpoint_of_several_models_is_none_of_one(tmp_path: Any) -> None:
     net = make()[0]
     shoal.as_distributed(net, *optimizers_of(net))
     with pytest.raises(
-        CorruptDataError, match="the state is of 2 models, and as_distributed was given 1"
+        CorruptDataError, match="the state contains 2 models, but as_distributed received 1"
     ):
         shoal.resume(tmp_path)
 
@@ -462,7 +464,7 @@ def test_gradients_that_a_batch_leaves_unused_are_told_of(caplog: pytest.LogCapt
         take(models, optimizers, real, noise, generator_first=False, both=False)
         loss_of(models[1](models[0](noise)), 1.0).backward()
     assert [
-        record.message for record in caplog.records if "they are dropped" in record.message
+        record.message for record in caplog.records if "they were dropped" in record.message
     ] != []
 
 

@@ -87,7 +87,7 @@ def test_local_sgd_takes_a_stream_that_every_rank_reads_and_refuses_shards():
 
 @pytest.mark.parametrize("longer", [1, 4])
 def test_ranks_whose_streams_end_elsewhere_are_told_so_and_do_not_hang(longer):
-    with pytest.raises(PreconditionError, match="what the stream gave"):
+    with pytest.raises(PreconditionError, match="the stream's items"):
         shoal.launch(train, lambda: Rows(longer), "ddp", {}, world_size=2)
 
 
@@ -111,7 +111,7 @@ def test_a_stream_is_evaluated_once_whole(stream):
 
 
 def test_an_evaluation_of_streams_that_differ_by_rank_is_refused():
-    with pytest.raises(PreconditionError, match="what the stream gave"):
+    with pytest.raises(PreconditionError, match="the stream's items"):
         shoal.launch(evaluate, lambda: Rows(4), world_size=2)
 
 

@@ -277,7 +277,7 @@ def test_a_registered_method_takes_micro_batches_of_which_ranks_have_different_n
 def test_a_method_that_is_not_registered_is_told_how_to_be(strategy: str) -> None:
     with pytest.raises(
         PreconditionError,
-        match=r"as model\.NAME\(\.\.\.\), after model\.register_forward_method\('NAME'\)",
+        match=r"model\.register_forward_method\('NAME'\) and then model\.NAME\(\.\.\.\)",
     ):
         shoal.launch(functools.partial(train, strategy, trains_by_a_method), world_size=2)
 
@@ -289,7 +289,7 @@ def test_a_method_that_cannot_be_a_pass_is_refused() -> None:
     for strategy, name, message in [
         ("zero3", "encode", "Net has no method of that name"),
         ("zero3", "body", "Net has no method of that name"),
-        ("zero3", "predict", "the model has a method of its own of that name"),
+        ("zero3", "predict", "the model already has a method of that name"),
         ("tensor", "loss", "layers and stages are split along the module's forward pass"),
     ]:
         with pytest.raises(ConfigurationError, match=message):
@@ -346,7 +346,7 @@ def test_a_backward_pass_goes_through_a_backward_pass(strategy: str) -> None:
 
 def test_through_layers_that_are_split_no_backward_pass_goes_through_another() -> None:
     with pytest.raises(
-        PreconditionError, match=r"create_graph=True, with strategy='tensor'.*use zero2 or fsdp"
+        PreconditionError, match=r"create_graph=True and strategy='tensor'.*use zero2 or fsdp"
     ):
         shoal.launch(functools.partial(train, "tensor", penalizes), world_size=2)
 
@@ -422,7 +422,7 @@ def test_a_backward_pass_that_was_caught_half_way_is_told(strategy: str) -> None
         Raising.armed = True
         begins_again(model, optimizer, loader)
 
-    with pytest.raises(PreconditionError, match="raised an error half way") as raised:
+    with pytest.raises(PreconditionError, match="failed midway") as raised:
         shoal.launch(rank, world_size=1)
     assert raised.value.reason == "BACKWARD_INCOMPLETE"
 

@@ -157,7 +157,7 @@ def test_other_strategies_refuse_it_and_name_those_that_have_it(strategy: str) -
         shoal.as_distributed(net, torch.optim.SGD(net.parameters(), 0.1), strategy=strategy)
         with pytest.raises(
             shoal.ConfigurationError,
-            match=r"a rank cannot ask the others in a pass: use ddp, zero1, ",
+            match=r"ranks cannot communicate within a pass; use ddp, zero1, ",
         ):
             shoal.whole_batch(torch.ones(2))
 
@@ -211,7 +211,7 @@ def test_checkpointed_blocks_ask_the_ranks_again_in_their_backward_pass_and_comp
     ("settings", "tensors", "expected"),
     [
         ({"loader": {"micro_batch_size": 2}}, [torch.ones(2)], "Leave out micro_batch_size="),
-        ({"loss_reduction": "sum"}, [torch.ones(2)], "would count once for each rank"),
+        ({"loss_reduction": "sum"}, [torch.ones(2)], "would count once per rank"),
         ({}, [torch.ones(2), torch.ones(3)], r"tensors with \[2, 3\] rows"),
         ({}, [torch.tensor(1.0)], r"whole_batch of torch\.strided \(\)"),
         ({}, [], r"tensors with \[\] rows"),
@@ -231,7 +231,7 @@ def test_what_it_cannot_put_together_is_refused(
 def test_ranks_that_give_other_tensors_are_all_told() -> None:
     def call(x: torch.Tensor) -> None:
         with pytest.raises(
-            shoal.PreconditionError, match=r"this rank gave torch\.float32"
+            shoal.PreconditionError, match=r"this rank passed torch\.float32"
         ) as refused:
             shoal.whole_batch(torch.ones(2, 3 + shoal.rank()))
         assert refused.value.reason == "RANKS_DIVERGED"

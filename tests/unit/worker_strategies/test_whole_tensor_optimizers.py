@@ -237,7 +237,9 @@ def test_tensors_are_dealt_whole_and_evenly(shapes: list[tuple[int, ...]], world
 @pytest.mark.parametrize("strategy", ["tensor"])
 def test_strategies_that_cut_tensors_refuse_them(strategy: str) -> None:
     net = network()
-    with pytest.raises(ConfigurationError, match="is not known to treat each element by itself"):
+    with pytest.raises(
+        ConfigurationError, match="is not known to update each element independently"
+    ):
         shoal.as_distributed(net, KINDS["lamb"](net), strategy=strategy)
 
 
@@ -251,19 +253,19 @@ class Own(torch.optim.SGD):
         (
             Own,
             {},
-            r"Own is not known: .* \(say elementwise_optimizer=True\).* \(say whole_tensors=True\)",
+            "Own is unknown to Shoal: pass elementwise_optimizer=True .* whole_tensors=True",
         ),
-        (Own, {"whole_tensors": False}, "Own is not known"),
+        (Own, {"whole_tensors": False}, "Own is unknown to Shoal"),
         (Own, {"whole_tensors": "yes"}, "whole_tensors='yes': expected True, False or None"),
         (
             Own,
             {"whole_tensors": True, "elementwise_optimizer": True},
-            "whole_tensors=True says that it looks at whole tensors",
+            "whole_tensors=True declares that it updates whole tensors",
         ),
         (
             torch.optim.Adafactor,
             {"elementwise_optimizer": True},
-            "Adafactor: it looks at whole tensors; leave elementwise_optimizer out",
+            "Adafactor: it updates whole tensors; leave elementwise_optimizer out",
         ),
         (torch.optim.Adafactor, {"whole_tensors": False}, "whole_tensors=False with Adafactor"),
         (

@@ -127,7 +127,7 @@ class Handle:
         """Blocks until the result has arrived. May be called again. Raises MembershipChanged if the
         group failed."""
         if self._failure is not None:
-            raise PreconditionError(f"this collective has failed before: {self._failure}")
+            raise PreconditionError(f"this collective has already failed: {self._failure}")
         # Let go of the work in any case: it would keep the sockets of its group open.
         work, self._work = self._work, None
         if work is not None:
@@ -255,7 +255,8 @@ class CommunicationBackend(abc.ABC):
         """
         if self._process_group is not None or self._reason is not None:
             raise PreconditionError(
-                f"backend {self.name!r} was initialized before: make a new one for each group",
+                f"backend {self.name!r} is already initialized: create a new backend for each "
+                "group",
                 reason="BACKEND_ALREADY_INITIALIZED",
             )
         if not 0 <= rank < world_size:
@@ -421,9 +422,9 @@ class CommunicationBackend(abc.ABC):
             raise InvalidRequestError(
                 f"scatter on rank {self.rank}: "
                 + (
-                    "tensor is missing; the source rank must give it"
+                    "tensor is missing; the source rank must pass it"
                     if tensor is None
-                    else f"tensor was given, but only rank {source} may give it"
+                    else f"tensor was passed, but only rank {source} may pass it"
                 )
             )
         group = self._checked("scatter", output, *([] if tensor is None else [tensor]))
@@ -546,23 +547,23 @@ class CommunicationBackend(abc.ABC):
         for tensor in tensors:
             if tensor.layout is not torch.strided:
                 raise InvalidRequestError(
-                    f"{what} of a tensor with layout {tensor.layout}: pass tensor.to_dense(), or "
-                    "its indices and values"
+                    f"{what} of a tensor with layout {tensor.layout}: expected a dense tensor; "
+                    "pass tensor.to_dense(), or its indices and values"
                 )
             if not tensor.is_contiguous():
                 raise InvalidRequestError(
-                    f"{what} of a non-contiguous tensor of shape {tuple(tensor.shape)}: pass "
-                    "tensor.contiguous()"
+                    f"{what} of a non-contiguous tensor of shape {tuple(tensor.shape)}: expected "
+                    "a contiguous one; pass tensor.contiguous()"
                 )
             if tensor.dtype != tensors[0].dtype:
                 raise InvalidRequestError(
-                    f"{what}: output is {tensors[0].dtype} and input {tensor.dtype}; expected one "
-                    "dtype"
+                    f"{what}: output has dtype {tensors[0].dtype} and input {tensor.dtype}; "
+                    "expected the same dtype"
                 )
             if op is ReduceOp.AVERAGE and not (tensor.is_floating_point() or tensor.is_complex()):
                 raise InvalidRequestError(
-                    f"{what} with AVERAGE of {tensor.dtype}: expected a floating-point tensor; use "
-                    "SUM and divide"
+                    f"{what} with AVERAGE of {tensor.dtype}: expected a floating-point tensor; "
+                    "use SUM and divide the result"
                 )
         return self.process_group
 
@@ -571,7 +572,7 @@ class CommunicationBackend(abc.ABC):
     ) -> None:
         if whole.numel() != self.world_size * part.numel():
             raise InvalidRequestError(
-                f"{what}: {whole_name} has {whole.numel()} elements and {part_name} "
+                f"{what}: {whole_name} has {whole.numel()} elements and {part_name} has "
                 f"{part.numel()}; expected world_size={self.world_size} times as many"
             )
 
@@ -585,7 +586,7 @@ class CommunicationBackend(abc.ABC):
     def _checked_peer(self, what: str, field: str, rank: int) -> int:
         if rank == self.rank:
             raise InvalidRequestError(
-                f"{what}: {field}={rank} is this rank itself; expected another one"
+                f"{what}: {field}={rank} is this rank itself; expected another rank"
             )
         return self._checked_rank(what, field, rank)
 
@@ -596,8 +597,8 @@ class CommunicationBackend(abc.ABC):
         if sizes is None:
             if rows % self.world_size:
                 raise InvalidRequestError(
-                    f"all_to_all: {rows} rows do not divide by world_size={self.world_size}; pass "
-                    f"{field}"
+                    f"all_to_all: {rows} rows are not divisible by world_size={self.world_size}; "
+                    f"pass {field}"
                 )
             return []
         if len(sizes) != self.world_size or sum(sizes) != rows or min(sizes) < 0:

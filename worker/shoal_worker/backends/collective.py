@@ -49,7 +49,7 @@ def check_op(op: Any, dtype: torch.dtype) -> None:
     if name in ("AVG", "PREMUL_SUM") and not (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(
             f"cannot reduce {dtype} with {name}: expected a floating-point tensor; use SUM and "
-            "divide"
+            "divide the result"
         )
     if name in ("BAND", "BOR", "BXOR") and (dtype.is_floating_point or dtype.is_complex):
         raise ValueError(f"cannot reduce {dtype} with {name}: expected integers or booleans")
@@ -271,7 +271,7 @@ def _transfer(
     if output.numel() != given.numel():
         raise UnmatchedCollectiveError(
             f"{call.kind.value}: rank {receiver} expects {_described(output)} from rank {sender}, "
-            f"which gives {_described(given)}"
+            f"which sends {_described(given)}"
         )
     _copy(output, given)
 

@@ -316,15 +316,15 @@ class PythonGroup(NamedGroup):
             return self._rows(tensor, field)
         if len(sizes) != self.size() or sum(sizes) != tensor.shape[0]:
             raise InvalidRequestError(
-                f"{field} sizes {sizes}: expected {self.size()} that sum to {tensor.shape[0]} rows"
+                f"{field} sizes {sizes}: expected {self.size()} sizes that sum to "
+                f"{tensor.shape[0]} rows"
             )
         return list(_contiguous(tensor, field).split(sizes))
 
     def _peer(self, rank: int) -> int:
         if not 0 <= rank < self.size() or rank == self.rank():
             raise InvalidRequestError(
-                f"rank {rank}: expected another rank than {self.rank()}, from 0 to "
-                f"{self.size() - 1}"
+                f"rank {rank}: expected a rank from 0 to {self.size() - 1} other than {self.rank()}"
             )
         return rank
 
@@ -343,6 +343,6 @@ def _only(tensors: Tensors) -> torch.Tensor:
 def _contiguous(tensor: torch.Tensor, field: str) -> torch.Tensor:
     if not tensor.is_contiguous():
         raise InvalidRequestError(
-            f"{field} of shape {tuple(tensor.shape)} is not contiguous: pass {field}.contiguous()"
+            f"{field} of shape {tuple(tensor.shape)} is not contiguous; pass {field}.contiguous()"
         )
     return tensor.data

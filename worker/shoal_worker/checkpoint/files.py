@@ -83,8 +83,8 @@ def begin(directory: Path, step: int) -> Path:
         return make_temporary(directory, f"step-{step}")
     except OSError as error:
         raise ConfigurationError(
-            f"no checkpoint can be written to {directory}: {error}; choose a directory that this "
-            "process may write"
+            f"cannot write checkpoints to {directory}: {error}; choose a directory that this "
+            "process may write to"
         ) from error
 
 
@@ -136,7 +136,7 @@ def write_checkpoint(
         UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing; nothing has changed.
     """
     if keep < 1:
-        raise ConfigurationError(f"keep={keep}: expected at least 1 checkpoint to be kept")
+        raise ConfigurationError(f"keep={keep}: expected at least 1")
     parts = _by_part(snapshot)
     temporary = temporary or begin(directory, info.step)
     info = _with_known_metric(directory, info)
@@ -216,9 +216,9 @@ def check_place(directory: Path, step: int, run: str) -> None:
     for other, path in sorted(_checkpoints(directory), reverse=True):
         if run and other > step and _run_of(path) not in (run, ""):
             raise ConfigurationError(
-                f"{directory} holds {path.name} of another run, which would go on counting as the "
-                f"newest beside this run's step {step}: give each run a directory of its own; or, "
-                "to go on from there, call shoal.resume before the loop"
+                f"{directory} contains {path.name} of another run, which would count as newer "
+                f"than step {step} of this run: give each run its own directory, or call "
+                "shoal.resume before the loop to continue from there"
             )
 
 
@@ -244,9 +244,7 @@ def read_checkpoint(path: Path) -> Checkpoint:
         )
     except (KeyError, TypeError, AttributeError, ValueError, RuntimeError) as error:
         # errors of torch and Python for invalid content
-        raise damaged(
-            path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}"
-        ) from error
+        raise damaged(path, f"its {manifest.NAME} is incomplete or invalid: {error!r}") from error
 
 
 def rows_of(path: Path) -> SavedRows:
@@ -259,9 +257,7 @@ def rows_of(path: Path) -> SavedRows:
     try:
         return SavedRows.of(path, read_manifest(path, (_WHOLE_LAYOUT, SHARDED)))
     except (KeyError, TypeError, AttributeError, ValueError) as error:
-        raise damaged(
-            path, f"its {manifest.NAME} lacks something, or says what cannot be: {error!r}"
-        ) from error
+        raise damaged(path, f"its {manifest.NAME} is incomplete or invalid: {error!r}") from error
 
 
 def read_model(
@@ -279,7 +275,7 @@ def read_model(
     found = path if is_one else best(path) if of_best else latest(path)
     if of_best and (is_one or (found is None and latest(path) is not None)):
         raise ConfigurationError(
-            f"best=True: {path} is one checkpoint; expected the directory that was given to "
+            f"best=True: {path} is a single checkpoint; expected the directory passed to "
             "save_checkpoint"
             if is_one
             else f"best=True: no checkpoint of the newest run in {path} was saved with "
@@ -287,22 +283,22 @@ def read_model(
         )
     if found is None:
         raise ConfigurationError(
-            f"there is no checkpoint in {path}; expected a directory given to save_checkpoint, or "
-            "a step-<n> in it"
+            f"there is no checkpoint in {path}; expected a directory passed to save_checkpoint, "
+            "or a step-<n> in it"
         )
     state = read_checkpoint(found).state
     states = state.get("models", [state]) if isinstance(state, dict) else []
     if not states or not all(
         isinstance(each, dict) and isinstance(each.get("model"), dict) for each in states
     ):
-        raise damaged(found, "it holds no model")
+        raise damaged(found, "it contains no model")
     if number is None and len(states) == 1:
         number = 0
     if type(number) is not int or not 0 <= number < len(states):
         raise ConfigurationError(
-            f"{found} has {len(states)} model{'s' if len(states) > 1 else ''}, and "
-            f"model={number!r}: expected a number from 0 to {len(states) - 1}, in the order in "
-            "which as_distributed was given them"
+            f"{found} has {len(states)} model{'s' if len(states) > 1 else ''}, but "
+            f"model={number!r}; expected a number from 0 to {len(states) - 1}, in the order "
+            "passed to as_distributed"
         )
     return dict(states[number]["model"])
 
@@ -316,8 +312,8 @@ def _by_part(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
         _PART.fullmatch(key) for key in snapshot.structure
     ):
         raise ConfigurationError(
-            "a checkpoint's state must be a dict whose keys can name files (letters, digits, '_', "
-            "'-', '.'), such as model and optimizer"
+            "the keys of a checkpoint's state must be usable as file names (letters, digits, "
+            "'_', '-', '.'), such as model and optimizer"
         )
     parts: dict[str, dict[str, torch.Tensor]] = {}
     for name, tensor in snapshot.tensors.items():

@@ -91,14 +91,14 @@ def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
         CorruptDataError: it does not.
     """
     if "/" in name:
-        raise damaged(path, f"it names a file {name!r} elsewhere")
+        raise damaged(path, f"it refers to {name!r}, a file outside the checkpoint")
     file = path / f"{name}{SUFFIX}"
     try:
         size = file.stat().st_size
     except OSError as error:
         raise damaged(path, f"{file.name} cannot be read: {error}") from error
     if size != about["bytes"]:
-        raise damaged(path, f"{file.name} has {size} bytes, {about['bytes']} were written")
+        raise damaged(path, f"{file.name} has {size} bytes, but {about['bytes']} were written")
     return file
 
 
@@ -320,9 +320,7 @@ def read_info(path: Path, layouts: Collection[str]) -> CheckpointInfo:
     try:
         return CheckpointInfo(**read_manifest(path, layouts)["info"])
     except (KeyError, TypeError) as error:
-        raise damaged(
-            path, f"its {NAME} lacks something, or says what cannot be: {error!r}"
-        ) from error
+        raise damaged(path, f"its {NAME} is incomplete or invalid: {error!r}") from error
 
 
 def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
@@ -342,13 +340,13 @@ def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
         raise damaged(path, f"its {NAME} cannot be read: {error}") from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         raise CorruptDataError(
-            f"{path} is not a Shoal checkpoint: its {NAME} does not say {_FORMAT!r}",
+            f"{path} is not a Shoal checkpoint: its {NAME} lacks the format {_FORMAT!r}",
             reason="FILE_FOREIGN",
         )
     if document.get("version") != _VERSION or document.get("layout") not in layouts:
         raise CorruptDataError(
             f"checkpoint {path} has format version {document.get('version')!r} and layout "
-            f"{document.get('layout')!r}, of which this release reads {_VERSION} and "
+            f"{document.get('layout')!r}, but this release reads version {_VERSION} and layout "
             f"{' or '.join(map(repr, layouts))}; load it with the release that wrote it, "
             f"{_release(document)}",
             reason="FILE_NEWER",
@@ -371,7 +369,8 @@ def digest_of(path: Path) -> str:
 def damaged(path: Path, what: str) -> CorruptDataError:
     """Returns the error for a checkpoint that has changed since it was written."""
     return CorruptDataError(
-        f"checkpoint {path} is damaged: {what}; use an older one, or a copy", reason="FILE_CORRUPT"
+        f"checkpoint {path} is damaged: {what}; use an older checkpoint, or a copy of this one",
+        reason="FILE_CORRUPT",
     )
 
 

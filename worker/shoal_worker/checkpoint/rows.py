@@ -149,13 +149,13 @@ class SavedRows:
         if differing := declared.keys() ^ self.tables.keys():
             name = min(differing)
             what = (
-                "has no rows of table {!r}, which the model has"
+                "has no rows for table {!r} of the model"
                 if name in declared
-                else "has rows of table {!r}, which the model has not"
+                else "has rows of table {!r}, which the model lacks"
             )
             raise CorruptDataError(
-                f"checkpoint {self.path} {what.format(name)}; resume with the model that saved it, "
-                "or from another checkpoint",
+                f"checkpoint {self.path} {what.format(name)}; resume with the model that saved "
+                "it, or from another checkpoint",
                 reason="MODEL_DIFFERS",
             )
         for name, now in declared.items():
@@ -282,22 +282,22 @@ def _check_same(path: Path, name: str, then: Mapping[str, Any], now: Mapping[str
         )
         if before != declared:
             raise CorruptDataError(
-                f"checkpoint {path} has table {name!r} with {what}={before!r}, the model declares "
-                f"{declared!r}; declare it as it was",
+                f"checkpoint {path} has table {name!r} with {what}={before!r}, but the model "
+                f"declares {declared!r}; declare the table as it was",
                 reason="MODEL_DIFFERS",
             )
     before, declared = then["num_embeddings"], now["num_embeddings"]
     if declared is not None and (before is None or before > declared):
         raise CorruptDataError(
-            f"checkpoint {path} has table {name!r} with num_embeddings={before}, the model "
-            f"declares {declared}, which leaves ids out; declare as many, or more",
+            f"checkpoint {path} has table {name!r} with num_embeddings={before}, but the model "
+            f"declares {declared}, which excludes some of its ids; declare at least as many",
             reason="MODEL_DIFFERS",
         )
     if _optimizer(then) != _optimizer(now):
         raise CorruptDataError(
-            f"checkpoint {path} has rows of table {name!r} with the state of "
-            f"{then['spec']['optimizer']}, the model declares {now['spec']['optimizer']}; declare "
-            "the optimizer that trained them",
+            f"checkpoint {path} has rows of table {name!r} with optimizer state of "
+            f"{then['spec']['optimizer']}, but the model declares {now['spec']['optimizer']}; "
+            "declare the optimizer that trained them",
             reason="OPTIMIZER_DIFFERS",
         )
 

@@ -111,8 +111,7 @@ class CheckpointSaver:
             return
         if session.has_left:
             _log.info(
-                "nothing is saved: this process has left its job, and its peers go on with the "
-                "state"
+                "cannot save: this process has left its job, and its peers continue with the state"
             )
             return
         session.warn_of_given_up()
@@ -238,7 +237,7 @@ class CheckpointSaver:
         failed: object = self._settle(DISK_PATIENCE)
         if failed is None and self._given_up_last is not None:
             failed = (
-                f"{self._given_up_last} was abandoned: a worker was lost before it had "
+                f"writing {self._given_up_last} was abandoned: a worker was lost before it had "
                 "written its part"
             )
         elsewhere = self._elsewhere
@@ -251,9 +250,9 @@ class CheckpointSaver:
             failed = self._settle(DISK_PATIENCE)
         if failed is None:
             return
-        _log.error("the last checkpoint: %s", failed)
+        _log.error("the last checkpoint was not saved: %s", failed)
         if not session.has_left:  # else those that stay save again
-            session.missed = f"the last checkpoint is not there: {failed}"
+            session.missed = f"the last checkpoint was not saved: {failed}"
 
     def _settle(self, timeout: timedelta) -> Exception | None:
         """Waits for this rank's current save, if any, and returns its error."""
@@ -297,7 +296,7 @@ class _Elsewhere:
                 ask_at = now + _ASK_GONE.total_seconds()
             if now > give_up_at:
                 raise DeadlineError(
-                    f"{self.path} is not there after {DISK_PATIENCE}; is the disk too slow?",
+                    f"{self.path} was not complete after {DISK_PATIENCE}; is the disk too slow?",
                     reason="CHECKPOINT_SLOW",
                 )
             time.sleep(_LOOK.total_seconds())
@@ -434,12 +433,13 @@ class _Copy:
         self.drop()
         if self.sharded:
             raise ConfigurationError(
-                f"save_checkpoint({str(self.directory)!r}, sharded=True): ranks {blind} do not see "
-                "the directory that the first rank made there; give one that all ranks share, or "
-                "sharded=False, with which the first rank gathers all and writes it"
+                f"save_checkpoint({str(self.directory)!r}, sharded=True): ranks {blind} do not "
+                "see the directory that rank 0 created there; pass a directory that all ranks "
+                "share, or sharded=False, with which rank 0 gathers the state and writes all of "
+                "it"
             )
         _log.warning(
-            "%s is not shared by all ranks: the first rank gathers the state and writes all of it",
+            "%s is not shared by all ranks: rank 0 gathers the state and writes all of it",
             self.directory,
         )
         return False
@@ -459,14 +459,14 @@ def _check_alike(channel: Channel, what: str, named: str, measured: str = "") ->
     directory, metric = everyones[other]
     if directory != first[0]:
         raise ConfigurationError(
-            f"{what}: rank 0 names the directory {first[0]!r}, and rank {other} names "
-            f"{directory!r}; name the same on every rank, such as one that shoal.broadcast "
-            "gave, and no name drawn at random or from the rank"
+            f"{what}: rank 0 passed the directory {first[0]!r}, but rank {other} passed "
+            f"{directory!r}; pass the same directory on every rank, for example one sent by "
+            "shoal.broadcast, not one that depends on the rank or on random numbers"
         )
     raise ConfigurationError(
-        f"{what}: rank 0 gives {first[1]}, and rank {other} gives {metric}; give the same on every "
-        "rank: what shoal.evaluate or shoal.all_reduce returned, not what this rank measured on "
-        "its own samples"
+        f"{what}: rank 0 passed {first[1]}, but rank {other} passed {metric}; pass the same value "
+        "on every rank: a result of shoal.evaluate or shoal.all_reduce, not one measured on this "
+        "rank's own samples"
     )
 
 
@@ -520,7 +520,7 @@ def _go_back(session: Session, directory: Path) -> str | None:
         if found["error"] is not None:
             return str(found["error"])
         if not found["found"]:
-            return f"there is none of this run in {directory}"
+            return f"{directory} has no checkpoint of this run"
         _take_up(session, channel, captured, Path(found["path"]))
         return None
 
@@ -563,8 +563,8 @@ def _take_up(
         if not all(sees):
             raise ConfigurationError(
                 f"resume: ranks {[rank for rank, each in enumerate(sees) if not each]} do not see "
-                f"the checkpoint {path} that rank 0 has read; with sparse tables and async_sgd "
-                "give a directory that all ranks share"
+                f"the checkpoint {path} that rank 0 read; with sparse tables and async_sgd, pass "
+                "a directory that all ranks share"
             )
         stored = rows_of(path)
         if session.rank == 0 and store.lacks(stored):
@@ -601,12 +601,12 @@ def _read(
     found = latest(directory, run=run)
     if found is None and (directory.is_file() or (directory / manifest.NAME).is_file()):
         what = (
-            f"resume({str(directory)!r}): expected the directory that was given to "
-            "save_checkpoint, whose newest checkpoint is taken"
+            f"resume({str(directory)!r}): expected the directory passed to save_checkpoint, whose "
+            "newest checkpoint is loaded"
         )
         return None, {
             "found": False,
-            "error": f"{what}; found one checkpoint, or a file",
+            "error": f"{what}; found a single checkpoint, or a file",
             "reason": ConfigurationError.default_reason,
         }
     if found is None:

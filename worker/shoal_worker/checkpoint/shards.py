@@ -148,18 +148,18 @@ class Shards:
                 for number in self.mine:
                     self._note(temporary, number, {"error": f"{type(error).__name__}: {error}"})
             except FileNotFoundError:
-                _log.info("%s was abandoned; this rank's part of it is dropped", temporary)
+                _log.info("writing %s was abandoned; this rank's part was discarded", temporary)
                 return
             except OSError as unsaid:
                 _log.error(
-                    "the first rank cannot be told that a part of %s is missing, and waits for %s: "
-                    "%s",
+                    "rank 0 could not be told that a part of %s is missing, and will wait for "
+                    "%s: %s",
                     temporary,
                     _TIMEOUT,
                     unsaid,
                 )
             if isinstance(error, (OSError, SafetensorError)):
-                failure = _not_written(temporary, f"this rank's part of it: {error}")
+                failure = _not_written(temporary, f"writing this rank's part failed: {error}")
                 failure.failed_at = failed_at  # before the first rank could read of it
                 raise failure from error
             raise
@@ -184,7 +184,9 @@ class Shards:
             }
             for number, note in notes.items():
                 if "error" in note:
-                    raise _not_written(temporary, f"shard {number + 1} failed: {note['error']}")
+                    raise _not_written(
+                        temporary, f"writing shard {number + 1} failed: {note['error']}"
+                    )
             if len(notes) == self.count:
                 return self._complete(temporary, notes)
             if time.monotonic() >= ask_at:
@@ -194,15 +196,16 @@ class Shards:
                     if number not in notes
                 ):
                     _log.warning(
-                        "%s is abandoned: a rank was lost before it had written its part", temporary
+                        "writing %s was abandoned: a rank was lost before it had written its part",
+                        temporary,
                     )
                     return None
                 ask_at = time.monotonic() + _ASK_GONE.total_seconds()
             if time.monotonic() > give_up_at:
                 raise _not_written(
                     temporary,
-                    f"{self.count - len(notes)} shards did not come within {_TIMEOUT}; is the disk "
-                    "too slow?",
+                    f"{self.count - len(notes)} shards were not written within {_TIMEOUT}; is the "
+                    "disk too slow?",
                 )
             time.sleep(_POLL.total_seconds())
 
@@ -212,7 +215,7 @@ class Shards:
         if differing is not None:
             raise _not_written(
                 temporary,
-                f"the ranks' parts do not make up tensor {differing!r}; did the ranks register "
+                f"the ranks' parts do not add up to tensor {differing!r}; did the ranks register "
                 "different state?",
             )
         for number in notes:
@@ -254,7 +257,7 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
     sizes = _stored_sizes(outline)
     differing = _not_covered(sizes, content["files"].values())
     if differing is not None:
-        raise damaged(path, f"its shards do not make up tensor {differing!r}")
+        raise damaged(path, f"its shards do not add up to tensor {differing!r}")
     for file, about in content["files"].items():
         # before there is memory for all that the manifest claims
         claimed = sum(
@@ -263,7 +266,7 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
         )
         if claimed > file_of(path, file, about).stat().st_size:
             raise damaged(
-                path, f"{file} is too small for the {claimed} bytes that its manifest says it holds"
+                path, f"{file} is smaller than the {claimed} bytes that the manifest lists for it"
             )
     flat = {
         name: torch.empty(
@@ -275,7 +278,9 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
         runs, _ = read_tensors(path, file, about)
         for name, (begin, length) in about["spans"].items():
             if name not in runs or runs[name].numel() != length:
-                raise damaged(path, f"{file} does not hold what its manifest says of {name!r}")
+                raise damaged(
+                    path, f"{file} does not contain {name!r} as the manifest describes it"
+                )
             flat[name][begin : begin + length] = runs[name].reshape(-1)
     return {
         name: flat[name].view(tensor.dtype).view(tensor.shape) for name, tensor in outline.items()

@@ -77,8 +77,8 @@ class CheckpointWriter:
         if not self.done_within(timeout):
             assert self._thread is not None
             raise DeadlineError(
-                f"{self._thread.name} is not done after {time.monotonic() - self._begun:.0f} s; is "
-                "the disk too slow?",
+                f"{self._thread.name} did not finish within {time.monotonic() - self._begun:.0f} "
+                "s; is the disk too slow?",
                 reason="CHECKPOINT_SLOW",
             )
         self._thread = None
@@ -153,7 +153,9 @@ def in_company(
         if channel.rank == 0:
             lines.say(
                 "a checkpoint's files",
-                partial("the disks of ranks {} of {} have not answered".format, busy, len(replies)),
+                partial(
+                    "the disks of ranks {} of {} have not responded".format, busy, len(replies)
+                ),
             )
 
 
@@ -177,8 +179,8 @@ def on_first(
         in_company(channel, lambda timeout: _is_done(working, timeout), patience=patience)
         if not working.done():
             raise DeadlineError(
-                f"the files were not read or written within {patience.total_seconds():g} s; is the "
-                "disk there?",
+                f"the files were not read or written within {patience.total_seconds():g} s; is "
+                "the disk available?",
                 reason="CHECKPOINT_SLOW",
             )
         return working.result()
@@ -205,7 +207,7 @@ def on_each(
         in_company(channel, lambda timeout: _is_done(working, timeout), patience=patience)
     finally:
         given_up.set()
-        run_aside(lambda: wait([working]), "for what was abandoned")
+        run_aside(lambda: wait([working]), "for abandoned work to end")
         pool.shutdown(wait=False)
     error = working.exception()
     if isinstance(error, MembershipChanged | StaleGenerationError):

@@ -213,9 +213,8 @@ def blocked_payload_bytes(codec: int, shape: Sequence[int], kept: int = 0) -> in
 def _check(tensor: torch.Tensor) -> None:
     if tensor.dtype is not torch.float32 or not tensor.is_contiguous():
         raise ConfigurationError(
-            f"a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides {tensor.stride()} "
-            "cannot be compressed; expected float32 and contiguous: pass "
-            "tensor.float().contiguous()"
+            f"cannot compress a {tensor.dtype} tensor of shape {tuple(tensor.shape)} and strides "
+            f"{tensor.stride()}; expected float32 and contiguous: pass tensor.float().contiguous()"
         )
 
 

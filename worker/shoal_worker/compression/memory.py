@@ -216,8 +216,8 @@ class Memory:
             )
             if not (index.isdecimal() and known and tensor.dtype is torch.float32):
                 raise CorruptDataError(
-                    f"compression state has {name!r} of {tensor.dtype}; expected float32 tensors "
-                    "named as state_dict names them",
+                    f"compression state has {name!r} of dtype {tensor.dtype}; expected float32 "
+                    "tensors named as in state_dict",
                     reason="STATE_INVALID",
                 )
             found.setdefault(int(index), {})[slot] = tensor

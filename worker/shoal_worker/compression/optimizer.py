@@ -45,8 +45,8 @@ class GradientCompressionOptimizer(ForwardingOptimizer):
         found = parse_compression(compressor)
         if found is None:
             raise ConfigurationError(
-                "GradientCompressionOptimizer(optimizer, None): expected a compressor; without one "
-                "pass the optimizer"
+                "GradientCompressionOptimizer(optimizer, None): expected a compressor; to train "
+                "without one, use the optimizer directly"
             )
         super().__init__(optimizer)
         self.compressor = found
@@ -67,12 +67,12 @@ def take_apart(
         return optimizer, configured
     if configured not in (None, optimizer.compressor):
         raise ConfigurationError(
-            f"gradient_compression={configured!r} and {optimizer!r}: two compressors for one "
+            f"gradient_compression={configured!r} and {optimizer!r} both set a compressor for one "
             "model; leave one of them out"
         )
     if isinstance(optimizer.optimizer, GradientCompressionOptimizer):
         raise ConfigurationError(
-            "a GradientCompressionOptimizer in another one: gradients are compressed once; wrap "
-            "the optimizer itself"
+            "a GradientCompressionOptimizer wraps another one, but gradients are compressed only "
+            "once; wrap the optimizer itself"
         )
     return optimizer.optimizer, optimizer.compressor

@@ -298,6 +298,6 @@ def _places(
         start = end
     if start != numel:
         raise ConfigurationError(
-            f"powersgd: shapes={shapes} hold {start} elements and the bucket {numel}; expected as "
-            "many"
+            f"powersgd: shapes={shapes} have {start} elements in total, but the bucket has "
+            f"{numel}; expected the same number"
         )

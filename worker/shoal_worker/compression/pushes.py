@@ -57,13 +57,13 @@ class CompressedPushes:
         """
         if not gradient.is_floating_point() or gradient.dim() != 1:
             raise ConfigurationError(
-                f"a gradient of {gradient.dtype} and shape {tuple(gradient.shape)}: expected "
-                "floating-point and one dimension"
+                f"gradient of dtype {gradient.dtype} and shape {tuple(gradient.shape)}: expected "
+                "a floating-point vector"
             )
         if partition in self._unanswered:
             raise PreconditionError(
-                f"partition {partition} was pushed and not answered: say first what became of that "
-                "push",
+                f"the last push of partition {partition} has no outcome yet; report its outcome "
+                "before the next push",
                 reason="PUSH_UNANSWERED",
             )
         values = gradient.detach().float().contiguous()

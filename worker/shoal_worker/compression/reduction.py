@@ -42,7 +42,7 @@ class Reduction:
         if handle is None:
             if self._steps is not None:
                 raise PreconditionError(
-                    "this reduction has failed before; roll back and redo the step"
+                    "this reduction has already failed; roll back and redo the step"
                 )
             return
         handle.wait()
@@ -141,13 +141,14 @@ class CompressedReduction:
         """
         if self.compressor.of_matrices:
             raise ConfigurationError(
-                f"{self.compressor.name} cannot reduce-scatter: it needs whole matrices on every "
-                "rank"
+                f"{self.compressor.name} cannot reduce-scatter, because it needs whole matrices "
+                "on every rank"
             )
         if bucket.numel() != out.numel() * backend.world_size or not out.is_contiguous():
             raise ConfigurationError(
                 f"reduce-scatter of {bucket.numel()} elements into {out.numel()} on "
-                f"{backend.world_size} ranks: expected that many times as many, contiguous"
+                f"{backend.world_size} ranks: expected a contiguous output, with the elements "
+                "divided evenly among the ranks"
             )
         return Reduction(
             self._scatter(_checked(bucket), out, self._errand(backend, index, step, None)), out
@@ -273,7 +274,8 @@ def _checked(bucket: torch.Tensor) -> torch.Tensor:
     """Returns the bucket's values as float32, in its own memory if possible."""
     if not bucket.is_floating_point() or not bucket.is_contiguous():
         raise ConfigurationError(
-            f"a bucket of {bucket.dtype}, {'' if bucket.is_contiguous() else 'not '}contiguous, "
-            "cannot be compressed; expected floating-point and contiguous"
+            f"cannot compress a bucket of {bucket.dtype} that is "
+            f"{'' if bucket.is_contiguous() else 'not '}contiguous; expected floating-point and "
+            "contiguous"
         )
     return bucket.detach().view(-1).float()

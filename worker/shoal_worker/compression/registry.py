@@ -66,7 +66,7 @@ def parse_compression(
     unknown = sorted(set(settings) - set(known))
     if unknown:
         raise ConfigurationError(
-            f"gradient_compression={name!r} does not know {unknown}; its settings: "
+            f"gradient_compression={name!r} has no settings {unknown}; its settings are: "
             f"{', '.join(known)}"
         )
     return found(**settings)

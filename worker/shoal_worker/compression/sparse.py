@@ -49,7 +49,7 @@ class _SparseCompressor(GradientCompressor):
     def __post_init__(self) -> None:
         if not 0 < self.ratio <= 1:
             raise ConfigurationError(
-                f"{self.name}: ratio={self.ratio}; expected a share above 0 and at most 1"
+                f"{self.name}: ratio={self.ratio}; expected a fraction above 0 and at most 1"
             )
 
     def kept(self, count: int) -> int:

@@ -227,8 +227,8 @@ class LoaderProgress:
         """
         if state.get("version") != _STATE_VERSION:
             raise CorruptDataError(
-                f"loader {loader!r}: the state has version {state.get('version')!r}; this release "
-                f"reads {_STATE_VERSION}"
+                f"loader {loader!r}: the state has version {state.get('version')!r}, but this "
+                f"release reads version {_STATE_VERSION}"
             )
         cursor, next_epoch = Cursor.from_state(state), state.get("next_epoch")
         if type(next_epoch) is not int or next_epoch < 0:
@@ -255,7 +255,7 @@ class LoaderProgress:
             if state.get(field) != value:
                 raise ConfigurationError(
                     f"loader {loader!r}: the state is {cursor.samples} samples into epoch "
-                    f"{cursor.epoch} of an order with {field}={state.get(field)!r}, but here it is "
-                    f"{value!r}: samples would be lost or seen twice. Use the same dataset, seed, "
-                    "shuffle and sampler, or a state saved between epochs"
+                    f"{cursor.epoch} of an order with {field}={state.get(field)!r}, but this "
+                    f"loader has {value!r}, so samples would be lost or seen twice. Use the same "
+                    "dataset, seed, shuffle and sampler, or a state saved between epochs"
                 )

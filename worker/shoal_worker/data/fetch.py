@@ -126,7 +126,9 @@ class Fetcher:
             raise
         self._feed.arrived()
         if made != request:
-            raise InternalError(f"the data workers made batch {made.key}, expected {request.key}")
+            raise InternalError(
+                f"the data workers produced batch {made.key}, but batch {request.key} was requested"
+            )
         return batch
 
     def close(self) -> None:

@@ -57,7 +57,9 @@ def weight_of(batch: Any, weight_fn: WeightFn) -> float:
     """Returns the result of `weight_fn`. Raises ConfigurationError if it is not a valid weight."""
     weight = float(weight_fn(batch))
     if not math.isfinite(weight) or weight < 0:
-        raise ConfigurationError(f"weight_fn gave {weight}; expected a finite number of at least 0")
+        raise ConfigurationError(
+            f"weight_fn returned {weight}; expected a finite number of at least 0"
+        )
     return weight
 
 
@@ -73,9 +75,9 @@ def weights_of_rows(batch: Any, weight_fn: WeightFn, rows: Sequence[int]) -> lis
     lengths = {len(one) for one in cut}
     if lengths != {sum(rows)}:
         raise ConfigurationError(
-            f"train_step was given {sum(rows)} rows of a batch whose tensors have "
-            f"{sorted(lengths)}: with weight_fn= a pipeline weighs the same rows of the loader's "
-            "batch as it trains on; pass the batch as the loader gave it, or leave weight_fn out"
+            f"train_step received {sum(rows)} rows, but the loader's batch has tensors of "
+            f"{sorted(lengths)} rows: with weight_fn=, a pipeline must train on the same rows "
+            "that it weighs. Pass the batch as the loader yielded it, or leave weight_fn out"
         )
     parts = [
         one.split(list(rows))
@@ -90,23 +92,23 @@ def weights_of_rows(batch: Any, weight_fn: WeightFn, rows: Sequence[int]) -> lis
     whole = weight_of(batch, weight_fn)
     if not math.isclose(sum(weights), whole, rel_tol=1e-4):
         raise ConfigurationError(
-            f"weight_fn gave {whole} for a batch, and {sum(weights)} for its {len(rows)} "
-            "micro-batches together: a pipeline needs weights that add up, such as numbers of "
-            "samples or tokens, counted in tensors with a row for each sample"
+            f"weight_fn returned {whole} for a batch, but {sum(weights)} in total for its "
+            f"{len(rows)} micro-batches: a pipeline needs weights that add up, such as numbers of "
+            "samples or tokens, computed from tensors with one row per sample"
         )
     return weights
 
 
 _STAND_IN = (
-    "a copy of another rank's. It weighs nothing in training; sums over batches must not count it "
-    "either: multiply by loader.batch_weight, which is 0 here, and not by the length of the batch"
+    "a copy of another rank's batch. The copy has weight 0 in training, and sums over batches "
+    "must not count it either: multiply by loader.batch_weight, which is 0 here, instead of the "
+    "length of the batch"
 )
 _SINGLE_SAMPLE = (
     'a batch of one. The model has batch normalization, which raises "Expected more than 1 value '
-    'per channel" where a sample has one value '
-    "per channel: use a global_batch_size of at least 2 samples for each rank that may join, "
-    "micro-batches and shards that leave no single "
-    "sample over, drop_last=True if only the last step is short, or SyncBatchNorm"
+    'per channel" if a sample has one value per channel. Use a global_batch_size of at least 2 '
+    "samples for each rank that may join, micro-batches and shards that leave no single sample "
+    "over, drop_last=True if only the last step is short, or SyncBatchNorm"
 )
 
 
@@ -167,8 +169,8 @@ class Delivery:
         for block in dealt.blocks:
             if self._supply.current is not dealt:
                 raise PreconditionError(
-                    f"step {dealt.number} of epoch {dealt.epoch} is over; its batches can no "
-                    "longer be taken"
+                    f"step {dealt.number} of epoch {dealt.epoch} has ended; its batches are no "
+                    "longer available"
                 )
             request = self._supply.request(dealt, block)
             try:
@@ -211,7 +213,7 @@ class Delivery:
             return
         self._warned.add(consequence)
         _log.warning(
-            "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d gets %s",
+            "loader %r: step %d of epoch %d has %d samples for %d ranks, so rank %d received %s",
             loader,
             dealt.number,
             dealt.epoch,
@@ -289,9 +291,9 @@ class Introduction:
 _log = logging.getLogger(__name__)
 
 _NOTHING_LEFT = (
-    "this iteration of loader {!r} has no batches: the run is past its epoch (after a resume, or "
-    "in a joiner), or stopped; to only look at "
-    "a batch, take it from the dataset, or from a loader with train=False"
+    "this iteration of loader {!r} yields no batches, because the run is past that epoch (after "
+    "a resume, or in a joiner) or was stopped; to inspect a batch, take it from the dataset, or "
+    "from a loader with train=False"
 )
 
 

@@ -433,8 +433,8 @@ class ElasticDataLoader:
         """
         if isinstance(self._supply, StreamSupply):
             raise TypeError(
-                f"a loader of a stream ({type(self.dataset).__qualname__}) has no length: how many "
-                "items come is known at their end"
+                f"a loader of a stream ({type(self.dataset).__qualname__}) has no length, because "
+                "the number of items is known only at the end"
             )
         return (
             len(self.plan)
@@ -487,9 +487,9 @@ class ElasticDataLoader:
             return iter(self._evaluation)
         if self._micro_batch_size is not None:
             raise ConfigurationError(
-                f"micro_batch_size={self._micro_batch_size} is set, so one step is several "
-                "batches, or none on some ranks: write `for step in loader.steps():` and inside "
-                "it `for batch in step:`, with optimizer.step() after the inner loop"
+                f"micro_batch_size={self._micro_batch_size} is set, so a step consists of several "
+                "batches, or of none on some ranks: write `for step in loader.steps():` and "
+                "inside it `for batch in step:`, with optimizer.step() after the inner loop"
             )
         return self._iterations.batches(self)
 
@@ -527,8 +527,8 @@ class ElasticDataLoader:
         """
         if self._evaluation is None:
             raise ConfigurationError(
-                f"loader {self.name!r} is a training loader, and evaluating with it would move its "
-                "cursor; make one with train=False"
+                f"loader {self.name!r} is a training loader, and evaluating with it would move "
+                "its cursor; create one with train=False"
             )
         return (
             self._evaluation.anew()
@@ -554,7 +554,7 @@ class ElasticDataLoader:
         dealt = self._supply.commit()
         if dealt is None:
             raise InternalError(
-                f"loader {self.name!r} was told of a commit, but no step of it is under way"
+                f"loader {self.name!r} received a commit, but none of its steps is in progress"
             )
         if self._record is not None:
             place = {"loader": self.name, "generation": placement.generation, "epoch": dealt.epoch}
@@ -592,8 +592,8 @@ class ElasticDataLoader:
     def _refuse_evaluation(self, what: str) -> None:
         if self._evaluation is not None:
             raise ConfigurationError(
-                f"{what} of a loader with train=False: it has no steps; iterate it, or give it to "
-                "shoal.evaluate"
+                f"{what} of a loader with train=False: such a loader has no steps; iterate over "
+                "it, or pass it to shoal.evaluate"
             )
 
 
@@ -622,8 +622,8 @@ def check_dataset(dataset: Any) -> None:
             if not there
         )
         raise ConfigurationError(
-            f"dataset={kind.__qualname__} has no {missing}, and is no stream: give it __len__ and "
-            "__getitem__(index), or __iter__"
+            f"dataset={kind.__qualname__} has no {missing}, and is not a stream; implement "
+            "__len__ and __getitem__(index), or __iter__"
         )
     if len(dataset) == 0:
         raise ConfigurationError(
@@ -634,8 +634,8 @@ def check_dataset(dataset: Any) -> None:
 def _check_not_empty(plan: EpochPlan) -> None:
     if len(plan) == 0:
         raise ConfigurationError(
-            f"drop_last=True leaves no step: {plan.length} samples are fewer than one batch of "
-            f"{plan.global_batch_size}; make the batch smaller or keep the last one"
+            f"drop_last=True leaves no step: the dataset has {plan.length} samples, but a batch "
+            f"needs {plan.global_batch_size}; use a smaller batch, or keep the last one"
         )
 
 
@@ -658,13 +658,14 @@ def check_sizes(
     if (global_batch_size is None) == (batch_size is None):
         given = "both" if batch_size is not None else "neither"
         raise ConfigurationError(
-            "exactly one of global_batch_size (synchronous: samples in a step over all ranks) and "
-            f"batch_size (async_sgd: samples in a batch of one rank) is needed; {given} was given"
+            "expected either global_batch_size= (samples per step over all ranks, for "
+            "synchronous strategies) or batch_size= (samples per batch of one rank, for "
+            f"async_sgd); got {given}"
         )
     if batch_size is not None and micro_batch_size is not None and train:
         raise ConfigurationError(
-            f"micro_batch_size={micro_batch_size} with batch_size={batch_size}: leased batches are "
-            "not cut further; leave micro_batch_size out, or use global_batch_size"
+            f"micro_batch_size={micro_batch_size} with batch_size={batch_size}: leased batches "
+            "are not divided further; leave micro_batch_size out, or use global_batch_size"
         )
 
 
@@ -679,9 +680,9 @@ def check_rest(
             f"num_workers={num_workers!r}: expected a whole number of at least 0"
         )
     if name is not None and (not isinstance(name, str) or not name):
-        raise ConfigurationError(f"name={name!r}: expected a text that is not empty, or None")
+        raise ConfigurationError(f"name={name!r}: expected a non-empty string, or None")
     if drop_last and not train:
         raise ConfigurationError(
-            "drop_last=True with train=False: an evaluation takes every sample once; leave "
+            "drop_last=True with train=False: an evaluation uses every sample once; leave "
             "drop_last out"
         )

@@ -50,7 +50,7 @@ class SampleRecord:
         """Appends one line."""
         line = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
         if os.write(self._file, line) != len(line):
-            raise OSError("the sample record's disk is full: a line was written in part")
+            raise OSError("the sample record's disk is full: a line was written only partly")
 
     def close(self) -> None:
         """Closes the file."""
@@ -127,8 +127,8 @@ def audit(directory: Path) -> Audit:
     """
     if not directory.is_dir():
         raise ConfigurationError(
-            f"no directory of sample records at {directory}; was SHOAL_RECORD_DIR set for the "
-            "workers?"
+            f"there is no directory of sample records at {directory}; was SHOAL_RECORD_DIR set "
+            "for the workers?"
         )
     by_loader: dict[str, _Lines] = defaultdict(_Lines)
     for file in sorted(directory.glob("*.jsonl")):
@@ -222,8 +222,8 @@ class _Lines:
         ):
             if (member, epoch, batch) not in self._leased:
                 raise CorruptDataError(
-                    f"member {member} finished batch {batch} of epoch {epoch} of {loader!r}, which "
-                    "it was never handed"
+                    f"member {member} finished batch {batch} of epoch {epoch} of {loader!r}, but "
+                    "never leased it"
                 )
             counted[epoch].append(self._leased[member, epoch, batch])
         # A stream's lines contain only the number of samples dealt so far: the largest number is

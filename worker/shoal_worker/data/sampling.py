@@ -67,7 +67,7 @@ class EpochPlan:
         ):
             raise ConfigurationError(
                 f"micro_batch_size={self.micro_batch_size}: expected 1 to "
-                f"global_batch_size={self.global_batch_size}; a step is made of one or more "
+                f"global_batch_size={self.global_batch_size}; a step consists of one or more "
                 "micro-batches"
             )
 
@@ -100,7 +100,7 @@ class EpochPlan:
         """
         if not 0 <= rank < world_size:
             raise ConfigurationError(
-                f"rank={rank}: expected 0 to {world_size - 1} in a world of {world_size}"
+                f"rank={rank}: expected 0 to {world_size - 1} with world_size={world_size}"
             )
         if self.micro_batch_size is None:
             parts = world_size
@@ -165,12 +165,12 @@ class EpochOrders:
         """Creates the orders. `identity`: of the dataset whose indices are ordered."""
         if isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
-                "sampler=DistributedSampler(...): the loader deals samples to the ranks itself; "
-                "leave sampler out, or give one that draws over the whole dataset"
+                "sampler=DistributedSampler(...): the loader already deals samples to the ranks; "
+                "leave sampler out, or pass one that draws from the whole dataset"
             )
         if isinstance(sampler, BatchSampler):
             raise ConfigurationError(
-                "sampler=BatchSampler(...): the loader cuts batches itself; give a sampler that "
+                "sampler=BatchSampler(...): the loader forms batches itself; pass a sampler that "
                 "draws single indices"
             )
         self.dataset_length = dataset_length
@@ -238,8 +238,8 @@ class EpochOrders:
             )
         except (TypeError, OverflowError) as error:
             raise ConfigurationError(
-                f"sampler={sampler!r} drew something that is not an index of the dataset "
-                f"({error}); expected whole numbers"
+                f"sampler={sampler!r} drew a value that is not an index of the dataset ({error}); "
+                "expected whole numbers"
             ) from error
         if len(order) and not (order.min() >= 0 and order.max() < self.dataset_length):
             raise ConfigurationError(

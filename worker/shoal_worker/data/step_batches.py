@@ -86,8 +86,8 @@ class Step:
         """Raises PreconditionError when called a second time: the samples would count twice."""
         if self._batches is None:
             raise PreconditionError(
-                f"step {self.number} of epoch {self.epoch} was iterated before; a step hands out "
-                "its batches once, so that no sample counts twice"
+                f"step {self.number} of epoch {self.epoch} was already iterated; a step yields "
+                "its batches only once, so that no sample counts twice"
             )
         batches, self._batches = self._batches, None
         return batches
@@ -234,7 +234,9 @@ class LeasedBatches:
             if not self._held:
                 self.done = answer.epoch_done
                 session.wait_for_others(
-                    None if self.done else "the batches that others have of the epoch"
+                    None
+                    if self.done
+                    else "the batches of the epoch that are leased to other workers"
                 )
                 if not self.done:
                     time.sleep(max(answer.retry_after_s, _SHORTEST_RETRY_S))

@@ -30,13 +30,13 @@ def arguments_of(loader: Any, what: str) -> dict[str, Any]:
     """
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
-            f"{what}: found a {type(loader).__name__}; expected a torch.utils.data.DataLoader"
+            f"{what}: got {type(loader).__name__}; expected a torch.utils.data.DataLoader"
         )
     if loader.worker_init_fn is not None and loader.num_workers > 0:
         raise ConfigurationError(
-            f"{what}: the DataLoader has a worker_init_fn, and Shoal's data workers call none. "
-            "Random generators are seeded for each batch without it; open files and connections "
-            "in the dataset, when an item is first asked for, and leave the argument out"
+            f"{what}: the DataLoader has a worker_init_fn, but Shoal's data workers do not call "
+            "it. Shoal seeds random generators for each batch; open files and connections in the "
+            "dataset, when it is first read, and leave worker_init_fn out"
         )
     return {
         "dataset": loader.dataset,
@@ -58,18 +58,18 @@ def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
         not is_stream(loader.dataset) and type(loader.batch_sampler) is not BatchSampler
     ):
         raise ConfigurationError(
-            f"{what}: the DataLoader has batches of its own (a batch_sampler, or batch_size=None), "
-            "and Shoal makes them of single samples: give it batch_size=, and a sampler that "
-            "draws samples"
+            f"{what}: the DataLoader forms its own batches (a batch_sampler, or batch_size=None), "
+            "but Shoal forms batches from single samples; pass batch_size=, and a sampler that "
+            "draws single samples"
         )
     if is_stream(loader.dataset):
         return {}
     sampler = loader.sampler
     if isinstance(sampler, DistributedSampler):
         raise ConfigurationError(
-            f"{what}: a {type(sampler).__name__} deals samples to a fixed number of ranks, and "
-            "Shoal deals them to those that there are: leave the sampler out, with shuffle=True "
-            "for a new order each epoch"
+            f"{what}: a {type(sampler).__name__} deals samples to a fixed number of ranks, but "
+            "Shoal deals them to the current ranks; leave the sampler out, and use shuffle=True "
+            "for a new order in each epoch"
         )
     if type(sampler) is SequentialSampler:
         return {"shuffle": False}

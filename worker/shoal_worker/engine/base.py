@@ -198,13 +198,13 @@ class Engine(TrainingEngine):
         for name, gradient in gradients.items():
             if name not in parameters:
                 raise ConfigurationError(
-                    f"set_gradients: the model has no parameter {name!r}; it has "
-                    f"{sorted(parameters)[:5]} ..."
+                    f"set_gradients: the model has no parameter {name!r}; expected one of its "
+                    f"parameters: {sorted(parameters)[:5]} ..."
                 )
             if gradient.shape != parameters[name].shape:
                 raise ConfigurationError(
                     f"set_gradients: the gradient of {name!r} has shape {tuple(gradient.shape)}, "
-                    f"the parameter {tuple(parameters[name].shape)}"
+                    f"but the parameter has shape {tuple(parameters[name].shape)}"
                 )
         for name, gradient in gradients.items():
             parameters[name].grad = strided_like(
@@ -476,7 +476,7 @@ class Engine(TrainingEngine):
                     self._check_can_travel(key, value)
                 except ConfigurationError as error:
                     raise ConfigurationError(
-                        f"{type(self.optimizer).__name__} keeps {key!r} of parameter {name!r}: "
+                        f"{type(self.optimizer).__name__} stores {key!r} for parameter {name!r}: "
                         f"{error}",
                         reason="STATE_UNSUPPORTED",
                     ) from error

@@ -230,8 +230,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def _held(self) -> State:
         if self._parts is None:
             raise PreconditionError(
-                "the model is on the meta device: it gets its values from its peers at the first "
-                "live batch"
+                "the model is on the meta device; it receives its values from its peers at the "
+                "first live batch"
             )
         return self._parts
 
@@ -306,9 +306,10 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def _refuse_reduced(self, step: Step) -> None:
         if step.control is not None:
             raise PreconditionError(
-                "the gradients of this step are reduced already, by train_step, clip_grad_norm_, "
-                "synchronize_gradients or a GradScaler: do all backward passes of a step before; "
-                "to accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
+                "the gradients of this step were already reduced, by train_step, "
+                "clip_grad_norm_, synchronize_gradients or a GradScaler; run all backward passes "
+                "of a step first. To accumulate gradients, pass micro_batch_size= to the loader "
+                "and loop over loader.steps()"
             )
 
     def _is_lost(self) -> bool:
@@ -329,9 +330,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         if self._carried:
             raise PreconditionError(
                 "the gradients of the last step were not cleared before this step's backward "
-                f"pass, which would add to them: with strategy={self.strategy!r} nothing can be "
-                "added to gradients of a step that has ended. Call optimizer.zero_grad() in every "
-                "step; to accumulate over several batches, give micro_batch_size= to the loader "
+                f"pass, which would add to them: with strategy={self.strategy!r}, nothing can be "
+                "added to gradients of a finished step. Call optimizer.zero_grad() in every "
+                "step; to accumulate over several batches, pass micro_batch_size= to the loader "
                 "and loop over loader.steps()"
             )
 
@@ -361,8 +362,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         """
         if norm_type != 2.0:
             raise ConfigurationError(
-                f"clip_grad_norm_: norm_type={norm_type}; with strategy {self.strategy!r} expected "
-                "2.0"
+                f"clip_grad_norm_: norm_type={norm_type}; strategy {self.strategy!r} supports "
+                "only 2.0"
             )
         self._session.reduce_and_commit()
         step, commit_payload, norm = self._session.step, self._commit_payload, 0.0
@@ -450,9 +451,9 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         if changed is not None and not whole:
             name, trained = changed
             raise ConfigurationError(
-                f"parameter {name!r} has requires_grad={not trained}, and had {trained} at "
-                f"as_distributed: with strategy {self.strategy!r} what is trained is fixed then; "
-                "start the next phase in a new run, from a checkpoint"
+                f"parameter {name!r} has requires_grad={not trained}, but had {trained} at "
+                f"as_distributed: with strategy {self.strategy!r}, the set of trained parameters "
+                "is fixed from then on; start the next phase in a new run, from a checkpoint"
             )
 
     # ---------------------------------------------------------------------------- torch's own calls
@@ -475,8 +476,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     def check_values_here(self, call: str, instead: str) -> None:
         if any(is_hidden(p) for p in self.module.parameters()):
             raise PreconditionError(
-                f"model.{call} with strategy={self.strategy!r}: ranks hold parts of the parameters "
-                f"between passes. Called on every rank, {instead}"
+                f"model.{call} with strategy={self.strategy!r}: each rank holds only parts of the "
+                f"parameters between passes. Called on every rank, {instead}"
             )
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
@@ -490,8 +491,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             if (became.dtype, became.device) != kind:
                 raise PreconditionError(
                     f"model.to({became.dtype}, {became.device}) of a model in {kind[0]} on "
-                    f"{kind[1]}: with strategy={self.strategy!r} the layout over the ranks is "
-                    "fixed; convert the module before as_distributed, or give param_dtype="
+                    f"{kind[1]}: with strategy={self.strategy!r}, the layout over the ranks is "
+                    "fixed; convert the module before as_distributed, or pass param_dtype="
                 )
         return False
 
@@ -567,8 +568,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             ConfigurationError: always.
         """
         raise ConfigurationError(
-            f"set_gradients: with strategy {self.strategy!r} ranks hold parts of gradients, and "
-            "mirrors of others'; scale the loss, or use ddp"
+            f"set_gradients: with strategy {self.strategy!r}, each rank holds only parts of the "
+            "gradients, and mirrors of others; scale the loss, or use ddp"
         )
 
     @override

@@ -134,10 +134,10 @@ class ModelSession:
         def check(_: Any) -> None:
             if self._updates != updates:
                 raise PreconditionError(
-                    f"a backward pass goes through a forward pass of model {self.number} from "
-                    "before its optimizer's step: the values that it was computed with are not "
-                    "there any more, as in plain PyTorch; call the model again behind the step, "
-                    "or do both backward passes before it"
+                    f"a backward pass goes through a forward pass of model {self.number} that ran "
+                    "before its optimizer's step: as in plain PyTorch, the values used there no "
+                    "longer exist. Call the model again after the step, or run both backward "
+                    "passes before it"
                 )
 
         when_gradients_come(output, check, mode="any")
@@ -196,15 +196,15 @@ class ModelSession:
             return session.finish_step(apply)
         if self.stepped:
             raise PreconditionError(
-                "an optimizer's step() was called a second time for one batch: with several models "
-                "each of their optimizers steps at most once for a batch; take a batch for each "
+                "an optimizer's step() was called a second time for one batch: with several "
+                "models, each optimizer steps at most once per batch; take a new batch for each "
                 "of its steps",
                 reason="STEP_NOT_FINISHED",
             )
         if step.left and any(not peer.stepped for peer in self._peers if peer is not self):
             raise PreconditionError(
-                "an optimizer's step() was called for a batch whose loop was left: with several "
-                "models all that step for a batch do so within the loop over the loader",
+                "an optimizer's step() was called for a batch whose loop has ended: with several "
+                "models, call all steps for a batch within the loop over the loader",
                 reason="STEP_NOT_FINISHED",
             )
         self.reduce()
@@ -246,10 +246,14 @@ class ModelSession:
         self.update = self.engine.apply_tentatively(apply)
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        raise InternalError("a strategy that keeps a state was given several models")
+        raise InternalError(
+            "several models were passed to a strategy that keeps copies of the state"
+        )
 
     def release(self) -> None:
-        raise InternalError("a strategy that keeps a state was given several models")
+        raise InternalError(
+            "several models were passed to a strategy that keeps copies of the state"
+        )
 
     # ------------------------------------------------------------------------ what is the session's
 
@@ -300,6 +304,7 @@ class ModelSession:
 def no_micro_batches() -> ConfigurationError:
     """The error for several models in a step of micro-batches."""
     return ConfigurationError(
-        "several models in loader.steps(): each would need its own loop over a step's "
-        "micro-batches; iterate over the loader itself, and make it without micro_batch_size="
+        "several models do not support loader.steps(), where each would need its own loop over a "
+        "step's micro-batches; iterate over the loader itself, and create it without "
+        "micro_batch_size="
     )

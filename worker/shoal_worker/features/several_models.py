@@ -295,10 +295,10 @@ class SeveralEngines(TrainingEngine):
         if not self._warned and engine.has_gradients():
             self._warned = True
             _log.warning(
-                "model %d has gradients, but its optimizer does not step for this batch, so they "
-                "are dropped. Gradients are not carried over to the next batch: use larger batches "
-                "instead of accumulating. If they are a by-product of another model's loss, "
-                "detach() this model's output before that loss uses it",
+                "model %d has gradients, but its optimizer did not step for this batch, so they "
+                "were dropped. Gradients are not carried over to the next batch: use larger "
+                "batches instead of accumulating. If they are a by-product of another model's "
+                "loss, detach() this model's output before that loss uses it",
                 model.number,
             )
         if model.passed and engine.changing_buffers:

@@ -88,7 +88,7 @@ class NormsOfRanks:
         """
         if self._ranks.in_micro_batches:
             raise ConfigurationError(
-                "the model has a SyncBatchNorm, and the loader has micro_batch_size=: ranks have "
+                "the model has a SyncBatchNorm, but the loader has micro_batch_size=: ranks have "
                 "different numbers of micro-batches, so a layer cannot normalize over all ranks. "
                 "Leave out micro_batch_size=, or use BatchNorm or GroupNorm"
             )

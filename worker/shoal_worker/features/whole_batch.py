@@ -54,8 +54,9 @@ class WholeBatch:
         if self._ranks.in_micro_batches:
             raise ConfigurationError(
                 "whole_batch: the loader has micro_batch_size=, and ranks have different numbers "
-                "of micro-batches, so they cannot meet in each. Leave out micro_batch_size=; "
-                "where memory is short compute the features by torch.utils.checkpoint"
+                "of micro-batches, so they cannot communicate in each of them. Leave out "
+                "micro_batch_size=; to save memory, compute the features under "
+                "torch.utils.checkpoint"
             )
         weight = self._ranks.weight
         whole = (
@@ -87,8 +88,8 @@ class WholeBatch:
         counts = headers[:, 0].tolist()
         if headers[:, 1].unique().numel() > 1:
             raise PreconditionError(
-                "whole_batch: the ranks gave tensors of different numbers, dtypes, or shapes "
-                "beyond the first dimension; this rank gave "
+                "whole_batch: the ranks passed tensors of different numbers, dtypes, or shapes "
+                "beyond the first dimension; this rank passed "
                 f"{', '.join(f'{each.dtype} {tuple(each.shape)}' for each in tensors)}",
                 reason="RANKS_DIVERGED",
             )
@@ -169,7 +170,8 @@ def whole_batch(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch
     """
     if session not in _known:
         raise PreconditionError(
-            "whole_batch before as_distributed: call it in the loop, on what the model gives"
+            "whole_batch was called before as_distributed; call it in the loop, on outputs of "
+            "the model"
         )
     return _known[session].of(tensors)
 
@@ -195,8 +197,8 @@ def _rows(tensors: Sequence[torch.Tensor]) -> int:
     rows = {len(each) for each in tensors}
     if len(rows) != 1:
         raise ConfigurationError(
-            f"whole_batch of tensors with {sorted(rows)} rows: expected one or several with the "
-            "same number"
+            f"whole_batch of tensors with {sorted(rows)} rows: expected tensors with the same "
+            "number of rows"
         )
     return rows.pop()
 

@@ -70,9 +70,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         refuse_hooks(self.module.named_parameters(), self.strategy)
         if self.config.deterministic:
             raise ConfigurationError(
-                f"deterministic=True with strategy={self.strategy!r}: how a model is split changes "
-                "the order of its own sums, so results cannot be bitwise those of another number "
-                "of ranks; leave it out, or use ddp, zero1, zero2, zero3 or fsdp"
+                f"deterministic=True with strategy={self.strategy!r}: splitting the model changes "
+                "the order of sums, so results cannot be bitwise equal for other numbers of "
+                "ranks; leave deterministic out, or use ddp, zero1, zero2, zero3 or fsdp"
             )
         own = self._options
         dropout = own.get("dropout", DropoutRandomness.PER_SHARD)
@@ -176,7 +176,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def _laid_out(self) -> RankMesh:
         if self._mesh is None:
             raise PreconditionError(
-                "the model is not laid out over the ranks: that happens when the first step begins"
+                "the model is not yet laid out over the ranks; that happens when the first step "
+                "begins"
             )
         return self._mesh
 
@@ -201,9 +202,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         training = self._trains
         if training and self.module.training and self._plan.pipelined:
             raise ConfigurationError(
-                f"model(x) with strategy={self.strategy!r}: in training a pipeline takes a batch "
-                "through both passes at once; call loss = model.train_step(x, y, loss_fn) in the "
-                "place of the forward pass, the loss and backward()"
+                f"model(x) with strategy={self.strategy!r}: in training, a pipeline runs both "
+                "passes of a batch together; call loss = model.train_step(x, y, loss_fn) instead "
+                "of the forward pass, the loss and backward()"
             )
         # In a loop without a Shoal loader a spare waits here for the start of its next step.
         begun = training and self.idle and self._session.step is None and self._begin_pass()
@@ -221,9 +222,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     @override
     def check_forward_method(self, name: str) -> None:
         raise ConfigurationError(
-            f"register_forward_method({name!r}) with strategy={self.strategy!r}: layers and stages "
-            "are split along the module's forward pass, which alone can go through them. Have "
-            "forward() call the method, as told by an argument; or use zero3 or fsdp"
+            f"register_forward_method({name!r}) with strategy={self.strategy!r}: layers and "
+            "stages are split along the module's forward pass, so no other method can run "
+            "through them. Let an argument make forward() call the method, or use zero3 or fsdp"
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
@@ -256,9 +257,9 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         step = self._session.step
         if torch.is_grad_enabled() and self._held.hidden.are_split:
             raise PreconditionError(
-                f"a backward pass with create_graph=True, with strategy={self.strategy!r}: "
-                "gradients of gradients do not come out right through layers that are split over "
-                "ranks; use zero2 or fsdp, or leave a penalty on gradients out"
+                f"a backward pass with create_graph=True and strategy={self.strategy!r}: "
+                "gradients of gradients are wrong through layers that are split over ranks; use "
+                "zero2 or fsdp, or leave out gradient penalties"
             )
         if step is not None and not self._came:
             self._carried = self._held.hidden.carries and not step.in_micro_batches
@@ -359,7 +360,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         if self._options.get("loss_parallel"):
             raise ConfigurationError(
                 "generate() of a model with loss_parallel=True: its logits are split over the "
-                "vocabulary, and tokens are chosen from whole ones; call "
+                "vocabulary, but choosing tokens needs whole logits; call "
                 "model.clone().generate(...) on every rank, or leave loss_parallel out"
             )
         if self._ahead:
@@ -434,8 +435,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         pipeline."""
         if (scaled or inspected) and self._plan.pipelined:
             raise ConfigurationError(
-                "a GradScaler with a pipeline: train_step takes losses through their backward "
-                "passes itself, so nothing can scale them; use bfloat16, which needs none: "
+                "a GradScaler with a pipeline: train_step runs the backward passes of losses "
+                "itself, so a scaler cannot scale them; use bfloat16, which needs no scaler: "
                 "torch.autocast(..., dtype=torch.bfloat16) around train_step"
             )
         return super().finish_step(update, scaled=scaled, inspected=inspected)

@@ -486,15 +486,16 @@ class Layouts:
             Blueprint(template, axes)
         if axes.working < world_size and not ranks_may_come:
             raise ConfigurationError(
-                f"{world_size} ranks make {axes.data} replica(s) of pipeline {axes.pipeline} x "
-                f"tensor {axes.tensor} = {axes.replica_size}, and {world_size - axes.working} "
-                f"would be left over for good: start a multiple of {axes.replica_size}"
+                f"{world_size} ranks form {axes.data} replica(s) of pipeline {axes.pipeline} x "
+                f"tensor {axes.tensor} = {axes.replica_size} ranks, which leaves "
+                f"{world_size - axes.working} unused for the whole run; start a multiple of "
+                f"{axes.replica_size} ranks"
             )
         if axes.data == 0:
             raise ConfigurationError(
-                f"{world_size} rank(s) are fewer than the {axes.replica_size} that hold one "
-                f"replica (pipeline {axes.pipeline} x tensor {axes.tensor}): let the job begin "
-                f"with {axes.replica_size} at least (--nproc-per-node, MIN of --nnodes MIN:MAX)"
+                f"{world_size} rank(s) are fewer than the {axes.replica_size} that one replica "
+                f"needs (pipeline {axes.pipeline} x tensor {axes.tensor}); start the job with at "
+                f"least {axes.replica_size} (--nproc-per-node, MIN of --nnodes MIN:MAX)"
             )
 
     def _fits(self, axes: Axes) -> bool:

@@ -317,8 +317,8 @@ def checked(key: str, one: Any) -> Any:
     (STATE_UNSUPPORTED) if it cannot be sent."""
     if not isinstance(one, bool | int | float | str | None):
         raise ConfigurationError(
-            f"the optimizer keeps a {type(one).__name__} ({key!r}) in its state, which cannot be "
-            "sent: expected a tensor, a number or a string",
+            f"the optimizer keeps an object of type {type(one).__name__} ({key!r}) in its state, "
+            "which cannot be sent; expected a tensor, a number or a string",
             reason="STATE_UNSUPPORTED",
         )
     return one

@@ -72,7 +72,7 @@ class Connection:
                 {partition.primary for partition in shard_map.partitions} - addresses.keys()
             ):
                 raise UnavailableError(
-                    f"servers {missing}, which have partitions now, are not registered",
+                    f"servers {missing} own partitions but are not registered",
                     reason="SHARD_MAP_INCOMPLETE",
                 )
             raise ShardMapChanged(shard_map)
@@ -86,8 +86,8 @@ class Connection:
         state = self.client.get_server(member_id=self._job.member_id)
         if state.job_id != self._job.job_id or state.server_index not in (-1, self.share.index):
             raise UnavailableError(
-                f"at {self.address} there is server {state.server_index} of job {state.job_id!r}, "
-                f"not server {self.share.index} of {self._job.job_id!r}"
+                f"the server at {self.address} is server {state.server_index} of job "
+                f"{state.job_id!r}; expected server {self.share.index} of job {self._job.job_id!r}"
             )
         return state
 

@@ -115,7 +115,7 @@ class Job:
         try:
             return newest.peers[ranks] if newest is not None else ()
         except (MembershipChanged, UnavailableError) as error:
-            _log.info("who has a state to give is not known: %s", error)
+            _log.info("could not determine which peer can send its state: %s", error)
             return ()
 
     def entered(self) -> bool:
@@ -170,9 +170,9 @@ class Job:
         except PreconditionError as error:
             if error.reason == "JOB_WITHOUT_SERVERS":
                 raise ConfigurationError(
-                    'strategy="async_sgd" and sparse tables need parameter servers, and job '
-                    f"{self.job_id!r} was created without; start "
-                    "it with `shoal run --servers 2 ...`"
+                    'strategy="async_sgd" and sparse tables need parameter servers, but job '
+                    f"{self.job_id!r} was created without any; start it with `shoal run --servers "
+                    "2 ...`"
                 ) from None
             raise
         return answer.shard_map

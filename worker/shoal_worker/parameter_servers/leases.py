@@ -292,9 +292,9 @@ class CoordinatorLeases:
                 leaving_since is not None and now - leaving_since > _LAST_WORD_S
             ):
                 raise DeadlineError(
-                    f"waited {now - begun:.0f} s for the coordinator to hear of batches of loader "
-                    f"{block.loader!r}{f': {self._trouble}' if self._trouble else ''}; see that it "
-                    "runs, or start it again with its Redis"
+                    f"waited {now - begun:.0f} s for the coordinator to acknowledge batches of "
+                    f"loader {block.loader!r}{f': {self._trouble}' if self._trouble else ''}; "
+                    "check that it is running, or restart it with its Redis"
                 )
             self._changed.wait(_LOOK_S)
 
@@ -388,7 +388,7 @@ class CoordinatorLeases:
                 self._trouble = str(error)
                 if not logged:
                     _log.warning(
-                        "the coordinator is not leasing batches at the moment, %d are left: %s",
+                        "the coordinator is not leasing batches; %d leased batches are left: %s",
                         len(block.leased),
                         error,
                     )

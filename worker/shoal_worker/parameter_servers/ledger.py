@@ -55,7 +55,7 @@ class ShardMapChanged(Exception):
     """Partitions have moved: this is the map now."""
 
     def __init__(self, shard_map: coordinator_pb.ShardMap) -> None:
-        super().__init__(f"the shard map is at epoch {shard_map.epoch}")
+        super().__init__(f"partitions have moved; the shard map is at epoch {shard_map.epoch}")
         self.shard_map = shard_map
 
 

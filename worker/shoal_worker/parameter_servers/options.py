@@ -86,14 +86,18 @@ class AsyncOptions:
             )
         if self.consistency == "ssp" and self.staleness_bound is None:
             raise ConfigurationError(
-                'consistency="ssp" needs staleness_bound=: how many iterations a worker may be '
-                "ahead of the slowest; 3, say"
+                'consistency="ssp" needs staleness_bound=, the number of iterations that a '
+                "worker may be ahead of the slowest, such as 3"
             )
         if self.consistency != "ssp" and self.staleness_bound is not None:
-            why = "where nobody waits" if self.consistency == "asp" else "where all wait for all"
+            why = (
+                ("which makes no worker wait")
+                if self.consistency == "asp"
+                else "which makes workers proceed in step"
+            )
             raise ConfigurationError(
                 f'staleness_bound={self.staleness_bound} with consistency="{self.consistency}", '
-                f'{why}; give consistency="ssp", or no bound'
+                f'{why}; use consistency="ssp", or leave staleness_bound out'
             )
         if self.staleness_bound is not None and (
             type(self.staleness_bound) is not int or not 0 <= self.staleness_bound < 2**31
@@ -108,21 +112,24 @@ class AsyncOptions:
             )
         if self.waits_for_others and self.pull_every > 1:
             raise ConfigurationError(
-                f'pull_every={self.pull_every} with consistency="{self.consistency}", which is '
-                "kept by waiting at pulls; "
-                'use pull_every=1, or "asp"'
+                f'pull_every={self.pull_every} with consistency="{self.consistency}", which makes '
+                'workers wait at every pull; use pull_every=1, or consistency="asp"'
             )
         if self.prefetch and (
             self.waits_for_others or self.delay_compensation or self.inner_steps is not None
         ):
             other = (
-                f'consistency="{self.consistency}", which is kept by waiting at pulls'
+                f'consistency="{self.consistency}", which makes workers wait at every pull'
                 if self.waits_for_others
-                else f"inner_steps={self.inner_steps}: the next inner steps go on from what is "
-                "pulled"
+                else (
+                    f"inner_steps={self.inner_steps}: the next inner steps start from the pulled "
+                    "values"
+                )
                 if self.inner_steps is not None
-                else f"delay_compensation={self.delay_compensation}: servers take the values that "
-                "they sent last for those of a gradient"
+                else (
+                    f"delay_compensation={self.delay_compensation}: servers assume that each "
+                    "gradient was computed from the values they sent last"
+                )
             )
             raise ConfigurationError(f"prefetch=True with {other}; leave prefetch out")
         if not isinstance(self.server_timeout, timedelta) or self.server_timeout <= timedelta(0):
@@ -131,7 +138,7 @@ class AsyncOptions:
             )
         if not isinstance(self.lease_ahead, timedelta) or self.lease_ahead < timedelta(0):
             raise ConfigurationError(
-                f"lease_ahead={self.lease_ahead!r}: expected a timedelta, 0 or above"
+                f"lease_ahead={self.lease_ahead!r}: expected a timedelta of at least 0"
             )
         strength = self.delay_compensation
         if (
@@ -140,7 +147,8 @@ class AsyncOptions:
             or not (math.isfinite(strength) and strength >= 0)
         ):
             raise ConfigurationError(
-                f"delay_compensation={strength!r}: expected a finite number, 0 or above; 0.04, say"
+                f"delay_compensation={strength!r}: expected a finite number of at least 0, such "
+                "as 0.04"
             )
         self._check_rounds()
 
@@ -149,8 +157,8 @@ class AsyncOptions:
         if steps is None:
             if outer is not None:
                 raise ConfigurationError(
-                    f"outer_optimizer={type(outer).__name__} without inner_steps=: how many steps "
-                    "a worker takes before each push; 32, say"
+                    f"outer_optimizer={type(outer).__name__} without inner_steps=: pass the "
+                    "number of steps that a worker takes before each push, such as inner_steps=32"
                 )
             return
         if type(steps) is not int or steps < 1:
@@ -159,20 +167,21 @@ class AsyncOptions:
             )
         if not isinstance(outer, torch.optim.Optimizer):
             raise ConfigurationError(
-                f"outer_optimizer={outer!r} with inner_steps={steps}: expected the optimizer that "
-                "the servers are to run, made from the model's parameters: for 4 workers "
-                "shoal.optim.DelayedNesterov(net.parameters(), every=4), say"
+                f"outer_optimizer={outer!r} with inner_steps={steps}: expected the optimizer for "
+                "the servers to run, created from the model's parameters, such as "
+                "shoal.optim.DelayedNesterov(net.parameters(), every=4) for 4 workers"
             )
         if self.pull_every > 1:
             raise ConfigurationError(
                 f"pull_every={self.pull_every} with inner_steps={steps}: each push ends with a "
-                "pull, from which the next inner steps go on. Leave it out, or raise inner_steps"
+                "pull, from which the next inner steps start. Leave pull_every out, or raise "
+                "inner_steps"
             )
         if self.delay_compensation:
             raise ConfigurationError(
-                f"delay_compensation={self.delay_compensation} with inner_steps={steps}: it is for "
-                "the gradient of one batch, whose square stands for a curvature; what inner steps "
-                "have moved is none. Leave it out"
+                f"delay_compensation={self.delay_compensation} with inner_steps={steps}: it needs "
+                "the gradient of one batch, whose square approximates the curvature, but inner "
+                "steps push a sum of updates. Leave delay_compensation out"
             )
 
     @property
@@ -205,8 +214,8 @@ def check_pull_compression(name: str) -> None:
     why = ""
     if name in compressor_names():
         why = (
-            f": {name} leaves most of a gradient to later pushes, and what is left out of values "
-            "does not come later"
+            f": {name} leaves most of a gradient to later pushes, but values left out of a pull "
+            "are never sent"
         )
     raise ConfigurationError(
         f"pull_compression={name!r}{why}; expected one of {', '.join(suitable)}, or None"
@@ -229,18 +238,16 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
     if isinstance(compressor, PowerSGDCompressor) and compressor.rank > POWERSGD_LARGEST_RANK:
         raise ConfigurationError(
             f'powersgd with rank={compressor.rank} and strategy="async_sgd": parameter servers '
-            f"take ranks up to {POWERSGD_LARGEST_RANK}; "
-            "2 to 8 is usual"
+            f"support ranks up to {POWERSGD_LARGEST_RANK}; 2 to 8 are usual"
         )
     if config.deterministic:
         raise ConfigurationError(
-            'deterministic=True with strategy="async_sgd": pushes are applied in the order in '
-            'which they come; use "ddp" for results that '
-            "repeat"
+            'deterministic=True with strategy="async_sgd": pushes are applied in order of '
+            'arrival, so results do not repeat; use "ddp" for reproducible results'
         )
 
 
-_OR_HERE = ", or give inner_steps=, with which workers run the optimizer"
+_OR_HERE = ", or pass inner_steps= to run the optimizer in the workers"
 
 Values = tuple[tuple[str, float], ...]
 """Hyperparameters of one group by the servers' names, sorted."""
@@ -294,8 +301,8 @@ class ServerOptimizer:
         if known is None:
             raise ConfigurationError(
                 f"{argument}={type(optimizer).__module__}.{type(optimizer).__qualname__}: with "
-                f"async_sgd the parameter servers run the {argument}, and they have {in_words()}; "
-                f"use one of these{_OR_HERE if argument == 'optimizer' else ''}"
+                f"async_sgd the parameter servers run the {argument}, but they support only "
+                f"{in_words()}; use one of these{_OR_HERE if argument == 'optimizer' else ''}"
             )
         # Adagrad creates its state before its first step.
         if any(
@@ -303,15 +310,17 @@ class ServerOptimizer:
             for state in optimizer.state.values()
         ):
             raise ConfigurationError(
-                f"{argument}={type(optimizer).__name__} has taken steps before: with async_sgd the "
-                "parameter servers run it, and would begin without its momentum or moments; pass a "
-                f"new one{_OR_HERE if argument == 'optimizer' else ''}, or use strategy='ddp'"
+                f"{argument}={type(optimizer).__name__} has already taken steps: with async_sgd "
+                "the parameter servers run it, and they would start without its momentum or "
+                f"moments; pass a new one{_OR_HERE if argument == 'optimizer' else ''}, or use "
+                "strategy='ddp'"
             )
         for group in optimizer.param_groups:
             if delay_compensation and group["maximize"]:
                 raise ConfigurationError(
-                    f"delay_compensation={delay_compensation} with maximize=True: it is of a loss "
-                    "that falls; negate the loss instead"
+                    f"delay_compensation={delay_compensation} with maximize=True: delay "
+                    "compensation is derived for a loss that is minimized; negate the loss "
+                    "instead"
                 )
             for key, value in known.fixed.items():
                 if group.get(key, value) != value:
@@ -324,10 +333,10 @@ class ServerOptimizer:
                 dtype = str(parameter.dtype).removeprefix("torch.")
                 if dtype in known.not_for:
                     raise ConfigurationError(
-                        f"parameter {names[id(parameter)]!r} is {dtype}, of which "
-                        f"{type(optimizer).__name__} makes NaN where a gradient is zero: its eps "
-                        "vanishes there; convert the parameter to float32 or bfloat16, or use "
-                        "Adam or AdamW"
+                        f"parameter {names[id(parameter)]!r} is {dtype}, for which "
+                        f"{type(optimizer).__name__} computes NaN if a gradient is zero, because "
+                        "its eps underflows; convert the parameter to float32 or bfloat16, or "
+                        "use Adam or AdamW"
                     )
         self._declared = known
         self._delay_compensation = delay_compensation
@@ -368,17 +377,16 @@ class ServerOptimizer:
             row = math.prod(tensor.shape[1:])
             if self._declared.cuts_rows(row=row, offset=piece.offset, length=piece.length):
                 raise ConfigurationError(
-                    f"parameter {tensor.name!r} has rows of {row} elements, which are longer than "
-                    f"what servers hold together (8 MiB), and {type(self._optimizer).__name__} "
-                    "needs whole rows; use torch.optim.Adagrad, or give the parameter another "
-                    "shape"
+                    f"parameter {tensor.name!r} has rows of {row} elements, which exceed the 8 "
+                    f"MiB that a server keeps together, but {type(self._optimizer).__name__} "
+                    "needs whole rows; use torch.optim.Adagrad, or reshape the parameter"
                 )
         if self._declared.unit is Unit.TENSOR and (
             cut := sorted({tensor.name for tensor, piece in pieces if piece.offset})
         ):
             _log.warning(
-                "%s takes each piece of up to 8 MiB of a larger tensor as a tensor of its own, "
-                "with a trust ratio of its own: %s%s",
+                "%s treats each piece of up to 8 MiB of a larger tensor as a separate tensor "
+                "with its own trust ratio: %s%s",
                 type(self._optimizer).__name__,
                 ", ".join(cut[:5]),
                 f" and {len(cut) - 5} more" if len(cut) > 5 else "",
@@ -437,6 +445,6 @@ class ServerOptimizer:
                     value = dict(after)[name]
                     changed = bool(value) if name in self._declared.switches else value
                     raise ConfigurationError(
-                        f"{name} was changed to {changed} while the optimizer runs; it decides "
-                        "which state the servers keep: set it before as_distributed"
+                        f"{name} was changed to {changed} while the optimizer is running, but it "
+                        "determines the state that the servers keep; set it before as_distributed"
                     )

@@ -68,8 +68,8 @@ def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | Non
         link, channel = membership.link, settings.channel(settings.coordinator)
     else:
         raise ConfigurationError(
-            "the model has sparse tables, whose rows are on parameter servers, and ranks of "
-            "`shoal.launch` have none: run the script with `shoal run --servers 1 ...`"
+            "the model has sparse tables, whose rows are on parameter servers, but ranks of "
+            "`shoal.launch` have no servers; start the script with `shoal run --servers 1 ...`"
         )
     job = kind(
         link,
@@ -100,9 +100,9 @@ class OwnCluster:
         ]
         if missing:
             raise ConfigurationError(
-                "training with parameter servers, without a cluster, starts a server of its own, "
-                f"but {' and '.join(missing)} cannot be found; `pip install {' '.join(missing)}`, "
-                "or run the script with `shoal run --servers 1 ...`"
+                "training with parameter servers but without a cluster starts a local server, "
+                f"but {' and '.join(missing)} cannot be found; run `pip install "
+                f"{' '.join(missing)}`, or start the script with `shoal run --servers 1 ...`"
             )
         self._scratch = ScratchDirectory("alone")
         self._services: list[_Service] = []
@@ -200,12 +200,12 @@ class _Service:
             if self._process.poll() is not None:
                 raise UnavailableError(
                     f"{self._module} did not start (status {self._process.returncode}); its last "
-                    f"words: {self._last_words()}",
+                    f"output: {self._last_words()}",
                     reason="SERVICE_FAILED",
                 )
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"{self._module} did not serve within {_START_TIMEOUT}; its last words: "
+                    f"{self._module} did not serve within {_START_TIMEOUT}; its last output: "
                     f"{self._last_words()}"
                 )
             time.sleep(_POLL_S)

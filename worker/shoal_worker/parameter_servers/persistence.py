@@ -114,7 +114,7 @@ class Persistence:
             level = logging.INFO if error.reason in (_MOVED, MOVING) else logging.WARNING
             _log.log(
                 level,
-                "server %d at %s: %s failed and will be tried again: %s",
+                "server %d at %s: %s failed and will be retried: %s",
                 server.share.index,
                 server.address,
                 method,
@@ -124,11 +124,11 @@ class Persistence:
         patience = self._patience.total_seconds()
         if now - since > patience:
             raise DeadlineError(
-                f"parameter server {server.share.index} (last seen at {server.address}) was away "
-                f"for more than {patience:.0f} s (server_timeout); start it again with its data "
-                "directory, or restart the job; if it runs, and workers reach it at another "
-                "address, start it with --advertise (SHOAL_PS_SERVER_ADVERTISE). The last "
-                f"attempt: {error}",
+                f"parameter server {server.share.index} (last seen at {server.address}) was "
+                f"unreachable for more than {patience:.0f} s (server_timeout). Start it again "
+                "with its data directory, or restart the job. If it is running, and workers "
+                "reach it at another address, start it with --advertise "
+                f"(SHOAL_PS_SERVER_ADVERTISE). The last attempt failed: {error}",
                 reason="SERVER_AWAY",
             ) from error
         return since
@@ -147,6 +147,6 @@ class Persistence:
                 if now - accused_at > self._job.straggler_patience.total_seconds():
                     accused_at = now
                     _log.warning(
-                        "held up by a slower worker for %.0f s: %s", now - waiting_since, error
+                        "waited %.0f s for a slower worker: %s", now - waiting_since, error
                     )
                     self._job.accuse_slowest(str(error))

@@ -47,7 +47,7 @@ class Prefetch:
 
     def begin(self, servers: Sequence[Source]) -> None:
         """Pulls from all of them. The one before must be over: see `land` and `drop`."""
-        assert not self._pulls, "what was pulled before is landed or dropped first"
+        assert not self._pulls, "the earlier prefetch must be landed or dropped first"
         if not self._memory:
             self._memory = {
                 tensor.name: torch.empty_like(tensor.target(), device="cpu")
@@ -75,7 +75,7 @@ class Prefetch:
         wait_for_all(pulls)
         for pull in pulls:
             if (error := pull.exception()) is not None:
-                _log.debug("values were not pulled ahead: %s", error)
+                _log.debug("a prefetch of values failed: %s", error)
                 return False
         targets = {tensor.name: tensor.target() for tensor in self._tensors}
         for pull in pulls:

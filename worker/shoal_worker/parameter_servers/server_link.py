@@ -390,7 +390,7 @@ class ServerLink:
                 self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience
             )
         except (*TRANSIENT, UnknownResourceError) as error:
-            _log.debug("server %d did not hear the leave message: %s", self.index, error)
+            _log.debug("server %d did not receive the leave message: %s", self.index, error)
 
     def close(self) -> None:
         """Ends calls in progress. Idempotent. Any thread may call it."""
@@ -422,17 +422,18 @@ class ServerLink:
         ]
         if missing and not has_values:
             raise PreconditionError(
-                "rank 0's parameters are on the meta device: its weights win, so it must have "
-                "values",
+                "rank 0's parameters are on the meta device, but all ranks start from its "
+                "values; initialize them on rank 0",
                 reason="VALUES_MISSING",
             )
         results = self._initialize(missing)
         self.gave_values |= not all(each.duplicate for each in results)
         if joins_late and not all(each.duplicate for each in results):
             _log.warning(
-                "server %d of a run that had begun held no values of %d of its %d partitions, and "
-                "got this new worker's: if the run had trained, what it had learnt there is LOST. "
-                "Stop the run, and give the server its data directory back, or begin a new run",
+                "in a run that had already begun, server %d had no values for %d of its %d "
+                "partitions, and received those of this new worker. If the run had trained, its "
+                "progress in these partitions is LOST. Stop the run and restore the server's "
+                "data directory, or begin a new run",
                 self.index,
                 len(missing),
                 len(self._server.partitions),
@@ -468,7 +469,7 @@ class ServerLink:
             partition.partition_id for partition in partitions
         ]:
             raise InternalError(
-                f"server {self.index} acknowledged other partitions than were pushed"
+                f"server {self.index} acknowledged different partitions than were pushed"
             )
         failpoint("exchange.server_answered")
         del self._finished_batches[: len(finished)]
@@ -522,7 +523,7 @@ class ServerLink:
         state = self._server.look()
         if moving := [each.partition_id for each in state.partitions if each.moving]:
             raise UnavailableError(
-                f"server {self._server.share.index}: partitions {moving} are moving still",
+                f"server {self._server.share.index}: partitions {moving} are still moving",
                 reason=MOVING,
             )
         if not state.HasField("optimizer"):
@@ -541,8 +542,8 @@ class ServerLink:
                 # them when it is asked for them, and keeps them.
                 if not all(each.duplicate for each in self._initialize(empty)):
                     _log.warning(
-                        "server %d came back without values: it got this worker's; its optimizer "
-                        "state is lost",
+                        "server %d came back without values and received those of this worker; "
+                        "its optimizer state is lost",
                         self.index,
                     )
                 state = self._server.look()
@@ -559,7 +560,7 @@ class ServerLink:
         held = [each for each in self._server.look().partitions if each.partition_id in doubtful]
         if len(held) < len(doubtful):
             raise UnavailableError(
-                f"server {self.index} has not heard yet that it has partitions {sorted(doubtful)}"
+                f"server {self.index} does not know yet that it owns partitions {sorted(doubtful)}"
             )
         there = self._ledger.ahead(held)
         self._payloads.settle(doubtful, applied=there)
@@ -572,8 +573,8 @@ class ServerLink:
         if lost:
             _log.warning(
                 "server %d came back without %d updates of this worker that it had acknowledged "
-                "(counted by partition), and without those of other workers since then; training "
-                "goes on from what it has. With a data directory of its own it loses none",
+                "(counted by partition), and without later updates of other workers; training "
+                "continues from its values. A server with its own data directory loses none",
                 self.index,
                 lost,
             )

@@ -246,7 +246,7 @@ class ParameterServers:
         for link in kept:
             link.adopt(by_index[link.index])
         _log.info(
-            "partitions have moved (shard map %d): %d servers, %d before",
+            "partitions moved (shard map %d): %d servers instead of %d",
             shard_map.epoch,
             len(dealt),
             len(self._links),
@@ -267,7 +267,7 @@ class ParameterServers:
     def _write_snapshots(self) -> None:
         for link in self._links:
             try:
-                _log.info("server snapshot at %s", link.snapshot())
+                _log.info("wrote a server snapshot at %s", link.snapshot())
             except ShoalError as error:
                 level = logging.INFO if error.reason == "SNAPSHOTS_OFF" else logging.WARNING
                 _log.log(

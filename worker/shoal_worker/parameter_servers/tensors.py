@@ -61,8 +61,8 @@ class HostTensor:
         """
         if parameter.dtype not in _NAMES:
             raise ConfigurationError(
-                f"parameter {name!r} has dtype {parameter.dtype}; parameter servers hold "
-                f"{', '.join(_NAMES.values())}: convert it, or make it a buffer"
+                f"parameter {name!r} has dtype {parameter.dtype}, but parameter servers support "
+                f"{', '.join(_NAMES.values())}; convert it, or register it as a buffer"
             )
         self.name = name
         self.parameter = parameter
@@ -139,7 +139,7 @@ class HostTensor:
         if parameter.shape != self._shape or parameter.dtype is not self._torch_dtype:
             raise ConfigurationError(
                 f"parameter {self.name!r} is now {parameter.dtype} of shape "
-                f"{tuple(parameter.shape)}, the servers hold {self._torch_dtype} of "
+                f"{tuple(parameter.shape)}, but the servers have {self._torch_dtype} of shape "
                 f"{tuple(self._shape)}; convert the model before as_distributed"
             )
 
@@ -182,14 +182,14 @@ def check_gradients(tensors: Iterable[HostTensor]) -> None:
     for name, gradient in found:
         if gradient.layout is not torch.strided:
             raise ConfigurationError(
-                f"the gradient of {name!r} is {gradient.layout}; parameter servers take dense "
-                "ones: make the embedding with sparse=False"
+                f"the gradient of {name!r} has layout {gradient.layout}, but parameter servers "
+                "support only dense gradients; create the embedding with sparse=False"
             )
     for name, culprits in _not_finite(found):
         raise InvalidRequestError(
-            f"the gradient of {name!r} has {culprits} values that are NaN or infinite; nothing was "
-            "pushed. Leave the batch out (optimizer.zero_grad(), then optimizer.step()), clip, or "
-            "lower the learning rate",
+            f"{culprits} values in the gradient of {name!r} are NaN or infinite; nothing was "
+            "pushed. Skip the batch (optimizer.zero_grad(), then optimizer.step()), clip "
+            "gradients, or lower the learning rate",
             reason="GRADIENT_NOT_FINITE",
         )
 
@@ -203,10 +203,10 @@ def check_outer_gradients(found: Mapping[str, torch.Tensor], *, steps: int) -> N
     """
     for name, culprits in _not_finite(list(found.items())):
         raise InvalidRequestError(
-            f"in {steps} inner steps {culprits} values of {name!r} became NaN or infinite; nothing "
-            "was pushed, and the values are again those that the round began with. Leave the "
-            "round out (optimizer.zero_grad(), then optimizer.step()), clip, or lower the "
-            "learning rate; the inner optimizer's state may have such values as well",
+            f"after {steps} inner steps, {culprits} values of {name!r} were NaN or infinite; "
+            "nothing was pushed, and the values were reset to those at the start of the round. "
+            "Skip the round (optimizer.zero_grad(), then optimizer.step()), clip gradients, or "
+            "lower the learning rate; the inner optimizer's state may contain such values as well",
             reason="GRADIENT_NOT_FINITE",
         )
 
@@ -392,7 +392,7 @@ def shares(
     missing = sorted(holders - addresses.keys())
     if missing:
         raise PreconditionError(
-            f"the shard map gives partitions to the servers {missing}, but names only "
+            f"the shard map assigns partitions to servers {missing}, but lists only servers "
             f"{sorted(addresses)}; restart the job's parameter servers",
             reason="SHARD_MAP_INCOMPLETE",
         )
@@ -538,14 +538,14 @@ class PulledValues:
         """
         if codec != self.codec:
             raise CorruptDataError(
-                f"values came in codec {codec}; {self.codec} was asked for, or CODEC_RAW",
+                f"values arrived in codec {codec}; expected {self.codec} or CODEC_RAW",
                 reason="STREAM_MALFORMED",
             )
         return torch.empty(codecs.payload_bytes(codec, length), dtype=torch.uint8)
 
     def decode(self, payload: torch.Tensor, into: torch.Tensor) -> None:
         """Decodes the payload received in `room` into a flat host tensor."""
-        assert self._compressor is not None, "its codec was answered"
+        assert self._compressor is not None, "the codec was not requested"
         out = into if into.dtype is torch.float32 else torch.empty(into.shape, dtype=torch.float32)
         self._compressor.decompress_into(payload, out)
         if out is not into:

@@ -76,7 +76,7 @@ class _BorderShape:
         ).encode()
         if len(text) > _HEADER_BYTES:
             raise ConfigurationError(
-                f"{len(self.shapes)} tensors between two stages: expected at most about 20; give "
+                f"{len(self.shapes)} tensors between two stages; expected at most about 20; pass "
                 "other cut_points"
             )
         return text.ljust(_HEADER_BYTES)
@@ -210,9 +210,9 @@ class ScheduleExecutor:
             highest, lowest, changed = said.tolist()
             if highest != -lowest:
                 raise ConfigurationError(
-                    "the ranks of one pipeline were given batches of different shapes: ranks of "
-                    "one replica must pass the same batch (model.data_parallel_rank says which "
-                    "replica this rank belongs to)"
+                    "the ranks of one pipeline received batches of different shapes, but ranks "
+                    "of one replica must pass the same batch (model.data_parallel_rank is the "
+                    "number of this rank's replica)"
                 )
             if changed:
                 self._shapes.clear()
@@ -320,7 +320,7 @@ class _Pass:
         if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
             got = tuple(loss.shape) if isinstance(loss, torch.Tensor) else type(loss).__name__
             raise ConfigurationError(
-                f"the loss of a micro-batch is {got}: expected a tensor of one element"
+                f"the loss of a micro-batch is {got}; expected a tensor of one element"
             )
         weighs = self._scales[index] != 0
         if not weighs:
@@ -354,14 +354,14 @@ class _Pass:
             header = torch.frombuffer(bytearray(shape.encoded()), dtype=torch.uint8).to(
                 self._links.device
             )
-            self._links.send(header, peer, f"telling stage {stage + 1} the shape of its input")
+            self._links.send(header, peer, f"sending stage {stage + 1} the shape of its input")
             self._links.traffic.headers += header.numel()
             self._shapes[self._key(stage, index)] = shape
         elif known != shape:
             raise ConfigurationError(
-                f"stage {stage} gave {shape.shapes} and before, for inputs of the same shapes, "
-                f"{known.shapes}: the shapes of what goes between pipeline stages must follow from "
-                "those of the inputs"
+                f"stage {stage} produced {shape.shapes} now but {known.shapes} before, for inputs "
+                "of the same shapes; shapes between pipeline stages must depend only on the "
+                "shapes of the inputs"
             )
         for tensor in border.tensors:
             self._links.send(
@@ -414,7 +414,7 @@ class _Pass:
             if all(one is None for one in found):
                 raise ConfigurationError(
                     f"the output of stage {stage} does not depend on its input, so its backward "
-                    "pass cannot be split: use another schedule"
+                    "pass cannot be split; use another schedule"
                 )
         # Without an input that requires a gradient torch's split finds no parameters at all: the
         # second half is then the whole pass.

@@ -263,11 +263,11 @@ def broadcast_output(value: Any, source: int, links: Links) -> Any:
     tensors: list[torch.Tensor] = []
     text = json.dumps(_described(value, tensors)).encode() if links.rank == source else b""
     length = torch.tensor([len(text)], dtype=torch.int64, device=links.device)
-    links.broadcast(length, source, "sending the outputs' form")
+    links.broadcast(length, source, "sending the structure of the outputs")
     form = torch.zeros(int(length), dtype=torch.uint8, device=links.device)
     if links.rank == source:
         form.copy_(torch.frombuffer(bytearray(text), dtype=torch.uint8))
-    links.broadcast(form, source, "sending the outputs' form")
+    links.broadcast(form, source, "sending the structure of the outputs")
     return _received(json.loads(form.cpu().numpy().tobytes()), iter(tensors), source, links)
 
 
@@ -308,6 +308,6 @@ def _described(value: Any, tensors: list[torch.Tensor]) -> Any:
     if value is None or isinstance(value, bool | int | float | str):
         return ["plain", value]
     raise ConfigurationError(
-        f"the model's output holds a {type(value).__name__}, which cannot be sent to the other "
-        "ranks: use everywhere=False"
+        f"the model's output contains an object of type {type(value).__name__}, which cannot be "
+        "sent to the other ranks; use everywhere=False"
     )

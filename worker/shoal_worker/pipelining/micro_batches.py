@@ -69,8 +69,8 @@ class Border:
         ):
             return cls(tensors=tuple(value), wrapped=len(value))
         raise TypeError(
-            f"{what} returned {type(value).__name__}; between stages go a tensor or a tuple of "
-            "tensors: give other cut_points"
+            f"{what} returned {type(value).__name__}, but only a tensor or a tuple of tensors can "
+            "pass between stages; pass other cut_points"
         )
 
     def value(self) -> Any:
@@ -166,15 +166,15 @@ def cut_batch(
     sizes = {one.shape[0] for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0}
     if len(sizes) != 1:
         raise ConfigurationError(
-            f"a batch of {sorted(sizes) or 'no'} rows: expected tensors that all have the same "
-            "number of samples in their first dimension; cut it yourself and pass the "
-            "MicroBatches otherwise"
+            f"a batch of {sorted(sizes) or 'no'} rows: expected tensors with the same number of "
+            "samples in their first dimension; otherwise split the batch yourself and pass the "
+            "MicroBatches"
         )
     rows = sizes.pop()
     if rows == 0:
         raise ConfigurationError(
-            "a batch of 0 rows: expected at least one sample; a replica that has none makes no "
-            "train_step"
+            "a batch of 0 rows: expected at least one sample; do not call train_step on a "
+            "replica without samples"
         )
     count = min(count, rows)
     sections = [rows // count + (index < rows % count) for index in range(count)]
@@ -188,8 +188,8 @@ def cut_batch(
         weight = float(samples if weight_fn is None else weight_fn(own_inputs, own_targets))
         if not 0 <= weight < float("inf"):
             raise ConfigurationError(
-                f"weight_fn gave {weight} for micro-batch {index}: expected a finite number of at "
-                "least 0"
+                f"weight_fn returned {weight} for micro-batch {index}; expected a finite number "
+                "of at least 0"
             )
         seed = None if seeds is None else seeds[index]
         batches.append(

@@ -108,8 +108,8 @@ class Placeholder(torch.Tensor):
     ) -> Any:
         if func in _READS:
             raise ConfigurationError(
-                "the model's forward decides by values that only another pipeline stage has "
-                f"({getattr(func, '__name__', func)}): let it decide by its inputs alone, or give "
+                "the model's forward branches on values that exist only on another pipeline "
+                f"stage ({getattr(func, '__name__', func)}); branch only on its inputs, or give "
                 "the model a method pipeline_blocks()"
             )
         if func in _FRESH:
@@ -134,9 +134,9 @@ class Absent(torch.Tensor):
         name = getattr(func, "__name__", str(func))
         if name not in _LOOKS:
             raise ConfigurationError(
-                f"the model's forward uses ({name}) parameters of a module that is on another "
-                "pipeline stage, other than by calling that module: use a module for it (a tied "
-                "nn.Linear head, say), or give the model a method pipeline_blocks()"
+                f"the model's forward uses ({name}) parameters of a module on another pipeline "
+                "stage without calling that module; use a module for this computation (such as a "
+                "tied nn.Linear head), or give the model a method pipeline_blocks()"
             )
         # torch's is untyped
         return super().__torch_function__(func, types, args, kwargs or {})  # type: ignore[no-untyped-call]
@@ -223,8 +223,8 @@ def partial_model(
         return _LayeredPart(module, split, stage, plain or (lambda _: None), inside or _as_it_is)
     except (TypeError, RuntimeError) as error:
         raise ConfigurationError(
-            f"{type(module).__name__} cannot be copied, which a stage needs ({error}): give it "
-            "__deepcopy__, or pipeline_blocks()"
+            f"{type(module).__name__} cannot be copied, but a stage needs copies ({error}); "
+            "implement __deepcopy__, or pipeline_blocks()"
         ) from error
 
 
@@ -336,8 +336,8 @@ class _LayeredPart(PartialModel):
             run, self._state.run = self._state.run, None
         if not self._is_last:
             raise ConfigurationError(
-                "the model's forward returned without running all of its layers: they cannot be "
-                "put on several stages"
+                "the model's forward returned before running all of its layers, so they cannot "
+                "be divided into several stages"
             )
         self._check_values(tensors_in(output))
         if run.received is not None:
@@ -351,9 +351,9 @@ class _LayeredPart(PartialModel):
         for one in tensors:
             if isinstance(one, Placeholder):
                 raise ConfigurationError(
-                    "the model's output needs values of earlier pipeline stages besides what the "
-                    "layers hand on (all hidden states, or a connection around the layers): "
-                    "switch such outputs off, or give the model a method pipeline_blocks()"
+                    "the model's output needs values of earlier pipeline stages other than those "
+                    "passed between layers (all hidden states, or a connection around the "
+                    "layers); disable such outputs, or give the model a method pipeline_blocks()"
                 )
 
     # --------------------------------------------------------------------------------------- layers
@@ -384,8 +384,9 @@ class _LayeredPart(PartialModel):
         hidden = args[0] if slot is None else kwargs[slot]
         if received is None:
             raise ConfigurationError(
-                "the model's forward uses a layer of an earlier pipeline stage again, after layers "
-                "of this one: use each layer once, or give the model a method pipeline_blocks()"
+                "the model's forward uses a layer of an earlier pipeline stage again, after "
+                "layers of this one; use each layer once, or give the model a method "
+                "pipeline_blocks()"
             )
         if isinstance(hidden, torch.Tensor) and not isinstance(hidden, Placeholder):
             # the model's input, which every stage has
@@ -411,9 +412,9 @@ class _LayeredPart(PartialModel):
             )
             if any(isinstance(one, Placeholder) for one in tensors_in(others)):
                 raise ConfigurationError(
-                    f"layer {name!r} takes more than its first argument from what runs before it, "
-                    "so no pipeline stage can begin there: have the layers take one tensor from "
-                    "each other, or give the model a method pipeline_blocks()"
+                    f"layer {name!r} uses several results of earlier modules, not only its first "
+                    "argument, so no pipeline stage can begin there; pass a single tensor "
+                    "between layers, or give the model a method pipeline_blocks()"
                 )
             value = self._take(name, stand_in)
             return (
@@ -446,10 +447,9 @@ class _LayeredPart(PartialModel):
         run = self._state.run
         if run is None or run.received is None or not isinstance(stand_in, Placeholder):
             raise ConfigurationError(
-                f"layer {name!r} is called in a way that a pipeline stage cannot begin with "
-                "(twice, with something that no module before the layers has made, or again in "
-                "the backward pass by reentrant checkpointing): use non-reentrant checkpointing, "
-                "or pipeline_blocks()"
+                f"no pipeline stage can begin with layer {name!r}: it is called twice, or on a "
+                "value that no earlier module produced, or again in the backward pass by "
+                "reentrant checkpointing; use non-reentrant checkpointing, or pipeline_blocks()"
             )
         stand_in.received = run.received.tensors[0]
         run.received = None
@@ -487,9 +487,9 @@ class _LayeredPart(PartialModel):
             nonlocal known
             if self._running.received is None:
                 raise ConfigurationError(
-                    f"{name!r} is on another pipeline stage, by its place among the model's "
-                    "submodules, but runs on this one: register what runs before the layers "
-                    "before them, and what runs after them after them"
+                    f"{name!r} belongs to another pipeline stage by its position among the "
+                    "model's submodules, but runs on this one; register the model's submodules "
+                    "in the order in which they run"
                 )
             try:
                 with torch.no_grad(), DisableTorchFunctionSubclass():
@@ -501,8 +501,8 @@ class _LayeredPart(PartialModel):
                         )
             except (RuntimeError, NotImplementedError) as error:
                 raise ConfigurationError(
-                    f"{name!r} is on another pipeline stage and cannot be run for the shape of its "
-                    f"output alone ({error}): give the model a method pipeline_blocks()"
+                    f"{name!r} is on another pipeline stage, and its output's shape cannot be "
+                    f"computed here ({error}); give the model a method pipeline_blocks()"
                 ) from error
             return _mapped(known[1], lambda one: placeholder_like(one, self._device))
 
@@ -513,7 +513,7 @@ class _LayeredPart(PartialModel):
         run = self._state.run
         if run is None:
             raise ConfigurationError(
-                "a layer of another pipeline stage ran outside of the stage's forward"
+                "a layer of another pipeline stage was called outside the stage's forward pass"
             )
         return run
 
@@ -562,8 +562,8 @@ def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
         if isinstance(value, torch.Tensor):
             return name
     raise ConfigurationError(
-        "a layer of the model is called without any tensor: it cannot be put on several pipeline "
-        "stages"
+        "a layer of the model is called without a tensor argument, so the layers cannot be "
+        "divided into pipeline stages"
     )
 
 
@@ -574,8 +574,8 @@ def _output_border(output: Any) -> Border:
         given = sum(1 << i for i, one in enumerate(output) if i > 0 and one is not None)
         return Border(tensors=(output[0],), wrapped=len(output), given=given)
     raise ConfigurationError(
-        f"a layer of the model returned {type(output).__name__}: pipeline stages take a tensor "
-        "from each other, or a tuple that begins with one"
+        f"a layer of the model returned {type(output).__name__}; expected a tensor, or a tuple "
+        "that begins with one, to pass between pipeline stages"
     )
 
 

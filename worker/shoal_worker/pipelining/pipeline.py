@@ -185,7 +185,7 @@ class Pipeline:
         mean_loss = self.take_through(micro_batches, loss)
         total = self._zero() if mean_loss is None else mean_loss
         with self.links.ending_on_failure("a pipeline step"):
-            self.links.broadcast(total, self.rank_of[-1], "telling all ranks the loss")
+            self.links.broadcast(total, self.rank_of[-1], "sending the loss to all ranks")
         return total
 
     def take_through(
@@ -263,7 +263,7 @@ def own_loss(output: Any, targets: Any) -> torch.Tensor:
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor):
         raise ConfigurationError(
-            "a train step without a loss function needs an output with a .loss tensor; got "
-            f"{type(output).__name__}"
+            "a train step without a loss function needs an output with a .loss tensor, but the "
+            f"model returned {type(output).__name__}"
         )
     return found

@@ -222,8 +222,8 @@ def _check_complete(
         for action in actions:
             if rank_of[action.stage_index] != rank:
                 raise InternalError(
-                    f"schedule {name!r}: stage {action.stage_index} runs on rank {rank}, not "
-                    f"{rank_of[action.stage_index]}"
+                    f"schedule {name!r}: stage {action.stage_index} runs on rank {rank}; expected "
+                    f"rank {rank_of[action.stage_index]}"
                 )
             done[Kind(action.computation_type.value)].append(
                 (action.stage_index, action.microbatch_index)
@@ -236,8 +236,8 @@ def _check_complete(
         or not split_right
     ):
         raise InternalError(
-            f"schedule {name!r} for {len(rank_of)} stages and {micro_batches} micro-batches is not "
-            "complete"
+            f"schedule {name!r} for {len(rank_of)} stages and {micro_batches} micro-batches is "
+            "incomplete"
         )
 
 

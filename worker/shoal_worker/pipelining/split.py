@@ -29,9 +29,9 @@ from torch import nn
 from shoal_worker.torch_internals import _NormBase
 
 _REMEDY: Final = (
-    "make it an nn.Sequential, keep its repeated layers in one nn.ModuleList, or give it a method "
-    "pipeline_blocks() that returns the list of its submodules in the order in which they run, "
-    "each taking what the one before it returned"
+    "make it an nn.Sequential, keep its repeated layers in one nn.ModuleList, or give it a "
+    "method pipeline_blocks() that returns its submodules in the order in which they run, where "
+    "each takes the output of the previous one"
 )
 
 
@@ -102,7 +102,7 @@ def find_blocks(module: nn.Module) -> Blocks:
     found = _longest_list(module)
     if found is None:
         raise ConfigurationError(
-            f"{type(module).__name__} cannot be cut into pipeline stages by its structure: "
+            f"{type(module).__name__} has no structure that can be split into pipeline stages: "
             f"{_REMEDY}"
         )
     return _layered(module, found)
@@ -125,15 +125,15 @@ def _offered(module: OffersBlocks) -> Blocks:
     foreign = [type(part).__name__ for part in offered if id(part) not in names]
     if foreign or not offered:
         raise ConfigurationError(
-            f"pipeline_blocks() of {type(module).__name__} gave {foreign or 'nothing'}: expected "
-            "submodules of the model, so that their parameters have names"
+            f"pipeline_blocks() of {type(module).__name__} returned {foreign or 'nothing'}; "
+            "expected submodules of the model, so that their parameters have names"
         )
     inside = {id(p) for part in offered for p in part.parameters()}
     left_out = [name for name, p in module.named_parameters() if id(p) not in inside]
     if left_out:
         raise ConfigurationError(
             f"pipeline_blocks() of {type(module).__name__} leaves out the parameters "
-            f"{left_out[:5]}: each parameter must be in a block"
+            f"{left_out[:5]}; each parameter must be in a block"
         )
     return Blocks(
         form=Form.CHAIN, blocks=tuple(Block(names=(names[id(part)],)) for part in offered)
@@ -184,8 +184,8 @@ def _layered(module: nn.Module, layers: str) -> Blocks:
     entries = list(module.get_submodule(layers)._modules.items())
     if len({id(layer) for _, layer in entries}) < len(entries):
         raise ConfigurationError(
-            f"{layers!r} holds the same module more than once, which cannot be on several stages: "
-            f"{_REMEDY}"
+            f"{layers!r} contains the same module more than once, but a module cannot be on "
+            f"several stages: {_REMEDY}"
         )
     path = layers.split(".")
     around = [".".join(path[:depth]) for depth in range(len(path))]
@@ -292,8 +292,8 @@ def split_model(
     if not 1 <= stages <= len(blocks.blocks):
         raise ConfigurationError(
             f"stages={stages}: {type(module).__name__} has {len(blocks.blocks)} blocks "
-            f"({_abbreviated([b.name for b in blocks.blocks])}); expected from 1 stage to one for "
-            "each block"
+            f"({_abbreviated([b.name for b in blocks.blocks])}); expected from 1 stage to one per "
+            "block"
         )
     named = named_tensors(module)
     if cut_points is None:
@@ -349,23 +349,22 @@ def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
 def _named_borders(blocks: Blocks, stages: int, cut_points: Sequence[str]) -> list[tuple[int, int]]:
     names = [block.name for block in blocks.blocks]
     if isinstance(cut_points, str):
-        raise ConfigurationError(
-            f"cut_points={cut_points!r}: expected a list of names of submodules"
-        )
+        raise ConfigurationError(f"cut_points={cut_points!r}: expected a list of submodule names")
     if len(cut_points) != stages - 1:
         raise ConfigurationError(
-            f"cut_points={list(cut_points)}: {stages} stages need {stages - 1} of them"
+            f"cut_points={list(cut_points)}: {stages} stages need {stages - 1} cut points"
         )
     unknown = [name for name in cut_points if name not in names[1:]]
     if unknown:
         raise ConfigurationError(
-            f"cut_points: {unknown} begin no block; expected among {_abbreviated(names[1:])}"
+            f"cut_points: no block begins at {unknown}; expected names from "
+            f"{_abbreviated(names[1:])}"
         )
     starts = [0, *(names.index(name) for name in cut_points), len(names)]
     if any(b <= a for a, b in itertools.pairwise(starts)):
         raise ConfigurationError(
-            f"cut_points={list(cut_points)}: expected in the order in which the blocks run, each "
-            "once"
+            f"cut_points={list(cut_points)}: expected distinct names in the order in which the "
+            "blocks run"
         )
     return list(itertools.pairwise(starts))
 
@@ -412,8 +411,9 @@ def _shared(
             shared.append(SharedParameter(names=tuple(aliases), stages=stages))
         elif statistics & set(aliases):
             raise ConfigurationError(
-                f"the running statistics {aliases} would be on stages {list(stages)}: a batch norm "
-                "that is used in several places must be within one stage; give cut_points"
+                f"the running statistics {aliases} would be on stages {list(stages)}, but a batch "
+                "norm that is used in several places must be within one stage; pass other "
+                "cut_points"
             )
     return tuple(shared)
 

@@ -164,8 +164,8 @@ def measure(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None) 
     )
     if not samples:
         raise ConfigurationError(
-            f"example={type(inputs).__name__}: expected the model's inputs, with a tensor whose "
-            "rows are the samples"
+            f"example={type(inputs).__name__}: expected the model's inputs, including a tensor "
+            "with one row per sample"
         )
     try:
         return _run(module, inputs, targets, loss_fn, samples)
@@ -173,10 +173,10 @@ def measure(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None) 
         raise
     except Exception as error:
         raise ConfigurationError(
-            f"{type(module).__name__} could not be run on the example by shapes alone (without "
+            f"{type(module).__name__} could not be run on the example with shapes alone (without "
             f"values): {type(error).__name__}: {error}. If the model's code depends on values, or "
-            "it keeps tensors in plain attributes, plan without an example; the plan then has no "
-            "activations and no times"
+            "it keeps tensors in plain attributes, plan without an example; the plan then omits "
+            "activations and times"
         ) from error
 
 
@@ -240,8 +240,8 @@ def _loss(output: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
     ]
     if not found:
         raise ConfigurationError(
-            f"the model returned {type(output).__name__} without a tensor that has a gradient: "
-            "nothing to train"
+            f"the model returned {type(output).__name__} without a tensor that has a gradient, so "
+            "there is nothing to train"
         )
     return torch.stack([t.float().mean() for t in found]).sum()
 

@@ -155,7 +155,7 @@ def _shown(rows: Sequence[PlannedStrategy], most: int) -> list[PlannedStrategy]:
 
 
 def _left_out(number: int, what: str) -> list[str]:
-    return [f"{number} more {what}: --all, or plan.strategies, has them"] if number > 0 else []
+    return [f"{number} more {what}; use --all or plan.strategies to see them"] if number > 0 else []
 
 
 def _head(plan: Plan) -> list[str]:
@@ -178,8 +178,8 @@ def _head(plan: Plan) -> list[str]:
         )
     else:
         lines += textwrap.wrap(
-            "no example of the model's inputs: activations, times, and what tensor and pipeline "
-            "send are not in it",
+            "no example of the model's inputs: the plan omits activations, times, and the "
+            "traffic of tensor and pipeline parallelism",
             WIDTH,
         )
     return lines
@@ -189,7 +189,7 @@ def _recommendation(plan: Plan) -> list[str]:
     best = plan.recommended
     if best is None:
         return [
-            "recommended: none of them fits; more ranks, smaller batches or "
+            "recommended: none, because no strategy fits; more ranks, smaller batches or "
             "activation_checkpointing= would help"
         ]
     words = ", ".join(

@@ -93,12 +93,15 @@ def plan(
             f"ranks_per_host={ranks_per_host!r}: expected a number of ranks, at least 1"
         )
     if not 0.0 < efficiency <= 1.0:
-        raise ConfigurationError(f"efficiency={efficiency!r}: expected a share above 0, at most 1")
+        raise ConfigurationError(
+            f"efficiency={efficiency!r}: expected a fraction above 0 and at most 1"
+        )
     config = config or ShardingConfiguration()
     for field in ("gradient_compression", "offload", "mirrors"):
         if getattr(config, field) not in (None, "device"):
             raise ConfigurationError(
-                f"{field}={getattr(config, field)!r}: plans do not know it; plan without it"
+                f"{field}={getattr(config, field)!r}: plans do not support this setting; plan "
+                "without it"
             )
     assumptions = Assumptions(
         device_flops=parse_flops("device_flops", device_flops),
@@ -133,7 +136,8 @@ def _batch(given: int | None, subject: Subject, world_size: int) -> int | None:
     if subject.passes is None:
         if given is not None:
             raise ConfigurationError(
-                f"global_batch_size={given}: what a sample costs is not known without an example"
+                f"global_batch_size={given} without an example: the cost of a sample is unknown; "
+                "pass example=, or leave global_batch_size out"
             )
         return None
     return given or subject.passes.samples * world_size
@@ -225,13 +229,13 @@ class _Planner:
         dealt = self._subject.whole_tensors and choice.strategy in STAGES
         if cuts and not dealt and self._subject.optimizer not in ELEMENTWISE:
             raise ConfigurationError(
-                f"{self._subject.optimizer} is not known to treat each element by itself, and "
-                "parameters are cut into pieces; see elementwise_optimizer= and, for zero1, "
-                "zero2, zero3, fsdp and hsdp, whole_tensors="
+                f"{self._subject.optimizer} is not known to update each element independently, "
+                "but this strategy splits parameters into pieces; see elementwise_optimizer= "
+                "and, for zero1, zero2, zero3, fsdp and hsdp, whole_tensors="
             )
         if self._batch is not None and self._batch < choice.axes.data:
             raise ConfigurationError(
-                f"a step's {self._batch} samples are fewer than the {choice.axes.data} replicas "
+                f"a step has {self._batch} samples, fewer than the {choice.axes.data} replicas "
                 "that share them"
             )
 
@@ -259,8 +263,9 @@ class _Planner:
             entry.style is Style.REPLICATE for entry in blueprint.plan.entries
         ):
             raise ConfigurationError(
-                f"no layer would be split: none has {subject.config.minimum_parameter_group_size} "
-                "elements (minimum_parameter_group_size)"
+                "no layer would be split, because none has "
+                f"{subject.config.minimum_parameter_group_size} elements "
+                "(minimum_parameter_group_size)"
             )
         stage = STAGES.get(choice.along_data)
         return on_mesh(subject, axes, blueprint, samples, stage=stage, micro_batches=micro_batches)

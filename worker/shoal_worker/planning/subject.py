@@ -112,7 +112,7 @@ def subject_of(
         )
     if not any(p.requires_grad for p in model.parameters()):
         raise ConfigurationError(
-            f"plan: {type(model).__name__} has no parameter with requires_grad=True: there is "
+            f"plan: {type(model).__name__} has no parameter with requires_grad=True, so there is "
             "nothing to train"
         )
     module = meta_copy(model)
@@ -142,8 +142,8 @@ def _state_sizes(
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
         raise ConfigurationError(
-            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} are not the model's: "
-            "make the optimizer over model.parameters(), of the model that is planned"
+            f"plan: {foreign} parameter(s) of the {type(optimizer).__name__} are not the model's; "
+            "create the optimizer from model.parameters() of the planned model"
         )
     shapes = dict(module.named_parameters())
     known: dict[tuple[torch.Size, torch.dtype, int], StateSize] = {}
@@ -170,9 +170,9 @@ def _state_size(
             state = _stepped(optimizer, group, nn.Parameter(torch.zeros_like(like, device="cpu")))
         except Exception as error:
             raise ConfigurationError(
-                f"plan: {type(optimizer).__name__} could not be stepped over zeros "
-                f"({type(error).__name__}: {error}), so the size of its state is not known; plan "
-                "with an optimizer of torch.optim that keeps as much"
+                f"plan: {type(optimizer).__name__} could not take a step with zero gradients "
+                f"({type(error).__name__}: {error}), so the size of its state is unknown; plan "
+                "with an optimizer of torch.optim that keeps a state of the same size"
             ) from error
     tensors = [value for value in state.values() if isinstance(value, torch.Tensor)]
     growing = sum(t.nbytes for t in tensors if t.dim())

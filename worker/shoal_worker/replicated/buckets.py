@@ -474,9 +474,9 @@ class AccumulatedReduction:
         )
         if unfrozen is not None:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(unfrozen.shape)} was given requires_grad=True "
-                "between the micro-batches of a step, and has a gradient that is not in the "
-                "step's sum; set requires_grad ahead of the step's first micro-batch"
+                f"a parameter of shape {tuple(unfrozen.shape)} got requires_grad=True between the "
+                "micro-batches of a step, so its gradient is missing from the step's sum; set "
+                "requires_grad before the step's first micro-batch"
             )
 
     def _send(self, total_weight: float | None) -> None:
@@ -516,7 +516,7 @@ class AccumulatedReduction:
     def _lay_out(self, trained: list[nn.Parameter]) -> None:
         if any(p.is_complex() for p in trained):
             raise ConfigurationError(
-                "complex parameters cannot be trained in micro-batches: use the loader without "
+                "complex parameters cannot be trained in micro-batches; use the loader without "
                 "micro_batch_size="
             )
         self._parameters = trained

@@ -54,7 +54,7 @@ from shoal_worker.torch_internals import uncompiled
 _log = logging.getLogger(__name__)
 
 _CLEAR = (
-    "Call optimizer.zero_grad() in every step; to accumulate over several batches, give "
+    "Call optimizer.zero_grad() in every step; to accumulate over several batches, pass "
     "micro_batch_size= to the loader"
 )
 
@@ -121,8 +121,7 @@ class ReplicatedEngine(Engine):
         backward pass."""
         if not self._attached:
             raise PreconditionError(
-                "this model is a clone, for evaluation: a process trains the one model that "
-                "as_distributed gave it"
+                "this model is a clone for evaluation; train the model that as_distributed returned"
             )
         step = self._session.ensure_step()
         if step.source is not None:  # else this may be a dry run before the loop, and no step
@@ -131,9 +130,10 @@ class ReplicatedEngine(Engine):
             return False
         if step.phase is StepPhase.COMMITTED:
             raise PreconditionError(
-                "the gradients of this step are reduced already, by train_step, clip_grad_norm_ "
-                "or synchronize_gradients: do all backward passes of a step before; to "
-                "accumulate, give micro_batch_size= to the loader and loop over loader.steps()"
+                "the gradients of this step were already reduced, by train_step, clip_grad_norm_ "
+                "or synchronize_gradients; run all backward passes of a step first. To "
+                "accumulate gradients, pass micro_batch_size= to the loader and loop over "
+                "loader.steps()"
             )
         if self._uncleared_in is not None and all(
             parameter.grad is None for parameter in self.module.parameters()
@@ -443,8 +443,8 @@ class ReplicatedEngine(Engine):
         if self._in_micro_batches:
             if step.micro_batch is not None:
                 raise PreconditionError(
-                    "gradients are reduced when the inner loop has come to its end, and this is "
-                    "inside it (or it was left early): clip and call synchronize_gradients() "
+                    "gradients are reduced after the inner loop, but this call is inside the "
+                    "loop, or the loop was left early; clip and call synchronize_gradients() "
                     "between `for batch in step:` and optimizer.step()"
                 )
             self._accumulation().finish()
@@ -461,8 +461,8 @@ class ReplicatedEngine(Engine):
         step = self._session.step
         if step is not None and step.lost is not None and self._uncleared_in is not None:
             _log.warning(
-                "gradients accumulated in earlier steps were lost together with this step, which "
-                "would have added to them. %s",
+                "gradients accumulated in earlier steps were lost with this step, which would "
+                "have added to them. %s",
                 _CLEAR,
             )
         self._uncleared_in = None
@@ -509,8 +509,8 @@ class ReplicatedEngine(Engine):
         before = self._uncleared_in
         if before is not None and before[0] != now[0] and before[1] <= now[1]:
             _log.warning(
-                "ranks that have come since the last step do not have its gradients, which this "
-                "step has added to. %s",
+                "ranks that joined after the last step lack its gradients, to which this step "
+                "added. %s",
                 _CLEAR,
             )
         carries = (
@@ -542,8 +542,8 @@ class ReplicatedEngine(Engine):
     ) -> StepStatus:
         if inspected and self.holds_unreduced_gradients:
             raise PreconditionError(
-                "the GradScaler has looked at gradients that are not reduced yet, so ranks would "
-                "not agree whether to skip the step: make the last backward pass outside of "
+                "the GradScaler inspected gradients before they were reduced, so ranks would "
+                "disagree on whether to skip the step; run the last backward pass outside "
                 "no_sync(), or call model.synchronize_gradients() before scaler.unscale_() or "
                 "step()"
             )

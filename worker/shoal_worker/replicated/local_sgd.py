@@ -94,8 +94,7 @@ class LocalSGDEngine(ReplicatedEngine):
         """Prepares a training forward pass, whose gradients stay local."""
         if not self._attached:
             raise PreconditionError(
-                "this model is a clone, for evaluation: a process trains the one model that "
-                "as_distributed gave it"
+                "this model is a clone for evaluation; train the model that as_distributed returned"
             )
         self._session.ensure_step()
         return False
@@ -171,9 +170,9 @@ class LocalSGDEngine(ReplicatedEngine):
         }
         if written := [name for name in self._writes.names() if name in frozen]:
             raise ConfigurationError(
-                f"parameter {written[0]!r} has requires_grad=False and was written in a pass (by "
-                "forward(), say): with strategy='local_sgd' the ranks average what is trained, "
-                "and buffers: keep it in a buffer, or use ddp",
+                f"parameter {written[0]!r} has requires_grad=False but was written in a pass (for "
+                "example by forward()): with strategy='local_sgd', the ranks average only "
+                "trained parameters and buffers; keep the value in a buffer, or use ddp",
                 reason="PARAMETERS_WRITTEN",
             )
         if not self._in_micro_batches:

@@ -148,9 +148,9 @@ class OverlappedReduction:
         unfrozen = self._unfrozen()
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(unfrozen.shape)} was given requires_grad=True while "
-                "gradients of this step were summed, and has a gradient that is this rank's own; "
-                "set requires_grad ahead of the step's passes"
+                f"a parameter of shape {tuple(unfrozen.shape)} got requires_grad=True while "
+                "gradients of this step were being summed, so its gradient is this rank's alone; "
+                "set requires_grad before the step's passes"
             )
 
     @torch.no_grad()
@@ -218,10 +218,11 @@ class OverlappedReduction:
             return
         if slot.ready:
             raise ConfigurationError(
-                f"a parameter of shape {tuple(slot.parameter.shape)} got its gradient in parts: it "
-                "is used in several checkpoints with use_reentrant=True. Use checkpoint(..., "
-                "use_reentrant=False), or make the model with auto_sync_gradients=False and call "
-                "model.synchronize_gradients() after the backward pass"
+                f"a parameter of shape {tuple(slot.parameter.shape)} got its gradient in parts, "
+                "because it is used in several checkpoints with use_reentrant=True. Use "
+                "checkpoint(..., use_reentrant=False), or create the model with "
+                "auto_sync_gradients=False and call model.synchronize_gradients() after the "
+                "backward pass"
             )
         slot.ready = True
         bucket.awaited -= 1
@@ -369,8 +370,8 @@ class OverlappedReduction:
         trained = [p for p in self._parameters if p.requires_grad]
         if not trained:
             raise ConfigurationError(
-                "the model has no parameter with requires_grad=True any more: there is nothing to "
-                "train"
+                "the model no longer has a parameter with requires_grad=True, so there is "
+                "nothing to train"
             )
         dense = [p for p in trained if id(p) not in self._sparse_ids]
         self._sparse = [Slot(p, p) for p in trained if id(p) in self._sparse_ids]

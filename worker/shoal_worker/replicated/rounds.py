@@ -229,8 +229,8 @@ class RoundOptions:
             )
         if not self.outer_learning_rate > 0:
             raise ConfigurationError(
-                f"outer_learning_rate={self.outer_learning_rate}: expected more than 0; 1.0 takes "
-                "the average as it is"
+                f"outer_learning_rate={self.outer_learning_rate}: expected more than 0; 1.0 uses "
+                "the average unchanged"
             )
         if not 0 <= self.outer_momentum < 1:
             raise ConfigurationError(
@@ -238,8 +238,8 @@ class RoundOptions:
             )
         if self.outer_nesterov and self.outer_momentum == 0:
             raise ConfigurationError(
-                "outer_nesterov=True looks ahead along a momentum: give outer_momentum=0.9, say, "
-                "or leave it out"
+                "outer_nesterov=True needs momentum; pass outer_momentum=0.9, for example, or "
+                "leave outer_nesterov out"
             )
 
 
@@ -256,8 +256,8 @@ def check_configuration(config: ShardingConfiguration) -> None:
         )
     if config.deterministic:
         raise ConfigurationError(
-            "deterministic=True: with local_sgd the result depends on how many ranks train apart; "
-            "use ddp, zero1, zero2 or zero3"
+            "deterministic=True: with local_sgd, the result depends on the number of ranks that "
+            "train independently; use ddp, zero1, zero2 or zero3"
         )
     if not config.auto_sync_gradients:
         raise ConfigurationError(
@@ -298,10 +298,10 @@ class Round:
             self.trained, self._source, self.generation = {}, source, generation
         elif source is not self._source:
             raise PreconditionError(
-                f"local_sgd: this step is of loader {source.name if source else ''!r}, but the "
-                "round that it falls into began with "
-                f"{self._source.name if self._source else ''!r}; a failure would put both back, "
-                "and the script cannot follow: use sync_every=1, or one loader"
+                f"local_sgd: this step is of loader {source.name if source else ''!r}, but its "
+                f"round began with loader {self._source.name if self._source else ''!r}. A "
+                "failure would reset both loaders, which the script could not follow; use "
+                "sync_every=1, or one loader"
             )
         self.trained |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 

@@ -102,11 +102,10 @@ class IssuedCollectives:
 
 def _different(strategy: str) -> PreconditionError:
     return PreconditionError(
-        "the ranks gathered the model's blocks in different orders, so that blocks were mixed up, "
-        f"and the step cannot count: with strategy={strategy!r} every rank's passes must go "
-        "through the same blocks in the same order, leaving out none. Choose larger blocks "
-        "(shard_modules=), inside which ranks may differ, or use zero2, which gathers nothing in "
-        "a pass",
+        "the ranks gathered the model's blocks in different orders, which mixed up the blocks "
+        f"and invalidated the step: with strategy={strategy!r}, every rank's passes must run all "
+        "blocks in the same order. Choose larger blocks (shard_modules=), inside which ranks may "
+        "differ, or use zero2, which gathers nothing in a pass",
         reason="RANKS_DIVERGED",
     )
 

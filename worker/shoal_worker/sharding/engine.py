@@ -128,9 +128,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         compressor = self.config.compressor
         if compressor is not None and compressor.of_matrices:
             raise ConfigurationError(
-                f"gradient_compression={compressor.name!r} with strategy={self.strategy!r}: it "
-                "needs whole matrices on every rank, and gradients are cut here; use topk, int8 "
-                "or another, or ddp"
+                f"gradient_compression={compressor.name!r} with strategy={self.strategy!r}: the "
+                "compressor needs whole matrices on every rank, but this strategy shards "
+                "gradients; use another compressor, such as topk or int8, or use ddp"
             )
         synchronize_norms(self.module, self._session, sums=self.config.loss_reduction == "sum")
         self._groups = groups
@@ -211,7 +211,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             raise ConfigurationError(
                 f"gradient_compression={self._compression.compressor.name!r} with "
                 f"{type(optimizer).__name__} and strategy={self.strategy!r}: whole tensors are "
-                "dealt to the ranks, and what compression leaves behind is of parts that are cut; "
+                "dealt to the ranks, but the compressor's residuals are of sharded gradients; "
                 "leave gradient_compression out, or use ddp"
             )
         if self._parts is not None:
@@ -376,9 +376,9 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
                 and state["applied"] != self._applied
             ):
                 raise PreconditionError(
-                    f"this rank has applied {self._applied} steps and its peers "
-                    f"{state['applied']}: it holds shards of an older state, and cannot follow; "
-                    "let it end, and start another in its place"
+                    f"this rank has applied {self._applied} steps, but its peers have applied "
+                    f"{state['applied']}, so its shards are outdated; let this process end, and "
+                    "start a replacement"
                 )
             self._applied = state["applied"]
             self._held.restore_common(state)
@@ -442,8 +442,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._parts.reshard(group)
         elif any(row[0] for row in group.all_gather_integers([0])):
             raise PreconditionError(
-                "this rank's model is on the meta device, but its peers have already sharded their "
-                "state: it should have entered as a joiner"
+                "this rank's model is on the meta device, but its peers have already sharded "
+                "their state; the rank must enter as a joiner"
             )
 
     @torch.no_grad()
@@ -670,10 +670,10 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         moved = next(filter(None, (unit.moved for unit in self._held.units)), None)
         if moved is not None:
             raise ConfigurationError(
-                f"parameter {moved!r} was given other memory or another dtype after as_distributed "
-                f"(by module.half() or p.data = ..., say): with strategy={self.strategy!r} it "
-                "would be trained no more; convert the module before as_distributed, and set "
-                "values with model.with_parameters(values)"
+                f"parameter {moved!r} was moved to other memory or another dtype after "
+                "as_distributed (for example by module.half() or p.data = ...): with "
+                f"strategy={self.strategy!r}, it would no longer be trained; convert the module "
+                "before as_distributed, and set values with model.with_parameters(values)"
             )
 
     def _parameter_names(self) -> dict[str, str]:

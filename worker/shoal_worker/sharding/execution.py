@@ -69,8 +69,8 @@ class _ModuleHook:
 
     def __reduce__(self) -> Any:
         raise PreconditionError(
-            "the module is cut over the ranks and cannot be pickled (torch.save(module) does): "
-            "save model.full_state_dict() or model.clone(), on every rank"
+            "the module is sharded over the ranks and cannot be pickled (as torch.save(module) "
+            "does); save model.full_state_dict() or model.clone(), on every rank"
         )
 
 
@@ -491,9 +491,9 @@ class ShardedExecution:
             self.before_backward()
         if self.factor is None:
             raise PreconditionError(
-                "a backward pass outside of a step: the model was in eval mode when the step was "
-                "to begin, and so did not begin it. Call model.train(), and eval() on the parts "
-                "that are to stay in that mode, or take batches from a loader of Shoal's"
+                "a backward pass ran outside a step, because the model was in eval mode when the "
+                "step should have begun. Call model.train(), and eval() only on the parts that "
+                "must stay in eval mode, or take batches from a Shoal loader"
             )
         self._enter_backward()
         self.came = self._whereabouts.pending = True
@@ -590,7 +590,9 @@ class ShardedExecution:
             return
         what = "gathers the values" if kind == "gather" else "sums the gradients"
         self._issues(
-            f"{what} of block {unit.name!r}" if unit.name else f"{what} of what is in no block"
+            f"{what} of block {unit.name!r}"
+            if unit.name
+            else f"{what} of parameters outside all blocks"
         )
         if self._stage is Stage.PARAMETERS:
             self.issued.add(kind, self._numbers[unit])

@@ -116,8 +116,8 @@ class TravellingMirrors:
         ):
             self._where = "host"
             _log.info(
-                "the device is short of memory: mirrors of shards are in the host's memory but for "
-                "the updates"
+                "the device is short of memory; mirrors of shards were moved to host memory, "
+                "except during updates"
             )
         if self._where == "host":
             self._move(optimizer, lambda tensor: not memory.holds(tensor), memory.put)

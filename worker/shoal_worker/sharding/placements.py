@@ -90,7 +90,7 @@ class FilePlacement(ShardPlacement):
             self._mapped(1, torch.uint8)
         except (OSError, RuntimeError) as error:
             raise ConfigurationError(
-                f"offload={str(directory)!r}: expected a directory that can be written; {error}"
+                f"offload={str(directory)!r}: expected a writable directory; {error}"
             ) from error
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -106,9 +106,9 @@ class FilePlacement(ShardPlacement):
             return self._mapped(numel, dtype)
         except (OSError, RuntimeError) as error:  # RuntimeError: torch could not map the file
             raise LimitError(
-                f"offload={str(self._directory)!r}: a file of {numel * dtype.itemsize} bytes could "
-                f"not be made there: {error}; make room on that disk or give another directory, "
-                "and start again from the newest checkpoint",
+                f"offload={str(self._directory)!r}: could not create a file of "
+                f"{numel * dtype.itemsize} bytes there: {error}; free space on that disk or pass "
+                "another directory, and restart from the newest checkpoint",
                 reason="OFFLOAD_FULL",
             ) from error
 

@@ -196,9 +196,9 @@ class ShardedState(PartitionedState):
         )
         if self.whole_tensors and padded > _MUCH_PADDING * whole:
             _log.warning(
-                "whole tensors over %d ranks: what is gathered and reduced at once has few large "
-                "tensors, and is padded to %.1f times the model's size, in memory and on the "
-                "wire; make it larger, with bucket_cap_mb= (zero1, zero2) or shard_modules=",
+                "whole tensors over %d ranks: some blocks have few large tensors, so padding "
+                "enlarges them to %.1f times the model's size, in memory and on the wire; choose "
+                "larger blocks, with bucket_cap_mb= (zero1, zero2) or shard_modules=",
                 self.division.shards,
                 padded / whole,
             )
@@ -399,8 +399,8 @@ class ShardedState(PartitionedState):
         assert self.cut is not None
         if isinstance(channel, LocalChannel) and self.cut.world_size > 1:
             raise PreconditionError(
-                "the job was stopped and its ranks are gone: the parameters are not whole on any "
-                "of them"
+                "the job was stopped and its other ranks have left, so no rank has the whole "
+                "parameters"
             )
         nothing: list[dict[str, torch.dtype]] = [{} for _ in self.units]
         return assemble(self.units, self._held(values_alone=True), nothing, channel)

@@ -381,8 +381,8 @@ class Unit:
                 elif self.in_step and not self.is_lost():
                     _log.warning(
                         "a peer was lost during a pass between the backward pass and "
-                        "optimizer.step(): the step counts, but the results of that pass are "
-                        "invalid; do not use its outputs"
+                        "optimizer.step(): the step still counts, but the results of that pass "
+                        "are invalid; do not use its outputs"
                     )
                 self._point([self._full[:0]] * len(self.parameters))
                 self.hidden.hide()

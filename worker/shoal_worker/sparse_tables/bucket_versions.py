@@ -66,15 +66,15 @@ class BucketVersions:
         table = self._table_of(partition_id)
         if version > expected:
             raise PreconditionError(
-                f"sparse table {table!r}: bucket {partition_id} has {version - 1} pushes, and the "
-                f"ranks of this job have made {expected - 1}: somebody else trains it; a table "
-                "belongs to one job with one strategy",
+                f"sparse table {table!r}: bucket {partition_id} has {version - 1} pushes, but the "
+                f"ranks of this job have made only {expected - 1}, so another job or strategy is "
+                "also training the table; use a table in one job with one strategy",
                 reason="TABLE_AHEAD",
             )
         _log.warning(
-            "sparse table %r: bucket %d has %d pushes, and %d were made: its server has lost its "
-            "data; training continues from the rows that there are. With a data directory of its "
-            "own a server loses none",
+            "sparse table %r: bucket %d has %d pushes, but %d were made, so its server has lost "
+            "data; training continues from the remaining rows. A server with its own data "
+            "directory loses none",
             *(table, partition_id, version - 1, expected - 1),
         )
         self._lost(expected - version)
@@ -92,7 +92,7 @@ class BucketVersions:
         }
         if differing:
             raise MembershipChanged(
-                f"ranks have found buckets {differing[:5]} of sparse tables at different versions"
+                f"ranks found buckets {differing[:5]} of sparse tables at different versions"
             )
 
     def step_counts(self, pushed: Iterable[int]) -> None:

@@ -153,7 +153,7 @@ class SparseEmbedding(nn.Module):
         shape = (num_embeddings or 0, embedding_dim)
         if not 1 <= len(name) <= 512:
             raise ConfigurationError(
-                f"name={name!r}: expected 1 to 512 characters, the table's name in all workers"
+                f"name={name!r}: expected 1 to 512 characters, the same name in all workers"
             )
         if num_embeddings is not None and not 1 <= num_embeddings <= 1 << 63:
             raise ConfigurationError(
@@ -209,8 +209,8 @@ class SparseEmbedding(nn.Module):
         """
         if self._own is None:
             raise PreconditionError(
-                f"table {self.name!r} is on the parameter servers: optimizer.step() pushes its "
-                "gradients"
+                f"table {self.name!r} is on the parameter servers, where optimizer.step() pushes "
+                "its gradients; do not call apply_gradients"
             )
         gradients = self.gradients()
         if gradients is not None:
@@ -233,8 +233,8 @@ class SparseEmbedding(nn.Module):
         if self._own is not None and len(self._own.rows):
             raise ConfigurationError(
                 f"table {self.name!r} has {len(self._own.rows)} rows that were trained in this "
-                "process, which the parameter servers would not have; call as_distributed before "
-                "apply_gradients"
+                "process, which would be missing from the parameter servers; call as_distributed "
+                "before apply_gradients"
             )
         self._own, self._source = None, source
 
@@ -295,8 +295,8 @@ class SparseEmbedding(nn.Module):
             PreconditionError: always.
         """
         raise PreconditionError(
-            f"a model with the sparse table {self.name!r} cannot be pickled: save "
-            "model.state_dict() instead, which does not contain the rows"
+            f"a model with the sparse table {self.name!r} cannot be pickled; save "
+            "model.state_dict() instead, which omits the rows"
         )
 
     # -------------------------------------------------------------------------------------- lookups
@@ -320,7 +320,7 @@ class SparseEmbedding(nn.Module):
     def _checked(self, ids: torch.Tensor) -> torch.Tensor:
         if ids.is_floating_point() or ids.is_complex() or ids.dtype is torch.bool:
             raise ConfigurationError(
-                f"table {self.name!r}: ids of {ids.dtype}; expected whole numbers, int64"
+                f"table {self.name!r}: ids have dtype {ids.dtype}; expected whole numbers (int64)"
             )
         ids = ids.long()
         if self.num_embeddings is not None and ids.numel():
@@ -386,8 +386,8 @@ def check_unscaled(*, scaled: bool) -> None:
     """Raises ConfigurationError if a GradScaler scales the losses of a model with tables."""
     if scaled:
         raise ConfigurationError(
-            "a GradScaler with sparse tables: it does not see the gradients of their rows; train "
-            "in float32 or bfloat16, without it"
+            "a GradScaler with sparse tables: a scaler cannot check the gradients of their rows; "
+            "train in float32 or bfloat16, without a scaler"
         )
 
 
@@ -398,9 +398,9 @@ def _read_optimizer(name: str, factory: OptimizerFactory, dim: int) -> tuple[str
         if declared.optimizer_class() is type(made):
             return declared.name, declared.read(made.param_groups[0])
     raise ConfigurationError(
-        f"table {name!r}: optimizer={type(made).__module__}.{type(made).__qualname__}; the rows of "
-        "a table are trained by torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam or "
-        "shoal.optim.RowWiseAdagrad: pass functools.partial(torch.optim.Adagrad, lr=1e-2)"
+        f"table {name!r}: optimizer={type(made).__module__}.{type(made).__qualname__}; expected a "
+        "factory of torch.optim.SGD, torch.optim.Adagrad, torch.optim.SparseAdam or "
+        "shoal.optim.RowWiseAdagrad, such as functools.partial(torch.optim.Adagrad, lr=1e-2)"
     )
 
 

@@ -105,7 +105,8 @@ class RowReader:
             except ShoalError as error:
                 if self._closed.is_set():
                     raise UnavailableError(
-                        "the sparse tables' servers were left with the job", reason="CLIENT_CLOSED"
+                        "this worker has left the job and its sparse tables' servers",
+                        reason="CLIENT_CLOSED",
                     ) from error
                 if not _passes(error):
                     raise
@@ -115,7 +116,7 @@ class RowReader:
                     raise self._job.departure() from error
                 if now - away_since > self._patience_s:
                     raise DeadlineError(
-                        "rows of a sparse table could not be had for more than "
+                        "could not read rows of a sparse table for more than "
                         f"{self._patience_s:.0f} s (server_timeout): {error}",
                         reason="SERVER_AWAY",
                     ) from error
@@ -137,7 +138,7 @@ class RowReader:
 
         def ask() -> None:
             if not self.find():
-                raise UnavailableError("the coordinator does not report where the servers are")
+                raise UnavailableError("could not get the servers' addresses from the coordinator")
 
         self.retry_until(ask)
 
@@ -286,7 +287,8 @@ class RowReader:
         with self._lock:
             if self._closed.is_set():
                 raise UnavailableError(
-                    "the sparse tables' servers were left with the job", reason="CLIENT_CLOSED"
+                    "this worker has left the job and its sparse tables' servers",
+                    reason="CLIENT_CLOSED",
                 )
             client = self._clients.get(address)
             if client is None or client.is_closed:  # another server had the place for a while
@@ -303,6 +305,7 @@ def _addresses(shard_map: coordinator_pb.ShardMap, partitions: Sequence[int]) ->
     }
     if missing := sorted({owner for owner in owners.values() if not addresses.get(owner)}):
         raise PreconditionError(
-            f"servers {missing} are not registered", reason="SHARD_MAP_INCOMPLETE"
+            f"servers {missing} own partitions but are not registered",
+            reason="SHARD_MAP_INCOMPLETE",
         )
     return {partition_id: addresses[owner] for partition_id, owner in owners.items()}

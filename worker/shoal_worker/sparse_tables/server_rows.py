@@ -105,10 +105,10 @@ class ServerRowStore:
                 return
             if time.monotonic() > deadline:
                 raise DeadlineError(
-                    f"rank 0 has not given the servers bucket {untouched[0][1]} of table "
-                    f"{untouched[0][0]!r}, which the checkpoint has, within "
-                    f"{self._job.patience.total_seconds() + gives_s:.0f} s; does it resume from a "
-                    "directory that all ranks share?",
+                    f"rank 0 did not send the servers bucket {untouched[0][1]} of table "
+                    f"{untouched[0][0]!r}, which is in the checkpoint, within "
+                    f"{self._job.patience.total_seconds() + gives_s:.0f} s; does rank 0 resume "
+                    "from a directory that all ranks share?",
                     reason="VALUES_MISSING",
                 )
             time.sleep(_LOOK_S)
@@ -242,7 +242,7 @@ class StepRowStore(ServerRowStore):
 
 def _check(given_up: threading.Event) -> None:
     if given_up.is_set():
-        raise MembershipChanged("what the buckets were read or put in place for was abandoned")
+        raise MembershipChanged("the reading or restoring of buckets was abandoned")
 
 
 def _deadline(nbytes: int) -> timedelta:

@@ -260,7 +260,8 @@ class ServerStepTables:
                 group.rendezvous()
         except MembershipChanged as error:
             _log.info(
-                "not all ranks are known to have committed the step; the next generation tells: %s",
+                "it is not known whether all ranks committed the step; the next generation will "
+                "determine it: %s",
                 error,
             )
         else:
@@ -382,13 +383,11 @@ class ServerStepTables:
                 if time.monotonic() - since > _LAST_PATIENCE_S:
                     raise DeadlineError(
                         f"waited {_LAST_PATIENCE_S:.0f} s for the other ranks to push rows of the "
-                        "last step: servers take none from this one, which is asked to leave; see "
-                        "what the others say"
+                        "last step, because servers accept none from this rank, which was asked "
+                        "to leave; see the logs of the other ranks"
                     )
             elif time.monotonic() - since > _PATIENCE_S:
-                _log.info(
-                    "pushing rows that another rank has not pushed within %.0f s", _PATIENCE_S
-                )
+                _log.info("pushing rows that another rank did not push within %.0f s", _PATIENCE_S)
                 self._push(pending, sorted(pending.unseen))
             else:
                 self.deliver()
@@ -445,7 +444,7 @@ class ServerStepTables:
         metadata = [each for _, each in received]
         if any(each["stale"] for each in metadata):
             raise MembershipChanged(
-                "a rank has looked up rows before all of the last step were pushed"
+                "a rank looked up rows before all rows of the last step were pushed"
             )
         self._versions.agree(
             [
@@ -514,14 +513,13 @@ class ServerStepTables:
             if self._own.membership is not None and self._own.membership.link.excluded:
                 self._shut_out = True
                 _log.info(
-                    "servers take no rows from this rank any more, since it leaves; the others "
-                    "push them: %s",
+                    "servers no longer accept rows from this rank, because it is leaving; the "
+                    "other ranks push them: %s",
                     stop,
                 )
             else:
                 _log.warning(
-                    "rows of the last step were not pushed, since the job was stopped meanwhile: "
-                    "%s",
+                    "rows of the last step were not pushed, because the job was stopped: %s",
                     stop,
                 )
             return
@@ -565,8 +563,8 @@ class ServerStepTables:
             return
         if not self._may_push(step):
             _log.warning(
-                "rows of the last step were not pushed: it is not known whether all ranks have "
-                "committed it"
+                "rows of the last step were not pushed, because it is not known whether all "
+                "ranks committed it"
             )
             return
         try:

@@ -47,8 +47,8 @@ def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
     for name in names:
         if name in taken or names.count(name) > 1:
             raise ConfigurationError(
-                f"table name={name!r} is another table's, or a parameter's; give each a name of "
-                "its own"
+                f"table name={name!r} is also the name of another table or of a parameter; give "
+                "each table its own name"
             )
 
 
@@ -233,9 +233,9 @@ def _check_size(table: SparseEmbedding, rows: int, nbytes: int) -> None:
     step were applied."""
     if nbytes > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
-            f"table {table.name!r}: the batch has {rows} rows of one of its {table.spec.buckets} "
-            f"buckets, {nbytes} bytes to push; expected at most {LARGEST_PAYLOAD_BYTES}: take "
-            "smaller batches, or more buckets",
+            f"table {table.name!r}: the batch has {rows} rows in one of its {table.spec.buckets} "
+            f"buckets, {nbytes} bytes to push; expected at most {LARGEST_PAYLOAD_BYTES} bytes: "
+            "use smaller batches, or more buckets",
             reason="PAYLOAD_TOO_LARGE",
         )
 
@@ -244,8 +244,8 @@ def _check_finite(table: SparseEmbedding, ids: Ids, values: Values) -> None:
     culprits = ~np.isfinite(values).all(axis=1)
     if count := int(culprits.sum()):
         raise InvalidRequestError(
-            f"the gradient of table {table.name!r} has {count} of {len(ids)} rows that are NaN or "
-            f"infinite, the first of id {ids[culprits][0]}; nothing was pushed. Leave the batch "
-            "out (optimizer.zero_grad(), then optimizer.step()), or lower the learning rate",
+            f"the gradient of table {table.name!r} has NaN or infinite values in {count} of "
+            f"{len(ids)} rows, first in that of id {ids[culprits][0]}; nothing was pushed. Skip "
+            "the batch (optimizer.zero_grad(), then optimizer.step()), or lower the learning rate",
             reason="GRADIENT_NOT_FINITE",
         )

@@ -140,7 +140,7 @@ def digest(
         if name not in digests:
             if name not in tensors:
                 raise CorruptDataError(
-                    f"the state's structure names tensor {name!r}, which did not come with it"
+                    f"the state's structure refers to tensor {name!r}, which is missing"
                 )
             digests[name] = tensor_digest(tensors[name])
         return digests[name]
@@ -181,11 +181,11 @@ def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
 # left out, since machines round them differently; so are the samples of all other datasets, which
 # may be slow to create, or created only in data workers.
 
-SAMPLES: Final = "what is known of the dataset's samples"
+SAMPLES: Final = "the dataset's samples"
 """Part of a loader's dealing: its dataset's identity."""
-DRAWN: Final = "what the sampler drew"
+DRAWN: Final = "the sampler's indices"
 """Part of a loader's dealing: a digest of the epoch's order."""
-STREAMED: Final = "what the stream gave"
+STREAMED: Final = "the stream's items"
 """Part of a loader's dealing: the number of items read up to the end of the step, a digest of them,
 and whether the stream ends there."""
 

@@ -30,8 +30,8 @@ def check_tensors_fit(
     ]
     if differing:
         raise CorruptDataError(
-            f"the state is of another model than this {type(module).__name__}: names or shapes "
-            f"differ, {differing[:3]} among them; load it into the model that saved it",
+            f"the state belongs to a different model than this {type(module).__name__}: names or "
+            f"shapes differ, among them {differing[:3]}; load it into the model that saved it",
             reason="MODEL_DIFFERS",
         )
 
@@ -79,11 +79,11 @@ def check_fits(
         or not isinstance(state, dict)
         or not all(isinstance(g, dict) and "params" in g for g in groups)
     ):
-        raise _differs("it has no param_groups and state")
+        raise _differs("it lacks param_groups or state")
     theirs, here = [len(group["params"]) for group in groups], [len(group) for group in shapes]
     if theirs != here:
         raise _differs(
-            f"its parameter groups have {theirs} parameters, this optimizer's have {here}"
+            f"its parameter groups have {theirs} parameters, but this optimizer's have {here}"
         )
     for group, own in zip(groups, optimizer.param_groups, strict=True):
         # New releases of torch add flags, and schedulers add their own settings: either may be
@@ -113,14 +113,14 @@ def check_fits(
                 and value.shape != numbered.get(number)
             ):
                 raise _differs(
-                    f"{key!r} of its parameter {number} has shape {tuple(value.shape)}, the "
-                    f"parameter {numbered.get(number)}"
+                    f"{key!r} of its parameter {number} has shape {tuple(value.shape)}, but the "
+                    f"parameter has shape {numbered.get(number)}"
                 )
 
 
 def _differs(what: str) -> CorruptDataError:
     return CorruptDataError(
-        f"the state is of another optimizer: {what}; nothing was changed; load it into the "
+        f"the state belongs to another optimizer: {what}; nothing was changed; load it into the "
         "optimizer that saved it",
         reason="OPTIMIZER_DIFFERS",
     )
@@ -131,9 +131,9 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) ->
     not stepped before."""
     if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
         raise ConfigurationError(
-            f"parameters are cut into flat pieces, and {type(optimizer).__name__} is not known to "
-            f"treat each element by itself; use one of {', '.join(sorted(ELEMENTWISE))}, or say "
-            "elementwise_optimizer=True if it does"
+            f"{type(optimizer).__name__} is not known to update each element independently, but "
+            "this strategy splits parameters into flat pieces; use one of "
+            f"{', '.join(sorted(ELEMENTWISE))}, or pass elementwise_optimizer=True if it does"
         )
     _check_fresh(optimizer)
 
@@ -151,30 +151,29 @@ def takes_whole_tensors(
     name = type(optimizer).__name__
     if name in ACROSS_TENSORS:
         raise ConfigurationError(
-            f"{name} updates all parameters together, from sums over all of them, and no rank has "
-            "them all here: use strategy='ddp', or an optimizer that takes each tensor by itself "
-            f"({', '.join(sorted(WHOLE_TENSORS))} among them)"
+            f"{name} updates all parameters together, from sums over all of them, but no rank has "
+            "all parameters with this strategy; use strategy='ddp', or an optimizer that updates "
+            f"each tensor independently, such as {', '.join(sorted(WHOLE_TENSORS))}"
         )
     if elementwise and (whole_tensors or name in WHOLE_TENSORS):
         reason = (
-            "whole_tensors=True says that it looks at whole tensors"
+            "whole_tensors=True declares that it updates whole tensors"
             if whole_tensors
-            else "it looks at whole tensors"
+            else "it updates whole tensors"
         )
         raise ConfigurationError(
             f"elementwise_optimizer=True with {name}: {reason}; leave elementwise_optimizer out"
         )
     if whole_tensors is False and name in WHOLE_TENSORS:
         raise ConfigurationError(
-            f"whole_tensors=False with {name}, which looks at whole tensors: leave whole_tensors "
-            "out"
+            f"whole_tensors=False with {name}, which updates whole tensors; leave whole_tensors out"
         )
     if not elementwise and not whole_tensors and name not in ELEMENTWISE | WHOLE_TENSORS:
         raise ConfigurationError(
-            f"{name} is not known: parameters can be cut into flat pieces if it treats each "
-            "element by itself (say elementwise_optimizer=True), and must be dealt whole to the "
-            "ranks if it looks at a whole tensor (say whole_tensors=True); an optimizer that "
-            "joins several tensors needs strategy='ddp'"
+            f"{name} is unknown to Shoal: pass elementwise_optimizer=True if it updates each "
+            "element independently, so that parameters can be split into flat pieces, or "
+            "whole_tensors=True if it updates each tensor independently. An optimizer that "
+            "combines several tensors needs strategy='ddp'"
         )
     _check_fresh(optimizer)
     return bool(whole_tensors) or name in WHOLE_TENSORS
@@ -183,5 +182,5 @@ def takes_whole_tensors(
 def _check_fresh(optimizer: torch.optim.Optimizer) -> None:
     if any(float(own.get("step", 1)) > 0 for own in optimizer.state.values()):
         raise ConfigurationError(
-            "the optimizer has stepped before: call as_distributed first, then load its state"
+            "the optimizer has already taken steps; call as_distributed first, then load its state"
         )

@@ -76,24 +76,24 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         document: dict[str, Any] = json.loads(header[_KEY])
     except KeyError:
         raise CorruptDataError(
-            "a safetensors file, but not one that Shoal wrote: its metadata lacks 'shoal'",
+            "this is a safetensors file, but Shoal did not write it: its metadata lacks 'shoal'",
             reason="FILE_FOREIGN",
         ) from None
     except (safetensors.SafetensorError, ValueError, RecursionError) as error:
         raise CorruptDataError(
-            f"not a complete safetensors file: {error}", reason="FILE_CORRUPT"
+            f"this is not a complete safetensors file: {error}", reason="FILE_CORRUPT"
         ) from error
     if not isinstance(document, dict) or document.get("format") != _FORMAT:
         found = document.get("format") if isinstance(document, dict) else document
         raise CorruptDataError(
-            f"the file has format {found!r}, this release reads {_FORMAT}; use the release that "
-            "wrote it",
+            f"the file has format {found!r}, but this release reads format {_FORMAT}; use the "
+            "release that wrote it",
             reason="FILE_NEWER",
         )
     written = document.pop("xxh3_64", None)
     if written != _digest(document, tensors):
         raise CorruptDataError(
-            "the file is damaged: its content does not match its digest; use a copy",
+            "the file is damaged, because its content does not match its digest; use a copy",
             reason="FILE_CORRUPT",
         )
     for name, (dtype, shape) in document.pop(_AS_BYTES, {}).items():
@@ -112,7 +112,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
         data = path.read_bytes()
     except OSError as error:
         raise ConfigurationError(
-            f"{path} cannot be read: {error}; give a file of save_model"
+            f"{path} cannot be read: {error}; pass a file written by save_model"
         ) from error
     try:
         return load_tensors(data)

@@ -97,7 +97,7 @@ def check_carried(tensor: torch.Tensor, where: str) -> None:
         raise _unsupported(
             where,
             tensor,
-            "a plain tensor; take `.to_local()` or `.full_tensor()` of a DTensor first",
+            "a plain tensor; call `.to_local()` or `.full_tensor()` on a DTensor first",
         )
     if tensor.layout is not torch.strided or tensor.is_quantized or tensor.is_nested:
         raise _unsupported(
@@ -139,7 +139,7 @@ def _unsupported(where: str, value: object, expected: str) -> ConfigurationError
 
 _PLAIN_EXPECTED = (
     "dict, list, tuple, set, str, int, float, bool, None, bytes, a tensor, or a numpy array or "
-    "scalar; have the object's state_dict() give these instead"
+    "scalar; have the object's state_dict() return these instead"
 )
 
 
@@ -292,8 +292,9 @@ class _Flattener:
             if factory is value.default_factory:
                 return {_MARK: "default", "factory": name, "items": self._pairs(value, path, depth)}
         raise ConfigurationError(
-            f"state at {join_path(path)!r} is a defaultdict made by {value.default_factory!r}; "
-            f"expected one of {', '.join(_FACTORIES)}, or turn it into a dict",
+            f"state at {join_path(path)!r} is a defaultdict with "
+            f"default_factory={value.default_factory!r}; expected one of {', '.join(_FACTORIES)}, "
+            "or a plain dict",
             reason="STATE_UNSUPPORTED",
         )
 
@@ -311,7 +312,7 @@ class _Flattener:
 def _check_key(key: object, path: tuple[object, ...], what: str) -> None:
     if type(key) not in _KEY_TYPES:
         raise _unsupported(
-            join_path(path), key, f"{what} of str, int, float, bool, None, bytes or tuple"
+            join_path(path), key, f"{what} of type str, int, float, bool, None, bytes or tuple"
         )
     if type(key) is tuple:
         for item in key:
@@ -350,7 +351,8 @@ class _Unflattener:
             return [self.decode(item, depth + 1) for item in structure]
         if not isinstance(structure, dict):
             raise CorruptDataError(
-                f"the state's structure holds a {type(structure).__name__}, which is not JSON"
+                f"the state's structure contains an object of type {type(structure).__name__}, "
+                "which is not JSON"
             )
         if _MARK not in structure:
             return {key: self.decode(item, depth + 1) for key, item in structure.items()}
@@ -367,7 +369,7 @@ class _Unflattener:
             if isinstance(error, CorruptDataError):
                 raise
             raise CorruptDataError(
-                f"the state's structure holds a malformed {structure.get(_MARK)!r}: {error!r}"
+                f"the state's structure contains a malformed {structure.get(_MARK)!r}: {error!r}"
             ) from error
 
     def _marked(self, node: dict[str, Json], depth: int) -> Any:
@@ -392,7 +394,7 @@ class _Unflattener:
             case "dict" | "ordered" | "counter" | "default" as name:
                 return self._mapping(name, node, depth)
         raise CorruptDataError(
-            f"the state's structure holds an unknown kind {node[_MARK]!r}; was it written by a "
+            f"the state's structure contains an unknown kind {node[_MARK]!r}; was it written by a "
             "newer release?"
         )
 
@@ -418,7 +420,7 @@ class _Unflattener:
             return self._tensors[name]
         except KeyError:
             raise CorruptDataError(
-                f"the state's structure names tensor {name!r}, which did not come with it"
+                f"the state's structure refers to tensor {name!r}, which is missing"
             ) from None
 
     def _array(self, node: dict[str, Json]) -> np.ndarray[Any, Any]:
@@ -428,7 +430,7 @@ class _Unflattener:
             held = self._tensor(name)
             if held.dtype is not torch.uint8 or held.numel() != math.prod(shape) * dtype.itemsize:
                 raise CorruptDataError(
-                    f"tensor {name!r} does not hold an array of shape {shape} and dtype {dtype}"
+                    f"tensor {name!r} does not match an array of shape {shape} and dtype {dtype}"
                 )
             # A copy: arrays of a loaded state must own aligned memory.
             data = held.detach().cpu().contiguous().numpy().tobytes()
@@ -444,7 +446,7 @@ def _dtype(text: str) -> np.dtype[Any]:
     dtype = np.dtype(text)
     if dtype.kind not in _ARRAY_KINDS:
         raise CorruptDataError(
-            f"the state's structure holds an array of dtype {text!r}, which is never written"
+            f"the state's structure contains an array of dtype {text!r}, which Shoal never writes"
         )
     return dtype
 

@@ -18,8 +18,8 @@ def main() -> None:
     """Runs the script named by the first argument."""
     if len(sys.argv) < 2:
         sys.exit(
-            "usage: python -m shoal_worker.store SCRIPT [ARGUMENTS]: runs it with "
-            "init_method='redis://HOST:PORT/JOB' known"
+            "usage: python -m shoal_worker.store SCRIPT [ARGUMENTS]: runs the script with "
+            "support for init_method='redis://HOST:PORT/JOB'"
         )
     torch_extensions.register()
     script = sys.argv[1]

@@ -141,7 +141,7 @@ class RedisStore(Store):
         """Sets all keys, or none."""
         if len(keys) != len(values):
             raise StoreValueError(
-                f"multi_set got {len(keys)} keys and {len(values)} values: expected as many of each"
+                f"multi_set got {len(keys)} keys and {len(values)} values; expected equal numbers"
             )
         pairs = [part for key, value in zip(keys, values, strict=True) for part in (key, value)]
         if pairs:
@@ -357,8 +357,8 @@ class RedisStore(Store):
             except _BROKEN as error:
                 if attempt + 1 == attempts:
                     raise StoreUnavailableError(
-                        f"store {self.prefix!r}: Redis did not answer ({error}); tried {attempts} "
-                        "time(s)",
+                        f"store {self.prefix!r}: Redis did not respond ({error}) in {attempts} "
+                        "attempt(s)",
                         reason="REDIS_UNAVAILABLE",
                     ) from error
                 time.sleep(_BACKOFF_S * 2**attempt)
@@ -425,8 +425,8 @@ class RedisStore(Store):
             f" and {len(absent) - 5} more" if len(absent) > 5 else ""
         )
         raise StoreTimeoutError(
-            f"store {self.prefix!r}: waited {timeout.total_seconds():g} s for {named}, which "
-            "nobody has written; is the rank that writes it running?"
+            f"store {self.prefix!r}: waited {timeout.total_seconds():g} s for {named}, but no "
+            "rank wrote it; is the rank that should write it running?"
         )
 
     def _raise_if_aborted(self, cause: Exception | None = None) -> None:
@@ -463,13 +463,12 @@ class _Abort:
 def _check(prefix: str, timeout: timedelta, lifetime: timedelta) -> None:
     if not prefix:
         raise ConfigurationError(
-            "prefix='': expected a name that no other group uses, such as "
-            "'shoal:{job}:store:3-9f2c'"
+            "prefix='': expected a name unique to this group, such as 'shoal:{job}:store:3-9f2c'"
         )
     if timeout <= timedelta(0):
         raise ConfigurationError(f"timeout={timeout}: expected more than 0 s")
     if lifetime < timedelta(minutes=1):
         raise ConfigurationError(
-            f"lifetime={lifetime}: expected at least a minute, or the store is forgotten while it "
-            "is used"
+            f"lifetime={lifetime}: expected at least a minute, because the store would otherwise "
+            "expire while in use"
         )

@@ -63,12 +63,13 @@ def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
     query = {name: values[-1] for name, values in parse_qs(parts.query).items()}
     if unknown := sorted(set(query) - {"rank", "world_size", "db", "ca"}):
         raise ConfigurationError(
-            f"{given}: unknown {', '.join(unknown)}; expected rank, world_size, db or ca"
+            f"{given}: unknown query parameters {', '.join(unknown)}; expected rank, world_size, "
+            "db or ca"
         )
     job = unquote(parts.path.strip("/"))
     if not parts.hostname or not job:
         raise ConfigurationError(
-            f"{given}: expected redis://HOST:PORT/JOB, with a job name that no other run is using"
+            f"{given}: expected redis://HOST:PORT/JOB, with a job name that no other run uses"
         )
     environment = rank_variables() if environment is None else environment
     rank = _number(given, "rank", 0, query.get("rank"), environment.get("RANK"))
@@ -77,14 +78,14 @@ def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
     )
     if rank >= world_size:
         raise ConfigurationError(
-            f"{given}: rank={rank} with world_size={world_size}; expected a smaller rank"
+            f"{given}: rank={rank} with world_size={world_size}; expected a rank below world_size"
         )
     database = _number(given, "db", 0, query.get("db"), "0")
     server = SplitResult(parts.scheme, parts.netloc, f"/{database}", "", "").geturl()
     authority = Path(query["ca"]) if "ca" in query else None
     if authority is not None and parts.scheme != "rediss":
         raise ConfigurationError(
-            f"{given}: ca={query['ca']!r}: expected rediss://, since redis:// has no TLS"
+            f"{given}: ca={query['ca']!r} needs the scheme rediss://, because redis:// has no TLS"
         )
     return Target(
         server=with_authority(server, authority), job=job, rank=rank, world_size=world_size
@@ -107,7 +108,7 @@ def rendezvous(
     _STORES.append(store)
     yield store, target.rank, target.world_size
     raise RuntimeError(
-        "init_method redis:// cannot form the same group again: call init_process_group again"
+        "init_method redis:// cannot form the same group again; call init_process_group again"
     )
 
 
@@ -125,7 +126,7 @@ def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
             if remaining <= 0:
                 raise StoreTimeoutError(
                     f"job {target.job!r}: rank {target.rank} waited {timeout.total_seconds():g} s "
-                    f"for {', '.join(absent)} of world_size={target.world_size}"
+                    f"for {', '.join(absent)} of world_size={target.world_size} to arrive"
                 )
             written.wait(min(remaining, _REFRESH_S))
 
@@ -150,8 +151,8 @@ def _number(
     text = argument if argument is not None and argument != "-1" else environment
     if text is None:
         raise ConfigurationError(
-            f"{given}: no {field}; pass {field}= to init_process_group, put it in the query, or "
-            f"set {field.upper()}"
+            f"{given}: no {field} was set; pass {field}= to init_process_group, put it in the "
+            f"query, or set {field.upper()}"
         )
     if not text.isdecimal() or int(text) < least:
         raise ConfigurationError(

@@ -116,8 +116,8 @@ class Wakeups:
                 except (redis.RedisError, OSError) as error:
                     if not failing:
                         _LOG.warning(
-                            "the store's wake-up connection broke; until it is back, waits look "
-                            "for keys by the clock: %s",
+                            "the store's wake-up connection broke; waits poll for keys until it "
+                            "is restored: %s",
                             error,
                         )
                     failing = True

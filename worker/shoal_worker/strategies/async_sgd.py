@@ -55,9 +55,9 @@ class AsyncSGDModel(ShardedModel):
         options=frozenset(field.name for field in dataclasses.fields(AsyncOptions)),
         compressor="topk",
         sparse_tables=True,
-        why_one_model="parameter servers apply an update as it comes, and could not take back that "
-        "of one model where the others' did not "
-        "come. Over slow links gradient_compression= with ddp sends little, too",
+        why_one_model="parameter servers apply each update as it arrives, and could not undo that "
+        "of one model if another model's did not arrive. Over slow links, gradient_compression= "
+        "with ddp also sends little",
     )
 
     @property

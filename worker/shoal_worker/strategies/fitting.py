@@ -111,7 +111,8 @@ class OptimizationInputData:
                 raise ConfigurationError(f"{name}={value}: expected at least 1")
         if self.patience is not None and self.patience < 1:
             raise ConfigurationError(
-                f"patience={self.patience}: expected at least 1 epoch, or None for never"
+                f"patience={self.patience}: expected at least 1 epoch, or None to disable early "
+                "stopping"
             )
         if not self.min_delta >= 0:
             raise ConfigurationError(f"min_delta={self.min_delta}: expected at least 0")
@@ -123,16 +124,18 @@ class OptimizationInputData:
             )
         if isinstance(self.scheduler, ReduceLROnPlateau):
             raise ConfigurationError(
-                "scheduler=ReduceLROnPlateau steps by epoch and metric: register it, and step it "
-                "in on_epoch="
+                "scheduler=ReduceLROnPlateau needs a metric after each epoch; register it with "
+                "shoal.register_state, and step it in on_epoch="
             )
         if self.metric_fn is not None and self.validation is None:
             raise ConfigurationError(
-                "metric_fn is measured on the validation samples: give validation=, or leave it out"
+                "metric_fn= is computed on the validation samples; pass validation=, or leave "
+                "metric_fn out"
             )
         if self.validation is not None and self.loss_fn is None and self.metric_fn is None:
             raise ConfigurationError(
-                "validation= without loss_fn= and metric_fn=: say what is to be measured on it"
+                "validation= without loss_fn= and metric_fn=: pass at least one of them to "
+                "compute on the validation samples"
             )
 
 
@@ -204,9 +207,9 @@ def fit(
         )
     if model.sharding_config.loss_reduction != "mean":
         raise ConfigurationError(
-            f"optimize() with loss_reduction={model.sharding_config.loss_reduction!r}: what it "
-            "tells and decides by are means over samples; leave it out, with a loss_fn that is a "
-            "mean"
+            f"optimize() with loss_reduction={model.sharding_config.loss_reduction!r}: it reports "
+            "means over samples and decides by them; leave loss_reduction out, and pass a "
+            "loss_fn that returns a mean"
         )
     name = next(
         name
@@ -351,15 +354,15 @@ def _validation_loader(data: OptimizationInputData) -> ElasticDataLoader | None:
 def _dataset(given: Any, what: str) -> Any:
     if is_stream(given):
         raise ConfigurationError(
-            f"{what}: {type(given).__qualname__} is a stream, and optimize() counts samples by a "
-            "dataset's length: write the loop yourself, over an ElasticDataLoader, or give a "
-            "dataset with __len__ and __getitem__(index)"
+            f"{what}: {type(given).__qualname__} is a stream, but optimize() needs a dataset with "
+            "a length; write the loop yourself, over an ElasticDataLoader, or pass a dataset "
+            "with __len__ and __getitem__(index)"
         )
     if not isinstance(given, Sequence) or not all(isinstance(part, torch.Tensor) for part in given):
         return given
     if len(given) != 2 or len(given[0]) != len(given[1]):
         raise ConfigurationError(
-            f"{what}: tensors of {[len(part) for part in given]} samples; expected two, inputs and "
-            "targets, of the same number"
+            f"{what}: tensors of {[len(part) for part in given]} samples; expected two tensors, "
+            "inputs and targets, with equal numbers of samples"
         )
     return TensorDataset(*given)

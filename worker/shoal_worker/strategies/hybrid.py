@@ -49,23 +49,23 @@ def _engine(setup: Setup) -> MeshEngine:
     pipelined = pipeline > 1
     if pipelined and setup.several:
         raise ConfigurationError(
-            f"pipeline_parallel_size={pipeline} with several models: train_step takes a batch "
-            "through both passes of one pipeline, so no loss can go through one model into "
-            "another; leave it out, and the models are cut by tensor_parallel_size alone, or put "
-            "them into one nn.Module with one optimizer"
+            f"pipeline_parallel_size={pipeline} with several models: train_step runs both passes "
+            "of one pipeline together, so a loss cannot depend on two models; leave "
+            "pipeline_parallel_size out to split the models by tensor_parallel_size alone, or "
+            "put them into one nn.Module with one optimizer"
         )
     for field in ("shard_modules", "prefetch_blocks"):
         value = getattr(config, field)
         if value is not None and (data_axis != "fsdp" or pipelined):
             raise ConfigurationError(
                 f"{field}={value!r} with data_parallel_strategy={data_axis!r} and "
-                f"pipeline_parallel_size={pipeline}: "
-                'only "fsdp" without a pipeline gathers parameters by modules; leave it out'
+                f'pipeline_parallel_size={pipeline}: only "fsdp" without a pipeline gathers '
+                f"parameters module by module; leave {field} out"
             )
     if pipelined and options.get("sequence_dimension") is not None:
         raise ConfigurationError(
             f"sequence_dimension={options['sequence_dimension']} with "
-            f"pipeline_parallel_size={pipeline}: stages pass whole activations to each other; "
+            f"pipeline_parallel_size={pipeline}: stages send whole activations to each other; "
             "leave one of the two out"
         )
     tensor = checked_size("tensor_parallel_size", options.get("tensor_parallel_size", 1))
@@ -74,7 +74,7 @@ def _engine(setup: Setup) -> MeshEngine:
             2,
             12,
             f"tensor_parallel_size={tensor}",
-            "leave it out, and take pipeline_parallel_size or data_parallel_strategy='fsdp'",
+            "leave it out, and use pipeline_parallel_size or data_parallel_strategy='fsdp'",
         )
     wanted = options.get("data_parallel_size", -1)
 

@@ -32,10 +32,9 @@ class LocalSGDModel(ShardedModel):
         a_death="costs the round: it is done again",
         options=frozenset(field.name for field in dataclasses.fields(RoundOptions)),
         complex_parameters=True,
-        why_one_model="its ranks average at the end of a round of steps, which a model whose "
-        "optimizer does not step for every batch would "
-        "come to at another time than the others. Over slow links gradient_compression= with ddp "
-        "sends little, too",
+        why_one_model="its ranks average at the end of a round of steps, and a model whose "
+        "optimizer skips some batches would reach that end at a different time. Over slow links, "
+        "gradient_compression= with ddp also sends little",
     )
 
     @property

@@ -127,9 +127,9 @@ class ShardedModel(nn.Module):
         """Raises PreconditionError if the module is replaced after the engine has taken it over."""
         if name == "module" and "engine" in self.__dict__:
             raise PreconditionError(
-                "model.module was replaced: what is trained is the module that as_distributed was "
-                "given; change its values with model.with_parameters(values), and compile it "
-                "before as_distributed"
+                "model.module was replaced, but Shoal trains the module passed to "
+                "as_distributed; change its values with model.with_parameters(values), and "
+                "compile it before as_distributed"
             )
         super().__setattr__(name, value)
 
@@ -171,8 +171,8 @@ class ShardedModel(nn.Module):
         """
         if hasattr(type(self), name):
             raise ConfigurationError(
-                f"register_forward_method({name!r}): the model has a method of its own of that "
-                "name; choose another"
+                f"register_forward_method({name!r}): the model already has a method of that name; "
+                "choose another name"
             )
         if not callable(getattr(self.module, name, None)) or isinstance(
             getattr(self.module, name), nn.Module
@@ -318,7 +318,7 @@ class ShardedModel(nn.Module):
         otherwise."""
         self.engine.check_values_here(
             "state_dict()",
-            "model.full_state_dict() gives the whole, under the original module's names",
+            "model.full_state_dict() returns the whole state, under the original module's names",
         )
         return super().state_dict(*args, **kwargs)
 
@@ -327,8 +327,8 @@ class ShardedModel(nn.Module):
         Raises PreconditionError otherwise."""
         self.engine.check_values_here(
             "load_state_dict()",
-            "model.load_full(state) takes what model.full_state_dict() gave, and "
-            "model.load_model(path) reads a file",
+            "model.load_full(state) loads the result of model.full_state_dict(), and "
+            "model.load_model(path) loads a file",
         )
         return super().load_state_dict(*args, **kwargs)
 
@@ -365,9 +365,9 @@ class ShardedModel(nn.Module):
             PreconditionError: always.
         """
         raise PreconditionError(
-            f"a model with strategy={self.strategy!r} cannot be pickled (torch.save(model) does): "
-            "save model.full_state_dict() or model.clone(), or call model.save_model(path), on "
-            "every rank"
+            f"a model with strategy={self.strategy!r} cannot be pickled (as torch.save(model) "
+            "does); save model.full_state_dict() or model.clone(), or call "
+            "model.save_model(path), on every rank"
         )
 
     # ---------------------------------------------------------------------------------------- files

@@ -43,8 +43,8 @@ def _global_hook() -> str:
         for hook in hooks.values():
             if hook is not _check_alone:
                 return (
-                    "the step hook of all optimizers "
-                    f"{getattr(hook, '__qualname__', type(hook).__qualname__)!r}, in a step"
+                    "the global step hook "
+                    f"{getattr(hook, '__qualname__', type(hook).__qualname__)!r} in a step"
                 )
     return ""
 
@@ -103,9 +103,9 @@ class ShardedOptimizer(ForwardingOptimizer):
             kind = type(self.optimizer).__name__
             raise ConfigurationError(
                 f"optimizer.{name}() with strategy={self._engine.strategy!r}: this process's "
-                f"{kind} has parts of the parameters, and what its own methods write to them would "
-                f"not come to the model. Take strategy='ddp', or call {kind}.{name} on the "
-                "optimizer that as_distributed was given, if it writes to no parameter",
+                f"{kind} has only parts of the parameters, and the values that its own methods "
+                "write would not reach the model. Use strategy='ddp', or, if the method writes "
+                f"to no parameter, call {kind}.{name} on the optimizer passed to as_distributed",
                 reason="OPTIMIZER_METHOD",
             )
 
@@ -134,8 +134,8 @@ class ShardedOptimizer(ForwardingOptimizer):
             raise ConfigurationError(
                 f"{found} of {type(own).__name__} with strategy={self._engine.strategy!r}: this "
                 "process's optimizer does not update whole parameters, so a hook would not see "
-                "what it sees in one process. Do its work in the loop, before or after "
-                "optimizer.step(): model.clip_grad_norm_(max_norm) clips"
+                "the same tensors as in one process. Do this work in the loop, before or after "
+                "optimizer.step(): model.clip_grad_norm_(max_norm) clips gradients"
                 + ("" if self._engine.asynchronous else "; with_parameters(values) sets values")
             )
 
@@ -163,8 +163,9 @@ class ShardedOptimizer(ForwardingOptimizer):
         """
         if closure is not None:
             raise ConfigurationError(
-                f"{type(self.optimizer).__name__}.step(closure): closures run the backward pass "
-                "again, outside of the step; use an optimizer that needs none (LBFGS does)"
+                f"{type(self.optimizer).__name__}.step(closure): a closure would run the backward "
+                "pass again, outside the step; use an optimizer that needs no closure (LBFGS "
+                "does)"
             )
         self._refuse_step_hooks()
         if self._whole is not None:
@@ -311,8 +312,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         """
         if self._model.is_one_of_several:
             raise ConfigurationError(
-                "optimize(data) trains one model, and as_distributed was given several: write "
-                "their loop out"
+                "optimize(data) trains one model, but as_distributed received several; write the "
+                "training loop yourself"
             )
         return fit(self._session, self._model, self, data)
 
@@ -324,7 +325,7 @@ class ShardedOptimizer(ForwardingOptimizer):
         """
         raise PreconditionError(
             f"an optimizer with strategy={self._engine.strategy!r} cannot be pickled or copied "
-            "(torch.save(optimizer) pickles): save optimizer.state_dict() or "
+            "(torch.save(optimizer) pickles); save optimizer.state_dict() or "
             "optimizer.serialize(), on every rank"
         )
 

@@ -41,9 +41,8 @@ class PipelineParallelModel(ShardedModel):
         sent="activations at stage borders",
         a_death="as tensor",
         options=PIPELINE_OPTIONS | {"pipeline_parallel_size"},
-        why_one_model="train_step takes a batch through both passes of the stages, so no loss can "
-        "go through one model into another. What "
-        "is too large for a rank is cut by tensor, or by zero3",
+        why_one_model="train_step runs both passes of the stages together, so a loss cannot depend "
+        "on two models. For models too large for one rank, use tensor or zero3",
     )
 
 

@@ -108,8 +108,8 @@ def build(
     if unknown:
         known = ", ".join(sorted(strategy.options)) or "none of its own"
         raise ConfigurationError(
-            f"strategy {strategy.name!r} does not know {unknown}; its options: {known}, and those "
-            "of ShardingConfiguration"
+            f"strategy {strategy.name!r} has no options {unknown}; its options are {known}, and "
+            "those of ShardingConfiguration"
         )
     check_model(strategy, model, config)
     distributed = model_class(model, session, config, backend=backend, among=among, **options)
@@ -124,29 +124,28 @@ def check_several(
     """Raises ConfigurationError: models that the strategy cannot train in one loop."""
     if not config.auto_sync_gradients:
         raise ConfigurationError(
-            "auto_sync_gradients=False with several models: leave it out, their gradients are "
-            "reduced as they come"
+            "auto_sync_gradients=False with several models: their gradients are reduced as they "
+            "are computed; leave auto_sync_gradients out"
         )
     if not strategy.several_models:
         raise ConfigurationError(
-            f"{len(models)} models with strategy={strategy.name!r}, which trains one: "
-            f"{strategy.why_one_model}. Several models are trained by "
-            f"{_those(lambda other: other.several_models)}; or put the modules into one nn.Module "
-            "with one optimizer"
+            f"{len(models)} models with strategy={strategy.name!r}, which trains one model: "
+            f"{strategy.why_one_model}. Use {_those(lambda other: other.several_models)}, which "
+            "train several models, or put the modules into one nn.Module with one optimizer"
         )
     owners: dict[int, tuple[int, str]] = {}
     for number, model in enumerate(models):
         if tables := tables_of(model):
             raise ConfigurationError(
-                f"one of several models has the sparse table {tables[0].name!r}: use "
-                "torch.nn.Embedding, or one model"
+                f"one of several models has the sparse table {tables[0].name!r}; use "
+                "torch.nn.Embedding, or train a single model"
             )
         for name, parameter in model.named_parameters():
             first, known = owners.setdefault(id(parameter), (number, name))
             if first != number:
                 raise ConfigurationError(
-                    f"models {first} and {number} share the parameter {known!r}: each would lay it "
-                    "out over the ranks and update it; leave it to one of them"
+                    f"models {first} and {number} share the parameter {known!r}, but each would "
+                    "lay it out over the ranks and update it; leave it to one of them"
                 )
 
 
@@ -169,8 +168,8 @@ def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, A
             or not all(v is None or isinstance(v, kinds) for v in values)
         ):
             raise ConfigurationError(
-                f"{name}={values!r} with {models} models: expected a tuple of {models}, one for "
-                "each model in their order, None for those that need none"
+                f"{name}={values!r} with {models} models: expected a tuple of {models} items, one "
+                "per model in order, with None for models that need none"
             )
         for own, value in zip(each, values, strict=True):
             own.update({} if value is None else {name: value})
@@ -182,15 +181,14 @@ def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str
     None: it can."""
     if not strategy.communicates_in_passes:
         return (
-            f"with strategy={strategy.name!r} a rank cannot ask the others in a pass: use "
+            f"with strategy={strategy.name!r}, ranks cannot communicate within a pass; use "
             f"{_those(lambda other: other.communicates_in_passes)}, or compute the loss of each "
             "rank's own samples"
         )
     if config.loss_reduction == "sum":
         return (
-            'with loss_reduction="sum" the loss of the whole batch, which each rank computes, '
-            'would count once for each rank: use "mean", '
-            "and multiply the loss yourself"
+            'with loss_reduction="sum", the loss of the whole batch would count once per rank, '
+            'because each rank computes it; use "mean", and multiply the loss yourself'
         )
     return None
 
@@ -202,13 +200,13 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
         compress = _those(lambda other: other.compressor is not None)
         raise ConfigurationError(
             f"gradient_compression={config.compressor.name!r} with strategy={name!r}, which does "
-            f"not compress: use {compress}, or leave it out"
+            f"not support compression; use {compress}, or leave gradient_compression out"
         )
     for field, instead in _INSTEAD.items():
         value = getattr(config, field)
         if value is not None and field not in strategy.settings:
             raise ConfigurationError(
-                f"{field}={value!r} with strategy={name!r}, which does not know it: "
+                f"{field}={value!r} with strategy={name!r}, which does not support this setting; "
                 f"{instead.format(known=_those_that_know(field))}"
             )
     synchronized = next(
@@ -216,15 +214,15 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
     )
     if synchronized is not None and not strategy.communicates_in_passes:
         raise ConfigurationError(
-            f"{synchronized or 'the model'} is a SyncBatchNorm, and with strategy={name!r} a "
-            "rank's layers cannot ask the others in a pass: use "
+            f"{synchronized or 'the model'} is a SyncBatchNorm, but with strategy={name!r}, ranks "
+            "cannot communicate within a pass; use "
             f"{_those(lambda other: other.communicates_in_passes)}, or use BatchNorm, whose "
             "running statistics are averaged"
         )
     if (tables := tables_of(module)) and not strategy.sparse_tables:
         raise ConfigurationError(
             f"the model has the sparse table {tables[0].name!r}, whose rows are on parameter "
-            f"servers, and strategy={name!r} knows none: use "
+            f"servers, but strategy={name!r} does not support sparse tables; use "
             f"{_those(lambda other: other.sparse_tables)}, or torch.nn.Embedding"
         )
     _check_embeddings(module)
@@ -234,7 +232,7 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
         if parameter.requires_grad and parameter.is_complex():
             raise ConfigurationError(
                 f"parameter {parameter_name!r} is complex, but strategy={name!r} trains only real "
-                "parameters: store it as a real tensor and call torch.view_as_complex in the "
+                "parameters; store it as a real tensor and call torch.view_as_complex in the "
                 f"forward pass, or use {_those(lambda other: other.complex_parameters)}"
             )
 
@@ -249,16 +247,16 @@ def _check_embeddings(module: nn.Module) -> None:
         if each.max_norm is not None:
             raise ConfigurationError(
                 f"{path or 'the model'} is an {kind} with max_norm={each.max_norm}, whose forward "
-                "pass changes its weight in place: each rank would change the rows that its own "
-                "samples name, and the ranks' weights would drift apart. Leave max_norm out, and "
-                "shorten the looked-up rows in the forward pass: rows * (max_norm / "
+                "pass changes its weight in place: each rank would change the rows for its own "
+                "samples, and the ranks' weights would drift apart. Leave max_norm out, and "
+                "scale the looked-up rows in the forward pass: rows * (max_norm / "
                 "rows.norm(dim=-1, keepdim=True)).clamp(max=1)"
             )
         if each.scale_grad_by_freq:
             _log.warning(
-                "%s is an %s with scale_grad_by_freq=True: rows are counted in each rank's part "
-                "of a batch, so the result depends on the number of ranks, unless "
-                "micro_batch_size= cuts batches alike for any number",
+                "%s is an %s with scale_grad_by_freq=True: frequencies are counted in each "
+                "rank's part of a batch, so the result depends on the number of ranks. Pass "
+                "micro_batch_size=, which divides batches in the same way for any number of ranks",
                 path or "the model",
                 kind,
             )

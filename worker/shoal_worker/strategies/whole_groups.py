@@ -52,8 +52,7 @@ class WholeGroup(dict[str, Any]):
     def __delitem__(self, key: str) -> None:
         if key == _MEMBERS:
             raise PreconditionError(
-                "a parameter group's 'params' were deleted: leave them as as_distributed was given "
-                "them"
+                "a parameter group's 'params' were deleted; keep them as passed to as_distributed"
             )
         del self._find()[key]
 
@@ -142,8 +141,8 @@ class WholeGroups:
             one is not other for one, other in zip(self.groups, self._given, strict=True)
         ):
             raise PreconditionError(
-                f"optimizer.param_groups has {len(self.groups)} groups that are not all those of "
-                f"as_distributed, which were {len(self._given)}: add parameter groups to the "
+                f"optimizer.param_groups has {len(self.groups)} groups that differ from the "
+                f"{len(self._given)} passed to as_distributed; add parameter groups to the "
                 "optimizer before as_distributed"
             )
         self._known.check(self.groups)
@@ -163,9 +162,9 @@ class StateOfPieces(MutableMapping[Any, Any]):
             key is member for group in self._groups for member in group[_MEMBERS]
         ):
             raise PreconditionError(
-                f"optimizer.state[parameter] with strategy={self._strategy!r}: this rank has the "
-                "state of its pieces of parameters alone; optimizer.state_dict(), called on every "
-                "rank, gives the whole state"
+                f"optimizer.state[parameter] with strategy={self._strategy!r}: this rank has only "
+                "the state of its pieces of parameters; call optimizer.state_dict() on every "
+                "rank for the whole state"
             )
         return self._state[key]
 

@@ -409,7 +409,7 @@ def trace_blocks(model: nn.Module, inputs: Any) -> list[Block]:
     except Exception as error:  # the user's own code runs here
         raise ConfigurationError(
             f"the model cannot be traced on the meta device ({type(error).__name__}: {error}), so "
-            "its blocks cannot be derived from its data flow; give a plan for them"
+            "its blocks cannot be derived from its data flow; pass a plan for them"
         ) from error
     return recorder.blocks()
 

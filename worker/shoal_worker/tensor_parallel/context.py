@@ -76,8 +76,8 @@ class ParallelContext:
             length, ranks = output.shape[self.sequence_dimension], self.mesh.size()
             if length % ranks:
                 what = (
-                    f"sequence_dimension={self.sequence_dimension} with a sequence of {length}, "
-                    f"which {ranks} ranks do not divide,"
+                    f"sequence_dimension={self.sequence_dimension} with a sequence length of "
+                    f"{length}, not divisible by {ranks} ranks,"
                 )
                 needs_torch(2, 13, what, "pad the sequence, or leave sequence_dimension out")
             return output.redistribute(placements=[Shard(self.sequence_dimension)])

@@ -127,7 +127,7 @@ class _Planner:
     def plan(self) -> TensorParallelPlan:
         if any(isinstance(p, DTensor) for p in self._model.parameters()):
             raise ConfigurationError(
-                "tensor parallelism: the model's parameters are distributed already; give it a "
+                "tensor parallelism: the model's parameters are already distributed; pass the "
                 "model as it was built"
             )
         self._take_given()
@@ -158,14 +158,14 @@ class _Planner:
             ]
             if not matched:
                 raise ConfigurationError(
-                    f"tensor-parallel plan: no module or parameter matches {pattern!r}; the "
-                    f"model's modules are {sorted(modules)[1:6]} ..."
+                    f"tensor-parallel plan: no module or parameter matches {pattern!r}; the model "
+                    f"has the modules {sorted(modules)[1:6]} ..."
                 )
             for path in matched:
                 if path in parameters and split.style is not Style.REPLICATE:
                     raise ConfigurationError(
-                        f"tensor-parallel plan: {path} is a parameter, not a module: it can only "
-                        'be given the style "replicate"'
+                        f"tensor-parallel plan: {path} is a parameter, not a module; the only "
+                        'style for a parameter is "replicate"'
                     )
                 self._roles[path] = _Role(split, path, "asked for", asked=True)
                 if split.style is Style.REPLICATE and path in modules:
@@ -208,14 +208,16 @@ class _Planner:
         kind = f"nn.MultiheadAttention(embed_dim={module.embed_dim}, num_heads={module.num_heads})"
         if module.num_heads % self._size:
             raise self._refusal(
-                path, module, f"{kind}: its {module.num_heads} heads do not divide by {self._size}"
+                path,
+                module,
+                f"{kind}: its {module.num_heads} heads are not divisible by {self._size}",
             )
         if module.bias_k is not None or module.add_zero_attn:
             raise self._refusal(
                 path,
                 module,
-                f"{kind}: add_bias_kv and add_zero_attn add a position to every head, which is not "
-                "supported",
+                f"{kind}: add_bias_kv and add_zero_attn add a position to every head, which "
+                "tensor parallelism does not support",
             )
         self._roles[path] = _Role(
             Split(style=Style.ATTENTION, heads=module.num_heads), path, f"{module.num_heads} heads"
@@ -236,11 +238,12 @@ class _Planner:
                 raise self._refusal(
                     path,
                     self._model.get_submodule(path),
-                    f"its {features} do not divide by {self._size}",
+                    f"its {features} are not divisible by {self._size}",
                 )
         if layers[block.row].in_features % self._size:
             what = (
-                f"its {layers[block.row].in_features} input features do not divide by {self._size}"
+                f"its {layers[block.row].in_features} input features are not divisible by "
+                f"{self._size}"
             )
             raise self._refusal(block.row, self._model.get_submodule(block.row), what)
         for path, parts in block.columns.items():
@@ -254,10 +257,10 @@ class _Planner:
             raise self._refusal(
                 block.path,
                 module,
-                f"the number of heads of this attention block is not known ({block.reason}): none "
-                "of its attributes says it",
+                f"the number of heads of this attention block is unknown ({block.reason}), "
+                "because no attribute specifies it",
                 remedy="Give the attention module an attribute num_heads, pass example_inputs so "
-                "that it can be traced, or give a plan",
+                "that it can be traced, or pass a plan",
             )
         for heads, of in (
             (block.heads, "attention heads"),
@@ -265,7 +268,7 @@ class _Planner:
         ):
             if heads % self._size:
                 raise self._refusal(
-                    block.path, module, f"its {heads} {of} do not divide by {self._size}"
+                    block.path, module, f"its {heads} {of} are not divisible by {self._size}"
                 )
 
     def _replicates_small(self, block: str, paths: tuple[str, ...], kind: str) -> bool:
@@ -303,8 +306,8 @@ class _Planner:
                 raise ConfigurationError(
                     f"tensor parallelism: {joined(path, name)} is tied to {first.name}, but the "
                     f"plan splits one along dimension {layout.dimension} and the other along "
-                    f"{first.dimension}; give both modules styles that agree, such as vocabulary "
-                    "and column_gathered"
+                    f"{first.dimension}; choose compatible styles for both modules, such as "
+                    "vocabulary and column_gathered"
                 )
             tied_to = first_module if first_module != path else tied_to
             layouts.append(replace(layout, name=first.name))
@@ -399,9 +402,9 @@ class _Planner:
         raise self._refusal(
             path,
             module,
-            f"no style is known for {type(module).__name__}, whose parameter {name} has "
+            f"there is no style for {type(module).__name__}, whose parameter {name} has "
             f"{parameter.numel():,} elements ({shape})",
-            remedy="Replicate it on purpose with "
+            remedy="Replicate it explicitly with "
             f'plan={{"{joined(path, name) if path == "" else path}": "replicate"}}',
         )
 
@@ -430,7 +433,7 @@ class _Planner:
         if not fits.get(style, layer is not None):
             raise ConfigurationError(
                 f"tensor-parallel plan: {path or 'the model'} is a {type(module).__name__}, which "
-                f"the style {style.value!r} does not fit"
+                f"does not support the style {style.value!r}"
             )
         if isinstance(module, nn.Embedding | nn.EmbeddingBag) and style is not Style.REPLICATE:
             odd = [n for n in ("max_norm", "sparse", "scale_grad_by_freq") if getattr(module, n)]
@@ -448,7 +451,9 @@ class _Planner:
             and module.get_parameter("weight").shape[1] % self._size
         ):
             raise self._refusal(
-                path, module, f"its {module.embedding_dim} columns do not divide by {self._size}"
+                path,
+                module,
+                f"its {module.embedding_dim} columns are not divisible by {self._size}",
             )
         if (
             is_convolution(module)
@@ -458,7 +463,7 @@ class _Planner:
             raise self._refusal(
                 path,
                 module,
-                f"its {module.out_channels} output channels do not divide by {self._size}",
+                f"its {module.out_channels} output channels are not divisible by {self._size}",
             )
         rows = None
         if isinstance(module, nn.Embedding) and style is Style.VOCABULARY:
@@ -473,7 +478,8 @@ class _Planner:
             raise self._refusal(
                 path,
                 module,
-                f"its {rows} rows, in pieces of {-(-rows // self._size)}, leave a rank without any",
+                f"its {rows} rows, in pieces of {-(-rows // self._size)}, leave a rank without "
+                "rows",
             )
 
     def _check_asked(
@@ -481,7 +487,7 @@ class _Planner:
     ) -> None:
         if split.heads is not None and split.heads % self._size:
             raise self._refusal(
-                path, module, f"its {split.heads} heads do not divide by {self._size}"
+                path, module, f"its {split.heads} heads are not divisible by {self._size}"
             )
         if (
             isinstance(module, nn.MultiheadAttention)
@@ -489,7 +495,7 @@ class _Planner:
             and module.num_heads % self._size
         ):
             raise self._refusal(
-                path, module, f"its {module.num_heads} heads do not divide by {self._size}"
+                path, module, f"its {module.num_heads} heads are not divisible by {self._size}"
             )
         if layer is None or split.style not in _LINEAR_STYLES:
             return
@@ -502,7 +508,9 @@ class _Planner:
         if not uneven and features % (split.parts * self._size):
             parts = f" in {split.parts} parts" if split.parts > 1 else ""
             raise self._refusal(
-                path, module, f"its {features} {of} features{parts} do not divide by {self._size}"
+                path,
+                module,
+                f"its {features} {of} features{parts} are not divisible by {self._size}",
             )
 
     def _layer(self, path: str) -> LinearLike:
@@ -514,7 +522,7 @@ class _Planner:
         self, path: str, module: nn.Module, what: str, *, remedy: str | None = None
     ) -> ConfigurationError:
         elements = sum(p.numel() for p in module.parameters())
-        replicate = f'replicate it on purpose with plan={{"{path}": "replicate"}}'
+        replicate = f'replicate it explicitly with plan={{"{path}": "replicate"}}'
         return ConfigurationError(
             f"tensor parallelism over {self._size} ranks cannot split {path or 'the model'} "
             f"({type(module).__name__}, {elements:,} elements): {what}. "

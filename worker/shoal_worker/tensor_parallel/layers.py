@@ -396,9 +396,9 @@ def unparallelize(model: nn.Module) -> None:
 def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
     if mesh.ndim != 1 or mesh.size() != plan.size:
         raise ConfigurationError(
-            f"parallelize: the plan is for {plan.size} ranks, the mesh has the shape "
-            f"{tuple(mesh.mesh.shape)}; make the plan with the size of the tensor-parallel mesh, "
-            "and pass that dimension of a larger mesh only"
+            f"parallelize: the plan is for {plan.size} ranks, but the mesh has shape "
+            f"{tuple(mesh.mesh.shape)}; create the plan with the size of the tensor-parallel "
+            "mesh, and pass only that dimension of a larger mesh"
         )
     shapes: Mapping[str, tuple[int, ...]] = {
         name: tuple(p.shape) for name, p in model.named_parameters()
@@ -407,8 +407,8 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None
     if shapes != planned:
         other = sorted(set(shapes.items()) ^ set(planned.items()))[:3]
         raise ConfigurationError(
-            f"parallelize: the plan was made for another model; they differ in {other}. Make it "
-            "anew with make_plan"
+            f"parallelize: the plan was created for another model; they differ in {other}. Create "
+            "a new plan with make_plan"
         )
 
 
@@ -424,6 +424,6 @@ def _check_agreement(mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
     mesh.get_group().allreduce([bounds], options).wait()
     if bounds[0] != -bounds[1]:
         raise ConfigurationError(
-            "parallelize: the ranks of the mesh have different plans; call make_plan with the same "
-            "arguments on each"
+            "parallelize: the ranks of the mesh have different plans; call make_plan with the "
+            "same arguments on all of them"
         )

@@ -110,7 +110,8 @@ def _check(target: torch.Tensor, logits: DTensor, ignore_index: int, reduction: 
         raise ConfigurationError(
             f"cross_entropy over split logits of shape {tuple(logits.shape)}: the target is "
             f"{target.dtype} of shape {tuple(target.shape)}; expected class indices of shape "
-            f"{tuple(expected)} (probabilities need the whole logits: a plan without loss_parallel)"
+            f"{tuple(expected)}. For probabilities, use a plan without loss_parallel, which keeps "
+            "logits whole"
         )
     if reduction not in ("mean", "sum", "none"):
         raise ConfigurationError(
@@ -121,8 +122,8 @@ def _check(target: torch.Tensor, logits: DTensor, ignore_index: int, reduction: 
     wrong = _outside(target, classes, ignore_index) if target.device.type == "cpu" else None
     if wrong is not None and bool(wrong.any()):
         raise ConfigurationError(
-            f"cross_entropy: target {int(target[wrong][0])} is outside the {classes} classes, and "
-            "is not ignore_index"
+            f"cross_entropy: target {int(target[wrong][0])} is not one of the {classes} classes "
+            "or ignore_index"
         )
 
 

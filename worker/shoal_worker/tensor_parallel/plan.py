@@ -68,8 +68,8 @@ class Split:
     def __post_init__(self) -> None:
         if self.parts < 1 or (self.style is Style.PACKED_COLUMN) != (self.parts > 1):
             raise ConfigurationError(
-                f"Split(style={self.style.value!r}, parts={self.parts}): packed_column needs parts "
-                "of at least 2, and no other style has more than one"
+                f"Split(style={self.style.value!r}, parts={self.parts}): packed_column needs at "
+                "least 2 parts, and every other style exactly 1"
             )
 
 

@@ -87,8 +87,8 @@ def _split_cross_entropy(
     """Computes the split loss with F.cross_entropy's parameters, in its order."""
     if size_average is not None or reduce is not None:
         raise ConfigurationError(
-            "cross_entropy over split logits: size_average and reduce are deprecated in torch; use "
-            "reduction="
+            "cross_entropy over split logits does not support size_average and reduce, which "
+            "torch deprecated; use reduction="
         )
     return vocabulary_parallel_cross_entropy(
         input,
@@ -114,9 +114,8 @@ def _refused(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -
     if split:
         raise ConfigurationError(
             f"{getattr(func, '__name__', func)} draws random numbers for an activation of shape "
-            f"{tuple(split[0].shape)} that is split over "
-            "the tensor-parallel ranks, which is right only for dropout; give the layers around it "
-            'the style "replicate"'
+            f"{tuple(split[0].shape)} that is split over the tensor-parallel ranks, which only "
+            'dropout supports; give the layers around it the style "replicate"'
         )
     return _gathered(region, func, args, kwargs)
 

@@ -47,7 +47,7 @@ class MLflow:
         """
         if find_spec("mlflow") is None:
             raise ConfigurationError(
-                "shoal.MLflow needs the package mlflow-skinny or mlflow; install it with `pip "
+                "shoal.MLflow needs the package mlflow-skinny or mlflow; install one with `pip "
                 "install 'shoal[mlflow]'`"
             )
         if not experiment:
@@ -96,7 +96,7 @@ class MLflow:
 
     @property
     def _opened(self) -> _Writer:
-        assert self._writer is not None, "it is open while it is written to"
+        assert self._writer is not None, "the sink must be open"
         return self._writer
 
 
@@ -118,7 +118,8 @@ class _Writer:
             self._tasks.put_nowait(task)
         except queue.Full:
             raise UnavailableError(
-                f"MLflow has not taken {_MOST_WAITING} points and texts that wait for it"
+                f"{_MOST_WAITING} points and texts are waiting to be written to MLflow; expected "
+                "it to accept them faster"
             ) from None
 
     def finish(self) -> None:
@@ -129,7 +130,7 @@ class _Writer:
             raise self._error
         if self._thread.is_alive():
             raise UnavailableError(
-                f"waited {_CLOSE_S:g} s for MLflow to take what was left of the run"
+                f"waited {_CLOSE_S:g} s for MLflow to accept the rest of the run"
             )
 
     def _write(self, experiment: str, run: TrackedRun) -> None:

@@ -68,5 +68,5 @@ class TensorBoard:
 
     @property
     def _opened(self) -> SummaryWriter:
-        assert self._writer is not None, "it is open while it is written to"
+        assert self._writer is not None, "the sink must be open"
         return self._writer

@@ -178,7 +178,7 @@ class Tracker:
                 call(sink)
             except Exception as error:
                 _log.error(
-                    "%s cannot be written to, and is abandoned: %s: %s",
+                    "%s could not be written to and was dropped: %s: %s",
                     type(sink).__name__,
                     type(error).__name__,
                     error,
@@ -190,10 +190,10 @@ def _changes(before: Standing, now: Standing) -> list[str]:
     texts = []
     if now.lost_steps > before.lost_steps:
         texts.append(
-            f"a fault aborted {now.lost_steps - before.lost_steps} step(s); they were done again"
+            f"a fault aborted {now.lost_steps - before.lost_steps} step(s), which were repeated"
         )
     if now.generation != before.generation:
         texts.append(
-            f"generation {now.generation}: {now.world_size} ranks, {before.world_size} before"
+            f"generation {now.generation}: {now.world_size} ranks, previously {before.world_size}"
         )
     return texts

@@ -130,7 +130,7 @@ def _check_families(names: Store, world_size: int) -> None:
     if sixes and fours:
         raise ConfigurationError(
             f"rank {fours[0]} listens at {hosts[fours[0]]} and rank {sixes[0]} at "
-            f"{hosts[sixes[0]]}: Gloo needs all ranks on one address family, IPv4 or IPv6; "
+            f"{hosts[sixes[0]]}: Gloo needs all ranks in one address family, IPv4 or IPv6; "
             f"{REACHED_ELSEWHERE}",
             reason="ADDRESS_FAMILIES_DIFFER",
         )
@@ -254,7 +254,7 @@ class FormingGroup:
                 group, self._group, self._sums = self._group, None, None
                 return group
         finally:
-            self.give_up("nobody waits for this group any more")
+            self.give_up("the group is no longer needed")
             self._let_go()
 
     def _run(self, *arguments: Any, **options: Any) -> None:
@@ -292,10 +292,12 @@ class FormingGroup:
         names = PrefixStore("listener", self._store)
         absent = [rank for rank in range(self._world_size) if not names.check([str(rank)])]
         who = (
-            f"ranks {absent} did not come"
+            f"ranks {absent} did not arrive"
             if absent
-            else "all ranks came, but not all could connect to each other "
-            f"({self._listening(names)}); {REACHED_ELSEWHERE}"
+            else (
+                "all ranks arrived, but not all could connect to each other "
+                f"({self._listening(names)}); {REACHED_ELSEWHERE}"
+            )
         )
         return DeadlineError(
             f"connecting {self._world_size} ranks took longer than "
@@ -343,7 +345,7 @@ def _make_device(hostname: str | None) -> tuple[Any, Listener]:
         if len(new) == 1:
             return device, new[0]
     raise InternalError(
-        "Gloo's listening socket could not be distinguished from others in "
+        "Gloo's listening socket could not be identified among this process's sockets in "
         f"{_DEVICE_ATTEMPTS} attempts"
     )
 
@@ -361,8 +363,8 @@ def _create_device(hostname: str | None) -> Any:
     except RuntimeError as error:
         raise ConfigurationError(
             f"hostname={hostname!r}, GLOO_SOCKET_IFNAME={interface!r}: Gloo cannot listen there "
-            f"({cause_of(error)}); expected an address or name of this host, or one of its "
-            "interfaces (--local-addr, SHOAL_LOCAL_ADDR). Gloo tells its peers where it listens, "
-            "so that ranks behind NAT cannot form a group: there async_sgd trains, which needs "
-            "none"
+            f"({cause_of(error)}); expected an address, name or interface of this host "
+            "(--local-addr, SHOAL_LOCAL_ADDR). Ranks behind NAT cannot form a Gloo group, "
+            "because Gloo announces the address it listens on; use async_sgd, which needs no "
+            "group"
         ) from error

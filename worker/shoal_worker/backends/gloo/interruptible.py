@@ -156,7 +156,7 @@ class InterruptibleGroup(ForwardingGroup):
         their tensors."""
         if not self._works_ended.wait(_WORKS_END_S):
             raise InternalError(
-                f"collectives of an aborted group were not over after {_WORKS_END_S:g} s"
+                f"collectives of an aborted group did not end within {_WORKS_END_S:g} s"
             )
 
     def traffic(self) -> dict[str, Traffic]:
@@ -299,7 +299,7 @@ class InterruptibleGroup(ForwardingGroup):
         except ShoalError:
             raise  # the caller ends the group, once it has told the other ranks why
         except BaseException:
-            self.abort("a sum was left in its middle")  # the next one would find the rest of it
+            self.abort("a sum was interrupted")  # the next one would find the rest of it
             raise
 
     # What torch asks of a process group written in Python.

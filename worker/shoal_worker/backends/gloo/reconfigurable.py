@@ -36,7 +36,7 @@ from shoal_worker.backends.gloo.interruptible import InterruptibleGroup
 from shoal_worker.backends.gloo.sockets import address_for
 from shoal_worker.backends.python_group import ForwardingGroup
 
-_NEVER: Final = "the process group has no ranks yet: call torch.distributed._reconfigure first"
+_NEVER: Final = "the process group has no ranks yet; call torch.distributed._reconfigure first"
 
 
 class ReconfigureOptions(Protocol):
@@ -106,19 +106,18 @@ class ReconfigurableGroup(ForwardingGroup):
         handles = sorted(opts.handles) if isinstance(opts.handles, set) else list(opts.handles)
         if opts.uuid in self._used:
             raise dist.DistBackendError(
-                f"uuid={opts.uuid} was already used; expected one that is new with every "
-                "reconfigure"
+                f"uuid={opts.uuid} was already used; expected a new uuid for each reconfigure"
             )
         if handles.count(self._handle) != 1 or len(set(handles)) != len(handles):
             raise dist.DistBackendError(
-                f"handles={handles}: expected different ones, and among them that of this process, "
+                f"handles={handles}: expected distinct handles, including that of this process, "
                 f"{self._handle}"
             )
         self._used.add(opts.uuid)
         rank, size = handles.index(self._handle), len(handles)
         timeout = opts.timeout or self._timeout
         deadline = time.monotonic() + timeout.total_seconds()
-        self._end(f"the process group was reconfigured, with uuid {opts.uuid}")
+        self._end(f"the process group was reconfigured with uuid {opts.uuid}")
         try:
             group = self._connect(opts.uuid, handles, deadline)
         except (ShoalError, RuntimeError) as error:

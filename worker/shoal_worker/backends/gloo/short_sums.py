@@ -241,8 +241,8 @@ class ShortSums:
                 self._check_wanted()
                 if not events and time.monotonic() >= deadline:
                     raise TimeoutError(
-                        f"ranks {sorted(expected - found.keys())} did not connect for sums of a "
-                        "few numbers"
+                        f"ranks {sorted(expected - found.keys())} did not connect in time for "
+                        "short all-reduces"
                     )
                 for key, _ in events:
                     connection = key.fileobj
@@ -294,7 +294,7 @@ class ShortSums:
             while len(message) < _HEADER.size + size:
                 more = swap.source.recv(_HEADER.size + size - len(message))
                 if not more:
-                    raise ConnectionResetError("the connection to a peer ended")
+                    raise ConnectionResetError("a peer closed the connection")
                 message += more
                 if len(message) >= _HEADER.size:
                     self._check(swap, _HEADER.unpack_from(message), size)
@@ -304,7 +304,8 @@ class ShortSums:
 
     def _late(self, rank: int) -> TimeoutError:
         return TimeoutError(
-            f"Timed out waiting {self._timeout_ms}ms for rank {rank}, or one that it waits for"
+            f"Timed out waiting {self._timeout_ms}ms for rank {rank}, or for a rank that it is "
+            "waiting for"
         )
 
     def _check(self, swap: _Swap, header: tuple[int, int], size: int) -> None:

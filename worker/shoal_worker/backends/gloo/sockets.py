@@ -221,7 +221,7 @@ def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) 
     if stop in ended or stopping.poll(GRACE_S * 1000):
         return
     remote = names[ended[0]]
-    lost("the connection to a peer ended" + (f" ({remote[0]}:{remote[1]})" if remote else ""))
+    lost("a peer closed the connection" + (f" ({remote[0]}:{remote[1]})" if remote else ""))
 
 
 def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:

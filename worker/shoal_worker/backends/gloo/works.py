@@ -114,7 +114,7 @@ class InterruptibleWork(Work):
             while not self._over:
                 self._wait_for_native()
                 if not self._over and time.monotonic() >= deadline:
-                    raise RuntimeError(f"{self._name} takes longer than {timeout}")
+                    raise RuntimeError(f"{self._name} took longer than {timeout}")
         self._raise_failure()
         if self._order is not None:
             self._order.come_after()
@@ -330,7 +330,7 @@ class Transfer(Work):
     def _wait_in_gloo(self, limit: timedelta) -> None:
         failure: tuple[type[Exception], str] | None = (
             RuntimeError,
-            f"{self._name}: the thread that waited for it failed",
+            f"{self._name}: the thread waiting for it failed",
         )
         try:
             self._native.wait(limit)
@@ -350,7 +350,7 @@ class Transfer(Work):
     def _settle(self, failure: tuple[type[Exception], str] | None) -> None:
         """Settles the transfer; only the first call counts."""
         over = self._over
-        assert over is not None, "nobody waits for it"
+        assert over is not None, "no thread waits for this transfer"
         with self._lock:
             if not over.is_set():
                 self._failure = failure

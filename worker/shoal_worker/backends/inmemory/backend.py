@@ -39,7 +39,7 @@ class InMemoryGroup(PythonGroup):
         super().__init__(rank, room.size, room.name)
         self.room = room
         self._timeout = timeout
-        self._leave = weakref.finalize(self, room.leave, rank, "has let go of the group")
+        self._leave = weakref.finalize(self, room.leave, rank, "has released the group")
 
     def abort(self, reason: str = "the process group was aborted") -> None:
         """Ends the group on all ranks: pending and later collectives raise
@@ -62,7 +62,7 @@ class InMemoryGroup(PythonGroup):
             and len({one.dtype for one in call.inputs}) == 1
             and call.inputs is not call.outputs
         ):
-            raise InvalidRequestError(f"{call}: outputs are of another dtype than inputs")
+            raise InvalidRequestError(f"{call}: the outputs differ in dtype from the inputs")
         return CollectiveWork(
             self.room, self.room.issue(self.rank(), call), self.rank(), self._timeout
         )

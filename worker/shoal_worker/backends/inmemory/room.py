@@ -94,9 +94,10 @@ class Room:
         with LOCK:
             if size != self.size or rank in self._members:
                 raise ConfigurationError(
-                    f"rank {rank} of {size} enters the in-memory group {self.name}, which has "
-                    f"{self.size} ranks{' and this one already' if rank in self._members else ''}: "
-                    "expected each rank once"
+                    f"rank {rank} of {size} tried to enter in-memory group {self.name}, which has "
+                    f"{self.size} "
+                    f"ranks{' and this one already' if rank in self._members else ''}: expected "
+                    "each rank exactly once"
                 )
             turns = own_turns()
             if self._members and turns is not self._turns:
@@ -116,14 +117,14 @@ class Room:
             self,
             lambda: len(self._members) == self.size or self.ended is not None,
             timeout.total_seconds(),
-            "for the others to come",
+            "for the other ranks to arrive",
         )
         self.check_live()
         if not full:
             absent = sorted(set(range(self.size)) - self._members)
             raise DeadlineError(
                 f"connecting {self.size} in-memory ranks took longer than "
-                f"connect_timeout={timeout.total_seconds():g} s: ranks {absent} did not come",
+                f"connect_timeout={timeout.total_seconds():g} s: ranks {absent} did not arrive",
                 reason="CONNECT_TIMEOUT",
             )
 
@@ -163,7 +164,7 @@ class Room:
         with LOCK:
             self._check(rank)
             number = self._counts[rank] = self._counts[rank] + 1
-            self._last[rank] = f"is at {call} (collective {number})"
+            self._last[rank] = f"is in {call} (collective {number})"
             meeting = self._meetings.setdefault(number, Meeting(number, rank))
             meeting.calls[rank] = call
             self._compare(meeting, rank)
@@ -216,7 +217,7 @@ class Room:
         with LOCK:
             self._check(rank)
             reception = Reception(rank, source, tag, tensor)
-            self._last[rank] = f"is at {reception}"
+            self._last[rank] = f"is in {reception}"
             message = next(
                 (
                     one
@@ -272,8 +273,8 @@ class Room:
         if call.signature != first.signature:
             error = UnmatchedCollectiveError(
                 f"collective {meeting.number} of group {self.name} is {first} on rank "
-                f"{meeting.first}, but {call} on rank {rank}: expected the same one, in the same "
-                "order, on all ranks"
+                f"{meeting.first}, but {call} on rank {rank}; expected the same collective on all "
+                "ranks, in the same order"
             )
             self.end(error)
             raise error
@@ -320,7 +321,8 @@ class Room:
         holder = self._turns.running if self._turns is not None else None
         if holder is not None:
             text += (
-                f"; rank {holder} of the launch has run all that time without waiting for others"
+                f"; rank {holder} of the launch has been running all that time without waiting "
+                "for other ranks"
             )
         self.end(GroupEndedError(text))
 
@@ -346,9 +348,9 @@ def room_for(store: Store, rank: int, size: int, name: str) -> Room:
     agreed = bytes(store.compare_set("room", "", token)).decode()
     if agreed.partition("-")[0] != str(os.getpid()):
         raise ConfigurationError(
-            f"backend='inmemory': process {agreed.partition('-')[0]} uses this store as well; the "
-            "ranks of an in-memory group are threads of one process (shoal.launch); for processes "
-            "use backend='gloo'"
+            f"backend='inmemory': process {agreed.partition('-')[0]} also uses this store, but "
+            "the ranks of an in-memory group are threads of one process (shoal.launch); for "
+            "several processes use backend='gloo'"
         )
     # A group may be made anew over the same store: the nth entry of every rank is to the same room.
     entry = store.add(f"entries of rank {rank}", 1)

@@ -159,9 +159,10 @@ class Turns:
         rooms = [parked.on for parked in self._parked.values() if parked.on is not None]
         if self._running is None and rooms and not any(room.has_outsiders for room in rooms):
             waiting = "; ".join(
-                f"rank {one} waits {parked.what}" for one, parked in sorted(self._parked.items())
+                f"rank {one} is waiting {parked.what}"
+                for one, parked in sorted(self._parked.items())
             )
-            text = f"no rank can go on: {waiting}{self._ended()}"
+            text = f"deadlock, all running ranks are waiting: {waiting}{self._ended()}"
             for room in rooms:
                 room.end_deadlocked(text)  # and so calls `look`
 

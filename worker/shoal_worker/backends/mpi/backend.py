@@ -94,8 +94,8 @@ class MPIBackend(CommunicationBackend):
             if time.monotonic() > deadline:
                 raise DeadlineError(
                     f"connecting {self.world_size} MPI ranks took longer than "
-                    f"connect_timeout={connect_timeout.total_seconds():g} s: not all ranks called "
-                    "initialize()",
+                    f"connect_timeout={connect_timeout.total_seconds():g} s: not all ranks have "
+                    "called initialize()",
                     reason="CONNECT_TIMEOUT",
                 )
             time.sleep(0.0002)
@@ -170,8 +170,9 @@ def rendezvous(
 def _check_place(rank: int, size: int, communicator: Any) -> None:
     if (rank, size) != (communicator.rank, communicator.size):
         raise ConfigurationError(
-            f"rank={rank}, world_size={size}: MPI started this process as rank {communicator.rank} "
-            f"of {communicator.size}; start it with `mpiexec -n {size}`, or leave both out"
+            f"rank={rank}, world_size={size}: MPI started this process as rank "
+            f"{communicator.rank} of {communicator.size}; start it with `mpiexec -n {size}`, or "
+            "leave both arguments out"
         )
 
 
@@ -181,7 +182,7 @@ def _mpi() -> Any:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise ConfigurationError(
-            f"backend='mpi' needs mpi4py and an MPI library ({error}): pip install "
-            "shoal-worker[mpi]"
+            f"backend='mpi' needs mpi4py and an MPI library ({error}); install them with `pip "
+            "install shoal-worker[mpi]`"
         ) from error
     return MPI

@@ -79,7 +79,7 @@ class Packed:
         """filled: True if the parts have values to send; otherwise they will be received."""
         if len({part.dtype for part in parts}) > 1:
             raise InvalidRequestError(
-                f"parts of dtypes {[str(part.dtype) for part in parts]}: expected one dtype"
+                f"parts have dtypes {[str(part.dtype) for part in parts]}; expected a single dtype"
             )
         self._parts = [part.data for part in parts]
         joined = _joined(self._parts)
@@ -132,8 +132,8 @@ class Reduced:
     def __init__(self, tensor: torch.Tensor, op: Any, size: int) -> None:
         if tensor.is_sparse:
             raise InvalidRequestError(
-                "backend 'mpi' cannot reduce sparse tensors: make embeddings with sparse=False, or "
-                "take another strategy than ddp, or gloo"
+                "backend 'mpi' cannot reduce sparse tensors: create embeddings with "
+                "sparse=False, or use a strategy other than ddp, or backend='gloo'"
             )
         self._tensor, self._size = tensor.data, size
         self._name = op_name(op)
@@ -274,7 +274,7 @@ class MPIGroup(PythonGroup):
     def _issue(self, call: Collective) -> Work:
         self.check_live()
         if any(one.device.type != "cpu" for one in (*call.inputs, *call.outputs)):
-            raise InvalidRequestError(f"{call}: backend 'mpi' takes CPU tensors")
+            raise InvalidRequestError(f"{call}: backend 'mpi' supports only CPU tensors")
         for one in call.inputs if call.op is not None else ():
             check_op(call.op, one.dtype)
         return self._work(str(call), _ISSUE[call.kind](self._comm, call), call.result)
@@ -338,7 +338,7 @@ def _all_gather(comm: Any, call: Collective) -> Issued:
         if parts[comm.rank].nbytes != one.nbytes:
             raise InvalidRequestError(
                 f"{call}: this rank's part of the output holds {parts[comm.rank].nbytes} bytes, "
-                f"its input {one.nbytes}"
+                f"but its input {one.nbytes}; expected equal sizes"
             )
         packed = Packed(parts, filled=False)
         packed.set_part(comm.rank, one)

@@ -176,7 +176,7 @@ class MPIWork(Work):
         if MPI.Get_error_class(failed[0]) == MPI.ERR_TRUNCATE:
             return (
                 InvalidRequestError,
-                f"{self._what}: what was sent is longer than the tensor it is received into",
+                f"{self._what}: the message is longer than the tensor that receives it",
             )
         reason = f"{self._what} failed: {MPI.Get_error_string(failed[0])}"
         self._group.abort(reason)

@@ -277,8 +277,8 @@ def within(
     while given_up() is None:
         if time.monotonic() > deadline:
             raise DeadlineError(
-                f"connecting with NCCL took longer than {limit.total_seconds():g} s, though all "
-                "ranks were there",
+                f"connecting with NCCL took longer than {limit.total_seconds():g} s, although all "
+                "ranks had arrived",
                 reason="CONNECT_TIMEOUT",
             )
         try:

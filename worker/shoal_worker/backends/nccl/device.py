@@ -174,13 +174,13 @@ class CudaDevice:
         """Raises ConfigurationError where torch has no CUDA or no NCCL."""
         if not dist.is_nccl_available():
             raise ConfigurationError(
-                "backend='nccl': this torch is built without NCCL; install a CUDA build, or use "
+                "backend='nccl': this build of torch lacks NCCL; install a CUDA build, or use "
                 "backend='gloo'"
             )
         if not torch.cuda.is_available():
             raise ConfigurationError(
-                "backend='nccl': no CUDA device; check the driver and CUDA_VISIBLE_DEVICES, or use "
-                "backend='gloo'"
+                "backend='nccl': found no CUDA device; check the driver and "
+                "CUDA_VISIBLE_DEVICES, or use backend='gloo'"
             )
         self.device = self._current()
 
@@ -287,9 +287,9 @@ def keep_watchdog_still(connect_timeout: timedelta) -> None:
     """
     if get_debug_level() == DebugLevel.DETAIL:
         raise ConfigurationError(
-            "TORCH_DISTRIBUTED_DEBUG=DETAIL with backend='nccl': torch's watchdog then ends the "
-            "process when a peer is lost, and Shoal could not go on without that peer. Set it to "
-            "INFO or OFF before the process starts",
+            "TORCH_DISTRIBUTED_DEBUG=DETAIL with backend='nccl': torch's watchdog would end this "
+            "process when a peer is lost, so Shoal could not continue without that peer. Set it "
+            "to INFO or OFF before the process starts",
             reason="DEBUG_LEVEL_DETAIL",
         )
     force_environment(QUIET)
@@ -304,7 +304,7 @@ def keep_watchdog_still(connect_timeout: timedelta) -> None:
     if overruled:
         given = ", ".join(f"{name}={value}" for name, value in sorted(overruled.items()))
         _log.warning(
-            "%s is overridden: Shoal enforces the timeouts of collectives itself, and torch's "
+            "%s was overridden: Shoal enforces the timeouts of collectives itself, and torch's "
             "watchdog must not end the process",
             given,
         )

@@ -127,7 +127,7 @@ class Ending:
             wanted = not self._began
         if not wanted:
             native.abort()
-            raise GroupEndedError("the group was ended while it connected")
+            raise GroupEndedError("the group was ended while it was connecting")
 
     def begin(self) -> None:
         """Aborts the group and returns at once. Idempotent."""
@@ -188,17 +188,17 @@ class Ending:
         if not self._over.wait(limit_s):
             self._end_process(
                 PUT_OUT,
-                f"{self._device.where} did not come to rest within {limit_s:g} s after a group on "
-                "it had ended, so its memory cannot be used again: this worker ends with status "
-                f"{PUT_OUT}, so that its launcher restarts it",
+                f"{self._device.where} was still busy {limit_s:g} s after a group on it had "
+                f"ended, so its memory cannot be reused. This worker exits with status {PUT_OUT} "
+                "for its launcher to restart it",
             )
 
     def failed(self, cause: str) -> NoReturn:
         """Ends the process because the device has failed."""
         self._end_process(
             PUT_OUT,
-            f"{self._device.where} has failed ({cause}): this worker ends with status {PUT_OUT}, "
-            "so that its launcher restarts it",
+            f"{self._device.where} failed ({cause}). This worker exits with status {PUT_OUT} for "
+            "its launcher to restart it",
         )
 
     def _finalize(self, natives: list[Native], done: threading.Event) -> None:
@@ -217,8 +217,8 @@ class Ending:
     def _finish(self, done: threading.Event) -> None:
         if not done.wait(self._finalize_limit_s):
             _log.warning(
-                "a group on %s was not finalized within %g s, though all its ranks had said that "
-                "they leave: it is abandoned",
+                "a group on %s was not finalized within %g s, although all its ranks had "
+                "announced that they were leaving; it was abandoned",
                 self._device.where,
                 self._finalize_limit_s,
             )

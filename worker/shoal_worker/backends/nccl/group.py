@@ -238,7 +238,7 @@ class DeviceGroup(ForwardingGroup):
 
     def overdue(self, name: str, allowed: timedelta) -> None:
         """Ends the group because a collective exceeded its time limit. Any thread."""
-        self.abort(f"{name} on rank {self.rank()} of {self.size()} takes longer than {allowed}")
+        self.abort(f"{name} on rank {self.rank()} of {self.size()} took longer than {allowed}")
 
     def settle(self) -> None:
         """Blocks until all ordered works have completed. Raises GroupEndedError if one failed; no
@@ -294,10 +294,10 @@ class DeviceGroup(ForwardingGroup):
             divide = all(each.dim() and each.shape[0] % parts == 0 for each in (output, input))
             if not divide or output.numel() != input.numel() or output.dtype != input.dtype:
                 raise InvalidRequestError(
-                    f"all_to_all_single on rank {self.rank()} of {parts} without sizes: output of "
-                    f"{list(output.shape)} {output.dtype} and input of {list(input.shape)} "
-                    f"{input.dtype}; expected as many elements of one dtype, and first dimensions "
-                    f"that divide by {parts}"
+                    f"all_to_all_single on rank {self.rank()} of {parts} without sizes: output is "
+                    f"{list(output.shape)} {output.dtype} and input is {list(input.shape)} "
+                    f"{input.dtype}; expected the same dtype and number of elements, and first "
+                    f"dimensions divisible by {parts}"
                 )
             output_sizes = [output.shape[0] // parts] * parts
         return self._issue(
@@ -357,6 +357,5 @@ class DeviceGroup(ForwardingGroup):
             # what an ended group says of its arguments is not the caller's mistake
             self.raise_if_ended()
             raise InvalidRequestError(
-                f"{name} on rank {self.rank()} of {self.size()} cannot be done with NCCL: "
-                f"{cause_of(error)}"
+                f"NCCL cannot run {name} on rank {self.rank()} of {self.size()}: {cause_of(error)}"
             ) from error

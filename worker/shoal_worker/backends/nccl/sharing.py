@@ -32,16 +32,16 @@ def check_own_device(device: Device, store: Store, rank: int, size: int) -> None
         if identity in first:
             raise ConfigurationError(
                 f"ranks {first[identity]} and {other} are both on {where} ({identity}) of host "
-                f"{host}, and NCCL takes one rank for each device: start no more workers than "
+                f"{host}, but NCCL allows only one rank per device: start no more workers than "
                 "there are devices (`--nproc-per-node gpu`), or use backend='gloo'",
                 reason="DEVICE_SHARED",
             )
         first[identity] = other
     if splitting[True] and splitting[False]:
         raise ConfigurationError(
-            f"parts would be split off the communicator of all ranks on {_named(splitting[True])}, "
-            f"and not on {_named(splitting[False])}: set SHOAL_NCCL_SPLIT to the same value in all "
-            "workers, and give all of them NCCL 2.18 or newer, or set it to 0",
+            f"{_named(splitting[True])} would split subgroups off the communicator of all ranks, "
+            f"but {_named(splitting[False])} would not: set SHOAL_NCCL_SPLIT to the same value in "
+            "all workers, and install NCCL 2.18 or newer on all of them or set it to 0",
             reason="NCCL_SPLIT_DIFFERS",
         )
 

@@ -106,7 +106,7 @@ class ShardsRead:
             )
         except (KeyError, TypeError, ValueError) as error:
             raise CorruptDataError(
-                f"the loader's state of its shards cannot be read: {error!r}"
+                f"the loader's state of its shards is invalid: {error!r}"
             ) from error
 
 
@@ -114,7 +114,7 @@ def _place(values: Sequence[Any]) -> Place:
     shard, offset, fingerprint = map(_count, values[:3])
     following, state = values[3:] or (None, None)  # earlier releases did not write them
     if not isinstance(state, (str, type(None))):
-        raise ValueError(f"{state!r} where the state of a reader was expected")
+        raise ValueError(f"got {state!r}, but expected the state of a reader")
     return Place(
         shard, offset, fingerprint, None if following is None else _count(following), state
     )
@@ -122,7 +122,7 @@ def _place(values: Sequence[Any]) -> Place:
 
 def _count(value: Any) -> int:
     if type(value) is not int or value < 0:
-        raise ValueError(f"{value!r} where a whole number of at least 0 was expected")
+        raise ValueError(f"got {value!r}, but expected a whole number of at least 0")
     return value
 
 

@@ -207,9 +207,9 @@ class SourceReader(Reader):
             if sought is not None:
                 return sought
             _log.warning(
-                "%s: its state_dict of position %d leads to another item than the one that was "
-                "there before (a shuffle buffer is not in it, say); it is iterated from the "
-                "beginning instead, and what comes before is passed over",
+                "%s: its state_dict of position %d led to a different item than before (it may "
+                "not include a shuffle buffer). The stream is read from the beginning instead, "
+                "and earlier items are skipped",
                 self._name,
                 at.position,
             )
@@ -222,11 +222,11 @@ class SourceReader(Reader):
                 passed = chained(passed, fingerprint(next(iterator)))
             except StopIteration:
                 raise self._not_repeated(
-                    f"it ended after {position} items, and had at least {at.position} before"
+                    f"it ended after {position} items, but had at least {at.position} before"
                 ) from None
         if passed != at.fingerprint:
             raise self._not_repeated(
-                f"its first {at.position} items are not those that were trained on before"
+                f"its first {at.position} items differ from those already trained on"
             )
         return source, iterator
 
@@ -267,13 +267,13 @@ class SourceReader(Reader):
         except StopIteration:
             if expected not in (None, _END):
                 raise self._not_repeated(
-                    f"it ended after {at} items, and had more before"
+                    f"it ended after {at} items, but had more before"
                 ) from None
             self.end = at
             return
         found = fingerprint(item)
         if expected not in (None, found):
-            raise self._not_repeated(f"item {at} (from 0) is another one than before")
+            raise self._not_repeated(f"item {at} (counting from 0) differs from before")
         self._expected = None
         self._hold(found, item)
 
@@ -294,8 +294,8 @@ class SourceReader(Reader):
                     return _encode({"of": kind, "state": what.state_dict()})
                 except ConfigurationError as error:
                     _log.warning(
-                        "%s: its state_dict cannot be saved, so that it is passed over instead of "
-                        "sought in: %s",
+                        "%s: its state_dict cannot be saved, so a restart will skip items one by "
+                        "one instead of seeking: %s",
                         self._name,
                         error,
                     )
@@ -304,10 +304,10 @@ class SourceReader(Reader):
 
     def _not_repeated(self, what: str) -> PreconditionError:
         return PreconditionError(
-            f"{self._name} did not repeat itself: {what}; going on would lose samples or see some "
-            "twice. It must give the same items in the same order each time it is iterated in an "
-            "epoch: seed its shuffling by set_epoch(epoch), and read from what does not change "
-            "meanwhile; or give it state_dict and load_state_dict",
+            f"{self._name} did not repeat itself: {what}. Continuing would lose samples or use "
+            "some twice. It must yield the same items in the same order each time it is iterated "
+            "in an epoch: seed its shuffling in set_epoch(epoch) and read from data that does "
+            "not change, or implement state_dict and load_state_dict",
             reason="STREAM_NOT_REPEATED",
         )
 

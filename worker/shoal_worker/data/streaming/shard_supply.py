@@ -228,8 +228,8 @@ class ShardSupply(StreamSupply):
             if place is not None
         ):
             raise CorruptDataError(
-                f"loader {loader!r}: the state refers to a shard that does not exist; there are "
-                f"{len(self._shards)}"
+                f"loader {loader!r}: the state refers to a shard that does not exist; the dataset "
+                f"has {len(self._shards)} shards"
             )
         if state["epoch"] != self._epoch:
             self._forget()
@@ -378,9 +378,9 @@ class ShardSupply(StreamSupply):
                 report is None or report._replace(state_bytes=0) != mine._replace(state_bytes=0)
             ):
                 raise PreconditionError(
-                    "two ranks of one replica of the model read different items of a shard: "
-                    f"{mine} here, {report} there; a shard must give the same items on every "
-                    "machine",
+                    f"two ranks of one model replica read different items of a shard: {mine} on "
+                    f"this rank, {report} on the other; a shard must yield the same items on "
+                    "every machine",
                     reason="STREAM_NOT_REPEATED",
                 )
             received.append(report)
@@ -395,9 +395,10 @@ class ShardSupply(StreamSupply):
         if not self._warned_of_length:
             self._warned_of_length = True
             _log.warning(
-                "the state_dict of the reader of shard %r takes %d bytes, and at most %d are told "
-                "to the other ranks in each step: whoever goes on with the shard passes over what "
-                "was trained on; keep items, such as those of a shuffle buffer, out of the state",
+                "the state_dict of the reader of shard %r has %d bytes, but at most %d are sent "
+                "to other ranks in each step. A rank that takes over the shard will skip the "
+                "items already trained on one by one; leave items, such as those of a shuffle "
+                "buffer, out of the state",
                 self._shards[self._order[place]],
                 len(state),
                 _LONGEST_STATE,

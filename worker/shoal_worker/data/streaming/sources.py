@@ -275,8 +275,8 @@ class _Worker:
             )
         return PreconditionError(
             f"{name}: the data worker that reads it {how}. If the system ran out of memory, use "
-            "fewer of them (num_workers=), or smaller batches; with num_workers=0 the rank itself "
-            "reads, and shows what happens",
+            "fewer data workers (num_workers=) or smaller batches. With num_workers=0 the rank "
+            "reads the data itself and shows the error",
             reason="DATA_WORKER_DIED",
         )
 
@@ -291,7 +291,7 @@ def _raise(error: tuple[bytes | None, str], name: str) -> None:
     where = ReadingFailed(f"in the data worker:\n{trace}")
     if pickled is None:
         raise InternalError(
-            f"{name}: reading failed in its data worker: {trace.strip().splitlines()[-1]}"
+            f"{name}: reading failed in the data worker: {trace.strip().splitlines()[-1]}"
         ) from where
     raise _loaded(pickled) from where
 
@@ -442,8 +442,8 @@ def _packed(question: int, answer: Any, error: tuple[bytes | None, str] | None) 
         return _dumped((question, answer, error))
     except Exception as failure:  # whatever an item's parts raise
         refusal = ConfigurationError(
-            f"an item of the stream cannot be sent from its data worker ({type(failure).__name__}: "
-            f"{failure}): give items that pickle takes, such as tensors, arrays, texts and "
+            f"an item of the stream cannot be sent by its data worker ({type(failure).__name__}: "
+            f"{failure}): yield items that can be pickled, such as tensors, arrays, strings and "
             "numbers, or leave num_workers out"
         )
         return _dumped((question, None, _described(refusal)))

@@ -48,7 +48,7 @@ class ShardedStream(IterableDataset[Any]):
             )
         if not callable(read):
             raise ConfigurationError(
-                f"ShardedStream(read={read!r}): expected a function that takes a shard and gives "
+                f"ShardedStream(read={read!r}): expected a function that takes a shard and yields "
                 "its items"
             )
         self.shards = list(shards)
@@ -125,34 +125,34 @@ def check_stream(
     if hasattr(type(stream), "__next__"):
         raise ConfigurationError(
             f"{what} that can be iterated only once, but it must be iterated again after a fault "
-            "and in a rank that joins; give an object whose __iter__ starts over, such as an "
+            "and on a rank that joins; pass an object whose __iter__ starts over, such as an "
             "IterableDataset"
         )
     if sampler is not None:
         raise ConfigurationError(
-            f"{what}, and sampler= draws indices, which it does not have; leave sampler out"
+            f"{what}, but sampler= draws indices, which a stream does not have; leave sampler out"
         )
     if batch_size is not None and train:
         raise ConfigurationError(
-            f"{what}, and batch_size= leases batches by number, first come first served "
-            "(async_sgd): of a stream nobody knows how many there are, and a batch that is dealt "
-            "again would have to be read for once more from the beginning. Use a strategy with "
-            "global_batch_size=, or a dataset with __len__ and __getitem__(index)"
+            f"{what}, but batch_size= leases batches by number (async_sgd), and a stream has no "
+            "known number of batches and would have to be read again from the beginning for a "
+            "batch that is dealt again. Use a strategy with global_batch_size=, or a dataset "
+            "with __len__ and __getitem__(index)"
         )
     if shuffle and not isinstance(stream, ShardedStream):
         raise ConfigurationError(
-            f"shuffle=True, and {what}, whose order is its own: leave shuffle out, and shuffle in "
-            "the stream, by its set_epoch(epoch)"
+            f"shuffle=True, but {what}, which has its own order; leave shuffle out, and shuffle "
+            "in the stream, in its set_epoch(epoch)"
         )
     if num_workers > 1 and not isinstance(stream, ShardedStream):
         raise ConfigurationError(
-            f"num_workers={num_workers}, and {what}, which has one order that one process reads: "
-            "with num_workers=1 it reads ahead while the rank trains. A stream that is slower to "
-            "read than that is better cut into shards (shoal.ShardedStream), which several ranks "
-            "read at once, each with several data workers"
+            f"num_workers={num_workers}, but {what}, which is read in one order by one process; "
+            "with num_workers=1 it reads ahead while the rank trains. If reading is still too "
+            "slow, divide the stream into shards (shoal.ShardedStream), which several ranks read "
+            "in parallel, each with several data workers"
         )
     if isinstance(stream, ShardedStream) and micro_batch_size is None and train:
         raise ConfigurationError(
-            f"{what} whose shards are dealt to ranks by micro-batches: give the loader "
-            "micro_batch_size=, and loop over loader.steps()"
+            f"{what} whose shards are dealt to ranks by micro-batches; pass micro_batch_size= to "
+            "the loader, and loop over loader.steps()"
         )

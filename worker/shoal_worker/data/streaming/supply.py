@@ -127,10 +127,10 @@ class StreamSupply(Supply):
         """Raises ConfigurationError if an epoch of `end` items has no steps."""
         if self._progress.cursor.samples == 0 and not self._plan(end).step(0):
             raise ConfigurationError(
-                f"loader {loader!r}: the stream gave {end} items in epoch "
-                f"{self._progress.cursor.epoch}, which is no step of {self._batch_size} with "
-                f"drop_last={self._drop_last}; expected at least one. A stream that can be "
-                "iterated once gives none the second time: its __iter__ must start over"
+                f"loader {loader!r}: the stream yielded {end} items in epoch "
+                f"{self._progress.cursor.epoch}, too few for a step of {self._batch_size} with "
+                f"drop_last={self._drop_last}; expected at least one step. If the stream can be "
+                "iterated only once, make its __iter__ start over"
             )
 
 
@@ -151,9 +151,9 @@ class _Items(Sequence[Any]):
 def left_behind() -> PreconditionError:
     """Returns the error for a batch of a step whose readers are closed."""
     return PreconditionError(
-        "this step's batches can no longer be taken: the loop over steps() that gave it was left, "
-        "and its data workers ended with it; take them inside of the loop, or leave num_workers "
-        "out"
+        "this step's batches are no longer available: the loop over steps() that yielded it has "
+        "ended, and its data workers with it; use the batches inside the loop, or leave "
+        "num_workers out"
     )
 
 
@@ -165,13 +165,12 @@ def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
     summed = session.sum_numbers(Probe.of(item), or_own=True)
     if summed is not None and not Probe.alike(summed) and not tells_apart(item):
         _log.warning(
-            "the stream of loader %r begins this epoch with an item that has other numbers on "
-            "another rank. If it changes items at random, that is as it may be. Else samples "
-            "count twice, or never: a stream must give all ranks the same items in the same "
-            "order, whole, for Shoal deals them. Do not split it by rank or worker "
-            "(split_dataset_by_node, split_by_node), and seed its shuffling by set_epoch(epoch). "
-            "Items with a number or a key beside are told apart, and this is an error then, or "
-            "needs no word",
+            "loader %r: the first item of this epoch's stream differs in its numbers between "
+            "ranks. This is harmless if the stream changes items at random. Otherwise samples "
+            "count twice or not at all: every rank must read the whole stream, in the same "
+            "order, because Shoal deals the items. Do not split it by rank or worker "
+            "(split_dataset_by_node, split_by_node), and seed its shuffling in set_epoch(epoch). "
+            "Add a key or an index to each item to let Shoal tell the two cases apart",
             loader,
         )
 
@@ -190,7 +189,7 @@ def part_of_stream(state: Mapping[str, Any], loader: str) -> Mapping[str, Any]:
     if not isinstance(of_stream, Mapping):
         raise ConfigurationError(
             f"loader {loader!r}: the state is {state.get('samples')} samples into epoch "
-            f"{state.get('epoch')} of another kind of dataset, and here it is a stream: use the "
+            f"{state.get('epoch')} of an indexed dataset, but this dataset is a stream; use the "
             "same dataset, or a state saved between epochs"
         )
     return of_stream

@@ -14,15 +14,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-GRADIENTS = "sums gradients of a backward pass"
-FORWARD = "takes the model through a forward pass"
-EXTREMES = "agrees on buffers that hold minima and maxima"
-SUM = "sums the step's gradients"
+GRADIENTS = "reduces gradients of a backward pass"
+FORWARD = "runs a forward pass of the model"
+EXTREMES = "reduces buffers that hold minima and maxima"
+SUM = "reduces the step's gradients"
 COMMIT = (
-    "ends the step (optimizer.step(), or train_step, clip_grad_norm_ and the like, which do "
-    "it ahead)"
+    "commits the step (optimizer.step(), or train_step, clip_grad_norm_ and others that commit "
+    "early)"
 )
-BATCH = "ends the batch (it steps the last of all optimizers, or asks for the next batch)"
+BATCH = "ends the batch (steps the last of all optimizers, or requests the next batch)"
 
 
 class CollectiveTrace:

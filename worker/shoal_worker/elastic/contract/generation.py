@@ -111,8 +111,8 @@ class AskedPeers(Sequence[Peer]):
         table = tuple(self._ask(()))
         if not self._is_right(table):
             raise UnavailableError(
-                f"the coordinator sent a table of {len(table)} ranks whose digest is not that of "
-                f"the generation, which has {self._size}: ask again",
+                f"the coordinator sent a table of {len(table)} ranks whose digest differs from "
+                f"that of the generation, which has {self._size} ranks; retry",
                 reason="TABLE_DAMAGED",
             )
         with self._lock:
@@ -128,16 +128,16 @@ class AskedPeers(Sequence[Peer]):
             table = tuple(follow())
         except CorruptDataError as error:
             _log.warning(
-                "the generation's table is asked for, since it does not follow from the one "
-                "before: %s",
+                "requesting the generation's full rank table, because it could not be derived "
+                "from the previous one: %s",
                 error,
             )
             return None
         if self._is_right(table):
             return table
         _log.warning(
-            "the generation's table is asked for: what follows from the one before has another "
-            "digest"
+            "requesting the generation's full rank table, because the derived table has a "
+            "different digest"
         )
         return None
 

@@ -119,14 +119,14 @@ def _one_number(loss: float | torch.Tensor, name: str) -> float | torch.Tensor:
     if isinstance(loss, DTensor):
         if not all(placement.is_replicate() for placement in loss.placements):
             raise ConfigurationError(
-                f"shoal.report({name}=...): found a DTensor with placements {loss.placements}, "
-                f"whose value no rank has; report {name}.full_tensor(), on every rank"
+                f"shoal.report({name}=...): got a DTensor with placements {loss.placements}, "
+                f"whose full value no rank has; report {name}.full_tensor(), on every rank"
             )
         loss = loss.to_local()
     if isinstance(loss, torch.Tensor):
         if loss.numel() != 1 or loss.is_meta or loss.is_complex():
             raise ConfigurationError(
-                f"shoal.report({name}=...): found a tensor of shape {tuple(loss.shape)} and dtype "
+                f"shoal.report({name}=...): got a tensor of shape {tuple(loss.shape)} and dtype "
                 f"{loss.dtype} on {loss.device}; expected one number, such as the mean over the "
                 "batch"
             )
@@ -135,6 +135,6 @@ def _one_number(loss: float | torch.Tensor, name: str) -> float | torch.Tensor:
         return float(loss)
     except (TypeError, ValueError):
         raise ConfigurationError(
-            f"shoal.report({name}=...): found {loss!r}; expected one number, or a tensor of one "
+            f"shoal.report({name}=...): got {loss!r}; expected one number, or a tensor of one "
             "element"
         ) from None

@@ -194,9 +194,9 @@ class Step:
         due = self.share.micro_batches if self.share is not None else None
         if due is not None and self.taken < due:
             raise PreconditionError(
-                f"the inner loop has taken {self.taken} of this rank's {due} micro-batches, and "
-                "the step would count all as trained on: call optimizer.step() after `for batch "
-                "in step:` has come to its end; to leave a batch out use `continue`, not `break`",
+                f"the inner loop took {self.taken} of this rank's {due} micro-batches, but the "
+                "step would count all of them as trained on: call optimizer.step() after `for "
+                "batch in step:` has finished; to skip a batch use `continue`, not `break`",
                 reason="STEP_NOT_WHOLE",
             )
 
@@ -335,21 +335,22 @@ def not_finished(*, elsewhere: bool, asynchronous: bool) -> PreconditionError:
     updated in that step. `asynchronous`: workers take steps of their own."""
     accumulate = (
         "which is one step of this worker. To accumulate gradients over several backward passes, "
-        "take a larger batch_size= and run a pass on each part of the batch"
+        "pass a larger batch_size= to the loader and run a pass on each part of the batch"
         if asynchronous
         else "which is one step over all ranks. To accumulate gradients over several backward "
-        "passes, give the loader micro_batch_size= and loop over loader.steps()"
+        "passes, pass micro_batch_size= to the loader and loop over loader.steps()"
     )
     text = (
-        "the next batch was asked for, but optimizer.step() was not called for the last one; call "
-        f"it once per iteration, {accumulate}; where batches are only read, make the loader with "
+        "the next batch was requested, but optimizer.step() was not called for the last one; call "
+        f"it once per iteration, {accumulate}. If batches are only read, create the loader with "
         "train=False"
     )
     if elsewhere:
         text = (
-            "a batch of another loader was asked for between the steps of two optimizers, which "
-            "are one step of the run on one batch: ask for it behind the last of them. Where a "
-            "step needs samples of two datasets, put these into one "
-            "(torch.utils.data.StackDataset), or make a loader of the other with train=False"
+            "a batch of another loader was requested between the steps of two optimizers, which "
+            "together form one step on one batch; request it after the last optimizer's step. If "
+            "a step needs samples of two datasets, combine them into one "
+            "(torch.utils.data.StackDataset), or create a loader of the second one with "
+            "train=False"
         )
     return PreconditionError(text, reason="STEP_NOT_FINISHED")

@@ -83,7 +83,8 @@ def _parse_large(
     size, number, nonce = message.world_size, message.number, message.nonce
     if not 0 <= rank < size:
         raise InternalError(
-            f"generation {number} gives member {mine.member_id} rank {rank} of {size}"
+            f"generation {number} assigns member {mine.member_id} rank {rank} of {size}; expected "
+            "a rank below the size"
         )
     try:
         joining = frozenset(rank_table.of_runs(message.joining, size))
@@ -128,8 +129,8 @@ def _parse_whole(message: pb.Generation, member_id: str) -> Generation:
     mine = [p.rank for p in peers if p.member_id == member_id]
     if len(mine) != 1 or [p.rank for p in peers] != list(range(len(peers))):
         raise InternalError(
-            f"generation {message.number} does not give member {member_id} one rank among "
-            f"{len(peers)} dense ones"
+            f"generation {message.number} does not assign member {member_id} exactly one of the "
+            f"ranks 0 to {len(peers) - 1}"
         )
     return Generation(
         number=message.number,

@@ -49,9 +49,9 @@ def check_own(model: nn.Module) -> None:
     seat, other = world.seat, _TRAINED_BY.get(model)
     if other is not None and other.store is seat.store and other.rank != seat.rank:
         raise ConfigurationError(
-            f"ranks {other.rank} and {seat.rank} were given the same {type(model).__name__}: ranks "
-            "of shoal.launch share what is made outside of them, so make the model inside, or "
-            "give each rank copy.deepcopy(model)"
+            f"ranks {other.rank} and {seat.rank} passed the same {type(model).__name__} object, "
+            "but each rank of shoal.launch needs its own: create the model inside the launched "
+            "function, or pass copy.deepcopy(model) on each rank"
         )
     _TRAINED_BY[model] = seat
 
@@ -112,13 +112,13 @@ class FixedMembership:
         if engine.asynchronous:
             raise ConfigurationError(
                 f"strategy={engine.strategy!r} in {self._where}: its workers and servers are "
-                "processes that come and go; start them with `shoal run`"
+                "separate processes; start them with `shoal run`"
             )
         if engine.backend_name != self.only_backend:
             raise ConfigurationError(
                 f"backend={engine.backend_name!r} in {self._where}, whose ranks are connected by "
-                f"{self.only_backend!r}: leave it out; ranks on other backends are processes that "
-                "`shoal run` starts"
+                f"{self.only_backend!r}; leave backend out, or start ranks on other backends as "
+                "processes with `shoal run`"
             )
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
@@ -151,7 +151,7 @@ class FixedMembership:
         """Implements `Member.failed`. Raises MembershipChanged, since there is no other
         generation."""
         raise MembershipChanged(
-            f"the launch is over, its ranks can only go on together: {error}"
+            f"the launch has ended, because its ranks can only continue together: {error}"
         ) from error
 
     def give_up_place(self, why: str) -> NoReturn:
@@ -210,9 +210,9 @@ class FixedMembership:
             f"{', '.join(apart)}"
         )
         since = (
-            f"after step {held.agreed} all agreed"
+            f"all ranks agreed after step {held.agreed}"
             if held.agreed
-            else "the ranks had not compared before"
+            else "the ranks had not been compared before"
         )
         return f"after step {held.step}, the last one, {others}; {since}"
 

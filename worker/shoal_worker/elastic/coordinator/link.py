@@ -125,7 +125,7 @@ class CoordinatorLink:
         self._thread.start()
         deadline = time.monotonic() + timeout.total_seconds()
         explain_at = time.monotonic() + _EXPLAIN_AFTER_S
-        cause = "check that it runs, and that this machine reaches it there"
+        cause = "check that it is running, and that this machine can reach it at that address"
         probe: queue.SimpleQueue[Obstacle | None] | None = None
         while True:
             with self._changed:
@@ -137,9 +137,9 @@ class CoordinatorLink:
                 left_s = deadline - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineError(
-                        f"waited {timeout.total_seconds():.0f} s for the coordinator to accept "
-                        f"this member into job {self.identity.job_id!r}, at {self.client.address} "
-                        f"(SHOAL_COORDINATOR): {cause}"
+                        f"waited {timeout.total_seconds():.0f} s for the coordinator at "
+                        f"{self.client.address} (SHOAL_COORDINATOR) to accept this member into "
+                        f"job {self.identity.job_id!r}: {cause}"
                     )
                 # In slices: SIGTERM marks the member as draining and cannot notify.
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
@@ -172,11 +172,11 @@ class CoordinatorLink:
             return None
         if obstacle.permanent:
             raise UnavailableError(
-                f"the coordinator at {self.client.address} (SHOAL_COORDINATOR) is out of reach: "
+                f"the coordinator at {self.client.address} (SHOAL_COORDINATOR) is unreachable: "
                 f"{obstacle.cause}"
             )
         _log.warning(
-            "waiting for the coordinator at %s for up to %.0f s more: %s",
+            "waiting for the coordinator at %s for up to another %.0f s: %s",
             self.client.address,
             left_s,
             obstacle.cause,
@@ -226,8 +226,8 @@ class CoordinatorLink:
                 )
                 if left_s <= 0 or self._away_for_s() > self._away_limit_s:
                     raise DeadlineError(
-                        f"waited {time.monotonic() - started:.0f} s for a generation above {after} "
-                        f"of job {self.identity.job_id!r} ({self._why_none()})"
+                        f"waited {time.monotonic() - started:.0f} s for a generation above "
+                        f"{after} of job {self.identity.job_id!r}: {self._why_none()}"
                     )
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
                 lines.say(f"a generation above {after}", self._why_none)
@@ -236,10 +236,10 @@ class CoordinatorLink:
     def _why_none(self) -> str:
         if self._away_since is not None:
             return (
-                f"the coordinator has been away for {self._away_for_s():.0f} s; training goes "
-                "on when it is back"
+                f"the coordinator has been unreachable for {self._away_for_s():.0f} s; training "
+                "resumes when it is back"
             )
-        return self._notice or self._standby or "the coordinator has not said why there is none"
+        return self._notice or self._standby or "the coordinator has not given a reason"
 
     def failed(
         self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()
@@ -408,8 +408,8 @@ class CoordinatorLink:
         except Exception as error:
             # whatever the error is, a member without contact to its job must know, or it would
             # train on after an eviction
-            _log.exception("the session with the coordinator broke")
-            self._fail(InternalError(f"the session with the coordinator broke: {error!r}"))
+            _log.exception("the session with the coordinator failed")
+            self._fail(InternalError(f"the session with the coordinator failed: {error!r}"))
         finally:
             with self._changed:
                 self._ended = True
@@ -432,8 +432,8 @@ class CoordinatorLink:
                     return
                 if self._away_since is None:
                     _log.warning(
-                        "no connection to the coordinator, training continues without membership "
-                        "changes: %s",
+                        "lost the connection to the coordinator; training continues without "
+                        "membership changes: %s",
                         error,
                     )
                 self._set_away(True)
@@ -479,14 +479,14 @@ class CoordinatorLink:
                 # restores this run
                 return True
             _log.warning(
-                "the coordinator has lost job %r, and does not take it again: %s",
+                "the coordinator lost job %r and refused to restore it: %s",
                 self.identity.job_id,
                 refused,
             )
             return False
         if created:
             _log.warning(
-                "the coordinator had lost job %r; it knows it again from this member",
+                "the coordinator had lost job %r; this member restored it",
                 self.identity.job_id,
             )
         return True
@@ -498,7 +498,9 @@ class CoordinatorLink:
             if away:
                 self._away_since = time.monotonic()
             else:
-                _log.warning("the coordinator is back after %.0f s", self._away_for_s())
+                _log.warning(
+                    "the coordinator was unreachable for %.0f s and is back", self._away_for_s()
+                )
                 self._away_s, self._away_since = self.away_s, None
             self._changed.notify_all()
 
@@ -580,7 +582,9 @@ class CoordinatorLink:
         if generation is not None:
             self._on_generation(generation)
         if kind == "stop" and directive.stop.behind:
-            self.fall_behind(f"the run went on without it and ends: {directive.stop.reason}")
+            self.fall_behind(
+                f"the run continued without this member and has ended: {directive.stop.reason}"
+            )
         if kind == "stop" and directive.stop.now:
             self._on_stop_now()
         with self._changed:
@@ -618,11 +622,13 @@ class CoordinatorLink:
             raise MembershipChanged(f"generation {number} is over: {error}") from error
         except (DeadlineError, UnknownResourceError) as error:
             raise UnavailableError(
-                f"the coordinator does not report who is in generation {number}: {error}"
+                f"could not get the members of generation {number} from the coordinator: {error}"
             ) from error
 
     def _fail(self, error: ShoalError) -> None:
-        _log.info("this member is evicted: %s", error)  # whoever waits raises it
+        _log.info(
+            "the session of this member with the coordinator failed: %s", error
+        )  # whoever waits raises it
         with self._changed:
             self._fatal = error
             self._changed.notify_all()

@@ -144,7 +144,7 @@ def _arrive(generation: Generation, store: RedisStore, timeout: timedelta) -> No
                 ) from error
             lines.say(
                 f"generation {generation.number} to form",
-                lambda: f"not there yet: {_absent(generation, store)}",
+                lambda: f"not yet arrived: {_absent(generation, store)}",
             )
         else:
             return
@@ -173,7 +173,7 @@ _DEPARTURES = ("member_lost", "member_left")
 _DEPARTURES_REPORTED = 3
 _MOST_BEHIND: Final = 64
 """Limit of shoal.v1.GetJobRequest.below_step."""
-_NO_MORE_MEMBERS = "the run is over, and no more members join this generation"
+_NO_MORE_MEMBERS = "the run has ended, and no more members join this generation"
 
 
 def _holders(generation: Generation, apart_from: Collection[int]) -> set[str]:
@@ -323,7 +323,7 @@ class Membership:
         if suspects and self._group is None:
             named = named_addresses(self.link.newest_generation, suspects[:_MOST_NAMED])
             detail = f"{detail}; this rank cannot reach {named}; {REACHED_ELSEWHERE}"
-            _log.warning("%s; this machine's own is %s", detail, self._host)
+            _log.warning("%s; this machine's own address is %s", detail, self._host)
         self.link.failed(self._left, detail=detail, timed_out=timed_out, suspects=suspects)
 
     def _out_of_reach(self) -> list[int]:
@@ -366,7 +366,7 @@ class Membership:
         if all(m.member_id != identity.member_id for m in job.members):
             raise StaleGenerationError(
                 f"this process was evicted from job {identity.job_id!r} after generation "
-                f"{generation}: what it holds is not published"
+                f"{generation}; its state is not published"
             )
 
     def has_left(self, member_id: str) -> bool:
@@ -428,7 +428,7 @@ class Membership:
                     why = (
                         event.attributes.get("detail")
                         or event.attributes.get("ending")
-                        or "nobody said why"
+                        or "no reason was given"
                     )
                     self._departures.appendleft(f"{event.member_id} ({why})")
         except (UnavailableError, DeadlineError):
@@ -468,7 +468,7 @@ class Membership:
         apart = self.link.leave(reason, detail, alone=alone, steps=steps, held=held)
         if reason == LeaveReason.FINISHED and not alone and self._group is not None:
             self._group.all_leave()
-        self.leave_group("this member left")
+        self.leave_group("this member left the job")
         asked = self._drained or self.link.stopped is not None or self.link.refused is not None
         if reason == LeaveReason.FINISHED and not asked and not apart:
             self._tell_launcher("finished")

@@ -300,8 +300,8 @@ class ProgressMeter:
                     )
                 if len(self._reported) >= MOST_METRICS:
                     raise ConfigurationError(
-                        f"shoal.report({name}=...): at most {MOST_METRICS} names besides the loss "
-                        f"are allowed; already in use: {', '.join(self._reported)}"
+                        f"shoal.report({name}=...): only {MOST_METRICS} names besides the loss "
+                        f"are allowed, and all are in use: {', '.join(self._reported)}"
                     )
                 reported = ReportedLoss(name)
             reported.tell(value)

@@ -162,8 +162,8 @@ class StallWatch:
     def _why(self) -> str:
         _, missed = self._missed
         if missed:
-            return f"out of reach: {named_addresses(self._link.newest_generation, sorted(missed))}"
-        return "all are reached, so it is not known which of them is late"
+            return f"unreachable: {named_addresses(self._link.newest_generation, sorted(missed))}"
+        return "all peers are reachable, so the slow one is unknown"
 
     def _names(self, ranks: frozenset[int]) -> str:
         return named_ranks(self._link.newest_generation, sorted(ranks))
@@ -209,14 +209,14 @@ class StallWatch:
         again = missed & before if number == generation.number else frozenset()
         if again and self._waits.now[0] >= waited_s:
             _log.warning(
-                "giving up on generation %d: waited %.0f s in %s and cannot reach %s",
+                "gave up generation %d: waited %.0f s in %s and could not reach %s",
                 number,
                 waited_s,
                 what,
                 self._names(again),
             )
             group.abort(
-                f"{what} timed out: {self._names(again)} out of reach for {_LOOK_AGAIN_S:.0f} s"
+                f"{what} timed out: could not reach {self._names(again)} for {_LOOK_AGAIN_S:.0f} s"
             )
 
 

@@ -22,23 +22,21 @@ from shoal_worker.state.digest import DRAWN, SAMPLES, STREAMED
 
 REASON: Final = "RANKS_DIVERGED"
 COUNTING: Final = (
-    "A count of the script's own, such as enumerate(loader)'s or that of `if optimizer.step(): "
-    "count += 1`, starts from zero in a process that joins: what happens every k steps goes by "
-    "loader.global_step, or by every_steps= of save_checkpoint and evaluate"
+    "A counter in the script, such as enumerate(loader)'s or `if optimizer.step(): count += 1`, "
+    "starts from zero in a process that joins. For actions every k steps, use "
+    "loader.global_step, or every_steps= of save_checkpoint and evaluate"
 )
 """Usual cause and its remedy."""
 
 _REMEDIES: Final = {
-    DRAWN: "a sampler draws the same on every rank if its random numbers come from a generator "
-    "that it holds as an "
-    "attribute, or from the global ones of torch, NumPy or Python, and if it does not look at the "
-    "rank",
-    STREAMED: "a stream must give all ranks the same items in the same order, whole: Shoal deals "
-    "them. Do not split it by rank or worker "
-    "(split_dataset_by_node, split_by_node), and seed its shuffling by set_epoch(epoch)",
-    SAMPLES: "every rank makes its dataset itself, so give random_split and whatever else draws "
-    "samples a "
-    "generator with the same seed on every rank, and sort what a directory lists",
+    DRAWN: "a sampler draws the same indices on every rank if its random numbers come from a "
+    "generator stored as its attribute, or from the global generators of torch, NumPy or "
+    "Python, and if it does not depend on the rank",
+    STREAMED: "every rank must read the whole stream, in the same order, because Shoal deals the "
+    "items. Do not split it by rank or worker (split_dataset_by_node, split_by_node), and "
+    "seed its shuffling in set_epoch(epoch)",
+    SAMPLES: "each rank creates its own dataset, so pass a generator with the same seed on every "
+    "rank to random_split and to other functions that draw samples, and sort directory listings",
 }
 
 
@@ -69,9 +67,9 @@ def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError
     ordered = sorted((one, other), key=lambda each: int(each["rank"]))
     who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
     return PreconditionError(
-        f"ranks diverged ({who}), and would wait for each other for ever; "
-        "every rank must take the same steps, and call evaluate, save_checkpoint, "
-        f"should_early_stop and the like in the same order between them. {COUNTING}",
+        f"ranks diverged ({who}) and would wait for each other forever; every rank must take the "
+        "same steps, and between them call evaluate, save_checkpoint, should_early_stop and "
+        f"similar functions in the same order. {COUNTING}",
         reason=REASON,
     )
 
@@ -85,10 +83,10 @@ def traces_apart(
         ((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True))
     )
     return PreconditionError(
-        f"ranks diverged in step {step}, and would wait for each other for "
-        f"ever: rank {first} {does}, where rank {second} {does_}; every rank must do the same "
-        "passes in a step, and call optimizer.step() at the same place, of several models for the "
-        f"same optimizers in one order. {COUNTING}",
+        f"ranks diverged in step {step} and would wait for each other forever: rank {first} "
+        f"{does}, but rank {second} {does_}; every rank must run the same passes in a step and "
+        "call optimizer.step() at the same point, for several models in the same order. "
+        f"{COUNTING}",
         reason=REASON,
     )
 
@@ -108,8 +106,8 @@ def boundaries_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
     """Returns the error for ranks at different positions when joiners are admitted. `places`: each
     rank's loader, its number, epoch and step."""
     return PreconditionError(
-        "ranks diverged: they stand at (loader, its number, epoch, step) "
-        f"{list(places)}; every rank must iterate over the same loaders in the same order",
+        f"ranks diverged: their positions (loader, its number, epoch, step) are {list(places)}; "
+        "every rank must iterate over the same loaders in the same order",
         reason=REASON,
     )
 
@@ -118,10 +116,9 @@ def ends_apart(ended_after: int, step: int) -> PreconditionError:
     """Returns the error for a rank that takes a step without its peers. `ended_after`: the step
     after which a peer's script finished."""
     return PreconditionError(
-        "ranks diverged: a peer's finished after step "
-        f"{ended_after}, and this one takes step {step}; every rank must take the same steps: "
-        "leave the loop by what is alike on all ranks, such as loader.global_step or "
-        "should_early_stop",
+        f"ranks diverged: a peer's script finished after step {ended_after}, but this rank is "
+        f"taking step {step}; every rank must take the same steps: leave the loop by a condition "
+        "that is equal on all ranks, such as loader.global_step or should_early_stop",
         reason=REASON,
     )
 
@@ -130,12 +127,11 @@ def settings_apart(settings: object) -> PreconditionError:
     """Returns the error for ranks whose optimizers have different settings. `settings`: this
     rank's."""
     return PreconditionError(
-        f"the ranks' optimizers have different settings; this one's are {settings}. "
-        "Hyper-parameters that change in training must change alike on all ranks, also on one "
-        "that joins: use a scheduler, which is sent to it, or compute them from "
-        "loader.global_step. 'parameters' is a digest of which of the model's parameters are in "
-        "which group, in which order, and which have requires_grad: all ranks must freeze the "
-        "same",
+        f"the ranks' optimizers have different settings; this rank has {settings}. "
+        "Hyper-parameters that change during training must change equally on all ranks, "
+        "including one that joins: use a scheduler, whose state is sent to joiners, or compute "
+        "them from loader.global_step. 'parameters' is a digest of the parameter groups and of "
+        "requires_grad: all ranks must freeze the same parameters",
         reason=REASON,
     )
 
@@ -161,8 +157,8 @@ def _difference(everyones: Sequence[dict[str, Any]]) -> str:
     if len({each["of"] for each in everyones}) > 1:
         different = _compare([f"stepped the optimizer of {each['of']}" for each in everyones])
         return (
-            f"{different}; for a batch the optimizers of several models must step in one order "
-            "on all ranks, or be left out on all"
+            f"{different}; all ranks must step the optimizers of several models in the same order "
+            "for a batch, or all must leave one out"
         )
     return (
         f"they deal {_describe(places[0])} differently "
@@ -185,7 +181,7 @@ def _differences(dealings: Sequence[dict[str, Any]]) -> str:
         or "unknown"
     )
     remedies = [_REMEDIES[name] for name in names if name in _REMEDIES] or [
-        "make the loader with the same arguments on every rank"
+        "create the loader with the same arguments on every rank"
     ]
     return f"({what}); {'; '.join(remedies)}"
 
@@ -203,5 +199,5 @@ def _compare(values: Sequence[str]) -> str:
 def _describe(place: Sequence[Any]) -> str:
     loader, number, epoch, step = place
     if not loader:
-        return "a step of a loop without a loader of Shoal's"
-    return f"step {step} of epoch {epoch} of loader {loader!r}, the script's number {number},"
+        return "a step of a loop without a Shoal loader"
+    return f"step {step} of epoch {epoch} of loader {loader!r}, number {number} in the script,"

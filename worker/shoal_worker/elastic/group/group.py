@@ -86,8 +86,8 @@ def number_of_part(
         return None
     if list(members) not in parts or len({len(part) for part in parts}) > 1:
         raise ConfigurationError(
-            f"subgroup({list(members)}) of division={parts}: expected one of these parts, and "
-            "parts of equal size"
+            f"subgroup({list(members)}) of division={parts}: expected one of the division's "
+            "parts, all of equal size"
         )
     return parts.index(list(members))
 
@@ -211,7 +211,7 @@ class Group:
             or not set(members) <= set(range(self.world_size))
         ):
             raise ConfigurationError(
-                f"subgroup({members}): expected different ranks from 0 to {self.world_size - 1}"
+                f"subgroup({members}): expected distinct ranks from 0 to {self.world_size - 1}"
             )
         self._check()
         if members == list(range(self.world_size)):
@@ -231,8 +231,8 @@ class Group:
     def _connect_part(self, members: list[int], name: str, number: int | None = None) -> Group:
         if self._configuration is None:
             raise ConfigurationError(
-                f"subgroup({members}): this group cannot be divided further; divide the "
-                "generation's own"
+                f"subgroup({members}): this group is already a subgroup and cannot be divided "
+                "further; divide the generation's group"
             )
         self._connections[name] += 1  # of several models each may connect its own
         name = f"{name} {self._connections[name]}"
@@ -537,7 +537,7 @@ class Group:
         """Closes the group without informing the other ranks, if the backend permits: they fail
         only when they need this rank."""
         with self._lock:
-            self._reason = self._reason or "this rank has left it"
+            self._reason = self._reason or "this rank has left the group"
             parts, self._parts = self._parts, []
             backend, self._backend, self._store = self._backend, None, None
         for part in parts:

@@ -158,7 +158,7 @@ class StateDonor:
                 # The tensors may change from here on: nobody may still read them.
                 if not self._changed.wait_for(lambda: not self._serving, _BLOCK_TIMEOUT_S):
                     raise InternalError(
-                        "a thread is still sending state from tensors that are about to change"
+                        "a thread is still sending state from tensors that are about to be modified"
                     )
 
     def close(self) -> None:
@@ -183,9 +183,7 @@ class StateDonor:
                 self._free.release()
                 if not self._closed.wait(0.1) and not complained:
                     complained = True
-                    _log.warning(
-                        "peers cannot receive state from this worker at the moment: %s", error
-                    )
+                    _log.warning("peers cannot currently receive state from this worker: %s", error)
 
     def _serve(self, connection: socket.socket) -> None:
         try:
@@ -198,10 +196,12 @@ class StateDonor:
         except _Refused:
             pass  # a stranger, a probe, or a peer of a generation that is over
         except OSError as error:
-            _log.warning("a peer that was receiving state was lost: %s", error)
+            _log.warning("lost the connection to a peer that was receiving state: %s", error)
         except RuntimeError as error:
             _log.error(
-                "a peer gets no state from here, for it cannot be read from the device: %s", error
+                "a peer received no state from this worker, because the state could not be "
+                "read from the device: %s",
+                error,
             )
         finally:
             self._free.release()
@@ -320,7 +320,7 @@ def take_state(
         if len(alike) < len(parts):
             if len(alike) < sum(each.digest[1] == headers[0].digest[1] for each in headers):
                 _log.error(
-                    "donors that report the same state hold different contents (%s); using the "
+                    "donors that reported the same state have different contents (%s); using the "
                     "first donor's",
                     [h.digest[0] for h in headers],
                 )
@@ -378,8 +378,8 @@ class _Part:
             (length,) = _U64.unpack(_receive(self._socket, _U64.size, self._deadline))
             if length > _LARGEST_HEADER:
                 raise CorruptDataError(
-                    f"donor {self._address} announced a header of {length} bytes; at most "
-                    f"{_LARGEST_HEADER} are allowed"
+                    f"donor {self._address} announced a header of {length} bytes; expected at "
+                    f"most {_LARGEST_HEADER}"
                 )
             raw = _receive(self._socket, length, self._deadline)
             _check(
@@ -387,7 +387,7 @@ class _Part:
             )
         except OSError as error:
             raise UnavailableError(
-                f"donor {self._address} was lost before it sent its state: {error}",
+                f"lost donor {self._address} before it sent its state: {error}",
                 reason="DONOR_LOST",
             ) from error
         return _Header.parse(raw, self._address)
@@ -402,7 +402,7 @@ class _Part:
             )
         except OSError as error:
             why = (
-                f"donor {self._address} was lost, or cannot be reached from here: {error}; "
+                f"donor {self._address} was lost or is unreachable from this machine: {error}; "
                 f"{REACHED_ELSEWHERE}"
             )
             raise UnavailableError(why, reason="DONOR_LOST") from error
@@ -428,7 +428,7 @@ class _Part:
                 _check(block, _receive(self._socket, _U64.size, deadline), self._address, "a block")
         except OSError as error:
             raise UnavailableError(
-                f"donor {self._address} was lost while it sent its state: {error}",
+                f"lost donor {self._address} while it was sending its state: {error}",
                 reason="DONOR_LOST",
             ) from error
 
@@ -457,7 +457,7 @@ class _Header:
                 (str(t["name"]), _DTYPES[t["dtype"]], tuple(t["shape"])) for t in header["tensors"]
             )
             if any(type(n) is not int or n < 0 for _, _, shape in tensors for n in shape):
-                raise ValueError("a shape that is none")
+                raise ValueError("invalid shape")
             return cls(
                 structure=header["structure"],
                 tensors=tensors,
@@ -465,7 +465,7 @@ class _Header:
             )
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise CorruptDataError(
-                f"what donor {address} sent does not describe a state: {error!r}",
+                f"the data sent by donor {address} does not describe a state: {error!r}",
                 reason="STATE_DAMAGED",
             ) from error
 
@@ -535,7 +535,7 @@ def _receive_into(connection: socket.socket, target: memoryview, deadline: float
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         received = connection.recv_into(target)
         if received == 0:
-            raise ConnectionError("the connection ended")
+            raise ConnectionError("the peer closed the connection")
         target = target[received:]
 
 
@@ -606,12 +606,12 @@ class StateExchange:
             raise UnavailableError(str(damage), reason=damage.reason) from damage
         except UnavailableError as lost:
             whose = ", ".join(
-                f"{peer.donor_address} is rank {peer.rank}'s, on {peer.host}" for peer in peers
+                f"{peer.donor_address} is rank {peer.rank} on {peer.host}" for peer in peers
             )
             raise UnavailableError(f"{lost} ({whose})", reason=lost.reason) from lost
         self._metrics.transferred(size, elapsed := time.monotonic() - started)
         _log.info(
-            "took %.1f MB of state from %d donor(s) in %.3f s", size / 1e6, len(asked), elapsed
+            "received %.1f MB of state from %d donor(s) in %.3f s", size / 1e6, len(asked), elapsed
         )
         return state
 

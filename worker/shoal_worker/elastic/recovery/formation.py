@@ -291,7 +291,7 @@ class Formation:
                 if plan.moving:
                     self._let_move(group, plan)
             except GROUP_LOST as error:
-                _log.info("a generation did not form: %s", error)
+                _log.info("a generation could not form: %s", error)
                 self.membership.failed(error)
                 give_up_at = (
                     give_up_at
@@ -299,14 +299,14 @@ class Formation:
                 )
                 if time.monotonic() > give_up_at:
                     raise DeadlineError(
-                        f"no generation formed for {self._settings.rendezvous_timeout_s:.0f} s "
-                        f"(SHOAL_RENDEZVOUS_TIMEOUT_S); the last try: {error}"
+                        f"no generation formed within {self._settings.rendezvous_timeout_s:.0f} s "
+                        f"(SHOAL_RENDEZVOUS_TIMEOUT_S); the last attempt failed: {error}"
                     ) from error
                 continue
             if not plan.moving:
                 self._met = True
                 return True
-            unequal = MembershipChanged(f"ranks {list(plan.moving)} have to end a step first")
+            unequal = MembershipChanged(f"ranks {list(plan.moving)} have to finish a step first")
             group.abort(str(unequal))
             self.membership.failed(unequal)
             if group.rank in plan.moving:
@@ -326,7 +326,7 @@ class Formation:
                 )
             self._cut_for(group)
         except GROUP_LOST as error:
-            _log.info("a generation did not form: %s", error)
+            _log.info("a generation could not form: %s", error)
             self.membership.failed(error)
             return False
         self._stands = True
@@ -409,8 +409,8 @@ class Formation:
         plan = reconcile([RankStatus.decode(row) for row in gathered])
         if plan.state_lost and not plan.learners:
             raise PreconditionError(
-                f"the state {plan.newest} is lost: no rank that holds it can give it (an update "
-                "failed half way on each); restart from a checkpoint"
+                f"the state {plan.newest} is lost: an update failed midway on each rank that has "
+                "it; restart from a checkpoint"
             )
         if plan.overtaken:
             self._replace_overtaken(group, plan)
@@ -453,11 +453,13 @@ class Formation:
         if group.rank in plan.overtaken:
             assert plan.newest is not None
             self.membership.give_up_place(
-                f"its peers took steps without it: it has {self._held.steps}, and they have "
-                f"{plan.newest.step}; a replacement takes their state"
+                f"its peers took steps without this rank: it has committed {self._held.steps} "
+                f"steps, and they have committed {plan.newest.step}; a replacement receives the "
+                "peers' state"
             )
         raise MembershipChanged(
-            f"ranks {list(plan.overtaken)} were away while the others took steps, and are replaced"
+            f"ranks {list(plan.overtaken)} were unreachable while the others took steps, and are "
+            "being replaced"
         )
 
     def _catch_up(self, group: Group, plan: Reconciliation) -> None:
@@ -467,7 +469,7 @@ class Formation:
             group.exchange(b"")
             held.restore(state)
             held.name = plan.newest
-            _log.info("took the peers' state %s", held.name)
+            _log.info("received the peers' state %s", held.name)
         elif group.rank in plan.donors:
             self._require_exchange().give(group, held.capture(), until=lambda: group.exchange(b""))
         else:
@@ -480,8 +482,8 @@ class Formation:
         self.membership.link.stands_by()
         self._outcomes_due = 0  # its count of outcomes will come with the peers' state
         _log.info(
-            "no whole replica can be made with this rank: it is a spare until the membership "
-            "changes"
+            "there are too few ranks for another replica that includes this rank; it is a spare "
+            "until the membership changes"
         )
         self._await_more(Drained)
 
@@ -507,7 +509,9 @@ class Formation:
             if group is not None and group.ended:
                 # a peer is gone, or finished its script: the coordinator says which
                 self.recover(
-                    MembershipChanged("a peer of a rank that waits for more has left the group")
+                    MembershipChanged(
+                        "a peer left the group while this rank was waiting for more ranks"
+                    )
                 )
                 return
         self.reform()
@@ -517,18 +521,18 @@ class Formation:
         size, rank = (group.world_size, group.rank) if group is not None else (1, 0)
         left_over = size - engine.replica_size * (size // engine.replica_size)
         text = (
-            f"a replica of the model takes {engine.replica_size} ranks, and there are {size}, "
-            f"of which this is rank {rank}"
+            f"a replica of the model needs {engine.replica_size} ranks; this is rank {rank} of "
+            f"{size}"
         )
         if rank >= size - left_over:
-            text += f": {engine.replica_size - left_over} more are missing for one with it"
+            text += (
+                f", and {engine.replica_size - left_over} more are needed for a replica that "
+                "includes it"
+            )
         else:
-            text += ": there are as many replicas as are asked for"
+            text += ", and there are already as many replicas as requested"
         gone = self.membership.last_departures()
-        return (
-            f"{text}; start more workers. Gone last: "
-            f"{', '.join(gone) or 'nobody, as far as is known'}"
-        )
+        return f"{text}; start more workers. Last departures: {', '.join(gone) or 'none known'}"
 
     # ------------------------------------------------------------------------------ the first state
 
@@ -554,8 +558,8 @@ class Formation:
         digests = [d.decode() for d in channel.exchange(mine.encode())]
         if digests[0] == "meta":
             raise ConfigurationError(
-                f"the parameters of rank {channel.members[0]}, the first, are on the meta device: "
-                "its weights win, so it must have values"
+                f"the parameters of rank {channel.members[0]}, the first, are on the meta device, "
+                "but all ranks start from its values; initialize them on that rank"
             )
         if any(d != digests[0] for d in digests):
             if channel.rank == 0:

@@ -85,13 +85,12 @@ class JoinerState:
         offers = [_Offer(row[0]) for row in group.all_gather_integers([offer])]
         if offer is _Offer.LEFT_OVER:
             raise LeftOver(
-                "every rank that held the whole model between them is gone, and this one is not at "
-                "its script's beginning"
+                "all ranks that held parts of the model are gone, and this rank has passed the "
+                "beginning of its script"
             )
         if _Offer.LEFT_OVER in offers:
             raise MembershipChanged(
-                "every rank that held the whole model between them is gone, and spares end, to be "
-                "started again"
+                "all ranks that held parts of the model are gone, and spares exit to be restarted"
             )
         donors = [r for r, each in enumerate(offers) if each is _Offer.STATE]
         donors = donors or [r for r, each in enumerate(offers) if each is _Offer.FED]
@@ -101,13 +100,13 @@ class JoinerState:
         receivers = [r for r in learners if r not in donors]
         if not donors and _Offer.UNREADABLE not in offers:
             raise PreconditionError(
-                "no rank can give its state to the joiners; restart from a checkpoint"
+                "no rank can send its state to the joiners; restart from a checkpoint"
             )
         if _Offer.UNREADABLE in offers:
             raise self._unreadable or PreconditionError(
                 "no worker with the run's state is left, and the newest checkpoint could not be "
-                "read: see the log of the first rank, repair or remove the checkpoint, and start "
-                "the run again",
+                "read: see the log of rank 0, repair or remove the checkpoint, and start the run "
+                "again",
                 reason="PROGRESS_LOST",
             )
         if anew:
@@ -175,12 +174,12 @@ class JoinerState:
         )
         if not self._allow_restart:
             raise PreconditionError(
-                f"{what}. That loses all progress: save checkpoints, and call shoal.resume(...) "
-                "before the loop; or allow it by `shoal run --allow-restart-from-scratch` "
-                "(SHOAL_ALLOW_RESTART_FROM_SCRATCH=1)",
+                f"{what}. That would lose all progress: save checkpoints, and call "
+                "shoal.resume(...) before the loop; or allow a restart with `shoal run "
+                "--allow-restart-from-scratch` (SHOAL_ALLOW_RESTART_FROM_SCRATCH=1)",
                 reason="PROGRESS_LOST",
             )
-        _log.warning("%s, as SHOAL_ALLOW_RESTART_FROM_SCRATCH allows", what)
+        _log.warning("%s (SHOAL_ALLOW_RESTART_FROM_SCRATCH is set)", what)
 
     @property
     def _exchange_of_states(self) -> StateExchange:

@@ -36,7 +36,7 @@ class ReturnToCheckpoint:
         """
         if self.load is None or self.under_way:
             raise lost
-        _log.warning("%s; going back to the newest checkpoint", lost)
+        _log.warning("%s; returning to the newest checkpoint", lost)
         self.under_way = True
         try:
             with self._held.going_back():
@@ -45,8 +45,7 @@ class ReturnToCheckpoint:
             self.under_way = False
         if why_not is not None:
             raise StateLostError(
-                f"{lost}. The newest checkpoint cannot take its place in the running script: "
-                f"{why_not}",
+                f"{lost}. The running script cannot continue from the newest checkpoint: {why_not}",
                 reason=lost.reason,
             )
 
@@ -60,7 +59,7 @@ class ReturnToCheckpoint:
             try:
                 why_not = load()
             except StateLostError as again:
-                _log.info("the ranks changed while they went back to a checkpoint: %s", again)
+                _log.info("the ranks changed during the return to a checkpoint: %s", again)
             else:
                 self._boundaries.went_back()
                 step = self._held.step

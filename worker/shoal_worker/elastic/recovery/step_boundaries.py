@@ -151,8 +151,8 @@ class Departure:
         ended_with = membership.link.finished_steps
         if ended_with > held.steps:
             membership.give_up_place(
-                f"the run ended with step {ended_with}, and this process has "
-                f"{held.steps}: what it holds is not what the run came to"
+                f"the run ended with step {ended_with}, but this process has only {held.steps} "
+                "steps, so its state is not the run's result"
             )
 
     def exit_drained(self, reason: str) -> NoReturn:
@@ -163,7 +163,7 @@ class Departure:
     def exit_spare(self, why: str) -> NoReturn:
         """Ends the process, which is a spare and can do nothing at its script's current position.
         After a restart it waits at the loop's beginning."""
-        reason = f"{why}: it ends, to be started again"
+        reason = f"{why}; this process exits to be restarted"
         _log.warning("%s", reason)
         self._exit(reason, status=PUT_OUT)
 
@@ -459,8 +459,8 @@ class StepBoundaries:
         if plan.stop and self._all_leave_in != number:
             asked = [rank for rank, each in enumerate(messages) if each.asked]
             _log.warning(
-                "ranks %s are asked to leave, and hold parts of the state that no other rank has: "
-                "all stop",
+                "ranks %s were asked to leave, but hold parts of the state that no other rank "
+                "has; all ranks stop",
                 asked,
             )
         # Not at this boundary: a rank that missed the message would continue. The next commit
@@ -480,7 +480,7 @@ class StepBoundaries:
     def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:
         membership = formation.membership
         if membership.link.refused is not None:
-            membership.leave_group("the coordinator put this member out")
+            membership.leave_group("the coordinator evicted this member")
             raise membership.link.refused
         if stop is not None:
             raise StopTraining(stop)

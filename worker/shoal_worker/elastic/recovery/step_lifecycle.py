@@ -116,9 +116,9 @@ class StepLifecycle:
             # summary): nobody intends to finish it.
             if not step.left and self._held.engine.partly_updated:
                 raise PreconditionError(
-                    "an optimizer has stepped that had stepped for the last batch, or before the "
-                    "loop: with several models each of their optimizers steps at most once for a "
-                    "batch; take a batch for each of its steps",
+                    "an optimizer was stepped twice for one batch, or before the loop began: "
+                    "with several models, each optimizer steps at most once per batch; take a "
+                    "new batch for each of its steps",
                     reason="STEP_NOT_FINISHED",
                 )
             self._held.engine.discard_step()
@@ -214,9 +214,9 @@ class StepLifecycle:
         """Implements `LoaderSession.sum_numbers`."""
         if self._held.engine.steps_alone and not or_own:
             raise ConfigurationError(
-                "a ShardedStream is dealt by what all ranks tell each other in every step, and "
-                "under this strategy each rank takes steps of its own: use another strategy, or a "
-                "stream that every rank reads (an IterableDataset)"
+                "a ShardedStream needs an exchange between ranks in every step, but under this "
+                "strategy each rank takes its own steps; use another strategy, or a stream that "
+                "every rank reads (an IterableDataset)"
             )
         if self.require().lost is not None:
             return None
@@ -257,8 +257,7 @@ class StepLifecycle:
         """Implements `LoaderSession.finish_batches`."""
         if self.step is None:
             raise PreconditionError(
-                "the step ended while its inner loop still ran: call optimizer.step() after the "
-                "inner loop, not in it"
+                "the step ended inside its inner loop; call optimizer.step() after the inner loop"
             )
         self.step.handed_out = True
         self.reduce_and_commit()
@@ -339,7 +338,7 @@ class StepLifecycle:
         """Returns the current step. Raises PreconditionError if there is none."""
         if self.step is None:
             raise PreconditionError(
-                "no step has begun: iterate over the loader, or call the model, before "
+                "no step has begun; iterate over the loader, or call the model, before "
                 "optimizer.step()"
             )
         return self.step
@@ -413,7 +412,9 @@ class StepLifecycle:
             self._boundaries.ask(step.lost or "lost")
         except StopTraining as stop:
             self._stop = stop
-            _log.warning("step %d: no peer is left to confirm it: %s", self._held.steps, stop)
+            _log.warning(
+                "step %d: no peer is left that could confirm it: %s", self._held.steps, stop
+            )
         if step.unresolved:
             step.abort()
         if step.phase is StepPhase.COMMITTED:
@@ -485,8 +486,8 @@ class StepLifecycle:
             self._held.phase.arrive()
         if self._held.phase.now is Phase.TORN:
             raise PreconditionError(
-                "an update of this process raised half way, so that its state is torn: let the "
-                "error end it; its replacement takes the peers' state",
+                "an update of this process failed midway, which left its state inconsistent; let "
+                "the error end the process, and a replacement receives the peers' state",
                 reason="STATE_TORN",
             )
 
@@ -518,8 +519,8 @@ class StepLifecycle:
             flatten(self._held.capture())
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"{error}. The state goes to workers that join, and into checkpoints, so a run "
-                "cannot go on with one that cannot be sent",
+                f"{error}. The state is sent to workers that join and saved in checkpoints, so a "
+                "run cannot continue with a state that cannot be sent",
                 reason=error.reason,
             ) from error
 

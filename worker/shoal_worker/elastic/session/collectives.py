@@ -43,9 +43,9 @@ def gather(
     is sent, and the others are None."""
     if session.elastic and session.is_asynchronous:
         raise PreconditionError(
-            f"{kind} with strategy='async_sgd': its workers take their steps alone, and do not "
-            "meet; report values by shoal.report, and evaluate in another process, from the "
-            "parameter servers"
+            f"{kind} with strategy='async_sgd': its workers take steps independently and have no "
+            "collectives; report values with shoal.report, and evaluate in another process, from "
+            "the parameter servers"
         )
     data = packed(value, kind)
 
@@ -78,8 +78,8 @@ def broadcast(session: Session, value: Any, from_rank: int) -> Any:
         return everyones[0]
     if from_rank >= len(everyones):  # it was there when this began
         raise PreconditionError(
-            f"broadcast(from_rank={from_rank}): that rank has died, and only {len(everyones)} are "
-            "left; rank 0 always exists",
+            f"broadcast(from_rank={from_rank}): that rank was lost, and only {len(everyones)} "
+            "ranks are left; broadcast from rank 0, which always exists",
             reason="RANK_GONE",
         )
     return everyones[from_rank]
@@ -194,6 +194,7 @@ def _check_alike(descriptions: Sequence[str], op: str, where: str) -> None:
     if len(set(descriptions)) > 1:
         other = next(number for number, each in enumerate(descriptions) if each != descriptions[0])
         raise PreconditionError(
-            f"all_reduce {op} of {where}: rank 0 gave {descriptions[0]}, rank {other} gave "
-            f"{descriptions[other]}; use gather for values that differ in shape"
+            f"all_reduce {op} of {where}: rank 0 passed {descriptions[0]}, but rank {other} "
+            f"passed {descriptions[other]}; expected equal shapes and dtypes. Use gather for "
+            "values that differ in shape"
         )

@@ -64,9 +64,8 @@ def is_due(session: Session, every_steps: int, what: str) -> bool:
             # before it
             return False
         raise PreconditionError(
-            f"{what}(every_steps={every_steps}) was called inside a step: call it between "
-            "optimizer.step() and the next batch, so that it goes by the step that was just "
-            "finished",
+            f"{what}(every_steps={every_steps}) was called inside a step; call it between "
+            "optimizer.step() and the next batch, so that it refers to the finished step",
             reason="STEP_NOT_FINISHED",
         )
     return (
@@ -147,10 +146,9 @@ def should_early_stop(
         counter.site = site
     elif counter.site != site:
         raise ConfigurationError(
-            f"should_early_stop(mode={mode!r}, name={name!r}) is called from two places of the "
-            "script, for one optimizer: each metric "
-            "counts its own calls, so give each call a name of its own, such as "
-            'should_early_stop(loss, name="loss")'
+            f"should_early_stop(mode={mode!r}, name={name!r}) is called in two places of the "
+            "script for one optimizer, but each metric counts its own calls; give each call its "
+            'own name, such as should_early_stop(loss, name="loss")'
         )
 
     def average(channel: Channel) -> float:
@@ -234,8 +232,8 @@ def _order_of(loader: Any) -> str | None:
     if len(set(orders)) != 1:
         raise ConfigurationError(
             "evaluate: the loader draws its samples with "
-            f"{type(drawn if samples is None else samples).__name__}, so each rank has other "
-            "batches, and some samples would count twice, others never; make it with "
+            f"{type(drawn if samples is None else samples).__name__}, so each rank has different "
+            "batches, and some samples would count twice or not at all; create it with "
             "shuffle=False and without a sampler, or use ElasticDataLoader(train=False)"
         )
     return orders[0]
@@ -278,9 +276,9 @@ class IteratedBatches:
         for number, batch in enumerate(self._loader):
             if number == len(self):
                 raise ConfigurationError(
-                    f"evaluate: {type(self._loader).__name__} reports a length of "
-                    f"{len(self)} batches but yields more, which no rank would process; make its "
-                    "__len__ return the real number, or use ElasticDataLoader(train=False)"
+                    f"evaluate: {type(self._loader).__name__} reports a length of {len(self)} "
+                    "batches but yields more, which no rank would process; make its __len__ "
+                    "return the actual number, or use ElasticDataLoader(train=False)"
                 )
             if number in wanted:
                 yield number, batch

@@ -93,9 +93,10 @@ class WrittenFiles:
         except FileExistsError:
             return
         _log.warning(
-            "ranks %d and %d both write %s, after step %d: each overwrites what the other writes. "
-            "Let one rank write it (`if shoal.is_main_process():`), give each rank a path of its "
-            "own, or use shoal.save_checkpoint(directory), which all ranks call. (Said once)",
+            "ranks %d and %d both wrote %s after step %d, so each overwrites the other's file. "
+            "Write it on one rank only (`if shoal.is_main_process():`), use a separate path for "
+            "each rank, or use shoal.save_checkpoint(directory), which all ranks call. (Shown "
+            "once)",
             *ranks,
             where,
             steps,

@@ -112,8 +112,8 @@ def _wait_for_turn(descriptor: int, timeout: timedelta, *, once: bool) -> bool:
         waited = True
         if time.monotonic() > deadline:
             raise DeadlineError(
-                "main_first: the process of this machine that came first has not finished what is "
-                f"within after {timeout}; give main_first(timeout=) more, or see what it does"
+                "main_first: the first process of this machine has not finished the block within "
+                f"{timeout}; raise main_first(timeout=), or check what that process is doing"
             )
         time.sleep(_LOOK_S)
 
@@ -136,6 +136,7 @@ def _lock_file(scope: str) -> Path:
     found = directory.lstat()
     if found.st_uid != os.getuid() or not stat.S_ISDIR(found.st_mode):
         raise ConfigurationError(
-            f"main_first: {directory} is another user's; set TMPDIR to a directory of your own"
+            f"main_first: {directory} belongs to another user; set TMPDIR to a directory of your "
+            "own"
         )
     return directory / f"{hashlib.sha256(scope.encode()).hexdigest()[:16]}.lock"

@@ -75,7 +75,8 @@ def await_last_step(formation: Formation, held: CommittedState) -> None:
         formation.settle()
         if time.monotonic() > give_up_at:
             _log.warning(
-                "leaving, although not all peers are known to have committed step %d after %.0f s",
+                "leaving without confirmation that all peers committed step %d, after waiting "
+                "%.0f s for it",
                 held.steps,
                 LAST_STEP_PATIENCE.total_seconds(),
             )
@@ -287,10 +288,10 @@ class Session:
         except PreconditionError as refusal:
             if refusal.reason != "RUN_ENDED":
                 raise
-            _log.warning("the run is over, there is nothing left to join")
+            _log.warning("the run has ended; there is nothing left to join")
             raise SystemExit(0) from refusal
         except StopTraining as stop:
-            _log.info("leaving before the coordinator has answered: %s", stop)
+            _log.info("leaving before the coordinator answered: %s", stop)
             raise SystemExit(0) from stop
         if joining:
             return
@@ -451,7 +452,8 @@ class Session:
                 if answers:
                     # Its answer would not be the run's.
                     self._departure.exit_spare(
-                        f"no whole replica can be made with this rank, which has come to {kind}"
+                        "there are too few ranks for another replica that includes this rank, "
+                        f"and its script has reached {kind}"
                     )
                 break
             known, result = self._held.operations.take_known()
@@ -502,8 +504,8 @@ class Session:
             and not self._held.engine.asynchronous
         ):
             raise PreconditionError(
-                f"{kind} was called inside a step: call it after optimizer.step(), before the next "
-                "batch",
+                f"{kind} was called inside a step; call it after optimizer.step(), before the "
+                "next batch",
                 reason="STEP_NOT_FINISHED",
             )
         self.lifecycle.drop_partly_updated()  # in a loop that was left
@@ -616,7 +618,7 @@ class Session:
                 # It has a rank, and its peers wait for it. If this counted as a normal end of the
                 # script, the run would be over for all.
                 failed = self.missed = (
-                    "the script finished without a step of the loop in which its peers are"
+                    "the script finished without reaching the training loop that its peers are in"
                 )
             if self.lifecycle.diverged is not None and failed is None:
                 # the script has caught the error that reported this
@@ -644,9 +646,8 @@ class Session:
             and (unclaimed := self._held.unclaimed())
         ):
             _log.warning(
-                "the loaded state has that of %s, and this script has made nothing of that name: "
-                "its state was not used. Give objects and loaders the names that they had in the "
-                "run that saved them",
+                "the loaded state of %s was not used, because this script created no object of "
+                "that name. Give objects and loaders the same names as in the run that saved them",
                 ", ".join(unclaimed),
             )
         self._held.registered.let_go()
@@ -679,4 +680,4 @@ class Session:
             # what was to be kept together is no longer needed
             if isinstance(error, ShoalError) and error.reason == "RANKS_DIVERGED":
                 self.missed = str(error)
-            _log.info("the ranks did not end together: %s", error)
+            _log.info("the ranks did not finish together: %s", error)

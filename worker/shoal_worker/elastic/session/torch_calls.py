@@ -62,8 +62,8 @@ def process_group(session: Session) -> SurvivingGroup:
     if default is not None and (session.ranks_may_come or (default.rank(), default.size()) != own):
         raise PreconditionError(
             "process_group(): this process has a default process group, in which it is rank "
-            f"{default.rank()} of {default.size()}; in Shoal's job it is rank {session.rank} of "
-            f"{session.world_size}, which faults change. Leave out "
+            f"{default.rank()} of {default.size()}, but in Shoal's job it is rank {session.rank} "
+            f"of {session.world_size}, and faults change these numbers. Leave out "
             "torch.distributed.init_process_group",
             reason="DEFAULT_GROUP_EXISTS",
         )
@@ -148,21 +148,21 @@ class SurvivingGroup(PythonGroup):
         if session.elastic and session.is_asynchronous:
             raise PreconditionError(
                 f"torch.distributed's {name} with shoal.process_group() under "
-                "strategy='async_sgd': its workers take their steps alone, and do not meet; "
-                "report values by shoal.report"
+                "strategy='async_sgd': its workers take steps independently and have no "
+                "collectives; report values with shoal.report"
             )
         if in_backward():
             raise PreconditionError(
                 f"torch.distributed's {name} with shoal.process_group() was called in a backward "
-                "pass: call it after optimizer.step(), before the next batch. For losses over the "
-                "samples of all ranks there is shoal.whole_batch",
+                "pass; call it after optimizer.step(), before the next batch. For losses over "
+                "the samples of all ranks use shoal.whole_batch",
                 reason="STEP_NOT_FINISHED",
             )
         if call.op is not None:
             operator = str(getattr(call.op, "op", call.op)).rpartition(".")[2]
             if operator not in REDUCTIONS:
                 raise ConfigurationError(
-                    f"{name} with ReduceOp.{operator}: shoal.process_group() has "
+                    f"{name} with ReduceOp.{operator}: shoal.process_group() supports only "
                     f"{', '.join(REDUCTIONS)}"
                 )
             for one in call.inputs:
@@ -170,8 +170,8 @@ class SurvivingGroup(PythonGroup):
         for one in (*call.inputs, *call.outputs):
             if one.layout is not torch.strided or one.is_meta:
                 raise ConfigurationError(
-                    f"{name} of a tensor of layout {one.layout} on {one.device}: expected dense "
-                    "tensors with values"
+                    f"{name} of a tensor with layout {one.layout} on {one.device}: expected a "
+                    "dense tensor with values"
                 )
 
     def _packed(self, call: Collective) -> bytes:
@@ -219,16 +219,16 @@ class SurvivingGroup(PythonGroup):
         if moved:
             self._asked = None
             raise MembershipChanged(
-                f"torch.distributed's {name} with shoal.process_group(): the ranks are others than "
-                f"a script was told, here rank {before[0]} of {before[1]}; {size} took part. "
-                "Nothing was written. Ask get_rank and get_world_size of the group again, and "
-                "repeat from where their answers were used",
+                f"torch.distributed's {name} with shoal.process_group(): the ranks have changed "
+                f"since the script asked for them, when this was rank {before[0]} of {before[1]}; "
+                f"{size} ranks took part. No tensor was written. Call get_rank and get_world_size "
+                "of the group again, and repeat the code that used their results",
                 reason="RANKS_CHANGED",
             )
         _check_alike(name, call.kind, documents, size)
         calls = [_rebuilt(call, document, tensors) for document, tensors in received]
         execute(calls)
-        assert own is not None, "else the ranks are others"
+        assert own is not None, "otherwise the ranks have changed"
         with torch.no_grad():
             for output, result in zip(call.outputs, calls[own].outputs, strict=True):
                 output.data.copy_(result.view(output.shape))
@@ -241,8 +241,8 @@ class SurvivingGroup(PythonGroup):
 
     def _refused(self, name: str) -> PreconditionError:
         return PreconditionError(
-            f"torch.distributed's {name} with shoal.process_group(): messages between two ranks do "
-            "not survive a fault. Use all_gather, broadcast or scatter, which all ranks call"
+            f"torch.distributed's {name} with shoal.process_group(): messages between two ranks "
+            "do not survive a fault. Use all_gather, broadcast or scatter, which all ranks call"
         )
 
     def _peer(self, rank: int) -> int:
@@ -359,29 +359,29 @@ def _check_alike(name: str, kind: Kind, documents: Sequence[Mapping[str, Any]], 
         for field in ("op", "root", *(("inputs",) if like else ())):
             if each[field] != first[field]:
                 raise UnmatchedCollectiveError(
-                    f"torch.distributed's {name}: rank 0 gave {field} {first[field]}, rank "
-                    f"{number} gave {each[field]}; expected the same on all ranks. shoal.gather "
-                    "takes values that differ in shape"
+                    f"torch.distributed's {name}: rank 0 passed {field} {first[field]}, but rank "
+                    f"{number} passed {each[field]}; expected the same on all ranks. For values "
+                    "that differ in shape use shoal.gather"
                 )
         root = each["root"]
         if root is not None and not 0 <= root < size:
             raise UnmatchedCollectiveError(
-                f"torch.distributed's {name}: root {root}; expected 0 to {size - 1}"
+                f"torch.distributed's {name}: root is {root}; expected 0 to {size - 1}"
             )
         counts = _COUNTS[kind](len(each["inputs"]), len(each["outputs"]), size, number == root)
         if not counts:
             raise UnmatchedCollectiveError(
-                f"torch.distributed's {name}: rank {number} gave {len(each['inputs'])} tensors, "
-                f"and {len(each['outputs'])} for results; expected one for each of {size} ranks "
-                "where parts go to ranks or come from them"
+                f"torch.distributed's {name}: rank {number} passed {len(each['inputs'])} input "
+                f"tensors and {len(each['outputs'])} output tensors; expected one for each of "
+                f"{size} ranks on the side that is scattered or gathered"
             )
     kinds = {
         dtype for document in documents for dtype, _ in (*document["inputs"], *document["outputs"])
     }
     if len(kinds) > 1:
         raise UnmatchedCollectiveError(
-            f"torch.distributed's {name} of tensors of {' and '.join(sorted(kinds))}: expected one "
-            "dtype on all ranks"
+            f"torch.distributed's {name} of tensors of {' and '.join(sorted(kinds))}: expected "
+            "the same dtype on all ranks"
         )
 
 

@@ -192,10 +192,9 @@ _log = logging.getLogger(__name__)
 
 _SAME_SIGNAL: Final = timedelta(seconds=5)
 _UNHEARD: Final = (
-    "{}: this worker does not hear that it is to leave, and is killed at the end of its notice. "
-    "Set the handler before shoal.init(), "
-    "which calls it after its own, or let it call the one that signal.getsignal(signal.SIGTERM) "
-    "gave"
+    "{}, so this worker does not learn that it must leave, and is killed when its notice ends. "
+    "Set the handler before shoal.init(), which calls it after its own, or have it call the "
+    "handler that signal.getsignal(signal.SIGTERM) returned"
 )
 _LOOPBACK: Final = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
 
@@ -288,7 +287,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         )
         membership = Membership(client, identity, settings, host=own.announced)
         session = Session(settings, membership, donor, metrics)
-        undo.callback(session.close, failed="it did not get as far as a rank")
+        undo.callback(session.close, failed="it failed before it had a rank")
         session.progress.tally_writer = _tally(settings)
         at_end = _Exit(session, membership, http)
         before = signal.getsignal(signal.SIGTERM)
@@ -340,7 +339,7 @@ def _tally(settings: WorkerSettings) -> TallyWriter | None:
     try:
         return TallyWriter(settings.tally_file)
     except OSError as error:
-        _log.warning("the launcher will not know what this worker commits: %s", error)
+        _log.warning("the launcher will not learn which steps this worker commits: %s", error)
         return None
 
 
@@ -371,7 +370,7 @@ def _end(session: Session, script: ScriptEnd) -> None:
         set_session(None)
     session.close(failed=script.failure())
     if session.missed is not None and script.failure() is None:
-        end_now(1, f"this process fails: {session.missed}")
+        end_now(1, f"this process failed: {session.missed}")
 
 
 @functools.cache
@@ -390,7 +389,7 @@ def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
     set_session(None)
     session.close()
     if session.missed is not None and script.failure() is None:
-        end_now(1, f"this process fails: {session.missed}")
+        end_now(1, f"this process failed: {session.missed}")
 
 
 class _Exit:
@@ -422,7 +421,7 @@ class _Exit:
         if find_session() is self._session:
             end_now(
                 PUT_OUT,
-                f"this worker ends with status {PUT_OUT}, so that its launcher restarts it: {said}",
+                f"this worker exits with status {PUT_OUT} for its launcher to restart it: {said}",
             )
 
     def hear_sigterm(self) -> bool:
@@ -435,7 +434,7 @@ class _Exit:
             _log.warning(
                 "%s",
                 _UNHEARD.format(
-                    "the script ignores SIGTERM, or has a handler that is not Python's"
+                    "the script ignores SIGTERM, or its handler was not installed from Python"
                 ),
             )
             return False
@@ -452,7 +451,7 @@ class _Exit:
             _log.warning(
                 "%s",
                 _UNHEARD.format(
-                    f"the script has set a SIGTERM handler ({getattr(now, '__qualname__', now)}) "
+                    f"the script set a SIGTERM handler ({getattr(now, '__qualname__', now)}) "
                     "after init()"
                 ),
             )
@@ -472,13 +471,13 @@ class _Exit:
         if self._http is not None:
             self._http.close()
         if not native_threads.wait(timedelta(seconds=5)):
-            _log.warning("a process group is still being destroyed; leaving without it")
+            _log.warning("a process group is still being destroyed; exiting without waiting for it")
         self._end_if_put_out()
         missed = self._session.missed
         if missed is not None and self._script.failure() is None:
             # the launcher reports why the run has failed
             leave_account(PreconditionError(missed), None)
-            end_now(1, f"this worker fails: {missed}")
+            end_now(1, f"this worker failed: {missed}")
 
     def _note_uncaught(
         self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
@@ -497,7 +496,7 @@ class _Exit:
         job = self._membership.link.identity.job_id
         end_now(
             PUT_OUT,
-            f"this worker was evicted from job {job!r} and ends with status {PUT_OUT}, for its "
+            f"this worker was evicted from job {job!r} and exits with status {PUT_OUT} for its "
             f"launcher to restart it: {refused}",
         )
 
@@ -543,8 +542,8 @@ def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
         return str(Address(own.announced, port))
     if Address(host, port).is_loopback and not is_loopback(own.announced):
         _log.info(
-            "metrics of this worker are served at %s alone, where other machines do not reach "
-            "them, and are not announced to Prometheus; set SHOAL_METRICS_LISTEN=0.0.0.0:0",
+            "metrics of this worker are served only at %s, which other machines cannot reach, "
+            "and are not announced to Prometheus; set SHOAL_METRICS_LISTEN=0.0.0.0:0",
             Address(host, port),
         )
         return ""

@@ -117,15 +117,15 @@ class BatchComparison:
         except MembershipChanged:  # the step counts all the same; its end notices the failure
             return
         what = (
-            f"all {len(replicas)} ranks trained on the same batches in each of the {CHECKED} first "
-            "steps: nobody deals a plain DataLoader, so each rank goes through all of the data, "
-            "and more ranks only repeat the work"
+            f"all {len(replicas)} ranks trained on the same batches in each of the first "
+            f"{CHECKED} steps: a plain DataLoader does not divide the data among ranks, so each "
+            "rank processes all of it and more ranks only repeat the work"
         )
         remedy = (
-            "Use shoal.ElasticDataLoader(dataset, global_batch_size=...) in place of torch's "
-            "DataLoader, or give this one a DistributedSampler or another seed on each rank. "
-            "Where the same batches are meant, as_distributed(..., consistency_check_every=0) "
-            "turns this check off"
+            "Use shoal.ElasticDataLoader(dataset, global_batch_size=...) instead of torch's "
+            "DataLoader, or give this DataLoader a DistributedSampler or a different seed on "
+            "each rank. If equal batches are intended, turn this check off with "
+            "as_distributed(..., consistency_check_every=0)"
         )
         if certain:
             raise PreconditionError(f"{what}. {remedy}", reason="SAME_BATCHES")
@@ -178,10 +178,10 @@ class EvaluationComparison:
         self._over = True
         if alike and warns:
             _log.warning(
-                "all %d ranks evaluated the model on the same batches: each goes through the whole "
-                "validation set, so more ranks only repeat the work. The results are those of one "
-                "rank. shoal.evaluate(model, loader, fn) divides the batches among the ranks and "
-                "returns the sums on all of them. (Shown once; "
+                "all %d ranks evaluated the model on the same batches: each processes the whole "
+                "validation set, so more ranks only repeat the work. The results are those of "
+                "one rank. Use shoal.evaluate(model, loader, fn), which divides the batches "
+                "among the ranks and returns the sums on all of them. (Shown once; "
                 "as_distributed(..., consistency_check_every=0) turns this check off)",
                 replicas,
             )

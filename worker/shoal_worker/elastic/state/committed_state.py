@@ -119,8 +119,8 @@ class CommittedState:
         """Sets model and optimizer. Raises PreconditionError if they are set already."""
         if self._engine is not None:
             raise PreconditionError(
-                "as_distributed was called a second time; call it once per process. For several "
-                "models with an optimizer each, pass tuples: as_distributed((model_a, model_b), "
+                "as_distributed was called twice; call it once per process. For several models "
+                "with one optimizer each, pass tuples: as_distributed((model_a, model_b), "
                 "(optimizer_a, optimizer_b)). Put modules that share one optimizer into one "
                 "nn.Module"
             )
@@ -139,15 +139,15 @@ class CommittedState:
         """Implements `LoaderSession.register_source`."""
         if self._sources.get(source.name, source) is not source:
             raise ConfigurationError(
-                f"two training loaders have the name {source.name!r}; give each a name of its own: "
+                f"two training loaders are named {source.name!r}; give each loader its own name: "
                 "ElasticDataLoader(..., name=...)"
             )
         if source.name in self._ended:
             raise ConfigurationError(
-                f"a training loader named {source.name!r} has given out steps and is gone, and "
-                "another one takes its name: a resumed script would give the cursor of one to the "
-                "other. Make one loader and iterate over it in each epoch, or give each loader a "
-                "name of its own: ElasticDataLoader(..., name=...)"
+                f"a second training loader is named {source.name!r}, like an earlier one that "
+                "yielded steps and was deleted, so a resumed script could not tell their cursors "
+                "apart. Create one loader and iterate over it in each epoch, or give each loader "
+                "its own name: ElasticDataLoader(..., name=...)"
             )
         if self._sources.get(source.name) is not source:
             weakref.finalize(
@@ -262,11 +262,11 @@ class CommittedState:
             ):
                 self._warned.add(source.name)
                 _log.warning(
-                    "save_checkpoint after the loop over loader %r was left early, in epoch %d at "
-                    "step %d: a run that resumes from it goes on with the next epoch, as this "
-                    "script would, and the rest of this one is not trained on. To stop the run "
-                    "here, leave `for epoch in loader.epochs(n)` as well before you save, or save "
-                    "inside the loop over the batches",
+                    "save_checkpoint was called after the loop over loader %r was left early, in "
+                    "epoch %d at step %d. A run that resumes from this checkpoint continues with "
+                    "the next epoch, as this script would, and skips the rest of this one. To "
+                    "stop the run here, also leave `for epoch in loader.epochs(n)` before "
+                    "saving, or save inside the loop over the batches",
                     source.name,
                     source.gives_up,
                     source.step,
@@ -394,9 +394,8 @@ class CommittedState:
         found, here = len(replica.get("models", [replica])), self.engine.models
         if found != here:
             raise CorruptDataError(
-                f"the state is of {found} {'model' if found == 1 else 'models'}, and "
-                f"as_distributed was given {here}: give it the same models as in the run that "
-                "saved it",
+                f"the state contains {found} {'model' if found == 1 else 'models'}, but "
+                f"as_distributed received {here}; pass the same models as in the run that saved it",
                 reason="MODEL_DIFFERS",
             )
 
@@ -432,16 +431,16 @@ class CommittedState:
         if captured["steps"] == self.steps:
             return None
         if not any(source.under_way for source in self.sources):
-            return "it is in no loop over an ElasticDataLoader"
+            return "it is not in a loop over an ElasticDataLoader"
         for source in self.sources:
             then = captured["sources"].get(source.name)
             if source.under_way and (then is None or then["epoch"] != source.epoch):
                 return (
-                    f"it is in epoch {source.epoch} of loader {source.name!r}, and the "
-                    f"checkpoint is of epoch {then and then['epoch']}"
+                    f"it is in epoch {source.epoch} of loader {source.name!r}, but the checkpoint "
+                    f"is from epoch {then and then['epoch']}"
                 )
             if not source.under_way and then is not None and then != source.state_dict():
-                return f"loader {source.name!r} has moved on since"
+                return f"loader {source.name!r} has advanced since the checkpoint"
         return None
 
     @contextlib.contextmanager

@@ -76,9 +76,9 @@ def apart_at_the_end(what: str) -> str:
     """Returns the error for a rank whose last state differs. `what`: the difference found by the
     coordinator or a peer."""
     return (
-        f"{what}. One of these models is not what the run should have come to: find out which one "
-        f"before you use either. {_MANY}. If no script does, memory or arithmetic has failed on a "
-        f"machine. {_OFTEN}"
+        f"{what}. At least one of these models is wrong: find out which one before you use "
+        f"either. {_MANY}. If no script does, memory or arithmetic has failed on a machine. "
+        f"{_OFTEN}"
     )
 
 
@@ -130,9 +130,10 @@ def _compare(
         return None
     agreed = max(each["agreed"] for each in received)  # whoever found it had the digests of all
     since = (
-        f"After step {agreed} all agreed: go back to a checkpoint of that step or before"
+        f"All ranks agreed after step {agreed}; return to a checkpoint of that step or an earlier "
+        "one"
         if agreed
-        else "All began alike"
+        else "All ranks began with equal values"
     )
     try:
         what = _describe(in_common, groups, apart, exchange)
@@ -180,13 +181,14 @@ def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
 
 
 _FEW: Final = (
-    f"Less than one {_PARTS}th of its elements differ, so the likely cause is memory or arithmetic "
-    "that failed on that rank's machine, or a script that writes single elements on some ranks "
-    "alone"
+    f"Less than one {_PARTS}th of its elements differ, so the likely cause is a memory or "
+    "arithmetic fault on that rank's machine, or a script that writes single elements on only "
+    "some ranks"
 )
 _MANY: Final = (
-    "The likely cause is a script that changes values on some ranks alone: under `if shoal.rank() "
-    "== 0:`, by random numbers or data of a rank's own. Change them alike on every rank"
+    "The likely cause is a script that changes values on only some ranks: under `if shoal.rank() "
+    "== 0:`, or from random numbers or data that differ between ranks. Change values in the same "
+    "way on every rank"
 )
 _OFTEN: Final = "consistency_check_every= sets how often ranks compare"
 
@@ -215,7 +217,7 @@ def disagreement(values: Mapping[int, int | None], name: str, group: str) -> str
         return f"{_ranks(values)} hold different values of {what}"
     rest = [rank for rank in values if rank not in others]
     return (
-        f"{_ranks(others)} {'holds' if len(others) == 1 else 'hold'} other values of {what} "
+        f"{_ranks(others)} {'holds' if len(others) == 1 else 'hold'} different values of {what} "
         f"than {_ranks(rest)}"
     )
 

@@ -66,8 +66,8 @@ class RunValues:
         if name not in values:
             known = ", ".join(values) or "none"
             raise AttributeError(
-                f"{name!r} is no value of the run's state; expected one that register_state was "
-                f"given ({known}): shoal.register_state({name}=...) adds one"
+                f"{name!r} is not a value of the run's state; expected one passed to "
+                f"register_state ({known}). To add it, call shoal.register_state({name}=...)"
             )
         return values[name]
 

@@ -105,11 +105,11 @@ def _changed(
         if shapes
     )
     return ConfigurationError(
-        f"the members of parameter group {number} are not those that as_distributed put there (the "
-        f"parameters, or this rank's pieces of them): {what or 'their order is another'}. "
-        "Gradients of others are not summed over the ranks, and workers that join have the first "
-        "ones. Change values in place (model.with_parameters(values)); give the optimizer all "
-        "parameters before as_distributed, and freeze those that are not to be trained with "
+        f"parameter group {number} no longer has the members that as_distributed put there (the "
+        f"parameters, or this rank's pieces of them): {what or 'their order has changed'}. "
+        "Gradients of other tensors are not summed over the ranks, and joiners receive the "
+        "original members. Change values in place (model.with_parameters(values)); pass all "
+        "parameters to the optimizer before as_distributed, and freeze unused ones with "
         "requires_grad_(False)"
     )
 
@@ -347,10 +347,10 @@ class RegisteredState:
         groups = self._param_groups
         if self._groups and len(groups) > len(self._groups):
             raise ConfigurationError(
-                f"the optimizers given to as_distributed have {len(groups)} parameter groups, and "
-                f"had {len(self._groups)}: gradients of parameters that are added later are not "
-                "summed over the ranks. Give them all parameters before, and freeze those that "
-                "come later with requires_grad_(False)"
+                f"the optimizers passed to as_distributed now have {len(groups)} parameter groups "
+                f"instead of {len(self._groups)}, but gradients of parameters added later are not "
+                "summed over the ranks. Add all parameters before as_distributed, and freeze "
+                "those used later with requires_grad_(False)"
             )
         self._memberships.check(groups)
 
@@ -365,10 +365,11 @@ class RegisteredState:
             known = self._model.get(id(parameter))
             if known is not None and known() is parameter:
                 raise ConfigurationError(
-                    f"a second optimizer ({type(optimizer).__name__}) steps parameters of the "
-                    "model that as_distributed was given: what it does is not undone with a lost "
-                    "step, not sent to workers that join, and its state is in no checkpoint. Give "
-                    "as_distributed one optimizer with a parameter group for each"
+                    f"a second optimizer ({type(optimizer).__name__}) stepped parameters of the "
+                    "model passed to as_distributed: its updates are not undone when a step is "
+                    "lost and not sent to joiners, and checkpoints lack its state. Pass "
+                    "as_distributed a single optimizer, with a parameter group for each of the "
+                    "two"
                 )
 
     def note_trained(self, trained: Sequence[bool]) -> None:
@@ -442,8 +443,8 @@ class RegisteredState:
             )
         if name in self._objects and self._objects[name] is not value:
             raise ConfigurationError(
-                f"register_state({name}=...): the name {name!r} is taken by another object; choose "
-                "another name"
+                f"register_state({name}=...): the name {name!r} is already used by another "
+                "object; choose another name"
             )
         if name in self._objects:
             return
@@ -608,9 +609,9 @@ class RegisteredState:
             self._too_large.add(name)
             _log.warning(
                 "the registered object %r holds more than %d MiB of tensors, or %d KiB of other "
-                "values, so it is not copied in each step, and changes made in a step that is lost "
-                "are not undone. Change it only after optimizer.step(), and only if that returned "
-                "a true value",
+                "values, so it is not copied in each step, and changes made in a lost step are "
+                "not undone. Change it only after optimizer.step(), and only if that returned a "
+                "true value",
                 name,
                 _MOST_KEPT >> 20,
                 _MOST_TEXT >> 10,
@@ -641,9 +642,9 @@ class RegisteredState:
         lost = [name for name in dropped if over is None or over not in name]
         if lost:
             _log.warning(
-                "the loaded state has that of %s, which this script had not made before its first "
-                "step, so it is dropped: make schedulers, gradient scalers and averaged models "
-                "before the loop or at the head of an epoch, or name them by "
+                "the loaded state of %s was dropped, because the script did not create these "
+                "objects before its first step: create schedulers, gradient scalers and averaged "
+                "models before the loop or at the start of an epoch, or name them with "
                 "shoal.register_state(name=...)",
                 ", ".join(lost),
             )
@@ -656,9 +657,10 @@ class RegisteredState:
         for made in unnamed:
             if all(known is not made.one for known in named):
                 raise ConfigurationError(
-                    f"a {type(made.one).__name__} was made between two batches: a process that "
-                    "joins or resumes there would not make it, or would give it another's state. "
-                    "Make it before the loop over the batches, or name it where it is made: "
+                    f"an object of type {type(made.one).__name__} was created between two "
+                    "batches: a process that joins or resumes there would not create it, or "
+                    "would restore the state of another object into it. Create it before the "
+                    "loop over the batches, or name it where it is created: "
                     "shoal.register_state(some_name=...)"
                 )
 
@@ -684,7 +686,7 @@ class RegisteredState:
                     self._take(name, one, self._found)
                 except ConfigurationError as error:
                     _log.warning(
-                        "%s is not sent to joiners and not saved: %s", type(one).__name__, error
+                        "%s is not sent to joiners or saved: %s", type(one).__name__, error
                     )
 
     def _belongs(self, one: Any) -> bool:

@@ -229,8 +229,8 @@ class TrainingEngine(abc.ABC):
         """Leases batches, as in `LoaderSession`. Raises ConfigurationError unless asynchronous: a
         step belongs to all ranks."""
         raise ConfigurationError(
-            f"loader {loader!r}: batch_size= leases batches for async_sgd; with "
-            f"strategy={self.strategy!r} give global_batch_size="
+            f"loader {loader!r}: batch_size= leases batches for async_sgd, but the strategy is "
+            f"{self.strategy!r}; pass global_batch_size="
         )
 
     def batch_begins(self) -> None:
@@ -285,7 +285,7 @@ class TrainingEngine(abc.ABC):
     def writes_apart(self) -> ShoalError:
         """Returns the error for ranks whose passes have written different values to parameters.
         Raised by all ranks. By default an internal error, since passes may write none."""
-        return InternalError("ranks that compare no written parameters found them different")
+        return InternalError("ranks that do not compare written parameters reported a difference")
 
     @abc.abstractmethod
     def discard_step(self) -> None:

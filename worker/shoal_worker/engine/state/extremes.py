@@ -98,10 +98,10 @@ class Extremes:
             buffer = owner._buffers[name]
             if buffer is not None and buffer.shape != self._shapes[path]:
                 raise ConfigurationError(
-                    f"buffer {path!r} had shape {tuple(self._shapes[path])} at as_distributed and "
+                    f"buffer {path!r} had shape {tuple(self._shapes[path])} at as_distributed but "
                     f"has {tuple(buffer.shape)} after the forward pass, which "
-                    f"strategy={strategy!r} cannot follow: pass a batch through the model before "
-                    "as_distributed, or use ddp, zero or fsdp",
+                    f"strategy={strategy!r} does not support; pass a batch through the model "
+                    "before as_distributed, or use ddp, zero or fsdp",
                     reason="BUFFERS_DIFFER",
                 )
 
@@ -186,8 +186,8 @@ class Extremes:
                 elif before.shape != value.shape:
                     raise ConfigurationError(
                         f"buffer {path!r} has shape {tuple(before.shape)} on one rank and "
-                        f"{tuple(value.shape)} on another, so that it has no minimum or maximum "
-                        "over the ranks: give it the same shape for any batch",
+                        f"{tuple(value.shape)} on another, so it has no minimum or maximum over "
+                        "the ranks; give it the same shape for every batch",
                         reason="BUFFERS_DIFFER",
                     )
                 else:

@@ -107,15 +107,15 @@ class _Hidden:
         place: HiddenParameter = self.__dict__[_ATTRIBUTE]
         if value is not None:
             raise ConfigurationError(
-                f"the gradient of {place.name!r} was set: with "
-                f"strategy={place.whereabouts.strategy!r} gradients are summed into shards, and no "
-                "rank holds a whole one; scale the loss, or use ddp"
+                f"cannot set the gradient of {place.name!r}: with "
+                f"strategy={place.whereabouts.strategy!r}, gradients are summed into shards and "
+                "no rank holds a whole one; scale the loss, or use ddp"
             )
         if place.whereabouts.pending and self.grad is not None:
             raise PreconditionError(
                 f"the gradient of {place.name!r} was set to None between backward() and "
-                f"optimizer.step(): with strategy={place.whereabouts.strategy!r} it is in the "
-                "ranks' sum already; call optimizer.zero_grad() or model.zero_grad(), on every "
+                f"optimizer.step(): with strategy={place.whereabouts.strategy!r}, the ranks' sum "
+                "already includes it; call optimizer.zero_grad() or model.zero_grad(), on every "
                 "rank"
             )
         drop_gradient(self, place)
@@ -164,7 +164,7 @@ class _Absent(_Hidden):
     def __repr__(self, **_: Any) -> str:
         place: HiddenParameter = self.__dict__[_ATTRIBUTE]
         return (
-            f"<parameter {place.name!r}, cut over the ranks with "
+            f"<parameter {place.name!r}, sharded over the ranks with "
             f"strategy={place.whereabouts.strategy!r}>"
         )
 
@@ -187,10 +187,10 @@ class _Gradient(torch.Tensor):
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
             return _unscale(*args)
         raise PreconditionError(
-            f"{_name(func)} of p.grad: with strategy={found.whereabouts.strategy!r} gradients are "
-            "summed into what each rank updates, and not left in the parameters. "
-            "model.clip_grad_norm_(max_norm) clips by the norm over all ranks; "
-            "model.get_gradients() gives what this rank has of them"
+            f"{_name(func)} of p.grad: with strategy={found.whereabouts.strategy!r}, gradients "
+            "are summed into the shards that each rank updates instead of being left in the "
+            "parameters. Use model.clip_grad_norm_(max_norm) to clip by the norm over all ranks, "
+            "and model.get_gradients() to read this rank's gradients"
         )
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
@@ -240,9 +240,10 @@ class _Part(torch.Tensor):
             return _unscale(*args)
         if func not in _TELLS:
             raise PreconditionError(
-                f"{_name(func)} of a gradient that this rank updates with: it is but a part of the "
-                "step's, whose sum the ranks have agreed on. model.clip_grad_norm_(max_norm) "
-                "clips on all of them; model.get_gradients() gives this rank's part"
+                f"{_name(func)} of a gradient that this rank updates with: it is only a part of "
+                "the step's gradient, whose sum the ranks have already agreed on. Use "
+                "model.clip_grad_norm_(max_norm) to clip on all ranks, and model.get_gradients() "
+                "to read this rank's part"
             )
         with inside():
             return func(*args, **(kwargs or {}))
@@ -251,11 +252,12 @@ class _Part(torch.Tensor):
 def _refusal(func: Any, hidden: _Absent) -> PreconditionError:
     place: HiddenParameter = hidden.__dict__[_ATTRIBUTE]
     return PreconditionError(
-        f"{_name(func)} of parameter {place.name!r}: with strategy={place.whereabouts.strategy!r} "
-        "this rank has its values in passes only. Called on every rank, model.full_state_dict() "
-        "and model.gather_full_parameters() give copies of them, model.with_parameters(values) "
-        "sets them, and model.clone() copies the model. A method of the module that computes with "
-        "them is called as model.NAME(...), after model.register_forward_method('NAME')"
+        f"{_name(func)} of parameter {place.name!r}: with "
+        f"strategy={place.whereabouts.strategy!r}, this rank has its values only during passes. "
+        "Called on every rank, model.full_state_dict() and model.gather_full_parameters() return "
+        "copies of them, model.with_parameters(values) sets them, and model.clone() copies the "
+        "model. To call a method of the module that uses them, call "
+        "model.register_forward_method('NAME') and then model.NAME(...)"
     )
 
 
@@ -393,11 +395,11 @@ def _registering(
 def _no_hooks(name: str, strategy: str) -> ConfigurationError:
     return ConfigurationError(
         f"a hook on the gradient of parameter {name!r}, by register_hook or "
-        f"register_post_accumulate_grad_hook: with strategy={strategy!r} other tensors, parts of "
-        "it, take its place whenever the ranks are divided, and the hook would be lost. "
-        "model.clip_grad_norm_(max_norm) and the loss's scale change gradients, "
-        "model.get_gradients() shows this rank's part of them; under ddp, zero1, zero2, zero3, "
-        "fsdp and hsdp such hooks are called, with the gradient of this rank's samples"
+        f"register_post_accumulate_grad_hook: with strategy={strategy!r}, other tensors replace "
+        "the parameter whenever the ranks change, and the hook would be lost. Use "
+        "model.clip_grad_norm_(max_norm) or scale the loss to change gradients, and "
+        "model.get_gradients() to read this rank's part. ddp, zero1, zero2, zero3, fsdp and hsdp "
+        "call such hooks, with the gradient of this rank's samples"
     )
 
 

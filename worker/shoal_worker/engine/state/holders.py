@@ -27,9 +27,10 @@ class ShardsLostError(StateLostError):
             f"{lost} of the model's {shards} shards" if lost < shards else "any shard of the model"
         )
         super().__init__(
-            f"nobody holds {which} any more: all ranks that did are gone, and only a checkpoint "
-            "can replace them. A script that calls shoal.save_checkpoint goes back to the newest "
-            "by itself within an epoch; started anew, one that calls shoal.resume goes on from it",
+            f"no rank holds {which} any more, because all ranks that did are gone; only a "
+            "checkpoint can restore them. Within an epoch, a script that calls "
+            "shoal.save_checkpoint returns to the newest checkpoint by itself; after a restart, "
+            "a script that calls shoal.resume continues from it",
             reason="SHARDS_LOST",
         )
 

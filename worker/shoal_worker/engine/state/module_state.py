@@ -123,19 +123,19 @@ def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> 
             flatten(value)
         except ConfigurationError as error:
             raise ConfigurationError(
-                f"entry {key!r} of the module's state_dict(): {error}. It travels with the model, "
-                "to workers that join and into checkpoints: have get_extra_state() (or the hook "
-                "that makes it) give such values",
+                f"entry {key!r} of the module's state_dict(): {error}. It is sent to joiners and "
+                "saved in checkpoints with the model; make get_extra_state() (or the hook that "
+                "creates it) return such values",
                 reason=error.reason,
             ) from error
     if whole:
         return
     if computed := [*sorted(state.replaced), *_computed(module, state)]:
         raise ConfigurationError(
-            f"entry {computed[0]!r} of the module's state_dict() is no parameter, buffer or extra "
-            f"state, but made from parameters by a hook: with strategy={strategy!r} no rank has "
-            "these whole between passes. Remove the hook, and convert what "
-            "model.full_state_dict() gives; or use strategy='ddp'"
+            f"entry {computed[0]!r} of the module's state_dict() is not a parameter, buffer or "
+            "extra state, but was computed from parameters by a hook: with "
+            f"strategy={strategy!r}, no rank has whole parameters between passes. Remove the hook "
+            "and convert the result of model.full_state_dict(), or use strategy='ddp'"
         )
 
 
@@ -188,8 +188,9 @@ def check_model_fits(
     ]
     if differing:
         raise CorruptDataError(
-            f"the state is of another model than this {type(module).__name__}: names or shapes "
-            f"differ, {sorted(differing)[:3]} among them; load it into the model that saved it",
+            f"the state belongs to a different model than this {type(module).__name__}: names or "
+            f"shapes differ, among them {sorted(differing)[:3]}; load it into the model that "
+            "saved it",
             reason="MODEL_DIFFERS",
         )
 

@@ -44,15 +44,18 @@ def checkpoint_activations(
     if chosen is True:
         found = [modules[name] for name in repeated(modules, at_least=1)]
         wanted = (
-            "True: no container of the model repeats a class of modules with parameters; name "
-            "classes"
+            "True: no container of the model repeats a class of modules with parameters; pass a "
+            "list of classes"
         )
     elif isinstance(chosen, Sequence):
         found = [each for each in modules.values() if isinstance(each, tuple(chosen))]
-        wanted = f"{[each.__name__ for each in chosen]}: the model has no module of these classes"
+        wanted = (
+            f"{[each.__name__ for each in chosen]}: the model has no module of these classes; "
+            "pass classes of its modules"
+        )
     else:
         found = [each for each in modules.values() if chosen(each)]
-        wanted = f"{chosen!r}: it chose no module of the model"
+        wanted = f"{chosen!r}: the function selected no module of the model"
     if not found:
         raise ConfigurationError(f"activation_checkpointing={wanted}")
     for each in found:
@@ -79,10 +82,10 @@ def check_forward_passes(module: nn.Module, strategy: str) -> None:
         compiled = "_orig_mod" in part._modules  # torch.compile's, which copies know how to make
         if _FORWARD in part.__dict__ and own_forward(part) is None and not compiled:
             raise ConfigurationError(
-                f"module {name!r} ({type(part).__name__}) was given a forward() of its own "
-                f"(module.forward = ...), which strategy={strategy!r} would not call: layers are "
-                "split by what their classes compute. Define forward() in a class, or take a "
-                "strategy that splits no layers (ddp, zero1, zero2, zero3, fsdp)"
+                f"module {name!r} ({type(part).__name__}) has its own forward() (module.forward = "
+                f"...), which strategy={strategy!r} would not call, because layers are split "
+                "according to their class. Define forward() in a class, or use a strategy that "
+                "splits no layers (ddp, zero1, zero2, zero3, fsdp)"
             )
 
 
@@ -212,8 +215,8 @@ def _named(modules: dict[str, nn.Module], wanted: Sequence[type[nn.Module] | str
         if not found:
             known = sorted({type(m).__name__ for m in modules.values()})
             raise ConfigurationError(
-                f"shard_modules={want!r}: the model has no such module; it has modules of the "
-                f"classes {', '.join(known[:12])}"
+                f"shard_modules={want!r}: the model has no such module; its module classes are "
+                f"{', '.join(known[:12])}"
             )
         yield from found
 

@@ -50,8 +50,8 @@ def named_values(
     for name, value in given.items():
         if value.shape != own[name].shape:
             raise ConfigurationError(
-                f"with_parameters: {name!r} has shape {tuple(value.shape)}, the model's has "
-                f"{tuple(own[name].shape)}"
+                f"with_parameters: {name!r} has shape {tuple(value.shape)}, but the model's "
+                f"parameter has {tuple(own[name].shape)}"
             )
     return given
 
@@ -88,8 +88,8 @@ def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) 
     )
     if foreign:
         raise ConfigurationError(
-            f"the optimizer holds {foreign} tensor(s) that are not parameters of the model; make "
-            "it from the same model's parameters()"
+            f"the optimizer holds {foreign} tensor(s) that are not parameters of the model; "
+            "create it from this model's parameters()"
         )
 
 
@@ -97,7 +97,7 @@ def check_trains(module: nn.Module) -> None:
     """Raises ConfigurationError if no parameter of the module is trained."""
     if not any(p.requires_grad for p in module.parameters()):
         raise ConfigurationError(
-            "the model has no parameter with requires_grad=True: there is nothing to train"
+            "the model has no parameter with requires_grad=True, so there is nothing to train"
         )
 
 
@@ -143,15 +143,17 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
                 and other.shares_elements_with(member)
             ):
                 advice = (
-                    "Clone the buffer, or use the parameter in its place"
+                    "Clone the buffer, or use the parameter instead"
                     if other.is_buffer or member.is_buffer
-                    else "To tie them, give both modules the same nn.Parameter (decoder.weight = "
-                    "encoder.weight), or use the one in the "
-                    "other's forward (encoder.weight.t()); else clone() one"
+                    else (
+                        "To tie them, give both modules the same nn.Parameter (decoder.weight = "
+                        "encoder.weight), or use one of them in the other's forward "
+                        "(encoder.weight.t()); otherwise clone() one"
+                    )
                 )
                 raise ConfigurationError(
-                    f"{other.name} and {member.name} share memory, but are two objects: with "
-                    f"strategy={strategy!r} each would go on with values of its own. {advice}"
+                    f"{other.name} and {member.name} share memory but are two objects: with "
+                    f"strategy={strategy!r}, they would diverge. {advice}"
                 )
         before.append(member)
 
@@ -180,11 +182,11 @@ class ModuleMembers:
         for name, parameter in self._module.named_parameters():
             if parameter.requires_grad and id(parameter) not in self._known:
                 raise ConfigurationError(
-                    f"parameter {name!r} has come into the model after as_distributed, or was put "
-                    "in another's place: its gradients are not summed over the ranks. Change "
-                    "values in place (model.with_parameters(values), or p.copy_ within "
-                    "torch.no_grad()); build all parameters before as_distributed, and freeze "
-                    "those that come later with requires_grad_(False)"
+                    f"parameter {name!r} was added to the model or replaced after as_distributed, "
+                    "so its gradients are not summed over the ranks. Change values in place "
+                    "(model.with_parameters(values), or p.copy_ within torch.no_grad()); create "
+                    "all parameters before as_distributed, and freeze those used later with "
+                    "requires_grad_(False)"
                 )
         self._look()
 
@@ -267,13 +269,14 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
     for rank, other in enumerate(everyones):
         if "error" in other:
             raise ConfigurationError(
-                f"{kind}: rank {rank} was given what it cannot take, so no rank takes anything: "
+                f"{kind}: rank {rank} received invalid values, so no rank applies any: "
                 f"{other['error']}"
             )
         if other != everyones[0]:
             raise ConfigurationError(
-                f"{kind}: rank {rank} was given different values from rank 0 (digests "
-                f"{other['digest']} and {everyones[0]['digest']}); give all ranks the same values"
+                f"{kind}: rank {rank} received different values than rank 0 (digests "
+                f"{other['digest']} and {everyones[0]['digest']}); pass the same values on all "
+                "ranks"
             )
     assert value is not None
     return value
@@ -362,9 +365,9 @@ def materialize(
         if tensor.device != device and hooks_of(tensor):
             raise ConfigurationError(
                 f"a parameter of shape {tuple(tensor.shape)} on {tensor.device} has hooks "
-                "(register_hook, register_post_accumulate_grad_hook), and another takes its place "
-                f"on {device}, which would not have them: build the model with values, or register "
-                "them when the first step has begun"
+                "(register_hook, register_post_accumulate_grad_hook), which would be lost when a "
+                f"tensor on {device} replaces it: create the model with values, or register the "
+                "hooks after the first step has begun"
             )
     moved: dict[int, torch.Tensor] = {}
     for tensors, name, tensor in _places(module):
@@ -384,9 +387,9 @@ def _given(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, 
     for name, buffer in wanted.items():
         if name not in buffers or buffers[name].shape != buffer.shape:
             raise ConfigurationError(
-                f"buffer {name!r} is on the meta device and no part of state_dict "
-                "(persistent=False), and the state to load holds no value for it: build that "
-                "buffer on the CPU, or register it as persistent"
+                f"buffer {name!r} is on the meta device and not in state_dict (persistent=False), "
+                "and the state to load has no value for it; create that buffer on the CPU, or "
+                "register it as persistent"
             )
     return {name: buffers[name] for name in wanted}
 

@@ -376,10 +376,10 @@ class CommittedBuffers:
         self._steps_to_watch = 0
         parts = doubtful.split(self._sizes[self._counters])
         _log.warning(
-            "int64 buffers %s changed by one amount on all ranks, a multiple of the samples of "
-            "this rank's batch: it is added once, as for a count of steps. If they count something "
-            "of the samples (tokens, say), the total of all ranks is larger: count that outside of "
-            "the module, for example with shoal.all_reduce",
+            "int64 buffers %s changed by the same amount on all ranks, a multiple of the samples "
+            "in this rank's batch. The amount is added once, as for a count of steps. If they "
+            "count a property of the samples, such as tokens, the total over all ranks is "
+            "larger: count it outside the module, for example with shoal.all_reduce",
             [name for (name, _, _), part in zip(self._counted, parts, strict=False) if part.any()][
                 :3
             ],
@@ -396,9 +396,9 @@ class CommittedBuffers:
             self._sums_to_watch = 0
             _log.warning(
                 "int64 buffers %s changed by different amounts on ranks or in micro-batches: the "
-                "changes are summed, which is right for a count. Keep a largest or a least value "
-                "in floating point, beginning at infinity, and what is neither (the last value, a "
-                "position) out of the state (persistent=False)",
+                "changes are summed, which is right for a count. Keep a maximum or minimum in "
+                "floating point, starting at infinity, and exclude other values (the last value, "
+                "a position) from the state (persistent=False)",
                 names[:3],
             )
 
@@ -433,8 +433,9 @@ class CommittedBuffers:
         for path, owner, name in self._unset:
             if owner._buffers.get(name) is not None:
                 raise ConfigurationError(
-                    f"buffer {path!r} was None at as_distributed and is a tensor now, which ranks "
-                    "do not know. Register it with a value of its shape, or with persistent=False",
+                    f"buffer {path!r} was None at as_distributed but is a tensor now, which the "
+                    "other ranks do not expect. Register it with a value of its final shape, or "
+                    "with persistent=False",
                     reason="BUFFERS_DIFFER",
                 )
         return self._digest_of_exact() if self._within is None else self._within
@@ -453,9 +454,9 @@ class CommittedBuffers:
                 ):
                     raise ConfigurationError(
                         f"buffer {f'{prefix}.{name}' if prefix else name!r} was registered after "
-                        "as_distributed (in forward(), say), so that ranks do not know it, and "
-                        "each would keep its own. Register it before, with a value of its shape, "
-                        "or with persistent=False",
+                        "as_distributed (for example in forward()), so each rank would keep a "
+                        "separate value. Register it before as_distributed, with a value of its "
+                        "final shape, or with persistent=False",
                         reason="BUFFERS_DIFFER",
                     )
 
@@ -488,12 +489,11 @@ class CommittedBuffers:
         names = self.exact_names() if names is None else names
         what = f"buffers {names[:3]} were changed" if names else "another rank changed a buffer"
         return ConfigurationError(
-            f"{what} in a step, and not to the same values on all ranks and in all micro-batches; "
-            "what each made of its own samples has no mean and no sum: bool, integers of another "
-            "width than int64, complex numbers, and floating-point buffers of which some elements "
-            "are infinite and others not. Compute it from the whole batch (shoal.whole_batch(x)), "
-            "count in int64, whose changes are summed, keep averages in floating point, or keep "
-            "it out of the state (persistent=False)",
+            f"{what} in a step to values that differ between ranks or micro-batches, and that "
+            "cannot be averaged or summed: bool, integers other than int64, complex numbers, or "
+            "floating-point buffers with some infinite elements. Compute the value from the "
+            "whole batch (shoal.whole_batch(x)), count in int64, whose changes are summed, keep "
+            "averages in floating point, or exclude the buffer from the state (persistent=False)",
             reason="BUFFERS_DIFFER",
         )
 
@@ -514,9 +514,9 @@ class CommittedBuffers:
             if buffer.shape != committed.shape:
                 raise ConfigurationError(
                     f"buffer {name!r} of {type(owner).__name__} changed its shape from "
-                    f"{tuple(committed.shape)} to {tuple(buffer.shape)} in the forward pass; the "
-                    "ranks sum its changes, so its shape must not change: register a cache with "
-                    "persistent=False"
+                    f"{tuple(committed.shape)} to {tuple(buffer.shape)} in the forward pass, but "
+                    "the ranks sum its changes, so its shape must stay the same; register a "
+                    "cache with persistent=False"
                 )
 
     def _before(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -553,9 +553,9 @@ class CommittedBuffers:
                 {f"{type(owner).__name__}.{name}" for owner, name in self._places[self._counters]}
             )
             raise ConfigurationError(
-                f"one of the integer buffers {names[:5]} moved by {largest:.0f} in a step; the "
-                "ranks sum their changes, which is exact up to 2^40: keep what is no count (a "
-                "seed, a hash) in a plain attribute of the module"
+                f"one of the integer buffers {names[:5]} changed by {largest:.0f} in a step, but "
+                "the ranks sum the changes, which is exact only up to 2^40; keep values that are "
+                "not counts (a seed, a hash) in a plain attribute of the module"
             )
 
     def _now(self) -> list[torch.Tensor]:

@@ -256,9 +256,9 @@ class WrittenParameters:
             else "another rank wrote a parameter or a buffer"
         )
         return ConfigurationError(
-            f"{what} in the passes of a step (by forward(), say), and not to the same values for "
-            "all ranks and micro-batches, but by each one's own samples: the replicas would drift "
-            "apart. Compute it from the whole batch (shoal.whole_batch(x)), do it once before "
+            f"{what} in the passes of a step (for example by forward()), to values that differ "
+            "between ranks or micro-batches, so the replicas would drift apart. Compute the "
+            "value from the whole batch (shoal.whole_batch(x)), write it once before "
             "as_distributed, or keep it in a buffer, whose changes are averaged",
             reason="PARAMETERS_WRITTEN",
         )
@@ -327,9 +327,9 @@ class WrittenParameters:
         lacking = [self._named[index][0] for index in changed if index not in self._copies]
         if lacking:
             raise PreconditionError(
-                f"parameter {lacking[0]!r} was written in the passes of a step (by forward(), say) "
-                "that was lost, for the first time, so that its value before it was not kept: end "
-                "this run, and go on from a checkpoint with shoal.resume",
+                f"parameter {lacking[0]!r} was written for the first time in the passes of a step "
+                "that was lost (for example by forward()), so its previous value was not kept; "
+                "end this run, and continue from a checkpoint with shoal.resume",
                 reason="PARAMETERS_WRITTEN",
             )
         for index in changed:
@@ -428,11 +428,10 @@ def _equal(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 def written_in_vain(name: str, strategy: str) -> ConfigurationError:
     """Returns the error for a written parameter of which ranks hold parts."""
     return ConfigurationError(
-        f"parameter {name!r} was written in the passes of a step (by forward(), say): with "
-        f"strategy={strategy!r} these compute with a copy of what the ranks hold, or with a part, "
-        "and the written values would be lost. Take strategy='ddp', 'zero1' or 'zero2'; or keep "
-        "what forward() writes in a buffer, or write it between steps with "
-        "model.with_parameters(values)",
+        f"parameter {name!r} was written in the passes of a step (for example by forward()): with "
+        f"strategy={strategy!r}, passes use a copy or a part of the parameter, and the written "
+        "values would be lost. Use strategy='ddp', 'zero1' or 'zero2', keep the value in a "
+        "buffer, or write it between steps with model.with_parameters(values)",
         reason="PARAMETERS_WRITTEN",
     )
 

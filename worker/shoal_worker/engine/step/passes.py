@@ -44,8 +44,8 @@ def loss_of(output: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
     loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(loss, torch.Tensor):
         raise ConfigurationError(
-            "train_step without loss_fn needs an output with a .loss tensor; the model returned "
-            f"{type(output).__name__}"
+            "train_step without loss_fn needs an output with a .loss tensor, but the model "
+            f"returned {type(output).__name__}"
         )
     return _one_number(loss)
 
@@ -58,7 +58,7 @@ def _one_number(loss: Any) -> torch.Tensor:
             else repr(loss)
         )
         raise ConfigurationError(
-            f"the loss is {found}: expected a tensor of one element, such as the mean over the "
+            f"the loss is {found}; expected a tensor of one element, such as the mean over the "
             "batch"
         )
     return loss
@@ -69,8 +69,8 @@ def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
     `deterministic=True`."""
     if config.deterministic and not step.in_micro_batches:
         raise ConfigurationError(
-            "deterministic=True needs micro-batches, whose results do not depend on the number of "
-            "ranks: give micro_batch_size= to the ElasticDataLoader and iterate over "
+            "deterministic=True needs micro-batches, whose results do not depend on the number "
+            "of ranks; pass micro_batch_size= to the ElasticDataLoader and iterate over "
             "loader.steps()"
         )
 
@@ -78,9 +78,9 @@ def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
 def half_a_pass() -> PreconditionError:
     """Returns the error for a backward pass that was interrupted by a script that continues."""
     return PreconditionError(
-        "a backward pass of this step raised an error half way: some of its gradients were sent "
-        "to the other ranks, others are missing, so this rank can neither finish the step nor "
-        "take it back; let the error end the process",
+        "a backward pass of this step failed midway: some of its gradients were sent to the "
+        "other ranks and others are missing, so this rank can neither finish the step nor undo "
+        "it; let the error end the process",
         reason="BACKWARD_INCOMPLETE",
     )
 

@@ -44,7 +44,9 @@ def test_ranks_that_end_with_different_models_fail_the_run_for_the_launcher_and_
     status, out, err = shell.run(*flags, "--rdzv-id", "apart", shell.script(TRAINING), "wrong")
     assert (status, out.count("the script is over")) == (1, 2), err
     told = "had different values of the model; all agreed after step 4"
-    assert re.search(rf"this worker failed: after step 6, the last one, rank \d .* {told}", err), err
+    assert re.search(rf"this worker failed: after step 6, the last one, rank \d .* {told}", err), (
+        err
+    )
     # in the summary if the launcher heard of the worker first, otherwise as the reason why the job
     # ended
     assert any(told in line for line in err.splitlines() if not line.startswith("[")), err

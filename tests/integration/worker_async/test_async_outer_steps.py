@@ -278,7 +278,7 @@ def test_a_loop_that_is_left_within_a_round_undoes_it_and_its_batches_are_dealt_
             break
         if steps == 3:
             pushed = net[0].weight.detach().clone()
-    assert "its loop was left 2 inner steps after the last push" in caplog.text
+    assert "was left 2 inner steps after the last push" in caplog.text
     assert model.steps_in_round == 0
     assert torch.equal(net[0].weight, pushed)
     assert not torch.equal(before, pushed)
@@ -373,10 +373,10 @@ def test_within_a_round_nothing_comes_between(session: Session) -> None:
     other = iter(shoal.ElasticDataLoader(problem(), batch_size=32, name="other"))
     model.train_step(*next(loader), nn.functional.mse_loss)
     optimizer.step()
-    with pytest.raises(PreconditionError, match="1 inner steps after the last push"):
+    with pytest.raises(PreconditionError, match="was called 1 inner steps after the last push"):
         optimizer.synchronize_parameters()
     with pytest.raises(
-        PreconditionError, match="the round of inner steps that it falls into began with 'train'"
+        PreconditionError, match="its round of inner steps began with loader 'train'"
     ):
         next(other)
 

@@ -94,27 +94,27 @@ class AsyncEngine(Engine):
         self._tables = Tables(self.module)
         if self._tables and self._async_options.in_step:
             raise ConfigurationError(
-                'consistency="bsp" with sparse tables: rows are looked up during the step, and '
-                "updates do not wait until every worker has looked up its own; "
-                'use "asp" or "ssp"'
+                'consistency="bsp" cannot be used with sparse tables: rows are looked up during '
+                "the step, and updates do not wait until every worker has looked up its rows; use "
+                '"asp" or "ssp"'
             )
         if self._tables and self._async_options.inner_steps:
             raise ConfigurationError(
-                f"inner_steps={self._async_options.inner_steps} with sparse tables: their rows are "
-                "on the servers, which take a step of theirs with each push; leave inner_steps out"
+                f"inner_steps={self._async_options.inner_steps} cannot be used with sparse tables, "
+                "because the servers update their rows with each push; omit inner_steps"
             )
         check_trains(self.module)
         if any(buffer.is_meta for buffer in self.module.buffers()):
             raise ConfigurationError(
-                "the model has buffers on the meta device: with async_sgd buffers are each "
-                "worker's own, and come from nowhere else; build it with values"
+                "the model has buffers on the meta device, but under async_sgd each worker has its "
+                "own buffers and receives none; build the model with values"
             )
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Extends `Engine.attach`: assigns the tensors to the servers and waits for them."""
         if optimizer is None:
             raise ConfigurationError(
-                'strategy="async_sgd" needs the optimizer, which the servers run: '
+                'strategy="async_sgd" requires the optimizer, because the servers run it: call '
                 "as_distributed(model, optimizer, ...)"
             )
         check_optimizer_covers(self.module, optimizer)
@@ -233,14 +233,14 @@ class AsyncEngine(Engine):
         self._writes = WrittenParameters(self.module.named_parameters(), self.strategy, whole=True)
         if gave and self._resumed:
             _log.warning(
-                "the parameter servers held no values, and took those of the checkpoint; moments "
-                "and momentum start over, since under async_sgd a checkpoint has none: the servers "
-                "keep them in their data directories"
+                "the parameter servers had no values and received those of the checkpoint; moments "
+                "and momentum start from zero, because under async_sgd the servers keep them in "
+                "their data directories, not in checkpoints"
             )
         if self._joins_late and not (self._handover is not None and self._handover.take()):
             _log.warning(
-                "no peer could give its registered state, schedule and buffers; those of this "
-                "joiner start over"
+                "no peer could send its registered state, schedule and buffers; this joiner starts "
+                "with its own"
             )
         elif not self._joins_late and self._handover is not None:
             self._handover.take_first_buffers()
@@ -312,8 +312,8 @@ class AsyncEngine(Engine):
         round; otherwise COMMITTED. Raises as `exchange`."""
         if (scaled or inspected) and self._tables:
             raise ConfigurationError(
-                "a GradScaler with sparse tables: it does not see the gradients of their rows; "
-                "train in float32 or bfloat16, without it"
+                "a GradScaler cannot be used with sparse tables, because it does not see the "
+                "gradients of their rows; train in float32 or bfloat16 without it"
             )
         if self._outer is not None:
             self._outer.check_step()
@@ -363,8 +363,8 @@ class AsyncEngine(Engine):
         kept = self._require_optimizers().kept_here(state)
         if state.get("state") and not kept["state"]:
             _log.warning(
-                "load_state_dict took over the optimizer's settings, not its momentum or moments: "
-                "under async_sgd the parameter servers keep those; with inner_steps= workers do"
+                "load_state_dict loaded the optimizer's settings, but not its momentum or moments: "
+                "under async_sgd the parameter servers keep these; with inner_steps= workers do"
             )
         super().load_optimizer_state_dict(kept)
 
@@ -379,7 +379,7 @@ class AsyncEngine(Engine):
         step = self._session.step
         if step is not None and step.handed_out:
             raise PreconditionError(
-                "synchronize_parameters within a step: call it after optimizer.step()"
+                "synchronize_parameters was called within a step; call it after optimizer.step()"
             )
         if self._outer is not None and self._outer.steps:
             self._outer.push_now()
@@ -459,9 +459,9 @@ class AsyncEngine(Engine):
             self._outer.step_begins(source)
         if source is not None and not source.leased:
             raise ConfigurationError(
-                f"loader {source.name!r} deals steps that all ranks take together, and with "
-                "async_sgd there are none; give it batch_size= (the samples of one push) instead "
-                "of global_batch_size= and micro_batch_size="
+                f"loader {source.name!r} deals steps that all ranks take together, but async_sgd "
+                "has no such steps; pass batch_size= (the samples of one push) instead of "
+                "global_batch_size= and micro_batch_size="
             )
         try:
             self._start()
@@ -676,8 +676,8 @@ class AsyncEngine(Engine):
     def _check_not_started(self, what: str) -> None:
         if self._started:
             raise PreconditionError(
-                f"{what}: the parameter servers hold newer values since the first step; call it "
-                "before the training loop"
+                f"{what} was called after the first step, but the parameter servers have newer "
+                "values since then; call it before the training loop"
             )
 
     def _require_servers(self) -> ParameterServers:

@@ -127,8 +127,8 @@ class Handover:
                 now > answered + _GONE.total_seconds()
             ):
                 _log.warning(
-                    "rank 0 gave no buffers in %.0f s: this worker begins with its own, which are "
-                    "others where scripts draw them at random",
+                    "rank 0 sent no buffers within %.0f s: this worker begins with its own, which "
+                    "differ if scripts draw them at random",
                     now - begun,
                 )
                 return
@@ -143,7 +143,7 @@ class Handover:
         try:
             return self._ask(peer)
         except (UnavailableError, CorruptDataError) as error:
-            _log.info("member %s gave no state: %s", peer.member_id, error)
+            _log.info("member %s sent no state: %s", peer.member_id, error)
             return None
 
     def _ask(self, peer: Peer) -> Any:

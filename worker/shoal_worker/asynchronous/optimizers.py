@@ -93,9 +93,9 @@ class Optimizers:
             for mine, loaded in zip(own, groups, strict=True)
         ):
             raise CorruptDataError(
-                f"the checkpoint is of another optimizer: its {len(groups)} parameter groups "
-                f"differ from this one's {len(own)}, in number or settings; resume with the "
-                "optimizer that saved it, or from another checkpoint",
+                f"the checkpoint belongs to another optimizer: its {len(groups)} parameter groups "
+                f"differ from the {len(own)} of this optimizer in number or settings; resume with "
+                "the optimizer that was saved, or from another checkpoint",
                 reason="OPTIMIZER_DIFFERS",
             )
 
@@ -126,6 +126,6 @@ def check_same_parameters(
     ):
         more = f" and {len(differing) - 5} more" if len(differing) > 5 else ""
         raise ConfigurationError(
-            f"outer_optimizer={type(outer).__name__}: it and the optimizer must be made from the "
-            f"same parameters, and one of them lacks {', '.join(differing[:5])}{more}"
+            f"outer_optimizer={type(outer).__name__} and the optimizer must have the same "
+            f"parameters, but one of them lacks {', '.join(differing[:5])}{more}"
         )

@@ -87,8 +87,8 @@ class OuterSteps:
         """
         if self._round.is_leased:
             raise PreconditionError(
-                f"synchronize_parameters {self.steps} inner steps after the last push: the batches "
-                "of a round count together, with its last step; call it where "
+                f"synchronize_parameters was called {self.steps} inner steps after the last push, "
+                "but the batches of a round count together, with its last step; call it where "
                 "model.steps_in_round is 0"
             )
         if not self._round.is_over:
@@ -120,8 +120,8 @@ class OuterSteps:
             return
         if not step.left:
             raise PreconditionError(
-                "the round of inner steps that this batch is in went back to the coordinator when "
-                "its loop was left; leave the loop again, and go on with the next epoch"
+                "the batches of this round of inner steps were returned to the coordinator when "
+                "their loop was left; leave the loop again, and continue with the next epoch"
             )
         self._session.abort_step(
             "its loop was left within a round of inner steps, whose batches are dealt again"
@@ -134,9 +134,9 @@ class OuterSteps:
             return False
         if not self._round.is_over:
             _log.warning(
-                "loader %r: its loop was left %d inner steps after the last push; they are "
-                "undone, and their batches dealt again. Leave a loop where model.steps_in_round "
-                "is 0",
+                "the loop over loader %r was left %d inner steps after the last push; these steps "
+                "are undone, and their batches are dealt again. Leave a loop where "
+                "model.steps_in_round is 0",
                 loader,
                 self.steps,
             )
@@ -147,8 +147,8 @@ class OuterSteps:
         """Stops pushing, and warns if that discards steps."""
         if self.steps and not self._round.is_leased:
             _log.warning(
-                "%d inner steps since the last push are not on the servers; behind a loop of your "
-                "own call optimizer.synchronize_parameters()",
+                "%d inner steps since the last push have not reached the servers; call "
+                "optimizer.synchronize_parameters() after a loop of your own",
                 self.steps,
             )
 
@@ -201,10 +201,10 @@ class Round:
         """
         if self.steps and source is not self._source:
             raise PreconditionError(
-                f"this step is of loader {source.name if source else ''!r}, but the round of inner "
-                "steps that it falls into began with "
-                f"{self._source.name if self._source else ''!r}, and its batches count together: "
-                "use one loader, or take turns between loaders where model.steps_in_round is 0"
+                f"this step uses loader {source.name if source else ''!r}, but its round of inner "
+                f"steps began with loader {self._source.name if self._source else ''!r}, and the "
+                "batches of a round count together: use one loader, or switch loaders where "
+                "model.steps_in_round is 0"
             )
 
     def take(

@@ -306,7 +306,7 @@ def test_ssp_takes_tables_and_bsp_says_why_it_does_not(
 
 def test_inner_steps_are_refused(session: Session) -> None:
     net = sparse()
-    with pytest.raises(ConfigurationError, match="inner_steps=4 with sparse tables"):
+    with pytest.raises(ConfigurationError, match="inner_steps=4 cannot be used with sparse tables"):
         distributed(net, inner_steps=4, outer_optimizer=torch.optim.SGD(net.parameters(), 0.7))
 
 

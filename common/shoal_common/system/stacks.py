@@ -35,10 +35,14 @@ _THREAD: Final = re.compile(r"^(?:Current thread|Thread) 0x.*$", re.MULTILINE)
 @cache
 def serve_stacks() -> bool:
     """Lets other processes of this user read this process's stacks from now on. Returns False, and
-    changes nothing, if the signal is in use. Called once per process."""
+    changes nothing, if the signal is in use, or if the system has no files in memory. Called once
+    per process."""
     if signal.getsignal(_SIGNAL) is not signal.SIG_DFL:
         return False
-    file = os.memfd_create(_FILE, os.MFD_CLOEXEC)
+    try:
+        file = os.memfd_create(_FILE, os.MFD_CLOEXEC)
+    except OSError:
+        return False
     fcntl.fcntl(file, fcntl.F_SETFL, os.O_APPEND)  # after a reader has emptied it
     faulthandler.register(_SIGNAL, file=file, all_threads=True, chain=False)
     return True

@@ -22,7 +22,6 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_worker.elastic.contract.collective_trace import CollectiveTrace
 from shoal_worker.elastic.contract.loader_interface import Placement, Share, StepSource, WeighRows
 
-
 _BASE = 1 << 20
 """Base of the digits. Each digit and its square are sent; their sums over up to 8192 ranks are
 exact in float64."""

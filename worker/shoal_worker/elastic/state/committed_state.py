@@ -316,7 +316,7 @@ class CommittedState:
 
     @property
     def steps(self) -> int:
-        """Number of committed steps of the run."""
+        """Number of steps that the run has committed."""
         return self.name.step if self.name is not None else 0
 
     def capture(self, replica: Mapping[str, Any] | None = None) -> dict[str, Any]:

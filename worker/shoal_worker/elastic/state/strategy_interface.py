@@ -93,8 +93,8 @@ class TrainingEngine(abc.ABC):
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that hold one replica of the model together, if others are spares; 1 if
-        there are none."""
+        """Number of ranks that together hold one replica of the model, if surplus ranks become
+        spares; 1 if there are never spares."""
         return 1
 
     def issued(self) -> bytes:

@@ -41,18 +41,6 @@ from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.state.committed_state import CommittedState
 
 # ----------------------------------------------------------------------------- how a process leaves
-#
-# How this process's part in the run ends: with its job, by being drained, or with its script.
-#
-# Owns what has to be done before the leave message. All of it runs on the training thread, or at
-# the process's end.
-#
-# Here is also, as pure functions, which of the ranks that were asked to leave go at a border: as
-# many as can while ranks that stay hold all of the state. Each rank tells all others what it holds
-# and whether it was asked to leave. Where two ranks hold the only copies of a shard, one goes now;
-# the ranks that are left cut the state anew, and then nobody misses the other. If none can go, as
-# when a model's last replica loses a rank, all stop together: their scripts run on, and can save
-# what they hold between them.
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,14 +73,14 @@ class WhoLeaves:
 
 
 def who_leaves(messages: Sequence[BoundaryMessage]) -> WhoLeaves:
-    """Decides which ranks leave at a step boundary. `messages`: from all ranks, in rank order; the same
-    list on every rank.
+    """Decides which ranks leave at a step boundary. `messages`: from all ranks, in rank order; the
+    same list on every rank.
 
     As many ranks leave as possible while the remaining ranks still have the complete state. If two
-    ranks have the only copies of a shard, one leaves now. The remaining ranks reshard the state, and
-    the other can leave at a later boundary. If no rank can leave, for example because the last replica
-    of a model would lose a rank, all ranks stop together. Their scripts continue, and can save the
-    state that they hold together.
+    ranks have the only copies of a shard, one leaves now. The remaining ranks reshard the state,
+    and the other can leave at a later boundary. If no rank can leave, for example because the last
+    replica of a model would lose a rank, all ranks stop together. Their scripts continue, and can
+    save the state that they hold together.
     """
     if any(each.stopping for each in messages):
         return WhoLeaves(now=frozenset(), stop=False)

@@ -468,8 +468,8 @@ class Session:
                 return result
             try:
                 if self.row_store is not None:
-                    # A rank that leaves may wait for rows that only this one pushes, and comes to
-                    # this operation with them. An error of a server is not one of the group.
+                    # A rank that leaves may wait for rows that only this rank pushes, and reaches
+                    # this operation with them. An error of a server is not an error of the group.
                     self.row_store.settle()
                 try:
                     channel = formation.channel(kind)

@@ -581,7 +581,7 @@ def load_full_state(
     Raises:
         ConfigurationError: there is no checkpoint, or with `best` none that was measured; or it has
             several models and `model` names none of them.
-        CorruptDataError: it is damaged, foreign or of a newer release.
+        CorruptDataError: the checkpoint is damaged, foreign or of a newer release.
     """
     return read_model(Path(path), model, of_best=best)
 
@@ -596,7 +596,7 @@ def report(**numbers: float | torch.Tensor) -> None:
     loop does not wait for that. Each name keeps its last value.
 
     Raises:
-        ConfigurationError: one is not a single number, or there are too many names.
+        ConfigurationError: a value is not a single number, or there are too many names.
     """
     current_session().progress.report(numbers)
 
@@ -629,7 +629,7 @@ def gather(value: Any) -> list[Any]:
 
     Raises:
         ConfigurationError: a value of another kind.
-        PreconditionError: as `all_reduce`.
+        PreconditionError: see `all_reduce`.
     """
     return collectives.gather(current_session(), value)
 

@@ -38,7 +38,7 @@ class ShardingConfiguration:
     `GradientCompressor`, to which the other forms are converted. See
     docs/strategies/compression.md."""
     loss_reduction: str = "mean"
-    """How the loop's loss reduces a batch: "mean" or "sum"."""
+    """Reduction of the loop's loss over a batch: "mean" or "sum"."""
     deterministic: bool = False
     """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world
     size. Requires `micro_batch_size` on the loader."""

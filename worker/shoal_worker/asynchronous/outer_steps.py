@@ -83,7 +83,7 @@ class OuterSteps:
         """Ends the round early and pushes it.
 
         Raises:
-            PreconditionError: its batches are leased and commit as a unit.
+            PreconditionError: the batches of the round are leased and commit together.
         """
         if self._round.is_leased:
             raise PreconditionError(

@@ -97,7 +97,7 @@ class Engine(TrainingEngine):
         """Prepares the user's module for training.
 
         Raises:
-            ConfigurationError: it cannot be trained so.
+            ConfigurationError: the module cannot be trained with these settings.
         """
         self.strategy = setup.strategy
         self.backend_name = setup.backend_name
@@ -232,7 +232,7 @@ class Engine(TrainingEngine):
         `fn` to the module's tensors.
 
         Raises:
-            PreconditionError: it would move them away from the ranks' shards.
+            PreconditionError: the conversion would separate the tensors from the ranks' shards.
         """
         return True
 
@@ -433,7 +433,7 @@ class Engine(TrainingEngine):
         """Loads an optimizer's complete state, the same on all ranks.
 
         Raises:
-            CorruptDataError: it belongs to another optimizer; nothing is changed.
+            CorruptDataError: the state belongs to another optimizer; nothing is changed.
         """
         self._check_optimizer_fits(state)
         assert self.optimizer is not None

@@ -166,7 +166,7 @@ def whole_batch(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch
     """Returns `tensors` with the rows of all ranks, in rank order (`shoal.whole_batch`).
 
     Raises:
-        PreconditionError: there is no model yet.
+        PreconditionError: `as_distributed` was not called yet.
     """
     if session not in _known:
         raise PreconditionError(

@@ -243,7 +243,7 @@ def check_configuration(config: ShardingConfiguration) -> None:
     """Checks the settings for local_sgd, where gradients stay on their rank.
 
     Raises:
-        ConfigurationError: there is such a setting.
+        ConfigurationError: a setting has no meaning under local_sgd.
     """
     if config.loss_reduction != "mean":
         raise ConfigurationError(

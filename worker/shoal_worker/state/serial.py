@@ -106,7 +106,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     `load_tensors`.
 
     Raises:
-        ConfigurationError: it cannot be opened.
+        ConfigurationError: the file cannot be opened.
         CorruptDataError: as `load_tensors`; the message names the file.
     """
     try:

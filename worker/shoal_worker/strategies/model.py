@@ -61,7 +61,7 @@ class ShardedModel(nn.Module):
         strategy declares.
 
         Raises:
-            ConfigurationError: the strategy cannot train it in this way.
+            ConfigurationError: the strategy cannot train the module with these settings.
         """
         super().__init__()
         # The result of torch.compile is called, but state is named as in the user's own module.

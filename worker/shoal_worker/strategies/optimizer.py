@@ -262,7 +262,7 @@ class ShardedOptimizer(ForwardingOptimizer):
         strategy. Every rank calls it with the same state.
 
         Raises:
-            CorruptDataError: it belongs to another optimizer; nothing is changed.
+            CorruptDataError: the state belongs to another optimizer; nothing is changed.
             ConfigurationError: ranks were given different states; nothing is changed.
         """
         self._engine.load_optimizer_state_dict(

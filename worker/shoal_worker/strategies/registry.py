@@ -65,7 +65,7 @@ def find(name: str) -> tuple[type[ShardedModel], type[ShardedOptimizer]]:
     """Returns the model and optimizer classes of a strategy.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: no strategy has this name.
     """
     if not isinstance(name, str) or name not in _STRATEGIES:
         raise ConfigurationError(f"strategy={name!r}: expected one of {', '.join(_STRATEGIES)}")
@@ -156,7 +156,7 @@ def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, A
     contains one value per model; other options apply to all models.
 
     Raises:
-        ConfigurationError: such an option was given for a single model.
+        ConfigurationError: an option about layers has no value for each model.
     """
     each = [
         {name: value for name, value in options.items() if name not in _OF_ONE_MODEL}

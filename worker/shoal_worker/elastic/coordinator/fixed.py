@@ -40,7 +40,7 @@ def check_own(model: nn.Module) -> None:
     """Checks that each rank trains its own module. Does nothing if the ranks are processes.
 
     Raises:
-        ConfigurationError: another rank of this launch trains the very same module.
+        ConfigurationError: another rank of this launch trains the same module object.
     """
     world = own_world()
     if world is None or world.seat is None:

@@ -204,7 +204,7 @@ class CoordinatorLink:
 
         Raises:
             StopTraining: the job was stopped (`Drained`: this member must leave).
-            DeadlineError: none arrived in time, not counting the coordinator's absence.
+            DeadlineError: no generation arrived in time, not counting the coordinator's absence.
             ShoalError: this member was evicted.
         """
         started, away_before_s, lines = time.monotonic(), self.away_s, WaitingLines()

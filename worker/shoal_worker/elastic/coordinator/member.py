@@ -111,7 +111,7 @@ class Member(Protocol):
         `form`.
 
         Raises:
-            ConfigurationError: it cannot be trained here.
+            ConfigurationError: the model cannot be trained in this job or launch.
         """
         ...
 

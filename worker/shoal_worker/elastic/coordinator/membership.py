@@ -255,7 +255,7 @@ class Membership:
         """Leaves the current group, waits for a newer generation and connects it.
 
         Raises:
-            MembershipChanged: it did not form; `failed` was reported; call again.
+            MembershipChanged: the generation did not form. Report it with `failed`, and call again.
             StopTraining, DeadlineError, ShoalError: as `CoordinatorLink.wait_generation`.
         """
         group = self._group
@@ -352,7 +352,7 @@ class Membership:
         state was then committed while this process was a member, but is not the job's newest.
 
         Raises:
-            StaleGenerationError: it does not belong to the job.
+            StaleGenerationError: this member no longer belongs to the job.
         """
         identity = self.link.identity
         if self._drained:

@@ -79,7 +79,7 @@ def number_of_part(
     the division does not contain every rank exactly once.
 
     Raises:
-        ConfigurationError: it has no such part, or parts of different sizes.
+        ConfigurationError: the division has no part with these members, or parts of different sizes.
     """
     parts = [list(part) for part in division]
     if sorted(rank for part in parts for rank in part) != list(range(world_size)):
@@ -383,7 +383,7 @@ class Group:
         """Waits for a collective that was started.
 
         Raises:
-            MembershipChanged: it failed.
+            MembershipChanged: the collective failed.
         """
         with self._failures("all_reduce"), self.waiting:
             work.wait()
@@ -393,7 +393,7 @@ class Group:
         see `CommunicationBackend.order`.
 
         Raises:
-            MembershipChanged: it failed.
+            MembershipChanged: the collective failed.
         """
         with self._failures("a collective"), self.waiting:
             self._live_backend.order(work)

@@ -230,7 +230,7 @@ class StateDonor:
         for the offer, because a receiver may be faster than the donor.
 
         Raises:
-            _Refused: there is no such offer, or will be none.
+            _Refused: there is no offer of `nonce`, and there will be none.
         """
 
         def decided() -> bool:

@@ -270,7 +270,7 @@ class Formation:
 
         Raises:
             StopTraining: the job is stopped, or this member must leave.
-            DeadlineError: none formed within the rendezvous timeout.
+            DeadlineError: no generation formed within the rendezvous timeout.
             PreconditionError: the state is lost, or this member was evicted.
         """
         while self.rendezvous():

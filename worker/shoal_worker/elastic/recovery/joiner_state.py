@@ -76,7 +76,7 @@ class JoinerState:
             MembershipChanged: the group has ended, or spares leave it.
             StateLostError: no rank holds some part of the state.
             LeftOver: this process is a spare to which nobody can send the state.
-            PreconditionError: there is no state, or the scripts diverged; on all ranks.
+            PreconditionError: no rank has a state, or the scripts diverged; on all ranks.
         """
         held = self._held
         offer = self._rendezvous(group, learners, place)

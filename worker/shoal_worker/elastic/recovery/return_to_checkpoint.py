@@ -32,7 +32,7 @@ class ReturnToCheckpoint:
         their samples.
 
         Raises:
-            StateLostError: there is no checkpoint to go back to.
+            StateLostError: there is no checkpoint to which the ranks can return.
         """
         if self.load is None or self.under_way:
             raise lost

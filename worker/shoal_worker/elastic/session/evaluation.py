@@ -274,7 +274,7 @@ class IteratedBatches:
         """Yields the batches with these numbers, with their numbers.
 
         Raises:
-            ConfigurationError: there is another batch after the last one.
+            ConfigurationError: the loader yields more batches than its length.
         """
         wanted = set(numbers)
         for number, batch in enumerate(self._loader):

@@ -66,7 +66,7 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
 
     Raises:
         DeadlineError: the first one took longer than `timeout`.
-        ConfigurationError: there is no place for a lock that others could not remove.
+        ConfigurationError: the directory of the locks belongs to another user.
     """
     descriptor = os.open(_lock_file(scope), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _held.add(descriptor)

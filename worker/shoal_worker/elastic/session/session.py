@@ -314,7 +314,7 @@ class Session:
         """Sets the session's engine, and sends the first rank's weights to all ranks.
 
         Raises:
-            PreconditionError: there is one already.
+            PreconditionError: the session already has an engine.
         """
         held, membership, formation = self._held, self._membership, self._formation
         held.set_engine(engine)

@@ -440,7 +440,7 @@ class RegisteredState:
         step is lost.
 
         Raises:
-            ConfigurationError: it has no state_dict/load_state_dict, its state cannot be stored, or
+            ConfigurationError: `value` lacks state_dict or load_state_dict, its state cannot be stored, or
                 the name belongs to another object.
         """
         if not isinstance(value, Stateful):

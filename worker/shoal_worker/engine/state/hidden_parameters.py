@@ -366,7 +366,7 @@ def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) 
     ConfigurationError. `parameters`: pairs of name and parameter.
 
     Raises:
-        ConfigurationError: one has such a hook.
+        ConfigurationError: a parameter has such a hook.
     """
     for name, parameter in parameters:
         if hooks_of(parameter):

@@ -95,7 +95,7 @@ def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
     all ranks; a rank may have several.
 
     Raises:
-        ShardsLostError: none is complete.
+        ShardsLostError: no sharding is complete.
     """
     cuts: dict[int, ShardHolders[Place]] = {}
     for claim in sorted(claims, key=lambda claim: claim.rank):

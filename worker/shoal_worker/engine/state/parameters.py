@@ -292,8 +292,8 @@ def has_values(module: nn.Module) -> bool:
 
 def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
     """Returns the buffers that state_dict omits (persistent=False), by name. A rank that sends its
-    state sends them too. A peer without values, or with values drawn at random, would otherwise
-    compute with another table."""
+    state sends them too. A peer that has no values, or has drawn random ones, would otherwise
+    compute other results."""
     saved = {id(tensor) for tensor in ModuleState(module).tensors.values()}
     return {
         name: buffer

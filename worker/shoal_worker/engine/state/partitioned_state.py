@@ -99,7 +99,7 @@ class PartitionedState(abc.ABC):
         optimizer's state and the sharding stay unchanged.
 
         Raises:
-            CorruptDataError: it belongs to another model; nothing is changed.
+            CorruptDataError: the state belongs to another model; nothing is changed.
         """
 
     @abc.abstractmethod
@@ -108,5 +108,5 @@ class PartitionedState(abc.ABC):
         rank.
 
         Raises:
-            CorruptDataError: it belongs to another optimizer; nothing is changed.
+            CorruptDataError: the state belongs to another optimizer; nothing is changed.
         """

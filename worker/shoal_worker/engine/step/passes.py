@@ -38,7 +38,7 @@ def loss_of(output: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
     """Returns the loss of an output: `loss_fn(output, targets)`, or the output's `.loss`.
 
     Raises:
-        ConfigurationError: there is neither, or it is not a single number.
+        ConfigurationError: the output has no loss, or the loss is not a single number.
     """
     if loss_fn is not None:
         return _one_number(loss_fn(output, targets))

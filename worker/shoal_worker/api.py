@@ -247,7 +247,7 @@ def as_distributed(
     for one in models:
         if not any(p.is_meta for p in one.parameters()):
             one.to(session.device)
-    if not session.strategy:  # else it is the second call, which is refused
+    if not session.strategy:  # otherwise this is a second call, which is refused
         parameters = (parameter for one in models for parameter in one.parameters())
         session.registered.made_from(
             parameters, *(its_optimizer for its_optimizer, _ in taken_apart)
@@ -496,10 +496,10 @@ def save_checkpoint(
             newest, whatever later saves report; of equal ones, the earliest is kept. NaN or None:
             not measured. Infinite values are refused.
         mode: "min": smaller values of `best` are better; "max": larger. Required with `best`.
-        sharded: each rank writes its own part of the state, and nothing is gathered. None: if the
-            state is sharded (zero1, zero2, zero3, fsdp, hsdp) and all ranks see the directory.
-            False: the first rank gathers and writes everything. True: as None, but a directory
-            that not all ranks see is an error.
+        sharded: True: if the state is sharded (zero1, zero2, zero3, fsdp, hsdp), each rank writes
+            its own part, and nothing is gathered; a directory that not all ranks see is an
+            error. None: the same, but if not all ranks see the directory, the first rank
+            gathers and writes everything. False: the first rank always does so.
         every_steps: save only after a committed step whose number in the run is a multiple of
             this; for a call in every iteration, after `optimizer.step()`. All ranks decide
             equally, including joiners, and never twice for one step.
@@ -579,8 +579,8 @@ def load_full_state(
             of the newest: see `best` of `save_checkpoint`.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or with `best` none that was measured; or it has
-            several models and `model` names none of them.
+        ConfigurationError: there is no checkpoint, or with `best` none with a metric; or the
+            checkpoint has several models and `model` names none of them.
         CorruptDataError: the checkpoint is damaged, foreign or of a newer release.
     """
     return read_model(Path(path), model, of_best=best)

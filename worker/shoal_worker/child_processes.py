@@ -39,7 +39,7 @@ def keep_socket_paths_short() -> None:
         return
     before, tempfile.tempdir = tempfile.tempdir, _SHORT
     try:
-        there = multiprocessing.util.get_temp_dir()  # it keeps what it returns first
+        there = multiprocessing.util.get_temp_dir()  # multiprocessing keeps its first result
     except OSError as error:
         raise _too_long(chosen, f"{_SHORT} cannot be used in its place: {error}") from error
     finally:
@@ -79,7 +79,7 @@ def check_not_imported_again() -> None:
     with every start method except "fork". The script would otherwise train again inside the data
     worker."""
     process = multiprocessing.process.current_process()
-    if getattr(process, "_inheriting", False):  # as multiprocessing itself asks
+    if getattr(process, "_inheriting", False):  # as in multiprocessing itself
         raise ConfigurationError(
             f"process {process.name} is started by {multiprocessing.get_start_method()!r} "
             "(Python's default from 3.14 on is 'forkserver'), which imports the script again, and "

@@ -148,7 +148,7 @@ class _Ranks:
     def _be(self, rank: int) -> None:
         try:
             self._run(rank)
-        except BaseException as error:  # its end failed, or was interrupted: the launch raises it
+        except BaseException as error:  # ending the rank failed, or was interrupted
             self._failed = self._failed or (rank, error)
             self._failing.set()
         finally:
@@ -174,7 +174,7 @@ class _Ranks:
                         shutdown(timeout=self._timeout)
                         if session.missed is not None:
                             raise PreconditionError(session.missed)
-                except BaseException as error:  # an exit ends the others, too; the launch raises it
+                except BaseException as error:  # an exit, too, ends all ranks; the launch raises it
                     if self._failed is None:
                         self._failed = rank, error
                     self._turns.end_all(f"rank {rank} failed: {type(error).__name__}: {error}")

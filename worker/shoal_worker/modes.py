@@ -25,7 +25,7 @@ def set_modes(modes: Modes) -> None:
         if number == 0 or module.training != mode:
             module.train(mode)
     for module, mode in modes:
-        module.training = mode  # one may be set by another's train(), or not heed its own
+        module.training = mode  # another module's train() may set it, or its own may not
 
 
 @contextlib.contextmanager

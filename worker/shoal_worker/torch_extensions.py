@@ -117,6 +117,6 @@ class _Finder(MetaPathFinder):
                 load(module)
                 tell(module)
 
-            # of this loader, which loads this module alone
+            # this loader loads only this module
             spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec

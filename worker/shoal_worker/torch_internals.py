@@ -115,10 +115,10 @@ try:
         else torch.autograd.Variable._execution_engine.queue_callback
     )
     if VERSION >= (2, 15):
-        # From then on torch attaches a flight recorder to groups whose backends do not record
+        # Since 2.15 torch attaches a flight recorder to groups whose backends do not record
         # themselves. That fails for a group written in Python ("ProcessGroup name not set"), since
-        # its C++ half has no name. torch takes groups without devices for such; Shoal's have
-        # devices, on which object collectives put their bytes.
+        # its C++ half has no name. torch recognizes only groups without devices as such. Shoal's
+        # groups have devices, on which object collectives put their bytes.
         getattr(c10d, "_FR_SELF_RECORDING_BACKENDS").update(BACKENDS)  # noqa: B009 - mypy has 2.13
 except (ImportError, AttributeError) as error:
     raise _unexpected(error) from error
@@ -245,7 +245,7 @@ def iterates_undealt_dataloader(*, longer_than: int) -> bool:
     unknown."""
     for each in gc.get_objects():
         if issubclass(type(each), _BaseDataLoaderIter):
-            batches = getattr(each, "_index_sampler", None)  # none yet: it is being made
+            batches = getattr(each, "_index_sampler", None)  # missing while it is being created
             if type(batches) is not BatchSampler:
                 continue
             if type(batches.sampler) not in (RandomSampler, SequentialSampler):

@@ -477,7 +477,7 @@ class AsyncEngine(Engine):
             if source is None:
                 self._writes.begin()
             self._find_epoch(source)
-        except StopTraining as stop:  # while it waited for the coordinator, or a server
+        except StopTraining as stop:  # while waiting for the coordinator or a server
             self._own.give_up_step(stop)
             raise
 
@@ -529,7 +529,7 @@ class AsyncEngine(Engine):
                 self._writes.note()
         if want and not answer.batches:
             if answer.epoch_done:
-                # Nobody pushes before the next epoch begins, so an evaluation between epochs sees
+                # No worker pushes before the next epoch, so an evaluation between epochs uses
                 # the same values on all ranks.
                 participation.rest()
                 self.pull()
@@ -541,13 +541,13 @@ class AsyncEngine(Engine):
             with self._receiving():
                 participation.enter(self._clock)
         elif not want:
-            # The loop was left: nobody should wait for whatever this worker does next, except for
+            # The loop was left: no worker should wait for this one any more, except for
             # the batch in progress.
             has_batch = at_hand is not None and not answer.took_back_at_hand
             participation.rest_after_push(has_batch)
             if not has_batch:
                 with suppress(ShoalError, StopTraining):
-                    # a worker that leaves for good is not waited for either
+                    # no worker waits for one that leaves for good either
                     participation.rest()
         return answer
 

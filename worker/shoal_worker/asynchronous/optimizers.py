@@ -104,7 +104,7 @@ class Optimizers:
         """Restores a state that `check_checkpoint` has accepted."""
         if self._steps_here and state["state"]:
             self.own.load_state_dict(dict(state))
-        else:  # momentum and moments of a synchronous run have no place on the workers
+        else:  # workers do not keep momentum and moments of a synchronous run
             _load_settings(self.own, state["param_groups"])
 
 

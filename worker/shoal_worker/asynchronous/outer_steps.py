@@ -98,7 +98,7 @@ class OuterSteps:
     def _push_round(self, *, left_out: bool = False) -> None:
         self._push({} if left_out else self._round.outer_gradients())
         self._round.settle()
-        # The servers have stepped it: its schedulers should not warn that nobody has.
+        # The servers have stepped the optimizer, so schedulers must not warn about its order.
         self._outer._opt_called = True  # type: ignore[attr-defined]
         step = self._session.step
         if step is not None and step.source is not None:
@@ -185,8 +185,8 @@ class Round:
         return self._source is not None
 
     def has_gone_back(self, loader: str, batches: range | None) -> bool:
-        """Returns whether the round's batches were returned: they are from `loader`, which is now
-        in another round or in none."""
+        """Returns whether the round's batches were returned. That is the case if they are from
+        `loader`, and `batches`, the loader's current round, is another round or None."""
         return (
             self.steps > 0
             and self._source is not None

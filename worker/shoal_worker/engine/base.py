@@ -293,7 +293,7 @@ class Engine(TrainingEngine):
         state = self._whole_state()
         copied = copy.deepcopy(self.module, blank_copies(self.module))
         for key, tensor in ModuleState(copied).tensors.items():
-            tensor.data = state[key]  # in place of what lies here, which may be a part, or nothing
+            tensor.data = state[key]  # replaces a part of the values, or none
         return copied
 
     def layout(self) -> dict[str, Any]:
@@ -454,8 +454,8 @@ class Engine(TrainingEngine):
         after every step."""
 
     def synchronize_optimizer_state(self) -> None:
-        """Synchronizes the optimizer state of the ranks. Does nothing by default, because it is
-        correct after every step."""
+        """Synchronizes the ranks' optimizer states. Does nothing by default, because each rank's
+        state is correct after every step."""
 
     # ----------------------------------------------- for the session: see `TrainingEngine` for each
 

@@ -147,8 +147,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _parameter_names(self) -> Mapping[str, str]:
-        """Returns the state dict's keys of the unsharded parameters, in order. Each key is mapped
-        to the first key of the same parameter, because tied parameters have several."""
+        """Returns the state dict's keys of all parameters, in order. The value of each key is the
+        first key of the same parameter, because a tied parameter has several keys."""
 
     @abc.abstractmethod
     def _commit_buffers(self) -> None:
@@ -188,7 +188,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         hold it entirely.
 
         Raises:
-            ConfigurationError: nothing is trained.
+            ConfigurationError: the module has no trained parameter.
         """
         super().__init__(setup)
         check_trains(self.module)
@@ -376,7 +376,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             # otherwise the step is lost
             norm = commit_payload.norm * self._scaled_by
             scale = max_norm / (norm + 1e-6)
-            if not scale >= 1.0:  # with a norm that is not a number, all become that
+            if not scale >= 1.0:  # a norm of NaN makes all gradients NaN
                 self._clipped *= scale
                 self.scale_gradients(scale)
         return torch.full((), norm, dtype=torch.float64, device=self._session.device)
@@ -530,7 +530,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             whole.clear()
             if not rank0_only or channel.rank == 0:
                 whole.update({key: copy.deepcopy(value) for key, value in values.items()})
-            channel.exchange(b"")  # who comes out of this knows that all have theirs
+            channel.exchange(b"")  # after this exchange, all ranks have the values
 
         self._session.operation("full_state_dict", body)
         return whole

@@ -93,7 +93,7 @@ class ModelSession:
         step = self._session.ensure_step()
         self.passed = True
         if step is not self._session.step:
-            return step  # a joiner's pass ahead of its loop
+            return step  # a joiner's pass before its loop
         if step.in_micro_batches:
             raise no_micro_batches()
         own = self.step
@@ -193,7 +193,7 @@ class ModelSession:
         session = self._session
         step = session.step
         if step is None:
-            # a joiner's pass ahead of its loop; or there is no batch
+            # a joiner's pass before its loop, or there is no batch
             return session.finish_step(apply)
         if self.stepped:
             raise PreconditionError(

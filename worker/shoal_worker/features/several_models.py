@@ -347,11 +347,11 @@ class SeveralEngines(TrainingEngine):
             if model.update is not None
         ]
         self.withdraw_updates()
-        self._forget_updates()  # first: what is frozen thaws
+        self._forget_updates()  # first, because this unfreezes models
         for engine in self._engines:
             engine.discard_step()
         step = self._session.step
-        if step is not None and step.lost is None:  # its loop was left, on all ranks
+        if step is not None and step.lost is None:  # the step's loop was left, on all ranks
             for engine in updated:
                 engine.fetch_put_back()
 

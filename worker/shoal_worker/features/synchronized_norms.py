@@ -101,7 +101,7 @@ class NormsOfRanks:
         """Normalizes `values` of shape (samples, channels, ...) over all ranks, and updates the
         layer's running statistics."""
         found = self._statistics(values.detach(), counts=factor > 0)
-        if found is None:  # the step is lost: any values do
+        if found is None:  # the step is lost: any values suffice
             zeros = values.new_zeros(values.shape[1])
             return nn.functional.batch_norm(
                 values, zeros, zeros + 1, layer.weight, layer.bias, training=False

@@ -39,7 +39,7 @@ class WholeBatch:
     def __init__(self, session: Session, *, refusal: str | None) -> None:
         """`refusal`: reason why this run does not support it, and the alternative; None if
         supported."""
-        self._session: Session = weakref.proxy(session)  # which this lives as long as
+        self._session: Session = weakref.proxy(session)  # this object lives as long
         self._ranks = RanksInPasses(self._session, "the whole batch")
         self._refusal = refusal
         self._step: Callable[[], Step | None] = lambda: None

@@ -134,7 +134,7 @@ class Bucket:
                 len(scaled) == len(self.slots) - self._larges
                 and scaled[0] is self.slots[self._larges].view
             ):
-                self._smalls.mul_(factor)  # all of them, and no other: the usual case
+                self._smalls.mul_(factor)  # exactly the small gradients: the usual case
             else:
                 torch._foreach_mul_(scaled, factor)
         if absent:
@@ -443,13 +443,13 @@ class AccumulatedReduction:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
                 return
-        # together, since each read from a device is a wait
+        # together, because each read from a device waits
         *presence, weight = torch.cat([self._presence, self._weight_sum]).tolist()
         divisor = 1.0 if self._sums else weight or 1.0
         for parameter, summed, count in zip(
             self._parameters, self._grad_sums, presence, strict=True
         ):
-            # earlier steps have left something out
+            # with compression, earlier steps may have left residuals
             here = count > 0 or (self._compression is not None and bool(summed.any()))
             # For the same dtype it is not a copy but another object: users may give `.grad` other
             # memory.

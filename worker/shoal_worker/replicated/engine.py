@@ -102,7 +102,7 @@ class ReplicatedEngine(Engine):
 
     # ------------------------------------------------------------------------------------- training
 
-    # it calls the module, which may be compiled
+    # the module that it calls may be compiled
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module's forward pass. In training, the backward pass reduces the gradients over
@@ -125,7 +125,7 @@ class ReplicatedEngine(Engine):
                 "as_distributed gave it"
             )
         step = self._session.ensure_step()
-        if step.source is not None:  # else this may be a dry run before the loop, and no step
+        if step.source is not None:  # otherwise it may be a dry run before the loop
             check_reproducible(self.config, step)
         if self._in_micro_batches:
             return False
@@ -297,7 +297,7 @@ class ReplicatedEngine(Engine):
         step's starting state."""
         self._step_buffers.step_begins()
         self._skipped = False
-        if self._setup.several:  # what another model's passes have left here is not of this step
+        if self._setup.several:  # discard what another model's passes have left
             for parameter in self.module.parameters():
                 parameter.grad = None
         if self._compression is not None:
@@ -474,7 +474,7 @@ class ReplicatedEngine(Engine):
         self._step_buffers.put_back()
         if step is None or step.lost is not None:
             self._undo_writes()
-        else:  # nobody meant the step, and what the script has written since is its own
+        else:  # not an intended step: keep what the script has written since
             self._writes.forget()
             self._attributes.forget()
         if self._compression is not None:
@@ -504,8 +504,9 @@ class ReplicatedEngine(Engine):
         self._attributes.put_back()
 
     def _note_uncleared(self) -> None:
-        """Records whether gradients were left uncleared, because torch's next backward pass adds to
-        them. Warns if new ranks lack gradients that this step has added to."""
+        """Records whether the step's gradients are still present at its end: torch's next backward
+        pass would add to them. Warns if ranks that have joined lack gradients to which this step
+        has added."""
         group = self._session.group
         now = (group.generation.number, group.world_size) if group is not None else (0, 1)
         before = self._uncleared_in

@@ -180,7 +180,7 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if not self._in_micro_batches:
             self._step_weight = step.share.weight
-        if self._step_weight > 0:  # else the batch was a stand-in
+        if self._step_weight > 0:  # otherwise the batch is a stand-in
             update()
 
     # ------------------------------------------------------------------------------------ averaging
@@ -198,7 +198,7 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if self._averaging and step.phase is StepPhase.OPEN:
             if step.placement.generation != self._round.generation:
-                # training on ranks that are gone is lost as well
+                # the training on failed ranks is lost too
                 self._session.abort_step("the ranks have changed since the round began")
                 return
             with LosingStep(self._session) as averaging:
@@ -232,7 +232,7 @@ class LocalSGDEngine(ReplicatedEngine):
         """Computes the averages of parameters and buffers at the end of a round. Raises
         MembershipChanged."""
         if self._step_weight == 0:
-            self._step_buffers.put_back()  # what a stand-in batch has made of them
+            self._step_buffers.put_back()  # undo the changes of a stand-in batch
         tensors = self._averaged()
         group = self._group()
         weight = self._round.weight + self._step_weight
@@ -363,7 +363,7 @@ class LocalSGDEngine(ReplicatedEngine):
             and not self._averaging
             and self._step_weight == 0
         ):
-            self._step_buffers.put_back()  # what a stand-in batch has made of them
+            self._step_buffers.put_back()  # undo the changes of a stand-in batch
         super().commit_step()
         if self._averaging:
             self._round_over()

@@ -96,7 +96,7 @@ class OverlappedReduction:
         since the last pass. torch drops the hooks of a parameter whose dtype changed, and `.grad`,
         a view of the bucket, may have been moved too."""
         if not in_backward():
-            # otherwise it is run again for a checkpoint, in the middle of a backward pass
+            # otherwise a checkpointed block runs again, in the middle of a backward pass
             self._refuse_half_a_pass()
         self._end_awaited = False
         if (
@@ -432,8 +432,8 @@ class OverlappedReduction:
                 reduction._before(found[1])
 
         if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # it can have no gradient
-        parameter.requires_grad_(True)  # else torch takes no hook
+            return  # an integer parameter has no gradient
+        parameter.requires_grad_(True)  # otherwise torch accepts no hook
         yield parameter.register_post_accumulate_grad_hook(completed)
         if self._sums and not frozen:
             yield parameter.register_hook(before)

@@ -154,8 +154,8 @@ def mean_optimizer_state(
         add(sent)
         flat.copy_(sent)
 
-    # What optimizers keep on the host (each parameter's number of steps, say) goes to the device in
-    # one piece, and comes back in one.
+    # Values that optimizers keep on the host, such as step counts, are sent to the device and
+    # back in one piece.
     for on_host, sum_up in ((False, add), (True, add_on_device)):
         places: list[tuple[int, str, float]] = []
         parts: list[torch.Tensor] = []

@@ -166,7 +166,7 @@ class HostCopies:
             return None
         try:
             copy = tensor.clone(memory_format=torch.contiguous_format)
-        except torch.OutOfMemoryError:  # in pieces that are too small
+        except torch.OutOfMemoryError:  # the free memory is fragmented
             self._room[tensor.device] = 0
             return None
         self._room[tensor.device] -= tensor.nbytes
@@ -194,7 +194,7 @@ class HostCopies:
                 lane, tensor, copy = self._coming[-1]
                 reader = readers.setdefault(id(lane), DeviceReader(lane))
                 reader.read(tensor, copy)
-                self._coming.pop()  # its memory on the device is free again
+                self._coming.pop()  # releases the memory on the device
 
     def _lane(self, device: torch.device) -> Lane | None:
         if device not in self._lanes:

@@ -37,7 +37,7 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     if not plain.nbytes:
         return memoryview(bytearray())
     held: Any = (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr())
-    held.tensor = plain  # the view holds its object, and that the memory
+    held.tensor = plain  # keeps the memory alive as long as the view
     return memoryview(held).cast("B")
 
 

@@ -68,8 +68,8 @@ def check_fits(
     shapes of the parameters in each of this optimizer's groups.
 
     Raises:
-        CorruptDataError (OPTIMIZER_DIFFERS): it is not such a state, or belongs to another
-        optimizer or other parameters.
+        CorruptDataError (OPTIMIZER_DIFFERS): `saved` is not such a state, or belongs to another
+            optimizer or other parameters.
     """
     groups, state = (
         (saved.get("param_groups"), saved.get("state")) if isinstance(saved, dict) else (None, None)
@@ -145,8 +145,8 @@ def takes_whole_tensors(
     declarations.
 
     Raises:
-        ConfigurationError: it is unknown without a declaration, the declaration is contradictory,
-            or it has stepped before.
+        ConfigurationError: the optimizer is unknown and not declared, the declaration contradicts
+            it, or the optimizer has stepped before.
     """
     name = type(optimizer).__name__
     if name in ACROSS_TENSORS:

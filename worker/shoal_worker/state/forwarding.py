@@ -59,7 +59,7 @@ class ForwardingOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Forwards missing attributes to the wrapped optimizer."""
-        if name == "optimizer":  # before the constructor has run: a copy, say
+        if name == "optimizer":  # before the constructor has run, as in a copy
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

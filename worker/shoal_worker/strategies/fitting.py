@@ -240,7 +240,7 @@ def fit(
         )
         has_all_steps = data.max_steps is not None and loader.global_step >= data.max_steps
         if (loader.epoch <= epoch and not has_all_steps) or session.is_redoing:
-            continue  # the job was stopped within the epoch, or some of it comes again
+            continue  # the job was stopped within the epoch, or parts of it are repeated
         record = progress.add(epoch, training_loss, metric)
         if data.on_epoch is not None:
             data.on_epoch(record)
@@ -270,8 +270,8 @@ def _epoch(
     for step in _steps(loader, in_micro_batches=data.micro_batch_size is not None):
         loss_sum, count = 0.0, 0.0
         for inputs, targets in step:
-            # Samples of the batch. A rank without any in an incomplete step gets a stand-in, which
-            # has no weight.
+            # Number of samples of the batch. A rank without any in an incomplete step gets a
+            # stand-in of weight 0.
             weight = (session.step.micro_batch if session.step is not None else None) or 0.0
             loss = float(model.train_step(inputs, targets, data.loss_fn))
             loss_sum, count = loss_sum + loss * weight, count + weight

@@ -56,9 +56,9 @@ class ShardedModel(nn.Module):
         among: ModelSession | None = None,
         **options: Any,
     ) -> None:
-        """Creates the model. `backend`: None: chosen by the session's device. `among`: session of
-        this model if it is one of several; None: it is the only one. `options`: options that the
-        strategy declares.
+        """Creates the model. `backend`: name of the communication backend; None: selected by the
+        session's device. `among`: session of this model if it is one of several; None: it is the
+        only one. `options`: options that the strategy declares.
 
         Raises:
             ConfigurationError: the strategy cannot train the module with these settings.
@@ -75,7 +75,7 @@ class ShardedModel(nn.Module):
         self._forward_methods: set[str] = set()
         """Names of methods that are registered as passes; see `register_forward_method`."""
         if session.device.type == "cuda":
-            # NCCL binds groups to the current device, and ranks of one host must not share one
+            # NCCL binds groups to the current device, which ranks of one host must not share
             torch.cuda.set_device(session.device)
         checkpoint_activations(self.module, config.activation_checkpointing)
         self.on_before_initialize_sharding()

@@ -80,7 +80,7 @@ _HSDP = dataclasses.replace(
     sent="3P(S-1)/S within, 2(P/S)(R-1)/R between",
     a_death="loses nothing: other replicas have its shard",
     options=OPTIONS | {"shard_size"},
-    compressor=None,  # most of what it sends stays within a host
+    compressor=None,  # most traffic stays within a host
 )
 
 

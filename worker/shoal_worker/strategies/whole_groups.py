@@ -76,14 +76,14 @@ class WholeGroup(dict[str, Any]):
     def __eq__(self, other: object) -> bool:
         return self is other or (not isinstance(other, WholeGroup) and dict(self) == other)
 
-    __hash__ = None  # as of any dict
+    __hash__ = None  # as for any dict
 
-    def __ior__(self, other: Any) -> WholeGroup:  # type: ignore[override]  # it has one form here
+    def __ior__(self, other: Any) -> WholeGroup:  # type: ignore[override]  # one signature only
         self.update(other)
         return self
 
     def __or__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]
-        # it has one form here
+        # only one signature is supported
         """Returns a plain dict with the contents of both."""
         merged: dict[str, Any] = dict(self) | other
         return merged

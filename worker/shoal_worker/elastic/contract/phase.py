@@ -36,7 +36,7 @@ from shoal_common.errors import InternalError
 class Phase(enum.Enum):
     """Phase of the script relative to its job."""
 
-    __hash__ = object.__hash__  # Enum's own is written in Python, and each step asks for a dozen
+    __hash__ = object.__hash__  # Enum's own is slow Python code, called a dozen times per step
 
     REPLAYING = "replaying"
     """The process has no state that counts: it is a joiner before it receives the state, or a

@@ -151,7 +151,8 @@ class Reconciliation:
 
 
 def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
-    """Decides from the status of all ranks in rank order. Every rank must pass the same list."""
+    """Decides what each rank does, from the status of all ranks in rank order. Every rank must pass
+    the same list."""
     members = [r for r, s in enumerate(statuses) if not s.learner]
     newest = max((state for r in members if (state := statuses[r].state) is not None), default=None)
     current = tuple(r for r in members if newest is not None and statuses[r].state == newest)

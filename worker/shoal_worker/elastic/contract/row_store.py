@@ -94,5 +94,5 @@ class RowStore(Protocol):
     def put(
         self, stored: StoredRows, share: tuple[int, int], restoration: int, given_up: Event
     ) -> None:
-        """Restores this rank's share of all buckets. `share`: rank and number of ranks. Raises like
-        `fetch`."""
+        """Restores this rank's share of all buckets on the servers. `share`: this rank, and the
+        number of ranks. Raises like `fetch`."""

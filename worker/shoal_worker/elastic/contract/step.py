@@ -68,7 +68,7 @@ def agree(summed: Sequence[float]) -> bool:
     """Returns whether all ranks added the same numbers to a sum of words such as
     `ScriptPosition.word`. The mean of the squares equals the square of the mean only for equal
     numbers."""
-    count, *numbers = map(int, summed)  # their products are exact as integers only
+    count, *numbers = map(int, summed)  # only products of integers are exact
     half = len(numbers) // 2
     return all(
         count * squares == total * total

@@ -456,7 +456,7 @@ class CoordinatorLink:
                     self._fail(error)
                     return
             except ShoalError as error:
-                if error.reason == "REPLICAS_DIVERGED":  # the answer to its leave message
+                if error.reason == "REPLICAS_DIVERGED":  # the answer to this member's leave message
                     self._apart = str(error)
                     return
                 # An evicted member must not exit with success, even if it learns of the eviction
@@ -576,7 +576,7 @@ class CoordinatorLink:
                 )
             elif kind == "notice":
                 self._notice = directive.notice.text
-                if self._notice:  # told to all: one of a machine's workers says it
+                if self._notice:  # sent to all members: one worker per machine logs it
                     _log.log(
                         logging.WARNING if self.identity.local_index == 0 else logging.INFO,
                         "%s",
@@ -628,7 +628,7 @@ class CoordinatorLink:
             ) from error
 
     def _fail(self, error: ShoalError) -> None:
-        _log.info("this member is evicted: %s", error)  # whoever waits raises it
+        _log.info("this member is evicted: %s", error)  # a waiting call raises it
         with self._changed:
             self._fatal = error
             self._changed.notify_all()

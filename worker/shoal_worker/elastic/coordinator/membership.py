@@ -92,8 +92,8 @@ def connect(
     that this rank waits. Every ten seconds a log line names the missing ranks.
 
     Raises:
-        MembershipChanged: given up, a peer went away, not all arrived within `arrival_timeout` or
-            connected within `connect_timeout`.
+        MembershipChanged: the attempt was aborted, a peer failed, or not all members arrived
+            within `arrival_timeout` or connected within `connect_timeout`.
         ConfigurationError: the backend does not work here, nor would it in a later generation.
     """
     if generation.world_size == 1:
@@ -186,7 +186,7 @@ class Membership:
         *,
         host: str,
     ) -> None:
-        """Does not connect yet. `host` is the address peers reach this process at."""
+        """Creates the membership without connecting. `host`: address of this process for peers."""
         self._settings = settings
         self._host = host
         self._lock = threading.Lock()
@@ -260,7 +260,7 @@ class Membership:
         """
         group = self._group
         if group is not None and group.broken is None:
-            # a stop may arrive instead; then the group is still needed
+            # the group is still needed if a stop arrives instead
             generation = self.await_generation()
             self.leave_group("re-forming")
         else:
@@ -348,15 +348,16 @@ class Membership:
         the job. Thread-safe.
 
         Returns if the coordinator cannot be reached, because a stopped coordinator evicts no
-        member. A coordinator that only this process cannot reach may have evicted it. The published
-        state was then committed while this process was a member, but is not the job's newest.
+        member. If only this process cannot reach the coordinator, it may have been evicted. The
+        published state was then committed while this process was a member, but is not the job's
+        newest.
 
         Raises:
             StaleGenerationError: this member no longer belongs to the job.
         """
         identity = self.link.identity
         if self._drained:
-            return  # it left by itself: what it held then was the job's
+            return  # it left alone, with the job's state at that time
         try:
             job = self.link.client.get_job(identity.job_id, member_id=identity.member_id)
         except (UnavailableError, DeadlineError):
@@ -390,7 +391,7 @@ class Membership:
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
         """Reports `step`, and asks the coordinator whether all other members have reported it
         (`Member.all_have`). Returns False while the coordinator is unavailable."""
-        self.link.has_all(step)  # who asks has it
+        self.link.has_all(step)  # the caller has committed the step
         try:
             job = self.link.client.get_job(self.link.identity.job_id, below_step=step)
             behind = [m for m in job.members if m.member_id != self.link.identity.member_id]
@@ -432,7 +433,7 @@ class Membership:
                     )
                     self._departures.appendleft(f"{event.member_id} ({why})")
         except (UnavailableError, DeadlineError):
-            pass  # what is known from before is told
+            pass  # returns what was known before
         return tuple(self._departures)
 
     def leave_group(self, reason: str) -> None:

@@ -243,7 +243,7 @@ class ProgressMeter:
         self._unpushed = (0, 0) if pushed else (round_steps, round_samples)
         if pushed:
             self._begun_pushes.discard(self._pushing)
-        if known and not self._pushes_again:  # else it may be this worker that had pushed it
+        if known and not self._pushes_again:  # otherwise this worker may have pushed it
             self._known = self._known[0] + round_steps, self._known[1] + round_samples
             writer.known(self._pushing, round_steps, round_samples)
             return
@@ -279,8 +279,8 @@ class ProgressMeter:
         """Records numbers that the loop reports, by name.
 
         Raises:
-            ConfigurationError: one is not a single number, or there are too many names, or one is
-                too long.
+            ConfigurationError: a value is not a single number, there are too many names, or a name
+                is too long.
         """
         for name, value in numbers.items():
             if name == "loss":
@@ -322,7 +322,7 @@ class ProgressMeter:
             step_s = statistics.median(times) if times else 0.0
             busy_s = statistics.median(busy_times) if times else 0.0
             if times and running_s > 2 * step_s:
-                # the current step says more than earlier ones
+                # the current step is more informative than earlier ones
                 step_s, busy_s = running_s, max(0.0, running_s - waited_s)
             span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
             return Progress(

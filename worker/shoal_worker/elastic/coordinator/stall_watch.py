@@ -58,14 +58,14 @@ def unreachable(
     left = set(peers)
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for rank, address in peers.items():
-            with suppress(OSError):  # it stays among those left
+            with suppress(OSError):  # the rank stays in `left`
                 connection = stack.enter_context(_start_connecting(address))
                 waiting.register(connection, selectors.EVENT_WRITE, (rank, connection))
         while waiting.get_map() and time.monotonic() < deadline and not given_up():
             for key, _ in waiting.select(_LOOK_S):
                 rank, connection = key.data
                 waiting.unregister(connection)
-                with suppress(OSError):  # nobody took the connection: it stays among those left
+                with suppress(OSError):  # not accepted: the rank stays in `left`
                     connection.send(PROBE)  # fails if connecting did
                     left.discard(rank)
     return [] if given_up() else sorted(left)
@@ -157,7 +157,7 @@ class StallWatch:
             if time.monotonic() >= self._looked_at + _LOOK_AGAIN_S:
                 self._look(group, waited_s, what)
                 self._looked_at = time.monotonic()
-            if not self._link.notice:  # the link has said what the coordinator knows, which is more
+            if not self._link.notice:  # the link has logged the notice, which says more
                 self._lines.say(f"peers in {what}", self._why)
 
     def _why(self) -> str:

@@ -58,7 +58,7 @@ def steps_apart(
             if group is not None
             else [report]
         )
-    except MembershipChanged:  # a peer has told its error and gone
+    except MembershipChanged:  # a peer has raised its error and left
         everyones = [report]
     return PreconditionError(f"ranks diverged: {_difference(everyones)}", reason=REASON)
 

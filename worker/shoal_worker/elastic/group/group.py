@@ -79,7 +79,8 @@ def number_of_part(
     the division does not contain every rank exactly once.
 
     Raises:
-        ConfigurationError: the division has no part with these members, or parts of different sizes.
+        ConfigurationError: the division has no part with these members, or its parts differ in
+            size.
     """
     parts = [list(part) for part in division]
     if sorted(rank for part in parts for rank in part) != list(range(world_size)):
@@ -235,11 +236,11 @@ class Group:
                 f"subgroup({members}): this group cannot be divided further; divide the "
                 "generation's own"
             )
-        self._connections[name] += 1  # of several models each may connect its own
+        self._connections[name] += 1  # several models may each connect one
         name = f"{name} {self._connections[name]}"
         store, backend = self._configuration.store(name), self._configuration.make_backend()
         if number is not None and self._backend is not None:
-            self.settle()  # a group that is split has nothing to do
+            self.settle()  # no collective may be pending in a group that is split
             backend.comes_from(self._backend, number)
         generation = self.generation.part(members)
         part = self._adopt(Group(generation, backend, store, parent=self))
@@ -352,7 +353,7 @@ class Group:
 
         Raises:
             MembershipChanged: the group has ended.
-            PreconditionError: another rank sums something else: RANKS_DIVERGED. The group has
+            PreconditionError (RANKS_DIVERGED): another rank sums something else. The group has
                 ended, with this error on all ranks if they share a store in Redis.
         """
         if self.world_size == 1:
@@ -571,7 +572,7 @@ class Group:
         if self._reason is not None:
             backend = self._backend
             if backend is not None:
-                backend.rest()  # who is told so may give the memory to something else
+                backend.rest()  # after this error, the caller may reuse the memory
             raise self._ended(
                 MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
             )

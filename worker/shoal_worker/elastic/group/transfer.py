@@ -141,7 +141,7 @@ class StateDonor:
         header = _encode_header(structure, resolved)
         for device in {t.device for t in resolved.values()}:
             if (lane := device_reader.lane_of(device)) is not None:
-                lane.fence()()  # the threads that serve read what has been computed
+                lane.fence()()  # the serving threads must read finished values
         with self._changed:
             self._offer = _Offer(
                 nonce=nonce.encode(),
@@ -591,8 +591,8 @@ class StateExchange:
         keys = [peer.donor_key for peer in peers] if self._settings.calling_tls is not None else []
         try:
             with group.guarding() as guard:
-                # On another thread: where ranks take turns, a donor may need its turn to offer what
-                # this one waits for.
+                # On another thread: if ranks take turns, a donor may need its turn to offer the
+                # state for which this rank waits.
                 state, size = run_aside(
                     lambda: take_state(
                         addresses,

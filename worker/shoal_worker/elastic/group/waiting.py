@@ -93,7 +93,7 @@ class Waiting:
         self._verdict = verdict
         if self._notes is not None:
             with contextlib.suppress(ShoalError, RuntimeError):
-                # the store is away: this rank has its error all the same
+                # the store is unavailable; this rank raises its error nevertheless
                 self._notes.set(_VERDICT, verdict)
 
     @property

@@ -369,7 +369,7 @@ class Formation:
                 ):
                     held.engine.consolidate(channel)
                     held.engine.keep_two_copies(channel)
-            except StateLostError as error:  # on all members alike
+            except StateLostError as error:  # on all members
                 lost = error
             GroupChannel(group, _TOGETHER, self._learners).exchange(b"")
             if lost is not None:
@@ -397,7 +397,7 @@ class Formation:
         agreeing ranks work with this state, so its owners' updates are sent to all ranks that hold
         it. A collective."""
         held = self._held
-        step, held.step = held.step, None  # else nothing would be sent, in a step that is lost
+        step, held.step = held.step, None  # otherwise nothing would be sent: the step is lost
         try:
             if step is not None and step.unresolved:
                 step.abort()
@@ -486,7 +486,7 @@ class Formation:
         `reform`."""
         self._held.phase.set_aside()
         self.membership.link.stands_by()
-        self._outcomes_due = 0  # its count of outcomes will come with the peers' state
+        self._outcomes_due = 0  # the count of outcomes will arrive with the peers' state
         _log.info(
             "no whole replica can be made with this rank: it is a spare until the membership "
             "changes"
@@ -619,7 +619,7 @@ class Formation:
             except StateLostError:
                 if group.rank not in self._learners:
                     raise
-                # The members go back to a checkpoint, and reach this boundary again with a complete
+                # The members return to a checkpoint, and reach this boundary again with a complete
                 # state.
             else:
                 self._learners, self._outcomes_due = (), self._held.outcomes

@@ -133,7 +133,7 @@ class JoinerState:
         held.engine.reshard(group)
         held.phase.sync()
         if len(learners) == group.world_size:
-            held.phase.arrive()  # there are no others that it would have to come to
+            held.phase.arrive()  # no peers are ahead of its script
         return peers_at
 
     def _rendezvous(self, group: Group, learners: Sequence[int], place: ScriptPosition) -> _Offer:

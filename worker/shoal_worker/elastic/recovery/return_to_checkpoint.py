@@ -66,6 +66,6 @@ class ReturnToCheckpoint:
                 self._boundaries.went_back()
                 step = self._held.step
                 if step is not None and step.lost is None and why_not is None:
-                    # a pass before an operation has begun it, with the state that is lost
+                    # a pass before an operation has begun the step with the lost state
                     step.abort()
                 return why_not

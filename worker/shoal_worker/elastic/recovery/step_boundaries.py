@@ -166,7 +166,7 @@ class Departure:
 
     def _exit(self, reason: str, *, status: int) -> NoReturn:
         _log.info("leaving: %s", reason)
-        self._held.phase.leave(reason)  # at the script's end there is nobody to wait for
+        self._held.phase.leave(reason)  # the script's end must not wait for peers
         for source in self._held.sources:
             source.leaving()
         if self._membership is not None and not (
@@ -436,7 +436,7 @@ class StepBoundaries:
             self._leave_if_asked(formation, stop=None)
             return
         if not formation.healthy:
-            return  # a peer is gone, and what this rank holds may be the only copy
+            return  # a peer is gone, and this rank may have the only copy of its part
         try:
             mine = BoundaryMessage(
                 asked=self._leaves_alone or link.excluded,
@@ -474,7 +474,7 @@ class StepBoundaries:
         if channel.rank in plan.now:
             raise Drained(link.draining or "")
         if not plan.now and not any(each.joiners for each in messages):
-            formation.boundary_due = False  # no other generation comes
+            formation.boundary_due = False  # no other generation will form
 
     def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:
         membership = formation.membership

@@ -367,7 +367,7 @@ class StepLifecycle:
             except StopTraining:
                 if self._peers_have_ended:
                     raise self._apart_from_the_end() from None
-                sys.exit(0)  # in the user's own loop there is no loader that could end it
+                sys.exit(0)  # no loader could end the user's own loop
             self.assign(
                 Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None)
             )
@@ -500,7 +500,7 @@ class StepLifecycle:
         held = self._held
         held.registered.check_groups()
         failpoint("session.before_apply")
-        here = not held.engine.asynchronous  # else the servers change, or nothing does
+        here = not held.engine.asynchronous  # otherwise only the servers' values change, if any
         if here:
             held.phase.tear()  # it stays torn if what follows raises
         held.registered.applying = True

@@ -28,7 +28,7 @@ def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
     no line of the script has caused."""
     if not isinstance(error, ShoalError) or isinstance(error, InternalError):
         return None
-    with suppress(ConfigurationError):  # which may be the error to be shown
+    with suppress(ConfigurationError):  # may itself be the error to show
         if WorkerSettings.load().full_tracebacks:
             return None
     libraries = _libraries()

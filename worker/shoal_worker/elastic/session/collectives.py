@@ -78,7 +78,7 @@ def broadcast(session: Session, value: Any, from_rank: int) -> Any:
     everyones = gather(session, value, kind="broadcast", source=from_rank)
     if len(everyones) == 1:
         return everyones[0]
-    if from_rank >= len(everyones):  # it was there when this began
+    if from_rank >= len(everyones):  # the rank existed when this began
         raise PreconditionError(
             f"broadcast(from_rank={from_rank}): that rank has died, and only {len(everyones)} are "
             "left; rank 0 always exists",

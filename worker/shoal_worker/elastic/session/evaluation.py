@@ -231,7 +231,7 @@ def _order_of(loader: Any) -> str | None:
     known_to_draw = isinstance(
         samples, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
     )
-    with generators_kept():  # but for between the two draws
+    with generators_kept():  # restored only after both draws
         orders = [] if known_to_draw else [_drawn_from(drawn) for _ in range(2)]
     if len(set(orders)) != 1:
         raise ConfigurationError(
@@ -271,7 +271,7 @@ class IteratedBatches:
         return len(self._loader)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yields the batches with these numbers, with their numbers.
+        """Yields (number, batch) for each of the given numbers, in ascending order.
 
         Raises:
             ConfigurationError: the loader yields more batches than its length.
@@ -317,7 +317,7 @@ def evaluate(
 
     def compute(wanted: Any, most: int | None = None) -> None:
         with generators_kept():
-            seed_generators(key)  # datasets may draw, too: every rank reads a plain loader alike
+            seed_generators(key)  # datasets may draw too: all ranks must read the same batches
             for number, batch in itertools.islice(batches.read(wanted), most):
                 with generators_kept():
                     seed_generators((*key, number))

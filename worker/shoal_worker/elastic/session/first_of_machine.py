@@ -74,7 +74,7 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
         is_first = _wait_for_turn(descriptor, timeout, once=once)
         if is_first:
             os.ftruncate(descriptor, 0)
-        yield is_first  # alone; or beside others: then the lock is shared
+        yield is_first  # alone, or concurrently with a shared lock
         if is_first:
             os.pwrite(descriptor, _DONE, 0)
     finally:

@@ -32,13 +32,15 @@ class ScriptEnd:
             [BaseException, TracebackType | None], str | None
         ] = lambda error, traceback: None,
     ) -> None:
-        """Args:
-        account_for: called with an uncaught exception, after its traceback was printed; the
-            process takes its status from a SystemExit that it raises.
-        in_backward: returns whether the calling thread runs a backward pass. On CUDA that is a
-            thread of autograd's, whose exceptions are raised in the thread that called
-            `backward`.
-        shown: returns the text of an uncaught exception; None: its traceback is printed.
+        """Prepares the record, without installing it.
+
+        Args:
+            account_for: called with an uncaught exception, after its traceback was printed. If it
+                raises SystemExit, the process ends with that status.
+            in_backward: returns whether the calling thread runs a backward pass. On CUDA, autograd
+                uses a thread of its own for that, whose exceptions are raised in the thread that
+                called `backward`.
+            shown: returns the text to print for an uncaught exception; None: its traceback.
         """
         self._account_for = account_for
         self._shown = shown

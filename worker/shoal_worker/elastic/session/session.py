@@ -328,7 +328,7 @@ class Session:
             if not held.phase.holds_state:
                 self._await_rank(membership)
                 held.phase.begin()
-            held.begin(0, self.settings.job_id)  # its workers begin at any time
+            held.begin(0, self.settings.job_id)  # workers of async_sgd begin at any time
         elif held.phase.holds_state:
             try:
                 formation.synchronize_first()
@@ -458,7 +458,7 @@ class Session:
         while self.lifecycle.returning.under_way or not self.is_redoing:
             if self._held.engine.idle:
                 if answers:
-                    # Its answer would not be the run's.
+                    # The answer of a spare would not be the run's.
                     self._departure.exit_spare(
                         f"no whole replica can be made with this rank, which has come to {kind}"
                     )
@@ -580,7 +580,7 @@ class Session:
             captured = {**self._held.with_own_tables(captured), "batches_compared": 0}
         if self._formation is not None and isinstance(channel, GroupChannel):
             self._formation.replace_state(channel, captured)
-        elif captured is not None:  # in this process alone; peers will get it from here
+        elif captured is not None:  # only in this process, which sends it to peers later
             self._held.restore(captured)
             self._held.name = StateName(self.generation, int(captured["steps"]))
 
@@ -688,7 +688,7 @@ class Session:
                 # otherwise all ranks have ended the last step, or could not have taken part
                 await_last_step(formation, held)
         except (ShoalError, StopTraining) as error:
-            # what was to be kept together is no longer needed
+            # the ranks need each other's state no longer
             if isinstance(error, ShoalError) and error.reason == "RANKS_DIVERGED":
                 self.missed = str(error)
             _log.info("the ranks did not end together: %s", error)

@@ -58,7 +58,7 @@ def process_group(session: Session) -> SurvivingGroup:
         if isinstance(group, SurvivingGroup) and group.session is session:
             return group
     default = c10d._world.default_pg
-    if isinstance(default, SurvivingGroup):  # of a session that has ended
+    if isinstance(default, SurvivingGroup):  # belongs to a session that has ended
         default = None
     own = (session.rank, session.world_size)
     if default is not None and (session.ranks_may_come or (default.rank(), default.size()) != own):
@@ -90,7 +90,7 @@ class SurvivingGroup(PythonGroup):
         """Number of committed steps at the last operation, and (rank, number of ranks) in that
         operation."""
 
-    # --- who is here
+    # --- rank and size
 
     def rank(self) -> int:
         """Returns this process's rank in the last call since the last step, otherwise the current
@@ -134,7 +134,7 @@ class SurvivingGroup(PythonGroup):
         (see `Session.operation`)."""
         return self.session.is_joining or self.session.is_redoing
 
-    # --- what torch's calls come down to
+    # --- collectives
 
     def _issue(self, call: Collective) -> Work:
         name = call.kind.value
@@ -255,7 +255,7 @@ class SurvivingGroup(PythonGroup):
         return rank
 
     def _by_rank(self, parts: Sequence[torch.Tensor], field: str) -> Tensors:
-        return list(parts)  # how many there are is checked on all ranks alike, in the operation
+        return list(parts)  # the operation checks their number, on all ranks
 
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
         size = self.place[1]

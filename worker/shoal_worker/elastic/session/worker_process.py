@@ -215,7 +215,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
         return open_fixed(world.seat)
     check_not_imported_again()
     settings = settings or WorkerSettings.load()
-    take_secrets()  # what the script starts has no use for them
+    take_secrets()  # processes that the script starts do not need them
     if settings.coordinator is not None or mpi_world_size() > 1:
         # gradients, and an optimizer's temporaries, are allocated and freed in every step
         keep_freed_memory()
@@ -277,7 +277,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         session.progress.tally_writer = _tally(settings)
         at_end = _Exit(session, membership, http)
         before = signal.getsignal(signal.SIGTERM)
-        if at_end.hear_sigterm():  # before it has a rank: one that waits for others leaves as well
+        if at_end.hear_sigterm():  # before it has a rank, so that a waiting worker can leave
             undo.callback(signal.signal, signal.SIGTERM, before)
             session.lifecycle.before_step = at_end.check_sigterm
         try:

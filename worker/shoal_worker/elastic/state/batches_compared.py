@@ -116,7 +116,7 @@ class BatchComparison:
             certain = len(set(batches)) == len(batches) and all(
                 map(json.loads, group.exchange(undealt))
             )
-        except MembershipChanged:  # the step counts all the same; its end notices the failure
+        except MembershipChanged:  # the step still counts; its end notices the failure
             return
         what = (
             f"all {len(replicas)} ranks trained on the same batches in each of the {CHECKED} first "

@@ -368,7 +368,7 @@ class CommittedState:
         self.compared, self.run = captured["steps"], captured.get("run", "")
         self.agreed = min(self.agreed, self.compared)
         self.last_state = None
-        self.samples = captured.get("samples", 0)  # checkpoints of earlier releases do not say
+        self.samples = captured.get("samples", 0)  # missing in checkpoints of earlier releases
         self._waiting, self._ended = waiting, {}
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 

@@ -55,7 +55,7 @@ def note_last_state(held: CommittedState, group: Group | None) -> None:
     if held.name is None or held.name.generation != group.generation.number:
         return  # ranks of another generation hold other parts of the state
     if step is not None and step.touched:
-        return  # its passes have changed the model
+        return  # the step's passes have changed the model
     # If a step has begun, passes that bypass `model(...)` may have changed buffers.
     in_common = {
         name: tensors
@@ -101,7 +101,7 @@ def compare_after_step(held: CommittedState, group: Group | None) -> str | None:
     try:
         return _compare(held, held.engine.in_common(), group.exchange)
     except MembershipChanged:
-        return None  # the step counts all the same; its end notices the failure
+        return None  # the step still counts; its end notices the failure
 
 
 def compare_before_update(
@@ -128,7 +128,7 @@ def _compare(
     if not apart:
         held.agreed = held.steps
         return None
-    agreed = max(each["agreed"] for each in received)  # whoever found it had the digests of all
+    agreed = max(each["agreed"] for each in received)  # from all ranks' digests
     since = (
         f"After step {agreed} all agreed: go back to a checkpoint of that step or before"
         if agreed

@@ -440,8 +440,8 @@ class RegisteredState:
         step is lost.
 
         Raises:
-            ConfigurationError: `value` lacks state_dict or load_state_dict, its state cannot be stored, or
-                the name belongs to another object.
+            ConfigurationError: `value` lacks state_dict or load_state_dict, its state cannot be
+                stored, or the name belongs to another object.
         """
         if not isinstance(value, Stateful):
             raise ConfigurationError(
@@ -464,7 +464,7 @@ class RegisteredState:
             self._copied.add(name)
 
     def _take(self, name: str, value: Any, where: MutableMapping[str, Any]) -> None:
-        flatten({name: value.state_dict()})  # says now what could not be sent or saved later
+        flatten({name: value.state_dict()})  # raises now if the state cannot be sent or saved later
         where[name] = value
         advance = next(
             method for marker, method in _ADVANCES.items() if hasattr(value, marker) or not marker
@@ -552,7 +552,7 @@ class RegisteredState:
             for name, state in before.items():
                 try:
                     objects[name].load_state_dict(state)
-                except Exception as error:  # a user's own; the others are put back all the same
+                except Exception as error:  # of the user's; other objects are still restored
                     _log.warning("the registered state %r could not be restored: %s", name, error)
             self._pending, self._last_scale = pending, scale
             self._advances, self._passed, self._loaded = counts
@@ -783,7 +783,7 @@ class RegisteredState:
 
         @functools.wraps(advance)
         def gated(own: Any, *args: Any, **kwargs: Any) -> Any:
-            if own is not gate():  # a copy of it, which is nobody's but the user's
+            if own is not gate():  # a copy, which belongs to the user
                 return advance(own, *args, **kwargs)
             if not self._counts(name, own):
                 if method == "update":
@@ -797,7 +797,7 @@ class RegisteredState:
         # instance attributes into state_dict().
         members = {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         if not hasattr(value, "__dict__"):
-            # its class has __slots__, and accepts only a class with the same
+            # its class has __slots__ and can be replaced only by a class with the same slots
             members["__slots__"] = ()
         value.__class__ = type(kind.__name__, (kind,), members)
 

@@ -60,8 +60,8 @@ class Whereabouts:
         self._pieces: list[weakref.ref[torch.Tensor]] = []
 
     def look_at(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Sets the pieces that this rank updates and whose gradients user code, such as a
-        GradScaler, may inspect."""
+        """Sets the pieces that this rank updates. User code, such as a GradScaler, may inspect
+        their gradients from now on."""
         own = list(pieces)
         guard_parts(own, guarded=True)
         self._pieces = [weakref.ref(piece) for piece in own]
@@ -141,7 +141,7 @@ class _Hidden:
 
 
 class _Absent(_Hidden):
-    """A parameter whose values are elsewhere."""
+    """A parameter without values on this rank. Most operations on it raise."""
 
     __slots__ = ()
 
@@ -236,7 +236,7 @@ class _Part(torch.Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
-            # which a GradScaler does on all ranks
+            # a GradScaler calls this on all ranks
             return _unscale(*args)
         if func not in _TELLS:
             raise PreconditionError(
@@ -539,7 +539,7 @@ def refuse_loading(module: nn.Module) -> None:
 def _check_loading(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module.named_parameters():
         if is_hidden(parameter) and prefix + name in state_dict:
-            # it is one of those
+            # a hidden parameter is an _Absent
             raise _refusal("load_state_dict()", parameter)  # type: ignore[arg-type]
 
 

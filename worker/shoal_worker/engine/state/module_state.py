@@ -74,7 +74,7 @@ class ModuleState:
             for key in (*self._listed, *self.left_out):
                 state[key] = self.tensors[key].detach() if key in self.tensors else self.others[key]
         if hasattr(self._listed, "_metadata"):
-            # as torch hangs it there
+            # torch attaches this attribute
             state._metadata = self._listed._metadata  # type: ignore[attr-defined]
         return state
 

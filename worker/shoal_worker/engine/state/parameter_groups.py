@@ -32,7 +32,7 @@ def checkpoint_activations(
     already do so are unchanged.
 
     Raises:
-        ConfigurationError: the model has none of them.
+        ConfigurationError: the model has no such submodule.
     """
     if chosen is False:
         return
@@ -72,7 +72,7 @@ def check_forward_passes(module: nn.Module, strategy: str) -> None:
     ConfigurationError (after `layer.forward = ...`). Layers are split by what their classes
     compute, and copies of such a module would compute with the first one's parameters."""
     for name, part in module.named_modules():
-        compiled = "_orig_mod" in part._modules  # torch.compile's, which copies know how to make
+        compiled = "_orig_mod" in part._modules  # by torch.compile; copies can create it
         if _FORWARD in part.__dict__ and own_forward(part) is None and not compiled:
             raise ConfigurationError(
                 f"module {name!r} ({type(part).__name__}) was given a forward() of its own "
@@ -126,7 +126,7 @@ def by_modules(
     owner: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         home = _enclosing(name, chosen)
-        # Shared by several units: belongs to the outermost.
+        # A parameter shared by several units belongs to the outermost one.
         owner[id(parameter)] = home if owner.get(id(parameter), home) == home else ""
     groups = []
     for home in ["", *(name for name in modules if name in chosen)]:

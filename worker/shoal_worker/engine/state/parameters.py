@@ -351,8 +351,8 @@ def materialize(
     values for those on the meta device.
 
     Raises:
-        ConfigurationError: one of those is missing or has another shape, or a parameter has hooks;
-            nothing is changed.
+        ConfigurationError: one of these buffers is missing or has another shape, or a parameter has
+            hooks; nothing is changed.
     """
     given = _given(module, buffers or {})
     for _, _, tensor in _places(module):

@@ -87,7 +87,7 @@ class CommittedBuffers:
                 if buffer is None and name not in owner._non_persistent_buffers_set:
                     self._unset.append((f"{prefix}.{name}" if prefix else name, owner, name))
                 if buffer is None or buffer.is_meta or id(buffer) in seen:
-                    # on the meta device: not of this rank's part
+                    # on the meta device: not part of this rank's state
                     continue
                 seen.add(id(buffer))
                 saved, place = (
@@ -327,7 +327,7 @@ class CommittedBuffers:
         found = [owner._buffers.get(name) for owner, name in self._places[: self._counters.stop]]
         try:
             return [(buffer, 0 if buffer is None else buffer._version) for buffer in found]
-        except RuntimeError:  # one was made in torch.inference_mode(), and has no count
+        except RuntimeError:  # a buffer made in torch.inference_mode() has no count
             return [(buffer, 0) for buffer in found]
 
     def apply(self, changes: torch.Tensor) -> None:
@@ -631,7 +631,7 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
     def put_back() -> None:
         for owner, name, buffer in places:
             owner._buffers[name] = buffer
-        _copy([buffer.data for _, _, buffer in places], values)  # by way of .data, as above
+        _copy([buffer.data for _, _, buffer in places], values)  # through .data, as in `_write`
 
     return put_back
 

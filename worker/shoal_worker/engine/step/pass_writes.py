@@ -476,7 +476,7 @@ class ModuleAttributes:
 
     def __init__(self, module: nn.Module, *, numbers: bool = True) -> None:
         """`numbers`: restore the modules' numbers too; otherwise numbers belong to the script."""
-        # torch's own layers keep nothing that a pass changes.
+        # torch's own layers have no attributes that a pass changes.
         self._parts = [
             part
             for part in module.modules()
@@ -508,7 +508,7 @@ class ModuleAttributes:
         self, kept: dict[str, Any], name: str, value: torch.Tensor, known: Mapping[int, Any]
     ) -> None:
         if value.grad_fn is not None or value.is_inference():
-            del kept[name]  # it would hold a pass's memory
+            del kept[name]  # it would keep a pass's memory alive
             return
         before = known.get(id(value))
         if before is not None and before[0] is value and before[1] == value._version:

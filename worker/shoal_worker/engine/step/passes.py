@@ -170,7 +170,7 @@ def when_gradients_come(
     that require a gradient have received it. Returns False if `tensors_in` finds no such tensor."""
     found = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
     if len(found) == 1:
-        found[0].register_hook(call)  # what the other comes down to, at a tenth of its price
+        found[0].register_hook(call)  # equivalent to the other hook, at a tenth of its cost
     elif found:
         torch.autograd.graph.register_multi_grad_hook(found, call, mode=mode)
     return bool(found)

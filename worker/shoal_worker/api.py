@@ -455,8 +455,8 @@ def evaluate(
             All ranks decide alike, including joiners, and never twice for one step.
 
     Raises:
-        ConfigurationError: a loader whose batches cannot be dealt, or not to all ranks alike; or an
-            `fn` that does not return sums.
+        ConfigurationError: a loader whose batches cannot be distributed, or differ between ranks;
+            or an `fn` that does not return sums.
         PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a
             step (STEP_NOT_FINISHED).
     """
@@ -727,7 +727,7 @@ def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextMan
     `init()`.
 
     Raises:
-        DeadlineError: the first one took longer than `timeout`.
+        DeadlineError: the first process took longer than `timeout`.
     """
     block = first_of_machine.next_block(inspect.currentframe())
     settings = WorkerSettings.load()

@@ -316,8 +316,8 @@ class Round:
 
 
 class OuterMomentum:
-    """Outer update: moves parameters from a round's start beyond, or only towards, its average.
-    Does nothing with the default options."""
+    """Outer update: moves parameters from their values at a round's start towards, or beyond, the
+    round's average. Does nothing with the default options."""
 
     def __init__(self, options: RoundOptions) -> None:
         self._options = options

@@ -325,8 +325,8 @@ def _validate(
 
 
 class _Counted:
-    """Validation batches, each with its number of samples. That number cannot be determined from
-    inputs and targets of arbitrary structure."""
+    """Validation batches, each with its number of samples. The number is needed because it cannot
+    be determined from inputs and targets of arbitrary structure."""
 
     def __init__(self, batches: EvaluationBatches) -> None:
         self._batches = batches

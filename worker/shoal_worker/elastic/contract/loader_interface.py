@@ -333,7 +333,7 @@ class StepSource(Protocol):
         ...
 
     def cursor_reader(self) -> Callable[[], dict[str, Any]]:
-        """Returns a function that returns `state_dict()` without a reference to the loader."""
+        """Returns a function that computes `state_dict()` and keeps no reference to the loader."""
         ...
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:

@@ -89,8 +89,8 @@ class ScriptPhase:
         self._move("begin", {Phase.REPLAYING: Phase.TRAINING})
 
     def be_alone(self) -> None:
-        """Continues in a world of one after this process left at the end of its part. It has no
-        peers to catch up with. A torn, stopped or left state is unchanged."""
+        """Continues in a world of one after this process has left its job: there are no peers to
+        catch up with. A torn, stopped or left state is unchanged."""
         onward = (Phase.REPLAYING, Phase.ARRIVING, Phase.TRAINING, Phase.RETURNED)
         self._move(
             "be_alone",

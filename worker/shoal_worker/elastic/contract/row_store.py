@@ -67,7 +67,7 @@ class RowStore(Protocol):
         """Writes a bucket to `file` and returns the bucket's version.
 
         Raises:
-            DeadlineError (SERVER_AWAY): a server was away for too long.
+            DeadlineError (SERVER_AWAY): a server was unreachable for too long.
             MembershipChanged: `given_up` is set.
         """
 
@@ -81,7 +81,7 @@ class RowStore(Protocol):
 
         Raises:
             CorruptDataError: files are damaged, and nothing was sent.
-            DeadlineError: a server was away for too long, or rank 0 sent none.
+            DeadlineError: a server was unreachable for too long, or rank 0 sent none.
         """
 
     def expected(self, stored: StoredRows, captured: Mapping[str, Any] | None) -> dict[str, Any]:

@@ -65,8 +65,8 @@ class ScriptPosition(NamedTuple):
 
 
 def agree(summed: Sequence[float]) -> bool:
-    """Returns whether all ranks added the same numbers to a sum of words such as
-    `ScriptPosition.word`. The mean of the squares equals the square of the mean only for equal
+    """Returns whether all ranks passed the same numbers, from the sum of the ranks' words (such as
+    `ScriptPosition.word`). The mean of the squares equals the square of the mean only for equal
     numbers."""
     count, *numbers = map(int, summed)  # only products of integers are exact
     half = len(numbers) // 2

@@ -612,7 +612,7 @@ class CoordinatorLink:
 
         Raises:
             MembershipChanged: there is a newer generation, which will be announced to this member.
-            UnavailableError: the coordinator is away, or does not know the job.
+            UnavailableError: the coordinator is unreachable, or does not know the job.
         """
         try:
             return parse_ranks(

@@ -302,7 +302,7 @@ def take_state(
     have begun to answer; after that, each block has its own deadline.
 
     Raises:
-        UnavailableError: a donor went away, or sends too slowly.
+        UnavailableError: a donor failed, or sends too slowly.
         CorruptDataError: a wrong checksum, or invalid data.
     """
     failpoint("transfer.before_taking")
@@ -580,7 +580,7 @@ class StateExchange:
         state.
 
         Raises:
-            UnavailableError: a donor went away, or damaged data arrived: the peers' state is
+            UnavailableError: a donor failed, or damaged data arrived: the peers' state is
                 intact, so ask again.
             MembershipChanged: the group has ended.
         """

@@ -75,7 +75,7 @@ class JoinerState:
         Raises:
             MembershipChanged: the group has ended, or spares leave it.
             StateLostError: no rank holds some part of the state.
-            LeftOver: this process is a spare to which nobody can send the state.
+            LeftOver: this process is a spare to which no rank can send the state.
             PreconditionError: no rank has a state, or the scripts diverged; on all ranks.
         """
         held = self._held

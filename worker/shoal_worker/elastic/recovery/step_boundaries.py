@@ -130,7 +130,7 @@ class Departure:
         Raises:
             SystemExit: status 0, drained.
             PreconditionError: MEMBER_BEHIND, the run finished with steps that this process does not
-                have. It has left by then.
+                have. The process has left the job by then.
         """
         self._leave_if_behind()
         if self.stopped is None and isinstance(stop, Drained):

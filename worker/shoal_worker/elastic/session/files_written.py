@@ -133,8 +133,8 @@ def _hear(event: str, args: tuple[Any, ...]) -> None:
 
 
 def _telling(save: Callable[..., None]) -> Callable[..., None]:
-    """Returns `torch.save` wrapped so that it reports its file. It opens files in compiled code,
-    without an audit event."""
+    """Returns `torch.save` wrapped so that it reports its file. `torch.save` opens files in
+    compiled code, without an audit event."""
 
     @functools.wraps(save)
     def telling(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:

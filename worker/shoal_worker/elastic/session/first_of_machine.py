@@ -61,11 +61,11 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
     first.
 
     Args:
-        once: a process that arrives after all others have left does not become first again, if one
-            has completed before.
+        once: a process that arrives after all others have left does not run the block first again
+            if another process has completed it.
 
     Raises:
-        DeadlineError: the first one took longer than `timeout`.
+        DeadlineError: the first process took longer than `timeout`.
         ConfigurationError: the directory of the locks belongs to another user.
     """
     descriptor = os.open(_lock_file(scope), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)

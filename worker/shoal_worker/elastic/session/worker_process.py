@@ -479,7 +479,7 @@ class _Exit:
 
     def _end_if_put_out(self) -> None:
         """Ends the process with a special status after an eviction, however its script ended,
-        because its state is not the result of the run."""
+        because the evicted member's state is not the result of the run."""
         refused = self._membership.link.put_out
         if refused is None:
             return

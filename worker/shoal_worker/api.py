@@ -455,8 +455,9 @@ def evaluate(
             All ranks decide alike, including joiners, and never twice for one step.
 
     Raises:
-        ConfigurationError: a loader whose batches cannot be distributed, or differ between ranks;
-            or an `fn` that does not return sums.
+        ConfigurationError: a loader whose batches cannot be distributed (it has no length, for
+            example), or that draws other samples on each rank; or an `fn` that does not return
+            sums.
         PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a
             step (STEP_NOT_FINISHED).
     """

@@ -580,8 +580,8 @@ class StateExchange:
         state.
 
         Raises:
-            UnavailableError: a donor failed, or damaged data arrived: the peers' state is
-                intact, so ask again.
+            UnavailableError: a donor failed, or damaged data arrived. The peers' state is intact,
+                so the request can be repeated.
             MembershipChanged: the group has ended.
         """
         started = time.monotonic()

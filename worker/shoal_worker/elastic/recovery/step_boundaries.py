@@ -183,8 +183,8 @@ class Departure:
 
     def send_leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> str:
         """Leaves the job after running the callbacks registered with `on_leave`. If this process
-        has already left, only runs the callbacks. `alone`: its peers continue. Returns the result
-        of `Member.leave`."""
+        has already left, only runs the callbacks. `alone`: only this process leaves, and its peers
+        continue. Returns the result of `Member.leave`."""
         self.finish()
         if self._membership is None:
             return ""

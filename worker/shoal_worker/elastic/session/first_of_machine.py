@@ -31,7 +31,8 @@ _LOOK_S: Final = 0.05
 
 
 class _Passed(threading.local):
-    """Counts of one thread; thread-local, because ranks may be threads."""
+    """Counts of the positions that a rank has reached. Thread-local, because ranks may be
+    threads."""
 
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()

@@ -501,7 +501,7 @@ class Leaves:
 
     @property
     def have_gradients(self) -> bool:
-        """True if some of the parameters have a gradient elsewhere."""
+        """True if the gradients of some parameters were moved elsewhere."""
         return any(place.gradient for _, place in self._leaves)
 
     def show_gradients(self) -> None:

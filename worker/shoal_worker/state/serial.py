@@ -66,8 +66,8 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
     """Returns the tensors and metadata in the result of `dump_tensors`.
 
     Raises:
-        CorruptDataError: truncated or damaged, not a safetensors image, or not written by Shoal or
-            by a newer release.
+        CorruptDataError: the data is truncated or damaged, is not a safetensors image, or was
+            written by other software or by a newer release.
     """
     try:
         tensors = safetensors.torch.load(data)

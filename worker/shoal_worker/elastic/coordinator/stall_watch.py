@@ -271,7 +271,7 @@ def _ranks_at(generation: Generation, address: str) -> list[int]:
 
 def looked_at(generation: Generation) -> dict[int, str]:
     """Returns the donor addresses to probe after a group has failed, by rank. Includes all other
-    ranks, or only the neighbours in a large world. Raises GENERATION_OVER_OR_AWAY."""
+    ranks, or only the neighbours in a large world. Raises MembershipChanged or UnavailableError."""
     large = generation.world_size > MOST_SENT_WHOLE
     peers = (
         generation.peers_of(neighbours(generation.rank, generation.world_size))

@@ -58,8 +58,8 @@ class Waiting:
     leaves this context manager around each wait. Another thread may read `now`."""
 
     def __init__(self, store: RedisStore | None) -> None:
-        """`store`: the group's store, whose prefix contains the notes. None: the group has no
-        store, and waits are not compared."""
+        """`store`: the group's store, in which ranks leave notes about their waits. None: the group
+        has no store, and waits are not compared."""
         self.now: Wait | None = None
         """Current wait, if it can be compared with other ranks' waits."""
         self.where: Callable[[], Where | None] = lambda: None

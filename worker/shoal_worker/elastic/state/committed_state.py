@@ -162,8 +162,9 @@ class CommittedState:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin(self, generation: int, run: str | None) -> StateName:
-        """Begins training from scratch. `run`: a unique name, the same on all ranks; None: begin
-        again over the saved state. Returns the state's name."""
+        """Begins training from scratch. `run`: a unique name, the same on all ranks. None: training
+        restarts in an existing run and may save over newer checkpoints, so the run has no name.
+        Returns the state's name."""
         self.name, self.run = (
             StateName(generation, 0),
             "" if run is None else f"{xxhash.xxh3_64_intdigest(run.encode()):016x}",

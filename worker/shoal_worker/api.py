@@ -1,5 +1,5 @@
-"""The public API, as functions over the session of this process. `import shoal` provides them under
-`shoal.`."""
+"""The public API: functions that use the session of this process. `import shoal` provides them
+under `shoal.`."""
 
 from __future__ import annotations
 
@@ -87,11 +87,11 @@ _CONFIG_FIELDS = frozenset(f.name for f in dataclasses.fields(ShardingConfigurat
 
 
 def init() -> None:
-    """Joins the cluster that `shoal run` started; without one, this process is a world of one.
-    Further calls do nothing. In `shoal.launch` a rank takes its place, and so does a process of
-    `mpiexec`, where there is no coordinator (docs/explanation/backends.md#mpi).
+    """Joins the cluster that `shoal run` has started. Without one, this process becomes a world of
+    one. Further calls do nothing. A rank of `shoal.launch`, or a process under `mpiexec`, joins the
+    other ranks without a coordinator (docs/explanation/backends.md#mpi).
 
-    In a new job it blocks until this member has a rank.
+    In a new job, blocks until this member has a rank.
 
     Raises:
         ConfigurationError: the environment contradicts itself.
@@ -201,24 +201,24 @@ def as_distributed(
     config: ShardingConfiguration | None = None,
     **options: Any,
 ) -> Any:
-    """Distributes a model and its optimizer over the ranks of the job: a pair in, a pair out; a
-    model alone in, a model out.
+    """Distributes a model and its optimizer over the ranks of the job. Returns a pair for a pair,
+    and a model for a model alone.
 
-    Rank 0's weights win; other ranks may pass a model on the `meta` device. The model is moved to
-    `shoal.device()`.
+    All ranks start with rank 0's weights; other ranks may pass a model on the `meta` device. The
+    model is moved to `shoal.device()`.
 
-    Several models in one loop (a generator and a discriminator) are given together, with an
-    optimizer each: tuples in, tuples out. For a batch each optimizer steps at most once, in any
-    order, and all that they did counts, or is undone, as one step of the run. `step()` says PENDING
-    until the last of them has stepped.
+    Several models in one loop (a generator and a discriminator) are passed together, as tuples of
+    models and of optimizers, one for each model; the results are tuples too. For a batch, each
+    optimizer steps at most once, in any order. All their updates count, or are undone, as one step
+    of the run. `step()` returns PENDING until the last of them has stepped.
 
     Args:
-        model: the user's module, whole; or several.
-        optimizer: made from `model.parameters()`, for several models one for each; with
-            `GradientCompressionOptimizer(optimizer, compressor)` gradients travel compressed.
-        strategy: how to share the work; see the strategies' pages.
-        backend: "gloo" or "nccl"; None: nccl where there is CUDA, else gloo. In `shoal.launch`
-            "inmemory", under `mpiexec` "mpi", and so with None.
+        model: the user's unsharded module; or several.
+        optimizer: made from `model.parameters()`; for several models, one for each. With
+            `GradientCompressionOptimizer(optimizer, compressor)`, gradients are sent compressed.
+        strategy: how the ranks share the work; see the strategies' pages.
+        backend: "gloo" or "nccl"; None: nccl if CUDA is available, otherwise gloo. In
+            `shoal.launch`, "inmemory" or None; under `mpiexec`, "mpi" or None.
         config: settings common to all strategies.
         **options: fields of `ShardingConfiguration`, or options of the strategy.
 
@@ -247,7 +247,7 @@ def as_distributed(
     for one in models:
         if not any(p.is_meta for p in one.parameters()):
             one.to(session.device)
-    if not session.strategy:  # else it is the second call, which is refused
+    if not session.strategy:  # otherwise this is a second call, which is refused
         parameters = (parameter for one in models for parameter in one.parameters())
         session.registered.made_from(
             parameters, *(its_optimizer for its_optimizer, _ in taken_apart)
@@ -280,8 +280,8 @@ def as_distributed(
 
 
 def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
-    """Returns the models and the optimizer of each. Raises ConfigurationError for several models
-    without an optimizer each."""
+    """Returns a list of models and a list with each model's optimizer. Raises ConfigurationError
+    for several models without an optimizer each."""
     if not isinstance(model, tuple | list):
         return [model], [optimizer]
     optimizers = list(optimizer) if isinstance(optimizer, tuple | list) else []
@@ -295,7 +295,8 @@ def _in_pairs(model: Any, optimizer: Any) -> tuple[list[Any], list[Any]]:
 
 
 def _check_kinds(model: object, optimizer: object, config: object) -> None:
-    """Raises ConfigurationError for arguments that are no module, optimizer or configuration."""
+    """Checks the types of the arguments. Raises ConfigurationError unless they are a module, an
+    optimizer and a configuration."""
     if not isinstance(model, nn.Module):
         raise ConfigurationError(
             f"as_distributed: model has type {type(model).__name__}; expected an nn.Module as the "
@@ -336,10 +337,10 @@ def as_distributed_for_high_bandwidth(
 def as_distributed_for_high_bandwidth(
     model: nn.Module, optimizer: torch.optim.Optimizer | None = None, **options: Any
 ) -> Any:
-    """Calls `as_distributed` with `ShardingConfiguration.for_high_bandwidth()`: buckets of 100 MiB,
-    no compression.
+    """Calls `as_distributed` with `ShardingConfiguration.for_high_bandwidth()`: buckets of 100 MiB
+    and no compression.
 
-    `options` are those of `as_distributed` and override these settings. Measured in T9 and
+    `options`: arguments of `as_distributed`, which override these settings. Measured in T9 and
     docs/explanation/compression.md#presets.
     """
     return as_distributed(
@@ -365,10 +366,10 @@ def as_distributed_for_low_bandwidth(
     """Calls `as_distributed` with `ShardingConfiguration.for_low_bandwidth()` and a compressor
     suitable for the strategy.
 
-    `gradient_compression` is "powersgd" (rank 4) with ddp; "topk" (1 %) if gradients are sharded or
-    pushed (zero1, zero2, zero3, fsdp, async_sgd); none with other strategies, which do not
-    compress. An optimizer with a compressor (`GradientCompressionOptimizer`) keeps it. `options`
-    are those of `as_distributed` and override these settings. Measured in T9 and
+    `gradient_compression` is "powersgd" (rank 4) with ddp, "topk" (1 %) if gradients are sharded or
+    pushed (zero1, zero2, zero3, fsdp, async_sgd), and none with other strategies, which do not
+    compress. An optimizer with a compressor (`GradientCompressionOptimizer`) keeps its compressor.
+    `options`: arguments of `as_distributed`, which override these settings. Measured in T9 and
     docs/explanation/compression.md#presets.
     """
     chosen = (
@@ -381,29 +382,30 @@ def as_distributed_for_low_bandwidth(
 
 
 def register_state(**objects: Any) -> RunValues:
-    """Makes objects and plain values a part of the run's state: sent to joiners, put back on a
-    redo, saved in checkpoints.
+    """Registers objects and plain values as part of the run's state. They are sent to joiners,
+    restored when a step is repeated, and saved in checkpoints.
 
-    Objects have state_dict/load_state_dict. Plain values (numbers, strings, None, tensors, and
-    lists, tuples, sets and dictionaries of them) become attributes of what is returned, to be read
-    and written there by all ranks alike:
+    Objects must have state_dict and load_state_dict. Plain values (numbers, strings, None, tensors,
+    and lists, tuples, sets and dictionaries of them) become attributes of the result. All ranks
+    read and write them there equally:
 
         run = shoal.register_state(best=0.0)
         ...
         run.best = max(run.best, accuracy)
 
-    After a lost step an object is what it was when the script got that step's batch, whatever the
-    script did to it until the batch comes again. In a loop without a loader of Shoal's it is what
-    it was when the step began, and what the script does to it behind `optimizer.step()` stays. For
-    that `state_dict()` is called in every step of a job; objects with more than 64 MiB of tensors,
-    or 256 KiB of other values, are left as they are, with a warning. The `step` of registered
-    schedulers and the `update` of registered gradient scalers do nothing after a lost step.
+    After a lost step, an object is restored to its state at the time when the script received that
+    step's batch. All changes that the script makes until the batch is repeated are undone. In a
+    loop without a Shoal loader, it is restored to its state at the beginning of the step, and
+    changes after `optimizer.step()` are kept. For this purpose `state_dict()` is called in every
+    step of a job. Objects with more than 64 MiB of tensors, or 256 KiB of other values, are not
+    restored, and a warning is logged. The `step` of registered schedulers and the `update` of
+    registered gradient scalers do nothing after a lost step.
 
     Returns:
         The plain values; empty if none were given.
 
     Raises:
-        ConfigurationError: an object without the two methods, or a name that is taken.
+        ConfigurationError: an object without the two methods, or a name that is already used.
     """
     session = current_session()
     values = values_in(objects)
@@ -435,13 +437,13 @@ def evaluate(
     *,
     every_steps: int | None = None,
 ) -> dict[str, float] | None:
-    """Evaluates on all ranks together: returns the sums of the results of `fn(model, batch)` over
-    all batches of `loader`, each counted once.
+    """Evaluates a model on all ranks together. Returns the sums of the results of `fn(model,
+    batch)` over all batches of `loader`, each counted once.
 
     `fn` returns sums (correct answers, samples, summed loss), not means. The model is in evaluation
-    mode, without gradients. Call it on every rank, between steps; every rank gets the result. If a
-    rank dies meanwhile, its batches are reassigned. Global random generators are seeded for each
-    batch by its number, so that noise or dropout in `fn` does not depend on the number of ranks.
+    mode, without gradients. Called on every rank, between steps; every rank receives the result. If
+    a rank fails meanwhile, its batches are reassigned. Global random generators are seeded for each
+    batch by its number, so noise or dropout in `fn` does not depend on the number of ranks.
 
     Args:
         model: from `as_distributed`, or any module that is equal on all ranks.
@@ -453,8 +455,9 @@ def evaluate(
             All ranks decide alike, including joiners, and never twice for one step.
 
     Raises:
-        ConfigurationError: a loader whose batches cannot be dealt, or not to all ranks alike; or an
-            `fn` that does not return sums.
+        ConfigurationError: a loader whose batches cannot be distributed (it has no length, for
+            example), or that draws other samples on each rank; or an `fn` that does not return
+            sums.
         PreconditionError: the ranks' loaders differ (RANKS_DIVERGED), or `every_steps` inside a
             step (STEP_NOT_FINISHED).
     """
@@ -477,39 +480,39 @@ def save_checkpoint(
     sharded: bool | None = None,
     every_steps: int | None = None,
 ) -> None:
-    """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Call it
+    """Saves model, optimizer, registered state and cursors, asynchronously and atomically. Called
     on every rank, between steps.
 
-    The state is copied before this returns; `directory/step-<n>` is written in the background, and
-    renamed into place when it is whole. An error of an earlier save is raised here. Joiners save
-    nothing. A rank that dies before its shard is written takes this checkpoint with it: the one
-    before stays the newest. Rows of sparse tables are read from the servers: under ddp before this
-    returns, by all ranks.
+    The state is copied before this returns. `directory/step-<n>` is written in the background, and
+    renamed into place once it is complete. An error of an earlier save is raised here. Joiners save
+    nothing. If a rank fails before its shard is written, this checkpoint is abandoned, and the one
+    before stays the newest. Rows of sparse tables are read from the servers; under ddp, all ranks
+    do so before this returns.
 
     Args:
         directory: shared by all ranks, or local to the first rank's machine.
-        keep: how many of the newest checkpoints to keep; >= 1.
+        keep: number of the newest checkpoints to keep; >= 1.
         best: metric of the state, the same on every rank, such as the accuracy from
-            `shoal.evaluate`. The run's checkpoint with the best one is kept beside the newest,
-            whatever later saves give; of equal ones the earliest. NaN, or None: not measured.
-            Infinite values are refused.
-        mode: "min": smaller values of `best` are better, "max": larger. Required with `best`.
-        sharded: each rank writes what it holds, and nothing is gathered. None: where the state is
-            in shards (zero1, zero2, zero3, fsdp, hsdp) and all ranks see the directory. False: the
-            first rank gathers all and writes it. True: as None, but a directory that not all ranks
-            see is an error.
-        every_steps: save only behind a committed step whose number in the run is a multiple of
-            this: for a call in every iteration, behind `optimizer.step()`. All ranks decide alike,
-            joiners too, and never twice for one step.
+            `shoal.evaluate`. The run's checkpoint with the best metric is kept in addition to the
+            newest, whatever later saves report; of equal ones, the earliest is kept. NaN or None:
+            not measured. Infinite values are refused.
+        mode: "min": smaller values of `best` are better; "max": larger. Required with `best`.
+        sharded: True: if the state is sharded (zero1, zero2, zero3, fsdp, hsdp), each rank writes
+            its own part, and nothing is gathered; a directory that not all ranks see is an
+            error. None: the same, but if not all ranks see the directory, the first rank
+            gathers and writes everything. False: the first rank always does so.
+        every_steps: save only after a committed step whose number in the run is a multiple of
+            this; for a call in every iteration, after `optimizer.step()`. All ranks decide
+            equally, including joiners, and never twice for one step.
 
     Raises:
         PreconditionError (STEP_NOT_FINISHED): `every_steps` inside a step.
-        ConfigurationError: `keep` below 1, a `best` that is not one finite number, or without
-            `mode`, or not the same on all ranks; or a directory that cannot be written, or is not
-            shared.
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed; or this one, of the rows
-            of sparse tables under ddp.
-        DeadlineError (SERVER_AWAY): a server with rows of sparse tables was away for too long.
+        ConfigurationError: `keep` below 1; a `best` that is not one finite number, has no `mode`,
+            or differs between ranks; or a directory that cannot be written, or is not shared.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): an earlier save failed, or under ddp this save
+            of the rows of sparse tables.
+        DeadlineError (SERVER_AWAY): a server with rows of sparse tables was unreachable for too
+            long.
     """
     if keep < 1:
         raise ConfigurationError(
@@ -530,8 +533,8 @@ def save_checkpoint(
 
 
 def _metric(best: float | torch.Tensor | None, mode: str | None) -> float | None:
-    """Returns the number given as `best`. Raises ConfigurationError if it, or `mode`, is not
-    valid."""
+    """Returns the metric `best` as a float, or None. Raises ConfigurationError if the metric or
+    `mode` is invalid."""
     if mode not in ("min", "max") and (best is not None or mode is not None):
         raise ConfigurationError(
             f'save_checkpoint(mode={mode!r}): expected mode="max" if larger values of best= are '
@@ -549,13 +552,13 @@ def _metric(best: float | torch.Tensor | None, mode: str | None) -> float | None
 
 
 def resume(directory: str | Path) -> bool:
-    """Continues from the newest checkpoint in `directory`; returns whether there was one. Call it
-    on every rank, before the loop.
+    """Continues from the newest checkpoint in `directory`. Returns whether there was one. Called on
+    every rank, before the loop.
 
-    The first rank reads it (complete or in shards, saved under any strategy on any number of ranks)
-    and sends it to the others. In a joiner it does nothing, since the peers' state is newer. The
-    parameter servers receive the rows of sparse tables: always under ddp, and under async_sgd those
-    that nobody has trained there.
+    The first rank reads the checkpoint (complete or in shards, saved under any strategy on any
+    number of ranks) and sends it to the others. In a joiner this does nothing, because the peers'
+    state is newer. The parameter servers receive the rows of sparse tables: always under ddp; under
+    async_sgd only rows that are still untrained there.
 
     Raises:
         CorruptDataError: the newest checkpoint is damaged, of another model or of a newer release;
@@ -568,7 +571,7 @@ def resume(directory: str | Path) -> bool:
 def load_full_state(
     path: str | Path, *, model: int | None = None, best: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Returns the model's state from a checkpoint, under the original module's names, for
+    """Returns the model's state in a checkpoint, under the original module's names, for
     `module.load_state_dict`. Needs no session and no ranks.
 
     Args:
@@ -579,38 +582,38 @@ def load_full_state(
             of the newest: see `best` of `save_checkpoint`.
 
     Raises:
-        ConfigurationError: there is no checkpoint, or with `best` none that was measured; or it has
-            several models and `model` names none of them.
-        CorruptDataError: it is damaged, foreign or of a newer release.
+        ConfigurationError: there is no checkpoint, or with `best` none with a metric; or the
+            checkpoint has several models and `model` names none of them.
+        CorruptDataError: the checkpoint is damaged, foreign or of a newer release.
     """
     return read_model(Path(path), model, of_best=best)
 
 
 def report(**numbers: float | torch.Tensor) -> None:
-    """Reports this rank's loss, and up to 16 numbers of other names, to `shoal status`,
-    `shoal top`, the status page, TensorBoard, MLflow and the plot of the run (`shoal run --plot`):
-    `shoal.report(loss=loss, accuracy=0.98)`. The loss also goes to Prometheus; `train_step` reports
-    it by itself.
+    """Reports this rank's loss, and up to 16 numbers with other names, to `shoal status`, `shoal
+    top`, the status page, TensorBoard, MLflow and the plot of the run (`shoal run --plot`):
+    `shoal.report(loss=loss, accuracy=0.98)`. The loss is also exported to Prometheus. `train_step`
+    reports its loss itself.
 
-    Cheap enough for every step: a number on a GPU is copied when the GPU has computed it, and the
-    loop does not wait for it. A name keeps its last value.
+    Cheap enough for every step: a number on a GPU is copied once the GPU has computed it, and the
+    loop does not wait for that. Each name keeps its last value.
 
     Raises:
-        ConfigurationError: one is not a single number, or there are too many names.
+        ConfigurationError: a value is not a single number, or there are too many names.
     """
     current_session().progress.report(numbers)
 
 
 def all_reduce(value: Any, op: str = "sum") -> Any:
-    """Returns the sum of all ranks' values; with another `op` their "mean", "max" or "min". Every
-    rank calls it, between steps.
+    """Returns the sum of all ranks' values, or with another `op` their "mean", "max" or "min".
+    Every rank calls it, between steps.
 
     Values are numbers, tensors of one shape, and lists, tuples and dictionaries of them, with the
-    same structure on all ranks; all ranks get the same result, bit for bit. It survives faults, as
-    `evaluate` does: if a rank dies, the result is the sum over the remaining ranks. In a joiner
-    that replays its script (`is_joining`) it is the joiner's own value. It is intended for metrics
-    and decisions, and gathers the values on every rank: gradients and other large tensors are
-    handled by the strategy.
+    same structure on all ranks. The result is bitwise the same on all ranks. The call survives
+    faults, as `evaluate` does: if a rank fails, the result is the sum over the remaining ranks. In
+    a joiner that replays its script (`is_joining`), the result is the joiner's own value. Intended
+    for metrics and decisions, because all values are gathered on every rank. The strategy handles
+    gradients and other large tensors.
 
     Raises:
         ConfigurationError: another `op`, or a value that cannot be summed.
@@ -624,30 +627,32 @@ def gather(value: Any) -> list[Any]:
     """Returns all ranks' values, in rank order, on every rank. Every rank calls it, between steps.
 
     Values are tensors (on the CPU, of any shape each), numbers, strings, None, and lists, tuples
-    and dictionaries of them. It survives faults: the list is as long as there are ranks at the end.
-    In a joiner that replays its script it contains only the joiner's value.
+    and dictionaries of them. The call survives faults: the list has one entry for each remaining
+    rank. In a joiner that replays its script, the list contains only the joiner's value.
 
     Raises:
         ConfigurationError: a value of another kind.
-        PreconditionError: as `all_reduce`.
+        PreconditionError: see `all_reduce`.
     """
     return collectives.gather(current_session(), value)
 
 
 def broadcast(value: Any = None, *, from_rank: int = 0) -> Any:
-    """Returns one rank's value on every rank; the others' values are ignored. Every rank calls it,
-    between steps.
+    """Returns the value of rank `from_rank` on every rank; other ranks' values are ignored. Every
+    rank calls it, between steps.
 
-    Types of values and errors are those of `gather`. In a joiner that replays its script it is the
-    joiner's own value: use `register_state` for values that must be the same there.
+    Types of values and errors are the same as for `gather`. In a joiner that replays its script,
+    the result is the joiner's own value. Use `register_state` for values that must be the same
+    there.
     """
     return collectives.broadcast(current_session(), value, from_rank)
 
 
 def barrier() -> None:
-    """Waits until all ranks have called it or died. Between steps; errors as for `all_reduce`.
+    """Waits until all ranks have called this function or failed. Called between steps; raises the
+    same errors as `all_reduce`.
 
-    For work that one rank does before the others, `main_first` waits without being mistaken for a
+    For work that one rank does before the others, use `main_first`: its wait is not mistaken for a
     hang.
     """
     collectives.barrier(current_session())
@@ -657,15 +662,15 @@ def process_group() -> ProcessGroup:
     """Returns a fault-tolerant torch process group: `torch.distributed.all_reduce(x,
     group=shoal.process_group())`, between steps.
 
-    It supports all collectives of torch.distributed, including those of objects, with SUM, AVG,
-    MAX, MIN and PRODUCT. After a fault a call is repeated by the remaining ranks, if no rank has
-    asked for `get_rank(group)` or `get_world_size(group)` and the call needs neither. Otherwise the
-    first call after a change of ranks raises MembershipChanged (RANKS_CHANGED) on all ranks alike,
-    and writes nothing: ask again, and repeat.
+    The group supports all collectives of torch.distributed, including those of objects, with SUM,
+    AVG, MAX, MIN and PRODUCT. After a fault, the remaining ranks repeat a call, provided that no
+    rank has asked for `get_rank(group)` or `get_world_size(group)`, and that the call needs
+    neither. Otherwise the first call after a change of ranks raises MembershipChanged
+    (RANKS_CHANGED) on all ranks and writes nothing: ask for both again, and repeat the call.
 
-    It becomes torch's default group, so that `torch.distributed.is_initialized()` is true from then
-    on. Without a job, and in a joiner that replays its script, it is a world of one; the joiner's
-    `get_rank` is -1, so that it is not mistaken for rank 0.
+    The group becomes torch's default group, so that `torch.distributed.is_initialized()` is true
+    from then on. Without a job, and in a joiner that replays its script, the group is a world of
+    one. The joiner's `get_rank` is -1, so that the joiner is not mistaken for rank 0.
 
     Raises:
         PreconditionError: the script has called `torch.distributed.init_process_group`
@@ -680,14 +685,14 @@ def whole_batch(tensor: torch.Tensor, /) -> torch.Tensor: ...
 @overload
 def whole_batch(*tensors: torch.Tensor) -> tuple[torch.Tensor, ...]: ...
 def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-    """Returns the rows of all ranks' samples in a step, in the order of the global batch, for
-    losses that compare samples, such as contrastive ones.
+    """Returns the rows of all ranks' samples in a step, in the order of the global batch. For
+    losses that compare samples, such as contrastive losses.
 
-    Each rank computes the loss of the whole batch from them, and the step then equals that of one
-    process, up to rounding, whatever the ranks' shares. Gradients are propagated to each rank's own
-    rows. Every rank calls it, in the same order and equally often; later computations must be the
-    same on all ranks (no dropout there). Without other ranks, and outside of steps, as in
-    evaluation, it returns the rank's own rows.
+    Each rank computes the loss of the whole batch from these rows. The step then equals that of one
+    process, up to rounding, however the batch is divided over the ranks. Gradients are propagated
+    to each rank's own rows. Every rank calls it, in the same order and equally often, and later
+    computations must be the same on all ranks (no dropout there). Without other ranks, and outside
+    of steps, as in evaluation, it returns the rank's own rows.
 
     Args:
         tensors: one, or several with the same number of rows, of shapes (rows, ...): features,
@@ -708,23 +713,24 @@ def whole_batch(*tensors: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ..
 
 
 def print_once(*values: Any, **options: Any) -> None:
-    """Calls `print` on only one rank: the first that has the run's state. No rank waits for
+    """Calls `print` on only one rank: the first rank that has the run's state. No rank waits for
     another."""
     if is_main_process():
         print(*values, **options)  # noqa: T201 - what it is for
 
 
 def main_first(*, timeout: timedelta = timedelta(hours=1)) -> AbstractContextManager[bool]:
-    """Encloses work that one process of each machine does before the others: a download, filling a
-    cache, compiling an extension.
+    """Context for work that one process of each machine does before the others, such as a download,
+    filling a cache, or compiling an extension.
 
-    The first process to arrive runs it alone and gets True; the others run it afterwards, get
-    False, and find the work done. If the first one dies within the block, another takes its place.
-    Under `shoal run` a process that later replaces a dead one also gets False: the work is done
-    once per machine and run. May be used anywhere, also before `init()`.
+    The first process to arrive runs the block alone and receives True. The others run it
+    afterwards, receive False, and find the work done. If the first process fails within the block,
+    another takes its place. Under `shoal run`, a process that later replaces a failed one also
+    receives False: the work is done once per machine and run. May be used anywhere, also before
+    `init()`.
 
     Raises:
-        DeadlineError: the first one took longer than `timeout`.
+        DeadlineError: the first process took longer than `timeout`.
     """
     block = first_of_machine.next_block(inspect.currentframe())
     settings = WorkerSettings.load()
@@ -738,9 +744,9 @@ def track(*sinks: Sink, every_steps: int = 10) -> None:
     """Writes loss, speed, ranks and faults to `sinks`, once every `every_steps` steps:
     `shoal.TensorBoard("runs/digits")`, `shoal.MLflow("digits")`.
 
-    Called once, before the loop, on every rank: the first rank writes, and if it dies the next one
-    continues in the same run. After a resume, repeated steps appear once. The loss is the writing
-    rank's own (`shoal.report`), or that of `train_step`.
+    Called once, before the loop, on every rank. The first rank writes, and if it fails, the next
+    rank continues in the same run. After a resume, repeated steps appear only once. The loss is the
+    one reported by the writing rank (`shoal.report`), or by `train_step`.
 
     Raises:
         ConfigurationError: `every_steps` below 1. Later write failures of a sink are logged as
@@ -750,11 +756,11 @@ def track(*sinks: Sink, every_steps: int = 10) -> None:
 
 
 def is_main_process() -> bool:
-    """Returns True in the one process that writes files and reports for all: the first that has the
-    run's state. False in a joiner that replays its script (`is_joining`).
+    """Returns True in the one process that writes files and reports for all: the first rank that
+    has the run's state. False in a joiner that replays its script (`is_joining`).
 
-    It stays the same when others join or die. If it dies itself another process takes its place, so
-    ask each time:
+    The process stays the same when other ranks join or fail. If it fails itself, another process
+    takes its place, so call this function each time:
 
         if shoal.is_main_process(): torch.save(state, "best.pt")
     """
@@ -762,27 +768,29 @@ def is_main_process() -> bool:
 
 
 def is_joining() -> bool:
-    """Returns True in a joiner until its first live batch: it replays its script to get there."""
+    """Returns True in a joiner until its first live batch, which it reaches by replaying its
+    script."""
     return current_session().is_joining
 
 
 def rank() -> int:
-    """Returns this process's rank in its newest generation. It changes when members join and leave.
+    """Returns this process's rank in its newest generation. The rank changes when members join and
+    leave.
 
-    -1 in a joiner that replays its script (`is_joining`): it has no rank yet, and must do nothing
-    that rank 0 does for all. After `shutdown()` it is the rank that the process had.
+    Returns -1 in a joiner that replays its script (`is_joining`): it has no rank yet, and must not
+    do what rank 0 does for all. After `shutdown()`, returns the rank that the process had.
     """
     return current_session().script_place[0]
 
 
 def world_size() -> int:
-    """Number of ranks in that generation; -1 in a joiner that replays its script. After
-    `shutdown()` as many as there were."""
+    """Returns the number of ranks in this process's newest generation; -1 in a joiner that replays
+    its script. After `shutdown()`, returns the last number."""
     return current_session().script_place[1]
 
 
 def generation() -> int:
-    """Returns the number of that generation; 0 in a world of one."""
+    """Returns the number of this process's newest generation; 0 in a world of one."""
     return current_session().generation
 
 

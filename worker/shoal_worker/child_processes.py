@@ -1,4 +1,4 @@
-"""Data workers and helper threads of this process: if one fails, a process waiting for it must not
+"""Data workers and helper threads of this process. If one fails, no process that waits for it must
 hang."""
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _LONGEST: Final = 107
 """Maximum length of a Unix socket's path, in bytes."""
 _SOCKET: Final = len("/pymp-12345678/listener-12345678")
 """Number of characters that multiprocessing appends to the temporary directory."""
-# multiprocessing makes a directory of its own in it, with mode 0700
+# multiprocessing creates its own directory in it, with mode 0700
 _SHORT: Final = "/tmp"  # noqa: S108
 
 
 def keep_socket_paths_short() -> None:
-    """Shortens the temporary directory before data workers start. They pass tensors through sockets
-    there, or in /tmp if its name is too long: otherwise multiprocessing would lose each batch and
-    print an error.
+    """Shortens the temporary directory before data workers start, if its name is too long: /tmp is
+    then used. Data workers pass tensors through sockets in that directory. With a longer path,
+    multiprocessing would lose each batch and print an error.
 
     Raises:
         ConfigurationError: /tmp cannot be written to.
@@ -39,7 +39,7 @@ def keep_socket_paths_short() -> None:
         return
     before, tempfile.tempdir = tempfile.tempdir, _SHORT
     try:
-        there = multiprocessing.util.get_temp_dir()  # it keeps what it returns first
+        there = multiprocessing.util.get_temp_dir()  # multiprocessing keeps its first result
     except OSError as error:
         raise _too_long(chosen, f"{_SHORT} cannot be used instead: {error}") from error
     finally:
@@ -58,8 +58,8 @@ def _too_long(chosen: str, why: str) -> ConfigurationError:
 
 @contextlib.contextmanager
 def explained_pickling(num_workers: int) -> Iterator[None]:
-    """Around the start of data workers: raises ConfigurationError if what they need cannot be
-    pickled, as every start method but "fork" does."""
+    """Context for the start of data workers. Raises ConfigurationError if an object that they need
+    cannot be pickled, which every start method except "fork" requires."""
     try:
         yield
     except (AttributeError, TypeError, pickle.PicklingError) as error:
@@ -75,10 +75,11 @@ def explained_pickling(num_workers: int) -> Iterator[None]:
 
 
 def check_not_imported_again() -> None:
-    """Raises ConfigurationError in a data worker that imports the script before it works, as every
-    start method but "fork" does: the script would train once more, in there."""
+    """Raises ConfigurationError in a data worker that imports the script before it works, as
+    with every start method except "fork". The script would otherwise train again inside the data
+    worker."""
     process = multiprocessing.process.current_process()
-    if getattr(process, "_inheriting", False):  # as multiprocessing itself asks
+    if getattr(process, "_inheriting", False):  # as in multiprocessing itself
         raise ConfigurationError(
             f"process {process.name} is started with method "
             f"{multiprocessing.get_start_method()!r} (Python's default from 3.14 on is "
@@ -89,7 +90,7 @@ def check_not_imported_again() -> None:
 
 
 def end_if_a_batch_is_lost() -> None:
-    """Makes a data worker exit if a batch cannot be sent, so that the rank raises within seconds.
+    """Makes a data worker exit if it cannot send a batch, so that the rank raises within seconds.
     By default multiprocessing prints an error and continues, and the rank would wait for the batch
     forever."""
 
@@ -118,13 +119,13 @@ _AWAITED: Final = frozenset(
         "mpi-progress",
     )
 )
-"""Threads that live as long as the process takes part, and for which the training thread or its
-peers wait."""
+"""Threads that live as long as the process is part of a job. The training thread or its peers wait
+for them."""
 
 
 def report_dead_threads(report: Callable[[str], object]) -> None:
-    """Calls `report` from now on when one of Shoal's own threads ends by an exception, after its
-    traceback was printed."""
+    """Sets a function that is called when one of Shoal's own threads ends with an exception, after
+    the traceback was printed."""
     before = threading.excepthook
 
     def note(arguments: threading.ExceptHookArgs) -> None:

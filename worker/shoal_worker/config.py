@@ -1,5 +1,5 @@
-"""Settings of a distributed model that are common to all strategies. Strategy-specific options are
-keyword arguments of `as_distributed`."""
+"""Settings of a distributed model that are common to all strategies. Options of a single strategy
+are keyword arguments of `as_distributed`."""
 
 from __future__ import annotations
 
@@ -28,53 +28,53 @@ class ShardingConfiguration:
     """Reduce gradients during the backward pass. False: the loop calls
     `model.synchronize_gradients()` before `optimizer.step()`."""
     bucket_cap_mb: int = 25
-    """Size of one all-reduce of gradients in MiB; >= 1."""
+    """Maximum size of one all-reduce of gradients, in MiB; >= 1."""
     minimum_parameter_group_size: int = 1024
-    """Minimum number of elements sent together: a smaller rest is added to the previous bucket; >=
-    1."""
+    """Minimum number of elements sent together; >= 1. A smaller rest is added to the previous
+    bucket."""
     gradient_compression: str | Mapping[str, Any] | GradientCompressor | None = None
-    """Compression of gradients: None for none; a compressor's name ("bf16", "topk", ...), a name
-    with settings ({"name": "topk", "ratio": 0.001}), or a `GradientCompressor`, which the field
-    holds afterwards. See docs/strategies/compression.md."""
+    """Compression of gradients. None: no compression. Otherwise a compressor's name ("bf16",
+    "topk", ...), a name with settings ({"name": "topk", "ratio": 0.001}), or a
+    `GradientCompressor`, to which the other forms are converted. See
+    docs/strategies/compression.md."""
     loss_reduction: str = "mean"
-    """Reduction of the loop's loss over a batch: "mean", or "sum"."""
+    """Reduction of the loop's loss over a batch: "mean" or "sum"."""
     deterministic: bool = False
     """Sum micro-batch gradients in float64, so that the result is bitwise the same for any world
-    size. Needs `micro_batch_size` on the loader."""
+    size. Requires `micro_batch_size` on the loader."""
 
     consistency_check_every: int = 100
-    """Number of steps between comparisons of digests of the ranks' common values (replicas,
-    mirrored shards), so that ranks with differing values stop with the name of the tensor; 0:
-    never. The last step's state is compared when ranks leave. A comparison reads all of a rank's
-    state once."""
+    """Number of steps between comparisons of the ranks' common values (replicas, mirrored shards)
+    by digests; 0: never. If values differ, ranks stop with the name of the tensor. The last step's
+    state is compared when ranks leave. A comparison reads all of a rank's state once."""
 
     param_dtype: torch.dtype | None = None
-    """Dtype in which parameters and inputs are used and parameters are fetched (torch.bfloat16, for
-    example); each rank updates its shards in the parameters' own dtype. None: the parameters' own.
-    Not for ddp, which has `torch.autocast`."""
+    """Dtype in which parameters and inputs are used and parameters are fetched, such as
+    torch.bfloat16. Each rank updates its shards in the parameters' own dtype. None: the parameters'
+    own dtype. Not for ddp, where `torch.autocast` can be used."""
     reduce_dtype: torch.dtype | None = None
-    """Dtype in which gradients are sent; each is summed in at least float32 and rounded once. None:
-    the dtype of the sum. For ddp: `gradient_compression="bf16"`."""
+    """Dtype in which gradients are sent. Each gradient is summed in at least float32 and rounded
+    once. None: the dtype of the sum. For ddp, use `gradient_compression="bf16"`."""
     shard_modules: Sequence[type[nn.Module] | str] | None = None
     """Units that zero3, fsdp and hsdp gather at once: classes of modules, or names of submodules.
-    None: the children of containers that repeat a class (the layers of a transformer) and have
-    `minimum_parameter_group_size` elements."""
+    None: the children of containers that repeat a class (the layers of a transformer), if they have
+    at least `minimum_parameter_group_size` elements."""
     prefetch_blocks: int | None = None
-    """Number of blocks that zero3, fsdp and hsdp gather ahead of the one that computes, each
-    entirely in memory meanwhile; 0: none. None: 1. Larger values hide slower links, or blocks that
-    are computed faster than the next is fetched. The same on all ranks."""
+    """Number of blocks that zero3, fsdp and hsdp gather ahead of the computing block, each entirely
+    in memory meanwhile; 0: none. None: 1. Larger values hide slower links, or blocks that are
+    computed faster than the next one is fetched. The same on all ranks."""
     activation_checkpointing: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool] = False
-    """Modules whose activations are recomputed in the backward pass instead of being kept: of the
-    given classes, or selected by a function; True: the children of containers that repeat a class.
-    (Chen et al., "Sublinear Memory Cost", 2016.)"""
+    """Modules that recompute their activations in the backward pass instead of keeping them:
+    modules of the given classes, or those selected by a function. True: the children of containers
+    that repeat a class. (Chen et al., "Sublinear Memory Cost", 2016.)"""
     offload: Literal["cpu"] | Path | None = None
-    """Location of shards and optimizer state, which are also updated there: "cpu": in host memory
-    (without a GPU they are there anyway); a directory: in files there, mapped into memory as far as
-    there is room. None: beside the parameters. For strategies with sharded state."""
+    """Location of shards and optimizer state, which are also updated there. "cpu": host memory
+    (without a GPU they are there anyway). A directory: files in it, mapped into memory as far as
+    there is room. None: on the parameters' device. For strategies with sharded state."""
 
     mirrors: Literal["device", "host"] | None = None
-    """Location, between two updates, of zero1's, zero2's, zero3's and fsdp's mirrors of other
-    ranks' shards and their optimizer state. "device": on the device; "host": in the host's pinned
+    """Location between updates of the mirrors of zero1, zero2, zero3 and fsdp: copies of other
+    ranks' shards and their optimizer state. "device": on the device. "host": in the host's pinned
     memory, from which they are copied to the device for each update. None: on the device, until
     more than 80 % of its memory has been in use at once. Results are bitwise the same. No effect
     without a GPU."""
@@ -168,7 +168,7 @@ class ShardingConfiguration:
 
     @property
     def compressor(self) -> GradientCompressor | None:
-        """The parsed value of `gradient_compression`."""
+        """Compressor selected by `gradient_compression`; None if there is none."""
         return (
             self.gradient_compression
             if isinstance(self.gradient_compression, GradientCompressor)
@@ -177,25 +177,26 @@ class ShardingConfiguration:
 
     @property
     def blocks_ahead(self) -> int:
-        """The effective value of `prefetch_blocks`."""
+        """Effective value of `prefetch_blocks`."""
         return 1 if self.prefetch_blocks is None else self.prefetch_blocks
 
     @classmethod
     def for_high_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
-        """Returns settings for fast links (10 Gbit/s and up, NVLink): buckets of 100 MiB (fewer,
-        larger messages), no compression."""
+        """Returns settings for fast links (10 Gbit/s and more, NVLink): buckets of 100 MiB, which
+        means fewer and larger messages, and no compression."""
         return cls(**({"bucket_cap_mb": 100} | overrides))  # type: ignore[arg-type]
 
     @classmethod
     def for_low_bandwidth(cls, **overrides: object) -> ShardingConfiguration:
-        """Returns settings for slow links (1 Gbit/s and below): `gradient_compression="powersgd"`,
-        rank 4, which T9 shows to be among the fastest and to need hardly more steps with any
-        optimizer; default buckets, since little is sent. For ddp: strategies that shard gradients
-        need another compressor, which `as_distributed_for_low_bandwidth` chooses."""
+        """Returns settings for slow links (1 Gbit/s and less): `gradient_compression="powersgd"` of
+        rank 4. According to T9, it is among the fastest compressors and hardly increases the number
+        of steps with any optimizer. Buckets have the default size, because little is sent. For ddp:
+        strategies that shard gradients need another compressor, which
+        `as_distributed_for_low_bandwidth` selects."""
         return cls(**({"gradient_compression": "powersgd"} | overrides))  # type: ignore[arg-type]
 
     @classmethod
     def for_offload(cls, **overrides: object) -> ShardingConfiguration:
         """Returns settings for models with shards and optimizer state that do not fit on the
-        device: they are kept in host memory. With `offload=Path(...)`: in files."""
+        device. Both are kept in host memory or, with `offload=Path(...)`, in files."""
         return cls(**({"offload": "cpu"} | overrides))  # type: ignore[arg-type]

@@ -1,5 +1,5 @@
-"""`shoal.launch`: runs a function on several ranks without a cluster; the ranks are threads of this
-process (backends/inmemory/backend.py)."""
+"""Implements `shoal.launch`, which runs a function on several ranks without a cluster. The ranks
+are threads of this process (backends/inmemory/backend.py)."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ T = TypeVar("T")
 
 _TIMEOUT: Final = timedelta(seconds=300)
 _INTERRUPTED: Final = timedelta(seconds=0.5)
-"""Time for which Ctrl-C waits for ranks to reach a collective, where they end."""
+"""Time for which Ctrl-C waits for ranks to reach a collective, in which they end."""
 _INTERRUPTED_COMPUTING: Final = timedelta(seconds=5)
-"""Time for which it then waits for computing ranks, which are interrupted."""
+"""Time for which Ctrl-C then waits for computing ranks, which it interrupts."""
 
 
 def launch(
@@ -37,30 +37,31 @@ def launch(
 ) -> list[T]:
     """Runs `fn(*arguments)` on `world_size` ranks and returns their results, by rank.
 
-    Each rank is one of Shoal's: the public API works there as in a job, but that no rank comes or
-    goes. It also finds torch.distributed initialized (`dist.get_rank()` is its rank). It has random
-    generators of its own, which start where the caller's stand; the caller's are left as they were.
-    Ranks take turns, so two runs do the same. Ranks share everything else in the process:
-    `arguments` are the same objects on all of them, so that each has to make, or copy, the model
-    that it trains, and a change to a global is seen by all. Launches that run side by side, in
-    threads of the caller's, share the generators too.
+    Each rank can use the public API as in a job, except that no rank joins or leaves.
+    torch.distributed is initialized too (`dist.get_rank()` is the rank). Each rank has its own
+    random generators, which start in the state of the caller's; the caller's generators do not
+    change. Ranks take turns, so two runs give the same results. Ranks share everything else in the
+    process: `arguments` are the same objects on all ranks, so each rank must create, or copy, the
+    model that it trains, and a change to a global is seen by all ranks. Launches that run at the
+    same time, in several threads of the caller, share the generators too.
 
-    A rank should wait for the others by collectives and transfers alone. While ranks run, the
-    caller's own process groups are out of reach of functional collectives.
+    A rank should wait for other ranks only by collectives and transfers. While ranks run,
+    functional collectives cannot use the caller's own process groups.
 
     Args:
-        fn: what each rank does.
-        *arguments: for `fn`.
+        fn: function that each rank runs.
+        *arguments: arguments of `fn`.
         world_size: number of ranks; >= 1.
         backend: "inmemory".
-        timeout: of each wait for other ranks, and of the end of the others once one has failed.
+        timeout: maximum duration of each wait for other ranks, and of the wait for the end of the
+            other ranks after one has failed.
 
     Raises:
         ConfigurationError: a backend whose ranks are processes, a world size below 1, or a timeout
             that is not positive.
-        Exception: what the first rank to fail raised, with a note that names the rank. The others'
-            collectives then fail, so that they end too; one that has not ended after `timeout` is
-            named in a second note and left to itself.
+        Exception: the exception of the first rank that failed, with a note that names the rank. The
+            collectives of the other ranks then fail, so that these ranks end too. A second note
+            names ranks that have not ended after `timeout`; they continue to run.
     """
     if backend != "inmemory":
         raise ConfigurationError(
@@ -77,7 +78,7 @@ def launch(
 
 
 class _Ranks:
-    """The threads of one launch."""
+    """The threads that run the ranks of one launch."""
 
     def __init__(self, fn: Callable[[], Any], size: int, timeout: timedelta) -> None:
         self._fn, self._size, self._timeout = fn, size, timeout
@@ -85,7 +86,7 @@ class _Ranks:
         self._turns = Turns(size)
         self._results: list[Any] = [None] * size
         self._failed: tuple[int, BaseException] | None = None
-        """The first rank that failed by itself."""
+        """The first rank that failed on its own, and its error."""
         self._failing = threading.Event()
         self._ended = [threading.Event() for _ in range(size)]
         self._threads = [
@@ -112,14 +113,16 @@ class _Ranks:
         raise error
 
     def _wait(self) -> list[int]:
-        """Waits for all; the ranks that still run when another has failed long ago."""
+        """Waits until all ranks have ended, or one has failed. Returns the ranks that still run
+        after the timeout."""
         for ended in self._ended:
             while not ended.is_set() and not self._failing.is_set():
                 ended.wait(0.05)
         return self._still_running(self._timeout)
 
     def _still_running(self, limit: timedelta) -> list[int]:
-        """Waits for all, so long in all; the ranks that still run then."""
+        """Waits until all ranks have ended, for at most `limit` in total. Returns the ranks that
+        still run."""
         deadline = time.monotonic() + limit.total_seconds()
         running = []
         for rank, ended in enumerate(self._ended):
@@ -134,8 +137,8 @@ class _Ranks:
         return running
 
     def _interrupt(self, interruption: BaseException) -> None:
-        """Ends all ranks, including those that compute: if one is inside torch when the interpreter
-        finalizes, the process would end with SIGABRT."""
+        """Ends all ranks, including those that compute. If a rank were inside torch when the
+        interpreter finalizes, the process would end with SIGABRT."""
         self._turns.end_all(f"the launch was interrupted: {type(interruption).__name__}")
         for rank in self._still_running(_INTERRUPTED):
             ident = ctypes.c_ulong(self._threads[rank].ident or 0)
@@ -145,7 +148,7 @@ class _Ranks:
     def _be(self, rank: int) -> None:
         try:
             self._run(rank)
-        except BaseException as error:  # its end failed, or was interrupted: the launch raises it
+        except BaseException as error:  # ending the rank failed, or was interrupted
             self._failed = self._failed or (rank, error)
             self._failing.set()
         finally:
@@ -171,7 +174,7 @@ class _Ranks:
                         shutdown(timeout=self._timeout)
                         if session.missed is not None:
                             raise PreconditionError(session.missed)
-                except BaseException as error:  # an exit ends the others, too; the launch raises it
+                except BaseException as error:  # an exit, too, ends all ranks; the launch raises it
                     if self._failed is None:
                         self._failed = rank, error
                     self._turns.end_all(f"rank {rank} failed: {type(error).__name__}: {error}")

@@ -1,4 +1,4 @@
-"""The worker's Prometheus metrics, each with its help text. One registry per session."""
+"""Prometheus metrics of the worker, each with its help text. There is one registry per session."""
 
 from __future__ import annotations
 

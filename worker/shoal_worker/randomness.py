@@ -1,13 +1,13 @@
-"""Random numbers that do not depend on how many ranks share a step.
+"""Random numbers that do not depend on the number of ranks.
 
-Each batch and micro-batch has a key, (seed, epoch, step, index), from which the global generators
-of torch, NumPy and Python are seeded before it is handed out. A repeated step therefore draws the
-same numbers, on whatever rank, and nothing needs to be restored. (EasyScale, OSDI 2022, section 3:
-"EasyScaleThread".)
+Each batch and micro-batch has a key: (seed, epoch, step, index). The global generators of torch,
+NumPy and Python are seeded from it before the batch is handed out. A repeated step therefore draws
+the same numbers, on any rank, and no generator state needs to be restored. (EasyScale, OSDI 2022,
+section 3: "EasyScaleThread".)
 
-Generators created by the script are its own: register those that should be restored. The same holds
-for the global ones in a loop without a Shoal loader, which has no keys; but if several ranks hold a
-model together, they must draw alike, and are seeded by the step.
+Generators created by the script are the script's own: register those that should be restored. The
+same holds for the global generators in a loop without a Shoal loader, which has no keys. However,
+if several ranks together hold a model, they must draw the same numbers, and are seeded by the step.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ import xxhash
 
 
 def derive_seed(key: Sequence[int]) -> int:
-    """Returns a 63-bit seed from `key`; the mapping never changes."""
+    """Returns a 63-bit seed computed from `key`. The function is stable across releases."""
     text = ",".join(str(k) for k in key)
     return xxhash.xxh3_64_intdigest(text.encode()) >> 1
 
 
 @contextlib.contextmanager
 def generators_kept() -> Iterator[None]:
-    """Puts the states of the generators that `seed_generators` seeds back afterwards. Takes 0.1 ms:
-    NumPy's is slow to save."""
+    """Restores the states of the generators that `seed_generators` seeds at the end of the context.
+    Takes 0.1 ms, because NumPy's state is slow to save."""
     device = torch.cuda.current_device() if torch.cuda.is_initialized() else None
     device_state = torch.cuda.default_generators[device].get_state() if device is not None else None
     torch_state, numpy_state, python_state = (
@@ -49,10 +49,10 @@ def generators_kept() -> Iterator[None]:
 
 
 def seed_generators(key: Sequence[int]) -> None:
-    """Seeds torch's CPU generator and, where CUDA is in use, the current device's; NumPy's; and
-    Python's. About 12 us.
+    """Seeds Python's and NumPy's generators, torch's CPU generator and, if CUDA is in use, the
+    current device's. Takes about 12 us.
 
-    Not `torch.manual_seed`, which visits every device type torch knows and takes 0.1 ms.
+    `torch.manual_seed` is not used, because it visits every device type of torch and takes 0.1 ms.
     """
     seed = derive_seed(key)
     torch.default_generator.manual_seed(seed)

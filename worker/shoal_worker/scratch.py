@@ -1,9 +1,10 @@
-"""Buffers from which collectives send and into which they receive, kept from step to step.
+"""Reusable memory for collectives: buffers from which they send and into which they receive, kept
+from step to step.
 
 Newly allocated memory of this size costs a page fault for every 4 KiB, which takes longer than
-compressing into it.
+compressing data into it.
 
-Also decides between two implementations: for some operations the CPU has faster ones than torch's
+Also selects between two implementations: for some operations the CPU has faster ones than torch's
 general operations, which a device needs.
 """
 
@@ -17,12 +18,12 @@ import torch
 
 
 def in_host_memory(device: torch.device) -> bool:
-    """Tensors there can be seen as numpy arrays."""
+    """Returns whether tensors on the device are in host memory, where numpy can access them."""
     return device.type == "cpu"
 
 
 class ScratchMemory:
-    """Currently unused blocks of memory. Any thread may call it."""
+    """Pool of unused blocks of memory. Thread-safe."""
 
     def __init__(self, *, most: int | None = None) -> None:
         """Creates an empty pool. `most`: maximum number of blocks kept; None: as many as were ever
@@ -32,8 +33,8 @@ class ScratchMemory:
         self._lock = threading.Lock()
 
     def take(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Returns a tensor with any values in it, in the smallest free block that holds it, or in a
-        new one."""
+        """Returns an uninitialized tensor. Its memory is the smallest unused block that is large
+        enough, or a new block."""
         size = math.prod(shape) * dtype.itemsize
         with self._lock:
             fitting = (
@@ -48,9 +49,9 @@ class ScratchMemory:
         return block[:size].view(dtype).view(shape)
 
     def give_back(self, *tensors: torch.Tensor) -> None:
-        """Takes back blocks from `take` when nothing accesses them any more: not after a failed
-        collective, since its transport may still write to them. Excess blocks are freed, the
-        smallest first."""
+        """Returns blocks from `take` to the pool once nothing accesses them any more. Not allowed
+        after a failed collective, whose transport may still write to them. Excess blocks are freed,
+        the smallest first."""
         blocks = [
             torch.empty(0, dtype=torch.uint8, device=one.device).set_(one.untyped_storage())
             for one in tensors

@@ -1,8 +1,7 @@
-"""The worker's settings from environment variables; no other module of this distribution reads the
+"""The worker's settings from environment variables. No other module of this distribution reads the
 environment.
 
-Launchers set these variables; a user's script never needs to. Everything else in the package takes
-values.
+Launchers set these variables; a user's script never needs to. All other modules receive values.
 """
 
 from __future__ import annotations
@@ -33,83 +32,83 @@ def _default_host() -> str:
 
 
 class WorkerSettings(CallerSettings):
-    """`SHOAL_...` variables of one worker process. Its token is of role worker."""
+    """`SHOAL_...` variables of one worker process. The token must have the role "worker"."""
 
     model_config = SettingsConfigDict(env_prefix="SHOAL_", frozen=True, extra="ignore")
 
     coordinator: str | None = None
     """host:port of the coordinator; None: this process is a world of one."""
     job_id: str = "default"
-    """The job to join. The launcher has created it."""
+    """Name of the job to join, which the launcher has created."""
     run: str = ""
-    """The job's run to which the launcher belongs, as `number:milliseconds` (its start time);
-    empty: the newest."""
+    """Run of the job to which the launcher belongs, as `number:milliseconds` (its start time);
+    empty: the newest run."""
     member_id: str = Field(default_factory=lambda: uuid.uuid4().hex)
-    """Identity of this process."""
+    """Id of this process as a member of the job."""
     member_key: SecretStr = Field(default_factory=lambda: SecretStr(secrets.token_hex(16)))
-    """Key by which the services distinguish this member from others with the same token. A launcher
-    creates it, so that it can report the end of its own process."""
+    """Key by which the services distinguish this member from others with the same token. The
+    launcher creates it, so that it can report the end of its own process."""
     launcher_id: str = ""
-    """The launcher that started it."""
+    """Id of the launcher that started this worker; empty if there is none."""
     local_index: int = Field(default=0, ge=0)
-    """Index among that launcher's workers, which selects its GPU."""
+    """Index among the workers of the launcher, which selects this worker's GPU."""
     host: str = Field(default_factory=_default_host)
-    """Name of this machine: ranks of one host are adjacent."""
+    """Name of this machine. Ranks on one host are adjacent."""
     local_addr: str | None = None
     """Address at which peers and Prometheus reach this machine: an address, an interface or a host
     name; None: the address of the route to the coordinator."""
     listen_addr: str | None = None
-    """Address to listen on, if different: an address, an interface or a host name; 0.0.0.0 or ::
-    for all."""
+    """Address to listen on, if it differs from `local_addr`: an address, an interface or a host
+    name; 0.0.0.0 or :: for all."""
     store_url: str | None = None
     """Redis URL of the rendezvous stores, if different from the coordinator's."""
     store_url_file: Path | None = None
-    """File that contains that URL, if it has a password."""
+    """File that contains `store_url`, for a URL with a password."""
     redis_ca: Path | None = None
-    """Certificates (PEM) that must have signed that of the rendezvous stores' server, if its URL is
-    rediss://; None: the system's."""
+    """CA certificates (PEM) for the rendezvous stores' server, if its URL is rediss://; None: the
+    system's."""
     metrics_listen: str | None = None
-    """host:port to serve /metrics on (port 0: any); None: no metrics are served."""
+    """host:port on which /metrics is served (port 0: any); None: metrics are not served."""
     member_file: Path | None = None
-    """File in which to write "joined" when this process becomes a member of its job, and "finished"
-    when it reaches the end of its script as one: its launcher needs to know, even while the
+    """File in which this process writes "joined" when it becomes a member of its job, and
+    "finished" when it reaches the end of its script as one. The launcher needs this even while the
     coordinator is unreachable. None: not written."""
     tally_file: Path | None = None
-    """File in which to count this worker's commits for its launcher (shoal_common.formats.tally);
+    """File in which this worker counts its commits for the launcher (shoal_common.formats.tally);
     None: not counted."""
     allow_restart_from_scratch: bool = False
-    """Restarts at step 0 if every process that held the state is gone and no checkpoint
-    was loaded. Otherwise that is an error, PROGRESS_LOST."""
+    """True to restart at step 0 if every process with the state is gone and no checkpoint was
+    loaded. If False, that raises an error (PROGRESS_LOST)."""
     server_transport: Transport = Transport.AUTO
     """Transport of tensors between this worker and parameter servers: auto, memory, tcp or grpc.
-    Values other than auto are for measurements and debugging: there is no fallback if they are not
-    available."""
+    Values other than auto have no fallback if the transport is not available; they are for
+    measurements and debugging."""
     record_dir: Path | None = None
-    """Directory in which to record every sample index handed out and every commit, as JSON lines;
-    None: not recorded."""
+    """Directory in which every sample index that is handed out and every commit are recorded as
+    JSON lines; None: not recorded."""
     rendezvous_timeout_s: float = Field(default=900.0, gt=0)
-    """Longest wait for a rank: at the start, for `min_workers`, and after failures."""
+    """Maximum wait for a rank: at the start, for `min_workers`, and after failures."""
     drain_grace_s: float = Field(default=1.0, ge=0)
-    """Time for which a worker that was asked to leave continues with its peers, in case they are
-    asked as well: then all stop at one step boundary."""
+    """Time for which a worker that was asked to leave continues with its peers. If all peers are
+    asked meanwhile, all stop at one step boundary."""
     collective_timeout_s: float = Field(default=300.0, gt=0)
-    """Longest duration of a collective before a peer counts as stuck."""
+    """Maximum duration of a collective before a peer counts as stuck."""
     connect_timeout_s: float = Field(default=5.0, gt=0)
-    """Longest time to connect the process group of a new generation."""
+    """Maximum time to connect the process group of a new generation."""
     nccl_split: bool = False
     """True if the parts of a mesh over NCCL are split from the communicator of all ranks, if the
-    library supports it, instead of being connected anew; the same for all workers."""
+    library supports it, instead of being connected separately. The same for all workers."""
     nccl_blocking: bool = False
     """True if NCCL's communicators block while they connect; the same for all workers. For versions
     of torch or NCCL that fail with non-blocking communicators. An attempt to connect then cannot be
-    aborted: if a peer dies meanwhile, its thread and its memory remain until all ranks arrive or
-    the process exits."""
+    aborted: if a peer fails meanwhile, the connecting thread and its memory remain until all ranks
+    arrive or the process exits."""
     away_timeout_s: float = Field(default=86400.0, gt=0)
-    """Longest wait for an unreachable coordinator while training cannot continue without it. It
-    does not count as waiting for a rank."""
+    """Maximum wait for an unreachable coordinator while training cannot continue without it. Such
+    time does not count as waiting for a rank."""
     full_tracebacks: bool = False
-    """True if an error of Shoal that ends the script is shown with Shoal's own lines, and not only
-    with those of the script."""
+    """True to show Shoal's own lines in the traceback of an error that ends the script, besides the
+    script's lines."""
 
     @classmethod
     @override
@@ -117,14 +116,14 @@ class WorkerSettings(CallerSettings):
         return ""
 
     def channel(self, address: str, **more: Any) -> ChannelSettings:
-        """Says how to call the service at host:port as this member, with its key. Raises
-        ConfigurationError."""
+        """Returns settings for calls to the service at host:port as this member, with its key.
+        Raises ConfigurationError."""
         return super().channel(address, member_key=self.member_key.get_secret_value(), **more)
 
     def store_at(self, given: str) -> str:
-        """Returns the Redis URL of the rendezvous stores: this worker's own, or the one received
-        from the coordinator. Raises ConfigurationError if a file that contains it cannot be
-        read."""
+        """Returns the Redis URL of the rendezvous stores: this worker's own setting, or `given`,
+        the URL received from the coordinator. Raises ConfigurationError if a file with the URL
+        cannot be read."""
         own = (
             self.store_url
             if self.store_url_file is None
@@ -154,21 +153,21 @@ class WorkerSettings(CallerSettings):
 
 
 def mpi_world_size() -> int:
-    """Returns the number of ranks started by MPI's launcher, from the variables of MPICH (and
-    derivatives) or Open MPI; 1 without one."""
+    """Returns the number of ranks started by MPI's launcher, according to the variables of MPICH
+    (and derivatives) or Open MPI; 1 if there is no such launcher."""
     value = os.environ.get("PMI_SIZE") or os.environ.get("OMPI_COMM_WORLD_SIZE") or ""
     return int(value) if value.isdecimal() else 1
 
 
 def error_file() -> Path | None:
-    """Returns the file in which a launcher like torchrun looks for the exception that ended this
-    process; None if it has named no file."""
+    """Returns the file to which a process writes the exception that ended it, for torchrun and
+    similar launchers; None if the launcher has named no file."""
     value = os.environ.get("TORCHELASTIC_ERROR_FILE")
     return Path(value) if value else None
 
 
 def check_not_torchrun(settings: WorkerSettings) -> None:
-    """Refuses to run as a world of one under a launcher that expects several ranks.
+    """Checks that a world of one was not started by a launcher that expects several ranks.
 
     Raises:
         ConfigurationError: `WORLD_SIZE` is above one, but no coordinator is named.
@@ -183,21 +182,21 @@ def check_not_torchrun(settings: WorkerSettings) -> None:
 
 
 def rank_variables() -> Mapping[str, str]:
-    """Returns the rank variables of torchrun and similar launchers, `RANK` and `WORLD_SIZE`, if
+    """Returns the variables `RANK` and `WORLD_SIZE` of torchrun and similar launchers, if they are
     set."""
     return {name: os.environ[name] for name in ("RANK", "WORLD_SIZE") if name in os.environ}
 
 
 def gloo_interface() -> str:
-    """Returns the user's network interface for Gloo, the first of `GLOO_SOCKET_IFNAME`; "" if none
-    is chosen."""
+    """Returns the network interface that the user has selected for Gloo, the first of
+    `GLOO_SOCKET_IFNAME`; "" if none is selected."""
     return os.environ.get("GLOO_SOCKET_IFNAME", "").split(",")[0]
 
 
 def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
-    """Sets environment variables for C++ code that reads them later, overriding the user's.
+    """Sets environment variables that C++ code reads later, and overrides the user's values.
 
-    Returns the user's values that were changed.
+    Returns the user's values that were overridden.
     """
     overruled = {
         name: os.environ[name]
@@ -209,6 +208,6 @@ def force_environment(values: Mapping[str, str]) -> Mapping[str, str]:
 
 
 def environment_without_settings() -> dict[str, str]:
-    """Returns the environment for services of a cluster that this process starts, without the
-    settings of a cluster to which it may belong."""
+    """Returns the environment for services of a cluster that this process starts. Omits the
+    settings of a cluster to which this process itself may belong."""
     return {name: value for name, value in os.environ.items() if not name.startswith("SHOAL_")}

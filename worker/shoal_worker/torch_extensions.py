@@ -1,8 +1,9 @@
-"""Makes torch know Shoal's init methods (`redis://...`) and backends (`shoal_gloo`, ...) without
-importing torch, so that `import shoal` alone is enough and stays quick.
+"""Registers Shoal's init methods (`redis://...`) and backends (`shoal_gloo`, ...) with torch,
+without importing torch. `import shoal` alone therefore suffices and stays fast.
 
-torch has no plug-in for either: they are registered in two of its modules, at once if the module is
-loaded, else at the moment when it is. The code behind a name is imported when it is used.
+torch has no plug-in mechanism for either, so the names are registered in two of its modules: at
+once if the module is loaded, otherwise when it is loaded. The code behind a name is imported on
+first use.
 """
 
 from __future__ import annotations
@@ -22,21 +23,21 @@ INIT_METHODS: Final = {
     "rediss": "shoal_worker.store.rendezvous:rendezvous",
     "mpi": "shoal_worker.backends.mpi.backend:rendezvous",
 }
-"""Functions by the schemes of their URLs."""
+"""Rendezvous functions, as "module:name", by the scheme of the URL."""
 BACKENDS: Final = {
     "shoal_gloo": ("shoal_worker.backends.gloo.backend:create_group", ("cpu",)),
     "shoal_inmemory": ("shoal_worker.backends.inmemory.backend:create_group", ("cpu", "cuda")),
     "shoal_mpi": ("shoal_worker.backends.mpi.backend:create_group", ("cpu",)),
 }
-"""Functions that make process groups by the names of their backends, with the devices of their
-tensors. (No name is "gloo": torch ignores what is registered under the name of a backend of its
-own.)"""
+"""Functions that create process groups, as "module:name", and the device types of their tensors, by
+backend name. (No name is "gloo", because torch ignores what is registered under the name of one of
+its own backends.)"""
 
 _log = logging.getLogger(__name__)
 
 
 def register() -> None:
-    """Makes torch know the names, now or when it is imported. Idempotent."""
+    """Registers Shoal's names with torch, now or when torch is imported. Idempotent."""
     later: dict[str, Callable[[ModuleType], None]] = {}
     for name, tell in _EXTENSIONS.items():
         module = sys.modules.get(name)
@@ -73,11 +74,11 @@ _EXTENSIONS: Final = {
     "torch.distributed.rendezvous": _tell_init_methods,
     "torch.distributed.distributed_c10d": _tell_backends,
 }
-"""Modules of torch, and the function that registers Shoal's names with each."""
+"""Modules of torch, each with the function that registers Shoal's names in it."""
 
 
 class _Deferred:
-    """A function that is imported when it is called."""
+    """A function that is imported when it is first called."""
 
     def __init__(self, home: str) -> None:
         self._home = home
@@ -94,8 +95,8 @@ class _Deferred:
 
 
 class _Finder(MetaPathFinder):
-    """Stands before other finders until each of some modules is looked for, lets them find it, and
-    calls a function with it once it is loaded."""
+    """Import finder that calls a function with each of some modules once the module is loaded.
+    Other finders find the modules."""
 
     def __init__(self, awaited: dict[str, Callable[[ModuleType], None]]) -> None:
         self._awaited = awaited
@@ -116,6 +117,6 @@ class _Finder(MetaPathFinder):
                 load(module)
                 tell(module)
 
-            # of this loader, which loads this module alone
+            # this loader loads only this module
             spec.loader.exec_module = load_and_tell  # type: ignore[method-assign]
         return spec

@@ -1,8 +1,9 @@
 """All names that Shoal's worker imports from non-public modules of torch, in one place.
 
-torch may rename or drop such names in any release. This module is imported before any of them is
-used, so a torch that lacks one fails the import with an error that names it, and not a step with an
-AttributeError. A torch that is newer than `TESTED` is admitted with a warning.
+torch may rename or remove such names in any release. This module is imported before any of the
+names is used. A torch that lacks one therefore fails at the import, with an error that contains the
+name, and not in a step with an AttributeError. A torch newer than `TESTED` is accepted with a
+warning.
 
 Each name exists in all of `TESTED` and has no public counterpart there, with these exceptions:
 
@@ -32,7 +33,7 @@ from torch.utils.data import BatchSampler, RandomSampler, SequentialSampler
 from shoal_worker.torch_extensions import BACKENDS
 
 TESTED: Final = ((2, 11), (2, 15))
-"""Oldest and newest version of torch that Shoal's tests have run with."""
+"""Oldest and newest version of torch with which Shoal's tests have run."""
 VERSION: Final = tuple(map(int, torch.__version__.split(".")[:2]))
 
 
@@ -42,8 +43,8 @@ def expected_versions() -> str:
 
 
 def needs_torch(major: int, minor: int, what: str, instead: str) -> None:
-    """Raises ConfigurationError if this torch is older. `what` needs it, `instead` is the
-    alternative for this one."""
+    """Checks that torch has at least this version; otherwise raises ConfigurationError. `what`: the
+    feature that needs it. `instead`: the alternative for older versions."""
     if (major, minor) > VERSION:
         raise ConfigurationError(
             f"{what} needs torch {major}.{minor} or newer, but {torch.__version__} is installed; "
@@ -98,7 +99,7 @@ try:
             "reduce_scatter_single_coalesced": "reduce_scatter_tensor_coalesced",
         }.items()
     }
-    """Names of these collectives in torch's own groups, by their names in torch 2.13."""
+    """Names of collectives in the installed torch's own groups, by their names in torch 2.13."""
     for _name in (
         *_NATIVE_NAMES.values(),
         # called where Shoal makes groups of torch's own
@@ -114,10 +115,10 @@ try:
         else torch.autograd.Variable._execution_engine.queue_callback
     )
     if VERSION >= (2, 15):
-        # From then on torch attaches a flight recorder to groups whose backends do not record
+        # Since 2.15 torch attaches a flight recorder to groups whose backends do not record
         # themselves. That fails for a group written in Python ("ProcessGroup name not set"), since
-        # its C++ half has no name. torch takes groups without devices for such; Shoal's have
-        # devices, on which object collectives put their bytes.
+        # its C++ half has no name. torch recognizes only groups without devices as such. Shoal's
+        # groups have devices, on which object collectives put their bytes.
         getattr(c10d, "_FR_SELF_RECORDING_BACKENDS").update(BACKENDS)  # noqa: B009 - mypy has 2.13
 except (ImportError, AttributeError) as error:
     raise _unexpected(error) from error
@@ -156,27 +157,29 @@ __all__ = [
 
 _FunctionT = TypeVar("_FunctionT", bound=Callable[..., Any])
 uncompiled: Callable[[_FunctionT], _FunctionT] = torch.compiler.disable
-"""Decorates functions that torch.compile leaves uncompiled. torch's own decorator has no types."""
+"""Decorator for functions that torch.compile leaves uncompiled. torch's own decorator has no
+types."""
 
 
 if VERSION < (2, 12):
-    # There the first entry into it sets up something for the whole process, which several ranks in
-    # threads would do at once: torch crashes.
+    # In these versions, the first use sets up something for the whole process. If several ranks in
+    # threads did so at once, torch would crash.
     with FakeTensorMode():
         pass
 
-# torch.compile runs Shoal's own code uncompiled, and compiles the user's modules that it calls,
+# torch.compile runs Shoal's own code uncompiled. It compiles the user's modules that Shoal calls,
 # each between its hooks.
 trace_rules.add("shoal_worker")
 
 
 def cuda_is_unusable() -> bool:
-    """Returns whether torch refuses CUDA here: the parent had called its runtime before forking."""
+    """Returns whether torch refuses to use CUDA in this process, because the parent had called the
+    CUDA runtime before forking."""
     return bool(_is_in_bad_fork())
 
 
 def native_collective(group: c10d.ProcessGroup, name: str) -> Callable[..., c10d.Work]:
-    """The method of a process group of torch's own that torch 2.13 calls `name`."""
+    """Returns the method of one of torch's own process groups that torch 2.13 calls `name`."""
     method: Callable[..., c10d.Work] = getattr(group, _NATIVE_NAMES.get(name, name))
     return method
 
@@ -188,7 +191,7 @@ def gloo_options() -> Any:
 
 
 def asks_for_reconfigure(options: _DistributedBackendOptions) -> bool:
-    """Returns whether a process group is made with `enable_reconfigure=True`."""
+    """Returns whether a process group is created with `enable_reconfigure=True`."""
     return bool(getattr(options, "enable_reconfigure", False))
 
 
@@ -199,22 +202,21 @@ def function_modes() -> list[TorchFunctionMode]:
 
 
 def in_backward() -> bool:
-    """Returns whether this thread is in the middle of a backward pass, within which a checkpointed
-    block's forward pass may run again."""
+    """Returns whether this thread is in the middle of a backward pass. The forward pass of a
+    checkpointed block may run again within it."""
     return _current_graph_task_id() >= 0
 
 
 def after_backward(callback: Callable[[], None]) -> None:
-    """Calls `callback` once, on this thread, when the backward pass that it is in the middle of has
-    ended."""
+    """Calls `callback` once, on this thread, when the current backward pass has ended."""
     _queue_callback(callback)
 
 
 def stage_backwards() -> tuple[Callable[..., Any], Callable[..., Any]]:
     """Returns torch.distributed.pipelining's `stage_backward_input` and `stage_backward_weight`.
 
-    They are imported when a pipeline needs them, since they import torch.export and the compiler,
-    which takes most of a second.
+    Both are imported only when a pipeline needs them, because they import torch.export and the
+    compiler, which takes most of a second.
     """
     try:
         from torch.distributed.pipelining._backward import (
@@ -227,8 +229,8 @@ def stage_backwards() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def schedule_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
-    """torch.distributed.pipelining.schedules' `_Action` and `_add_send_recv`, imported when a
-    pipeline asks for them, as `stage_backwards`."""
+    """Returns `_Action` and `_add_send_recv` of torch.distributed.pipelining.schedules. Both are
+    imported only when a pipeline needs them, as in `stage_backwards`."""
     try:
         from torch.distributed.pipelining.schedules import _Action, _add_send_recv
     except ImportError as error:
@@ -237,12 +239,13 @@ def schedule_parts() -> tuple[Callable[..., Any], Callable[..., Any]]:
 
 
 def iterates_undealt_dataloader(*, longer_than: int) -> bool:
-    """Returns whether an iteration is alive over a DataLoader of torch that has more batches than
-    that and a sampler that knows no ranks. Looks through all objects, in some 50 ms. Iterable
-    datasets do not count: nothing tells how many batches they have."""
+    """Returns whether an iteration is in progress over a torch DataLoader that has more than
+    `longer_than` batches and a sampler that does not depend on the rank. Inspects all Python
+    objects, in about 50 ms. Iterable datasets do not count, because their number of batches is
+    unknown."""
     for each in gc.get_objects():
         if issubclass(type(each), _BaseDataLoaderIter):
-            batches = getattr(each, "_index_sampler", None)  # none yet: it is being made
+            batches = getattr(each, "_index_sampler", None)  # missing while it is being created
             if type(batches) is not BatchSampler:
                 continue
             if type(batches.sampler) not in (RandomSampler, SequentialSampler):
@@ -253,7 +256,7 @@ def iterates_undealt_dataloader(*, longer_than: int) -> bool:
 
 
 def scales(scaler: Any, optimizer: object) -> bool:
-    """Returns whether a GradScaler has checked an optimizer's gradients since its last
+    """Returns whether a GradScaler has checked the gradients of `optimizer` since the scaler's last
     `update()`."""
     state = getattr(scaler, "_per_optimizer_states", {}).get(id(optimizer))
     return bool(state and state.get("found_inf_per_device"))

@@ -1,7 +1,9 @@
-"""The engine of async_sgd: a worker that trains without a process group, over parameter servers.
+"""Engine of async_sgd: a worker that trains with parameter servers, without a process group.
 
 - `engine`: trains, and combines the other modules with the client of the parameter servers.
-- `outer_steps`: rounds of several steps between two pushes. `round_leases`: leases their batches.
-- `participation`: whether others wait for this worker. `handover`: a peer's state for a joiner.
-- `optimizers`: the optimizer that steps here and the one that the servers run.
+- `outer_steps`: rounds of several steps between two pushes. `round_leases`: leases the batches of
+  rounds.
+- `participation`: tracks whether other workers wait for this one. `handover`: a peer's state for a
+  joiner.
+- `optimizers`: the optimizer that steps on the worker, and the one that the servers run.
 """

@@ -1,9 +1,9 @@
-"""The engine of async_sgd: values come from the parameter servers, and each iteration pushes this
-worker's gradients to them.
+"""Engine of async_sgd. Values are pulled from the parameter servers, and each iteration pushes this
+worker's gradients.
 
-With inner steps an iteration is a round of steps (`outer_steps.py`): the optimizer runs on this
-worker, and the servers run the outer optimizer. This module combines the parts, each of which has
-its own module in this package, and answers the model, the optimizer and the session.
+With inner steps, an iteration is a round of steps (`outer_steps.py`): the optimizer runs on this
+worker, and the servers run the outer optimizer. This module combines the other modules of the
+package and answers the calls of the model, the optimizer and the session.
 
 `strategies/async_sgd.py` describes the consequences for training. Everything here runs on the
 training thread.
@@ -57,7 +57,7 @@ _log = logging.getLogger(__name__)
 
 
 class AsyncEngine(Engine):
-    """A worker's copy of the model, with values from the parameter servers."""
+    """Engine for a worker's copy of the model, with values from the parameter servers."""
 
     asynchronous: ClassVar[bool] = True
     keeps_parameters_whole = True
@@ -68,29 +68,31 @@ class AsyncEngine(Engine):
         super().__init__(setup)
         check_configuration(self.config, self.backend_name)
         self._own = cast(Session, setup.session)
-        """The session itself: this engine also needs its membership, metrics and shutdown."""
+        """The full session: this engine also needs its membership, metrics and shutdown."""
         self._async_options = AsyncOptions(**self._options)
         self._servers: ParameterServers | None = None
         self._participation: Participation | None = None
         self._optimizers: Optimizers | None = None
         self._leases: LeaseSource = LocalLeases()
         self._outer: OuterSteps | None = None
-        """Set with inner steps, when rounds are leased instead of batches."""
+        """Rounds of inner steps, in which case rounds are leased instead of batches; otherwise
+        None."""
         self._job: Job | None = None
         self._own_cluster: OwnCluster | None = None
         self._tensors: list[HostTensor] = []
         self._started = False
         self._writes = WrittenParameters((), self.strategy)
-        """Writes of the script to parameters, which values from the servers would overwrite."""
+        """Detects the script's writes to parameters, which values from the servers would
+        overwrite."""
         self._clock = 0
-        """Number of finished iterations, as reported to the servers."""
+        """Number of finished iterations, which is reported to the servers."""
         self._handover: Handover | None = None
         self._joins_late = False
-        """The job had begun when this worker came."""
+        """True if the job had begun when this worker joined."""
         self._resumed = False
-        """A checkpoint was loaded."""
+        """True if a checkpoint was loaded."""
         self._placed = False
-        """True if the first loader has been moved to the epoch of the other workers."""
+        """True if the first loader was moved to the epoch of the other workers."""
         self._tables = Tables(self.module)
         if self._tables and self._async_options.in_step:
             raise ConfigurationError(
@@ -111,7 +113,8 @@ class AsyncEngine(Engine):
             )
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Extends `Engine.attach`: assigns the tensors to the servers and waits for them."""
+        """Attaches the optimizer, assigns the tensors to the servers, and waits until the servers
+        are ready."""
         if optimizer is None:
             raise ConfigurationError(
                 'strategy="async_sgd" requires the optimizer, because the servers run it: call '
@@ -208,7 +211,7 @@ class AsyncEngine(Engine):
         return job
 
     def _outer_steps(self, optimizers: Optimizers, *, steps: int) -> OuterSteps:
-        """Creates the outer steps and makes this engine lease rounds from now on."""
+        """Creates the rounds of inner steps, and makes this engine lease rounds from now on."""
         self._leases = leases = RoundLeases(self._leases, steps=steps)
         return OuterSteps(
             self._session,
@@ -221,8 +224,8 @@ class AsyncEngine(Engine):
         )
 
     def _start(self) -> None:
-        """Initializes the servers with rank 0's values if they have none, and adopts their
-        values."""
+        """Starts training with the servers' values. If the servers have none, first initializes
+        them with rank 0's values."""
         if self._started:
             return
         has_values = self.has_values()
@@ -252,7 +255,8 @@ class AsyncEngine(Engine):
             tensor.parameter = parameters[tensor.name]
 
     def _leave(self) -> None:
-        """Signs off from the servers and stops those owned by this process. Idempotent."""
+        """Unregisters this worker from the servers and stops the servers owned by this process.
+        Idempotent."""
         atexit.unregister(self._leave)
         if self._outer is not None:
             self._outer.close()
@@ -275,8 +279,7 @@ class AsyncEngine(Engine):
         return self._compute(*args, **kwargs)
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Runs forward, loss and backward. Returns the loss of this worker's batch; there is no
-        common loss."""
+        """Trains on this worker's batch and returns its loss. There is no common loss."""
         step = self._session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         step.loss = float(loss.detach())
@@ -289,27 +292,27 @@ class AsyncEngine(Engine):
         self._tables.drop_gradients()
 
     def synchronize_gradients(self) -> None:
-        """Does nothing: each worker's gradient is pushed separately in `optimizer.step()`."""
+        """Does nothing: `optimizer.step()` pushes each worker's gradients separately."""
 
     # ------------------------------------------------------------------------- for ShardedOptimizer
 
     @property
     def updates_parts(self) -> bool:
-        """True if the servers update the parameters, and not this worker in inner steps; see
-        `Engine`."""
+        """True if the servers update the parameters; False if this worker updates them in inner
+        steps."""
         return not self._async_options.inner_steps
 
     def groups_are_read(self) -> None:
-        """Implements `Engine` and records changes of the optimizer's settings."""
+        """Records changes of the optimizer's settings."""
         if self._optimizers is not None:
             self._optimizers.look()
 
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """Ends an iteration of this worker, or a step of its round. Returns LOST if the run ended
-        while the job was on hold for lack of workers, or if the step's loop was left within a
-        round; otherwise COMMITTED. Raises as `exchange`."""
+        """Ends an iteration of this worker, or a step of its round. Returns COMMITTED, or LOST in
+        two cases: the run ended while the job was on hold for lack of workers, or the step's loop
+        was left within a round. Raises as `exchange`."""
         if (scaled or inspected) and self._tables:
             raise ConfigurationError(
                 "a GradScaler cannot be used with sparse tables, because it does not see the "
@@ -332,8 +335,8 @@ class AsyncEngine(Engine):
             self._writes.note()
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """Lets the servers step. With inner steps, this worker steps, and the servers step at the
-        end of a round."""
+        """Makes the servers step the optimizer. With inner steps, this worker steps, and the
+        servers step at the end of a round."""
         if self._outer is None:
             self.exchange(
                 self._gradients() if usable else {}, self._tables.pushes() if usable else {}
@@ -342,7 +345,7 @@ class AsyncEngine(Engine):
             self._outer.take(usable=usable)
 
     def _gradients(self) -> dict[str, torch.Tensor]:
-        """Returns this worker's gradients to push. Raises as `check_gradients`."""
+        """Returns the gradients that this worker will push. Raises as `check_gradients`."""
         trained = [tensor for tensor in self._tensors if tensor.trained]
         check_gradients(trained)
         return gradients(trained)
@@ -358,8 +361,8 @@ class AsyncEngine(Engine):
         return self.steps_in_round > 0
 
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the optimizer's settings and passes them to the servers. Momentum and moments from
-        a synchronous run are not kept on the workers, except with inner steps."""
+        """Loads the optimizer's settings and sends them to the servers. Momentum and moments of a
+        synchronous run are not loaded, except with inner steps."""
         kept = self._require_optimizers().kept_here(state)
         if state.get("state") and not kept["state"]:
             _log.warning(
@@ -369,8 +372,8 @@ class AsyncEngine(Engine):
         super().load_optimizer_state_dict(kept)
 
     def synchronize_parameters(self) -> None:
-        """Pulls the latest values between steps. Within a round of the user's own loop, ends the
-        round with a push.
+        """Pulls the latest values between steps. Within a round of a loop without leased batches,
+        ends the round with a push instead.
 
         Raises:
             PreconditionError: called within a step, whose gradient belongs to the current values,
@@ -431,8 +434,8 @@ class AsyncEngine(Engine):
         self._require_participation().pushed()
 
     def pull(self) -> None:
-        """Pulls the latest values between steps, not within a round. With bsp, a participating
-        worker already has the values of its iteration and keeps them."""
+        """Pulls the latest values between steps, unless this worker is within a round. With bsp, a
+        participating worker already has the values of its iteration and keeps them."""
         if (
             self._started
             and not self.within_round
@@ -443,7 +446,8 @@ class AsyncEngine(Engine):
 
     @contextmanager
     def _receiving(self) -> Iterator[None]:
-        """Brackets the arrival of values between steps. Raises as `_refuse_writes_between`."""
+        """Context in which values arrive between steps. First checks for writes of the script;
+        raises as `_refuse_writes_between`."""
         self._refuse_writes_between()
         try:
             yield
@@ -473,13 +477,13 @@ class AsyncEngine(Engine):
             if source is None:
                 self._writes.begin()
             self._find_epoch(source)
-        except StopTraining as stop:  # while it waited for the coordinator, or a server
+        except StopTraining as stop:  # while waiting for the coordinator or a server
             self._own.give_up_step(stop)
             raise
 
     def batch_begins(self) -> None:
-        """Implements `TrainingEngine`. Values that arrived with the batch's lease are in place by
-        now."""
+        """Begins to detect writes to parameters. Values that arrived with the batch's lease are in
+        place by now."""
         self._writes.begin()
 
     def _find_epoch(self, source: StepSource | None) -> None:
@@ -525,7 +529,7 @@ class AsyncEngine(Engine):
                 self._writes.note()
         if want and not answer.batches:
             if answer.epoch_done:
-                # Nobody pushes before the next epoch begins, so an evaluation between epochs sees
+                # No worker pushes before the next epoch, so an evaluation between epochs uses
                 # the same values on all ranks.
                 participation.rest()
                 self.pull()
@@ -537,20 +541,19 @@ class AsyncEngine(Engine):
             with self._receiving():
                 participation.enter(self._clock)
         elif not want:
-            # The loop was left: nobody should wait for whatever this worker does next, except for
+            # The loop was left: no worker should wait for this one any more, except for
             # the batch in progress.
             has_batch = at_hand is not None and not answer.took_back_at_hand
             participation.rest_after_push(has_batch)
             if not has_batch:
                 with suppress(ShoalError, StopTraining):
-                    # a worker that leaves for good is not waited for either
+                    # no worker waits for one that leaves for good either
                     participation.rest()
         return answer
 
     def capture(self) -> dict[str, Any]:
-        """Captures the state for checkpoints. The state of the servers' optimizer stays on the
-        servers, which write their own snapshots meanwhile; an inner optimizer's state is
-        included."""
+        """Returns the state for checkpoints. The servers write their own snapshots, which contain
+        the state of their optimizer. The state of an inner optimizer is included."""
         if self._started:
             self._require_servers().write_snapshots()
         return {
@@ -559,8 +562,8 @@ class AsyncEngine(Engine):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a checkpoint before the first step. Servers that already have values keep them;
-        others receive these."""
+        """Restores a checkpoint before the first step. Servers that already have values keep those;
+        otherwise they receive the checkpoint's."""
         self._check_not_started("shoal.resume")
         optimizers = self._require_optimizers()
         optimizers.check_checkpoint(state["optimizer"])
@@ -589,7 +592,7 @@ class AsyncEngine(Engine):
 
     @override
     def reduce(self, step: Step) -> None:
-        """Does nothing: there is no reduction."""
+        """Does nothing: the servers apply each worker's gradients separately."""
 
     @override
     def sum_commit(
@@ -609,8 +612,8 @@ class AsyncEngine(Engine):
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Returns the servers' current values on this rank's device, or this worker's values before
-        the first step. The module is not changed."""
+        """Returns the servers' current values on this rank's device, or this worker's own values
+        before the first step. The module is not changed."""
         own = {name: parameter.detach() for name, parameter in self.module.named_parameters()}
         if not self._started:
             return {name: value.clone() for name, value in own.items()}
@@ -621,7 +624,7 @@ class AsyncEngine(Engine):
         }
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns `gather_full_parameters` and this worker's own buffers."""
+        """Returns the servers' current values, and this worker's own buffers."""
         if rank0_only and self._session.rank != 0:
             return {}
         with self._with_values_of_servers():
@@ -633,8 +636,8 @@ class AsyncEngine(Engine):
 
     @contextmanager
     def _with_values_of_servers(self) -> Iterator[None]:
-        """Gives the module the servers' current values, from which its hooks may compute entries of
-        `state_dict()`, and then this worker's again."""
+        """Sets the module to the servers' current values within the block, because its hooks may
+        compute entries of `state_dict()` from them. Restores this worker's values afterwards."""
         values = self.gather_full_parameters()
         own = {name: parameter.data for name, parameter in self.module.named_parameters()}
         try:
@@ -646,8 +649,8 @@ class AsyncEngine(Engine):
                 parameter.data = own[name]
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """Replaces the module's parameters, which is possible only before the first step: later the
-        model's values are those of the servers.
+        """Replaces the module's parameters. Possible only before the first step, because later the
+        servers determine the model's values.
 
         Raises:
             PreconditionError: called after the first step.
@@ -656,20 +659,21 @@ class AsyncEngine(Engine):
         super().use_parameters(parameters)
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads tensors as described in `Engine`. Like `use_parameters`, only before the first
-        step."""
+        """Loads a complete state dict. Possible only before the first step, like
+        `use_parameters`."""
         self._check_not_started("load_model or deserialize")
         super().load_full(tensors)
 
     # ----------------------------------------------------------------------------------- invariants
 
     def _stopped(self, stop: StopTraining) -> None:
-        """Handles the end of the run while this worker waits for rows of a table."""
+        """Ends the run of this worker if it stops while waiting for rows of a table."""
         self._own.give_up_step(stop)
 
     def _refuse_writes_between(self) -> None:
-        """Raises ConfigurationError if the script has written parameters since the last step or
-        arrival of values. Within a round, such writes are part of its movement."""
+        """Checks that the script has not written parameters since the last step or arrival of
+        values; otherwise raises ConfigurationError. Within a round, such writes are part of the
+        round's movement."""
         if not self.within_round:
             _refuse(self._writes.overwritten(), "between two steps")
 
@@ -694,7 +698,8 @@ class AsyncEngine(Engine):
 
 
 def _refuse(written: Sequence[str], when: str) -> None:
-    """Raises ConfigurationError if there are names of written parameters."""
+    """Raises ConfigurationError if a parameter was written. `written`: names of written parameters.
+    `when`: time of the writes, for the error."""
     if written:
         raise ConfigurationError(
             f"parameter {written[0]!r} was written {when}: with strategy='async_sgd' the next "
@@ -706,8 +711,8 @@ def _refuse(written: Sequence[str], when: str) -> None:
 
 
 def _move_to_epoch(source: StepSource, epoch: int) -> None:
-    """Moves a joiner to the others' epoch. Batches of that epoch that it may have missed are leased
-    to whoever asks for them."""
+    """Moves a joiner to the epoch of the other workers. Batches of that epoch that it may have
+    missed are leased to any worker that requests them."""
     state = source.state_dict()
     if state["epoch"] < epoch:
         source.load_state_dict({**state, "epoch": epoch, "samples": 0, "step": 0})

@@ -1,16 +1,17 @@
-"""A worker's own state for joiners: objects registered by the user, the optimizers' settings with
-their position in the schedule, buffers, and the module's extra state.
+"""Worker state for joiners that is not on the servers: registered objects, the optimizers' settings
+and position in the schedule, buffers, and the module's extra state.
 
-In synchronous training the state is transferred at step boundaries, while all ranks are stopped.
-Here ranks never stop together, and with ssp a member may be waiting for the very joiner that asks.
-Each worker therefore keeps an offer available, a copy made at one of its last step boundaries, and
-its donor threads serve the offer regardless of the training thread (elastic/group/transfer.py). An
-offer is named by its giver's key, which the coordinator reveals to members only.
+In synchronous training, state is transferred at step boundaries, while all ranks are stopped. Here
+ranks never stop together, and with ssp a member may be waiting for the joiner that requests its
+state. Each worker therefore keeps an offer available: a copy made at one of its last step
+boundaries. Its donor threads serve the offer regardless of the training thread
+(elastic/group/transfer.py). An offer is identified by the donor's key, which the coordinator
+reveals only to members.
 
-The model's values are not part of it, since they come from the servers. Buffers are not kept in
-sync either: each worker changes its own from its first step on. But all workers start with the same
-buffers and values, whatever each script has drawn: initial workers take rank 0's buffers, and a
-joiner a peer's. Owned by the training thread.
+The model's values are not included, because they are on the servers. Buffers are not synchronized
+either: each worker changes its own from its first step on. But all workers start with the same
+buffers and values, whatever each script has drawn. Initial workers receive rank 0's buffers, and a
+joiner receives a peer's. Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from shoal_worker.parameter_servers.job import Job
 _log = logging.getLogger(__name__)
 
 _REST: Final = 50
-"""Copying may take at most this fraction (1/50) of the training thread's time: a scheduler's state
-is copied at nearly every step boundary, a large state (such as an average of the parameters) only
-occasionally."""
+"""Reciprocal of the largest fraction of the training thread's time for copying (1/50). A
+scheduler's state is copied at nearly every step boundary. A large state, such as an average of the
+parameters, is copied only occasionally."""
 _PATIENCE: Final = timedelta(seconds=5)
-"""Time for which a joiner waits for one peer's state. A peer's offer is already available unless
-the peer has not reached its first step."""
+"""Maximum time for which a joiner waits for one peer's state. A peer's offer is already available,
+unless the peer has not reached its first step."""
 _GONE: Final = timedelta(seconds=10)
-"""Time for which rank 0 may refuse connections before its process counts as ended. If it was
-killed, a generation without it forms about as soon; if it has finished its script, none does."""
+"""Time for which rank 0 may refuse connections before its process counts as ended. After a kill, a
+generation without rank 0 forms about as soon. If its script has finished, none forms."""
 _PAUSE_S: Final = 0.1
-"""Pause before rank 0 is asked again if it had nothing to give."""
+"""Pause in seconds before rank 0 is asked again after it had no offer."""
 
 
 class Handover:
-    """Manages this worker's offer and adopts those of others."""
+    """Maintains this worker's offer, and loads offers of peers."""
 
     def __init__(
         self,
@@ -60,8 +61,8 @@ class Handover:
         optimizers: Optimizers,
         module: nn.Module,
     ) -> None:
-        """Creates a handover of this worker's `registered` objects, `optimizers` and the buffers of
-        `module`, which are offered to joiners and adopted from peers."""
+        """`registered`, `optimizers`, `module`: this worker's objects, whose state is offered to
+        joiners and loaded from peers."""
         self._donor = donor
         self._job = job
         self._registered = registered
@@ -71,7 +72,7 @@ class Handover:
         self._due_at = 0.0
 
     def refresh(self) -> None:
-        """Renews the offer at a step boundary before it becomes too old."""
+        """Renews the offer at a step boundary if it is due."""
         begun = time.monotonic()
         if begun < self._due_at:
             return
@@ -92,7 +93,7 @@ class Handover:
         self._due_at = ended + _REST * (ended - begun)
 
     def take(self) -> bool:
-        """Adopts a peer's state. Returns False if no peer could provide one."""
+        """Loads a peer's state. Returns False if no peer provided one."""
         for peer in self._job.peers_before():
             state = self._state_of(peer)
             if state is not None:
@@ -103,9 +104,9 @@ class Handover:
         return False
 
     def take_first_buffers(self) -> None:
-        """Adopts rank 0's buffers in a worker that is there from the start. Waits until rank 0
-        reaches its first step; if it does not within the job's patience, or its process has ended,
-        this worker keeps its own buffers and logs that.
+        """Loads rank 0's buffers in a worker that has been in the job from the start. Waits until
+        rank 0 reaches its first step. If that takes longer than the job's patience, or rank 0's
+        process has ended, logs a warning and keeps this worker's own buffers.
 
         Raises:
             StopTraining: this worker should leave.
@@ -139,7 +140,7 @@ class Handover:
         load_captured(self._module, state["extra"])
 
     def _state_of(self, peer: Peer) -> Any:
-        """Returns a peer's offer, or None if it has none or cannot be reached."""
+        """Returns a peer's offer; None if the peer has none or cannot be reached."""
         try:
             return self._ask(peer)
         except (UnavailableError, CorruptDataError) as error:
@@ -147,11 +148,11 @@ class Handover:
             return None
 
     def _ask(self, peer: Peer) -> Any:
-        """Returns a peer's offer. Raises as `take_state`."""
+        """Returns a peer's offer. Raises like `take_state`."""
         keys = [peer.donor_key] if self._donor.is_secure else []
         state, _ = take_state([peer.donor_address], peer.donor_key, timeout=_PATIENCE, keys=keys)
         return state
 
     def close(self) -> None:
-        """Takes the offer back. Idempotent."""
+        """Withdraws the offer. Idempotent."""
         self._offer.close()

@@ -1,10 +1,10 @@
-"""A worker's optimizers: the user's, and the one run by the servers. They are the same except with
-inner steps.
+"""A worker's two optimizers: the user's, and the one that the servers run. Without inner steps,
+both are the same.
 
-Each worker controls their settings (learning rates and the position in a schedule); this module
-passes them to the servers, to joiners and into checkpoints. The state of an optimizer (momentum,
-moments) stays where the step is taken: on the servers or, with inner steps, on the worker. This
-module takes no steps and sends nothing.
+Each worker controls the settings of both (learning rates, and the position in a schedule). This
+module passes these settings to the servers, to joiners and to checkpoints. The state of an
+optimizer (momentum, moments) stays where the optimizer steps: on the servers or, with inner steps,
+on the worker. This module takes no steps and sends nothing.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from shoal_worker.parameter_servers.options import AsyncOptions, Revision, Serve
 
 
 class Optimizers:
-    """The user's and the servers' optimizer, over the same parameters."""
+    """The user's optimizer and the servers' optimizer, over the same parameters."""
 
     def __init__(
         self, own: torch.optim.Optimizer, options: AsyncOptions, names: Mapping[int, str]
     ) -> None:
-        """Wraps `own`, the user's optimizer; `names` maps id(parameter) to its name.
+        """`own`: the user's optimizer. `names`: id(parameter) -> its name.
 
         Raises:
             ConfigurationError: the optimizers have different parameters, or the outer one has step
@@ -32,7 +32,7 @@ class Optimizers:
         """
         self.own = own
         self.on_servers = own if options.outer_optimizer is None else options.outer_optimizer
-        """The outer optimizer with inner steps, otherwise the user's."""
+        """The outer optimizer with inner steps, otherwise the user's optimizer."""
         self._steps_here = options.outer_optimizer is not None
         check_same_parameters(own, self.on_servers, names)
         self._refuse_outer_hooks()
@@ -42,7 +42,8 @@ class Optimizers:
         )
 
     def look(self) -> Revision:
-        """Records changes that schedulers have made to the optimizer run by the servers.
+        """Records changes that schedulers have made to the servers' optimizer, and returns its
+        revision.
 
         Raises:
             ConfigurationError: the outer optimizer has step hooks.
@@ -62,30 +63,30 @@ class Optimizers:
             )
 
     def schedules(self) -> dict[str, Any]:
-        """Returns the settings and their position in the schedule, for joiners. Without an inner
-        optimizer's moments, which a joiner starts anew."""
+        """Returns the optimizers' settings and their position in the schedule, for joiners. The
+        moments of an inner optimizer are not included; a joiner starts with new ones."""
         state = {"groups": self.own.state_dict()["param_groups"], "revision": self.look().number}
         if self._steps_here:
             state["outer_groups"] = self.on_servers.state_dict()["param_groups"]
         return state
 
     def go_on_from(self, state: Mapping[str, Any]) -> None:
-        """Takes over a peer's `schedules`."""
+        """Loads the result of a peer's `schedules`."""
         _load_settings(self.own, state["groups"])
         if self._steps_here:
             _load_settings(self.on_servers, state["outer_groups"])
         self.schedule.adopt(state["revision"])
 
     def kept_here(self, state: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns the part of a state dict that this worker loads. Momentum and moments from a
-        synchronous run are not kept on the workers, except with inner steps."""
+        """Returns the part of a state dict that this worker loads. Momentum and moments of a
+        synchronous run are omitted, except with inner steps."""
         return (
             state if self._steps_here else {"state": {}, "param_groups": state.get("param_groups")}
         )
 
     def check_checkpoint(self, state: Mapping[str, Any] | None) -> None:
-        """Raises CorruptDataError (OPTIMIZER_DIFFERS) unless this is a state dict of the user's
-        optimizer."""
+        """Checks that `state` is a state dict of the user's optimizer; otherwise raises
+        CorruptDataError (OPTIMIZER_DIFFERS)."""
         groups = state["param_groups"] if state is not None else []
         own = self.own.param_groups
         if len(groups) != len(own) or any(
@@ -100,24 +101,24 @@ class Optimizers:
             )
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Restores a state accepted by `check_checkpoint`."""
+        """Restores a state that `check_checkpoint` has accepted."""
         if self._steps_here and state["state"]:
             self.own.load_state_dict(dict(state))
-        else:  # momentum and moments of a synchronous run have no place on the workers
+        else:  # workers do not keep momentum and moments of a synchronous run
             _load_settings(self.own, state["param_groups"])
 
 
 def _load_settings(optimizer: torch.optim.Optimizer, groups: Any) -> None:
-    """Takes over the settings of parameter groups. State stays: some optimizers make theirs with
-    themselves."""
+    """Loads the settings of parameter groups. The optimizer's state is kept, because some
+    optimizers create it in their constructor."""
     optimizer.load_state_dict({"state": optimizer.state_dict()["state"], "param_groups": groups})
 
 
 def check_same_parameters(
     inner: torch.optim.Optimizer, outer: torch.optim.Optimizer, names: Mapping[int, str]
 ) -> None:
-    """Raises ConfigurationError unless both optimizers are made from the same parameters. `names`:
-    id(parameter) -> its name."""
+    """Checks that both optimizers have the same parameters; otherwise raises ConfigurationError.
+    `names`: id(parameter) -> its name."""
     here, there = (
         {id(p) for group in each.param_groups for p in group["params"]} for each in (inner, outer)
     )

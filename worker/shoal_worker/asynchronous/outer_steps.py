@@ -1,13 +1,13 @@
-"""Outer steps: a worker takes several inner steps by itself and pushes their total change as if it
-were one gradient.
+"""Outer steps: a worker takes several inner steps alone and pushes their total change like one
+gradient.
 
 (Douillard et al., "DiLoCo: Distributed Low-Communication Training of Language Models", 2023,
 algorithm 1; Liu et al., "Asynchronous Local-SGD Training for Language Modeling", 2024, for workers
 that do not wait for one another.)
 
 A *round* consists of the inner steps between two pushes. This module manages a round and its
-values: it begins with a step, continues, and is either pushed or undone when its batches are
-returned. The batches are leased in `round_leases.py`, and the engine pushes the gradient.
+values. A round begins with a step, and is either pushed after its last step, or undone when its
+batches are returned. `round_leases.py` leases the batches, and the engine pushes the gradient.
 Everything runs on the training thread.
 """
 
@@ -28,8 +28,8 @@ _log = logging.getLogger(__name__)
 
 
 class OuterSteps:
-    """The rounds of a worker, one after another: decides which step ends a round and when a round
-    is undone."""
+    """A worker's rounds, one after another. Decides which step ends a round, and when a round is
+    undone."""
 
     def __init__(
         self,
@@ -42,9 +42,9 @@ class OuterSteps:
         outer: torch.optim.Optimizer,
         push: Callable[[Mapping[str, torch.Tensor]], None],
     ) -> None:
-        """Creates the rounds. `leases`: of rounds with `steps` batches each. `outer`: the optimizer
-        run by the servers. `push`: ends an iteration with these gradients (by tensor name); with
-        none it pushes nothing."""
+        """`leases`: leases of rounds with `steps` batches each. `outer`: optimizer that the
+        servers run. `push`: ends an iteration with gradients by tensor name; with none, it
+        pushes nothing."""
         self._session = session
         self._leases = leases
         self._tensors = tuple(tensors)
@@ -58,13 +58,13 @@ class OuterSteps:
         return self._round.steps
 
     def step_begins(self, source: StepSource | None) -> None:
-        """Raises as `Round.check_source`."""
+        """Checks that a step of `source` may begin. Raises like `Round.check_source`."""
         self._round.check_source(source)
 
     def take(self, *, usable: bool) -> None:
-        """Takes an inner step, and pushes the round after its last one. If called again after a
-        failed push, pushes the round without taking a step. With `usable` False, a GradScaler found
-        the gradients unusable, and the step changes nothing."""
+        """Takes an inner step, and pushes the round after its last step. After a failed push,
+        another call repeats the push without taking a step. `usable`: False if a GradScaler found
+        the gradients unusable; the step then changes nothing."""
         step = self._session.step
         source = step.source if step is not None else None
         left_out = False
@@ -80,10 +80,10 @@ class OuterSteps:
         self._push_round(left_out=left_out)
 
     def push_now(self) -> None:
-        """Ends the round early with a push.
+        """Ends the round early and pushes it.
 
         Raises:
-            PreconditionError: its batches are leased and commit as a unit.
+            PreconditionError: the batches of the round are leased and commit together.
         """
         if self._round.is_leased:
             raise PreconditionError(
@@ -98,15 +98,15 @@ class OuterSteps:
     def _push_round(self, *, left_out: bool = False) -> None:
         self._push({} if left_out else self._round.outer_gradients())
         self._round.settle()
-        # The servers have stepped it: its schedulers should not warn that nobody has.
+        # The servers have stepped the optimizer, so schedulers must not warn about its order.
         self._outer._opt_called = True  # type: ignore[attr-defined]
         step = self._session.step
         if step is not None and step.source is not None:
             step.pushed = self._leases.round_of(step.source.name)
 
     def check_step(self) -> None:
-        """Checks, before a step is finished, that its round is still valid; if the round's batches
-        were returned, the step does not count.
+        """Checks, before a step is finished, that its round is still valid. If the round's batches
+        were returned, aborts the step.
 
         Raises:
             PreconditionError: the script received the batch again.
@@ -128,8 +128,8 @@ class OuterSteps:
         )
 
     def has_leased(self, loader: str) -> bool:
-        """Undoes the inner steps of a round whose batches were returned because its loop was left
-        or continues with other batches. Returns whether there were any."""
+        """Undoes the round if its batches were returned, because its loop was left or continues
+        with other batches. Returns whether there was such a round."""
         if not self._round.has_gone_back(loader, self._leases.round_of(loader)):
             return False
         if not self._round.is_over:
@@ -144,7 +144,7 @@ class OuterSteps:
         return True
 
     def close(self) -> None:
-        """Stops pushing, and warns if that discards steps."""
+        """Stops pushing. Warns if that discards inner steps."""
         if self.steps and not self._round.is_leased:
             _log.warning(
                 "%d inner steps since the last push have not reached the servers; call "
@@ -154,38 +154,39 @@ class OuterSteps:
 
 
 class Round:
-    """The inner steps since the last push: the initial values and the change so far."""
+    """The inner steps since the last push, with the values at the round's beginning and the change
+    so far."""
 
     def __init__(self, tensors: Sequence[HostTensor], *, steps: int) -> None:
-        """Creates an empty round. `tensors`: the trained ones. `steps`: number per round. Allocates
-        host memory for a copy of the tensors when the first round begins."""
+        """`tensors`: trained tensors. `steps`: number of steps per round. The first round allocates
+        host memory for a copy of the tensors."""
         self._most = steps
         self.steps = 0
-        """Number of inner steps taken; 0: the values are those pulled last."""
+        """Number of inner steps taken; 0: the current values are those pulled last."""
         self._tensors = tuple(tensors)
         self._kept: dict[str, torch.Tensor] = {}
-        """Flat values at the beginning of the round, by name. Once the round is over, those of
-        trained tensors are replaced by the outer gradient."""
+        """Flat values at the beginning of the round, by name. Once the round is over, the outer
+        gradients replace the values of trained tensors."""
         self._trained: set[str] = set()
-        """Names of the tensors that had a gradient in a step of this round."""
+        """Names of the tensors that had a gradient in any step of this round."""
         self._source: StepSource | None = None
         self._batches: range | None = None
-        """Result of `RoundLeases.round_of`; None if the batches are not leased."""
+        """Batches of the round, from `RoundLeases.round_of`; None if the batches are not leased."""
         self._outer: dict[str, torch.Tensor] | None = None
 
     @property
     def is_over(self) -> bool:
-        """True if the last step has been taken, so that only the push remains."""
+        """True if the round's last step was taken, so that only the push remains."""
         return self._outer is not None
 
     @property
     def is_leased(self) -> bool:
-        """True if the batches are leased and therefore commit together."""
+        """True if the round's batches are leased and therefore commit together."""
         return self._source is not None
 
     def has_gone_back(self, loader: str, batches: range | None) -> bool:
-        """Returns whether the batches came from this loader, which is now in another round or
-        none."""
+        """Returns whether the round's batches were returned. That is the case if they are from
+        `loader`, and `batches`, the loader's current round, is another round or None."""
         return (
             self.steps > 0
             and self._source is not None
@@ -215,8 +216,9 @@ class Round:
         *,
         usable: bool,
     ) -> bool:
-        """Takes one inner step of a round with these batches; returns whether it was the last. With
-        `usable` False, a GradScaler found the gradients unusable, and the step changes nothing."""
+        """Takes one inner step of a round with these batches. Returns whether it was the last.
+        `usable`: False if a GradScaler found the gradients unusable; the step then changes
+        nothing."""
         if self.steps == 0:
             self._source, self._batches = source, batches
             for tensor in self._tensors:
@@ -232,10 +234,11 @@ class Round:
 
     @torch.no_grad()
     def end(self) -> None:
-        """Ends the round: computes the outer gradient and restores the initial values, from which
+        """Ends the round: computes the outer gradients and restores the initial values, from which
         the servers step.
 
-        A tensor without a gradient in every step is left out, as torch leaves it alone.
+        A tensor that had no gradient in any step of the round is omitted, because torch's
+        optimizers skip such tensors.
         """
         self._outer = {}
         for tensor in self._tensors:
@@ -247,8 +250,8 @@ class Round:
         publish(self._tensors)
 
     def outer_gradients(self) -> Mapping[str, torch.Tensor]:
-        """Returns what a finished round pushes: the initial values minus the final ones, flat and
-        in host memory, by tensor name; the same on each call.
+        """Returns the gradients that a finished round pushes: initial minus final values, flat and
+        in host memory, by tensor name. Repeated calls return the same.
 
         Raises:
             InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values; names the parameter.
@@ -258,14 +261,14 @@ class Round:
         return self._outer
 
     def settle(self) -> None:
-        """Discards the round after it was pushed or skipped; the next one begins with the next
+        """Discards the round after it was pushed or skipped. The next round begins with the next
         step."""
         self.steps, self._outer, self._source, self._batches = 0, None, None, None
         self._trained.clear()
 
     @torch.no_grad()
     def undo(self) -> None:
-        """Restores the initial values because the batches will be reassigned."""
+        """Restores the values at the round's beginning, because its batches will be reassigned."""
         if not self.is_over:
             for tensor in self._tensors:
                 tensor.target().copy_(self._kept[tensor.name])

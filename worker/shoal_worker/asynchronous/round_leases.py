@@ -1,12 +1,12 @@
-"""Leases of rounds: the batches between two pushes are adjacent in the epoch and are leased
+"""Leases of rounds. The batches between two pushes are adjacent in the epoch and are leased
 together (outer_steps.py).
 
-For the coordinator and the servers, a round is one batch. It therefore has its own key, and a
-worker that takes over a dead worker's round trains on the same batches and pushes under the same
-key: each batch counts once on each partition (docs/explanation/parameter-servers.md#outer-steps).
+To the coordinator and the servers, a round is one batch with its own key. A worker that takes over
+a failed worker's round trains on the same batches and pushes under the same key, so each batch
+counts once on each partition (docs/explanation/parameter-servers.md#outer-steps).
 
-This module does not touch the values. Everything runs on the training thread, except for the
-threads of `CoordinatorLeases`.
+This module does not access the model's values. Everything runs on the training thread, except for
+the threads of `CoordinatorLeases`.
 """
 
 from __future__ import annotations
@@ -21,21 +21,22 @@ from shoal_worker.parameter_servers.leases import LeaseSource
 
 @dataclass(kw_only=True, eq=False)
 class _Dealt:
-    """This worker's batches of one epoch of one loader."""
+    """This worker's batches in one epoch of one loader."""
 
     epoch: int
     round: range | None = None
-    """Batches of the round that is leased and not pushed."""
+    """Batches of the round that is leased and not yet pushed."""
     coming: deque[int] = field(default_factory=deque)
     """Batches of the round that the loader has not received yet."""
 
 
 class RoundLeases:
-    """A `LeaseSource` of batches on top of one of rounds: a batch of the underlying source is a
-    round."""
+    """Source of leased batches, based on a source of leased rounds: one batch of the underlying
+    source is a round."""
 
     def __init__(self, rounds: LeaseSource, *, steps: int) -> None:
-        """Wraps `rounds`. `steps`: batches in a round; an epoch's last round may have fewer."""
+        """`rounds`: source of rounds. `steps`: number of batches in a round; an epoch's last round
+        may have fewer."""
         self._rounds = rounds
         self._steps = steps
         self._dealt: dict[str, _Dealt] = {}
@@ -50,9 +51,9 @@ class RoundLeases:
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """Implements `LeaseSource.lease`. Batches are those of one round until it is pushed,
-        possibly fewer than wanted. If the loop is left within a round, the entire round is
-        returned, including the batch in progress."""
+        """Leases batches of one round until that round is pushed, possibly fewer than wanted
+        (`LeaseSource.lease`). If the loop is left within a round, the entire round is returned,
+        including the batch in progress."""
         dealt = self._dealt.get(loader)
         if dealt is None or dealt.epoch != epoch:
             dealt = self._dealt[loader] = _Dealt(epoch=epoch)
@@ -94,25 +95,28 @@ class RoundLeases:
         return Leases(batches=batches, epoch_done=False, retry_after_s=0.0)
 
     def round_of(self, loader: str) -> range | None:
-        """Returns the batches of the loader's current round, the same object throughout the round;
-        None if it is in no round, or its round was taken away."""
+        """Returns the batches of the loader's current round, the same object throughout the round.
+        None if the loader is in no round, or its round was reassigned."""
         dealt = self._dealt.get(loader)
         return None if dealt is None else dealt.round
 
     def at_hand(self, loader: str) -> int:
-        """Implements `LeaseSource.at_hand`: returns the key of the round."""
+        """Returns the key of the loader's current round, for the servers
+        (`LeaseSource.at_hand`)."""
         return self._rounds.at_hand(loader)
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """Implements `LeaseSource.newest_epoch`."""
+        """Returns the newest epoch that any worker has reached in the loader
+        (`LeaseSource.newest_epoch`)."""
         return self._rounds.newest_epoch(loader, epoch)
 
     def is_idle(self, loader: str) -> bool:
-        """Implements `LeaseSource.is_idle`."""
+        """Returns whether this worker has no round of the loader in progress
+        (`LeaseSource.is_idle`)."""
         return self._rounds.is_idle(loader)
 
     def close(self) -> None:
-        """Implements `LeaseSource.close`."""
+        """Stops leasing (`LeaseSource.close`)."""
         self._rounds.close()
 
     def _number(self, batches: range) -> int:

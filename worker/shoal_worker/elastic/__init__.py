@@ -1,8 +1,8 @@
-"""The session: one process's part in a training run whose ranks fail, leave and join.
+"""The session: one process's part in a training run in which ranks fail, leave and join.
 
 It receives the calls of the user's loop, through loaders (`contract/loader_interface.py`) and
-engines (`state/strategy_interface.py`). It returns one outcome of each step, the same on all
-surviving ranks. Each package imports only packages below it:
+engines (`state/strategy_interface.py`). It returns the outcome of each step, the same on all
+surviving ranks. Each package imports only packages below it in this list:
 
 - `session`: a process's training run, and the calls of the user's script.
 - `recovery`: steps, what happens between them, and the next generation after a failure or a join.

@@ -1,7 +1,7 @@
-"""The interface of engines, and code shared by all of them. It knows no strategy and no single
-engine.
+"""Interface of engines, and code shared by all engines. Nothing here depends on a particular
+strategy or engine.
 
-`base` is what a model, an optimizer and the session ask of an engine; `partitioned` is the end of a
-step where no rank need hold the whole model. `state` has parameters, buffers and optimizer state,
-and `step` has passes and their changes.
+`base`: what a model, an optimizer and the session require of an engine. `partitioned`: the end of a
+step if no rank needs the whole model. `state`: parameters, buffers and optimizer state. `step`:
+passes, and the changes that they make.
 """

@@ -1,14 +1,14 @@
-"""Interface and defaults of engines: how a strategy's model is trained and stored, below the public
-`ShardedModel` and `ShardedOptimizer`.
+"""Interface and defaults of engines. An engine trains and stores a strategy's model, behind the
+public `ShardedModel` and `ShardedOptimizer`.
 
-There are four: `replicated/engine.py` (every rank holds the entire model), `sharding/engine.py`
-(tensors are sharded over the ranks), `mesh/engine.py` (layers and stages are on different ranks)
-and `asynchronous/engine.py` (values come from parameter servers). A strategy declares its engine
-and the engine's options (`strategies/declaration.py`).
+There are four engines: `replicated/engine.py` (every rank holds the entire model),
+`sharding/engine.py` (tensors are sharded over the ranks), `mesh/engine.py` (layers and stages are
+on different ranks) and `asynchronous/engine.py` (values are on parameter servers). A strategy
+declares its engine and the engine's options (`strategies/declaration.py`).
 
-An engine serves the user's model and optimizer, which forward their calls to it, and the session,
-for which it is a `TrainingEngine`. Everything runs on the training thread; hooks of a backward pass
-run on torch's thread for it, while the training thread waits.
+The user's model and optimizer forward their calls to the engine, and the session calls it as a
+`TrainingEngine`. Everything runs on the training thread, except hooks of a backward pass, which run
+on torch's thread for it while the training thread waits.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, kw_only=True)
 class Setup:
-    """Inputs for creating an engine.
+    """Arguments for creating an engine.
 
-    Three of them can be called: `module` only computes; `call` is the same after torch.compile, and
-    is called by `Engine.forward`; `model` goes through `Engine.forward`, and is called by
-    `Engine.train_step`.
+    Three of them can be called as the model. `module` only computes. `call` is the same forward
+    pass, compiled if torch.compile was used; `Engine.forward` calls it. `model` calls
+    `Engine.forward`; `Engine.train_step` calls it.
     """
 
     strategy: str
@@ -69,35 +69,35 @@ class Setup:
     model: Callable[..., Any]
     """The `ShardedModel`, called as the user calls it, with the user's hooks."""
     show: Callable[[nn.Module], None]
-    """Makes another module the one that `ShardedModel.module` is."""
+    """Sets the module that `ShardedModel.module` returns."""
     session: StrategySession
     config: ShardingConfiguration
     backend_name: str
     options: Mapping[str, Any]
-    """Keyword arguments of `as_distributed` specific to the strategy."""
+    """Keyword arguments of `as_distributed` that belong to the strategy."""
     several: bool = False
-    """True if the model is one of several: passes of others go through it, even while the script
-    has frozen it, and leave gradients here."""
+    """True if the model is one of several. Passes of the other models may run through it and add to
+    its gradients, even while the script has frozen it."""
 
 
 def _normalizes_batches(layer: nn.Module) -> bool:
-    """Returns whether the layer normalizes over only this rank's samples, and refuses a single
-    one."""
+    """Returns whether the layer normalizes over this rank's samples only. Such a layer refuses a
+    single sample."""
     return isinstance(layer, _BatchNorm) and not isinstance(layer, nn.SyncBatchNorm)
 
 
 class Engine(TrainingEngine):
-    """One model and its optimizer in training. By default, this rank holds all of both."""
+    """One model and its optimizer in training. By default, this rank holds both entirely."""
 
     keeps_parameters_whole: ClassVar[bool] = False
     """True if the module's own `state_dict()` has the parameters' current values between steps, as
     in torch."""
 
     def __init__(self, setup: Setup) -> None:
-        """Lays the module out over the ranks.
+        """Prepares the user's module for training.
 
         Raises:
-            ConfigurationError: it cannot be trained so.
+            ConfigurationError: the module cannot be trained with these settings.
         """
         self.strategy = setup.strategy
         self.backend_name = setup.backend_name
@@ -120,15 +120,16 @@ class Engine(TrainingEngine):
 
     @abc.abstractmethod
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Joins the session: from here on module and optimizer are the run's state. Once."""
+        """Attaches the optimizer and registers this engine with the session: module and optimizer
+        become part of the run's state. Called once."""
 
     @abc.abstractmethod
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass, which in training begins the step if no loader did."""
+        """Runs the module's forward pass. In training, begins a step if no loader has begun one."""
 
     def entering(self, name: str, *, frozen: bool) -> Callable[..., Any]:
-        """Returns `forward`, or `forward_frozen`, through the given method of the module instead of
-        its own (`register_forward_method`)."""
+        """Returns `forward`, or `forward_frozen` if `frozen`, as a function that runs another
+        method of the module (`register_forward_method`). `name`: name of that method."""
 
         def call(*args: Any, **kwargs: Any) -> Any:
             self._entry = self._as_forward(name)
@@ -144,31 +145,33 @@ class Engine(TrainingEngine):
         return call
 
     def check_forward_method(self, name: str) -> None:
-        """Raises ConfigurationError: no pass can go through a method beside `forward`."""
+        """Checks that forward passes can use the module's method `name`. Raises ConfigurationError
+        if they can only use `forward`."""
 
     def _as_forward(self, name: str) -> Callable[..., Any]:
-        """Returns the module's method, to be called as its forward pass."""
+        """Returns a method of the module, to be called as its forward pass."""
         method: Callable[..., Any] = getattr(self.module, name)
         return method
 
     def _compute(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the module, or the method used by this pass. Nested calls are passes through
+        """Calls the module, or the method that this pass uses. Calls nested in a pass use
         `forward`."""
         call, self._entry = self._entry or self._setup.call, None
         return call(*args, **kwargs)
 
     @abc.abstractmethod
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Implements `ShardedModel.train_step`."""
+        """Runs both passes for a batch and returns the loss (`ShardedModel.train_step`)."""
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """Implements `ShardedModel.predict`."""
+        """Returns the module's output in evaluation mode, without gradients
+        (`ShardedModel.predict`)."""
         with evaluating(self.module):
             return call_module(self.module, inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Implements `ShardedModel.generate`."""
+        """Calls the module's own `generate` (`ShardedModel.generate`)."""
         self.check_values_here(
             "generate()", "model.clone().generate(...) generates with a copy of the whole model"
         )
@@ -176,24 +179,26 @@ class Engine(TrainingEngine):
         return module.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
-        """Implements `ShardedModel.loss_parallel`."""
+        """Returns a context for computing the loss from sharded outputs
+        (`ShardedModel.loss_parallel`)."""
         return nullcontext()
 
     @abc.abstractmethod
     def synchronize_gradients(self) -> None:
-        """Implements `ShardedModel.synchronize_gradients`."""
+        """Sums the step's gradients over the ranks (`ShardedModel.synchronize_gradients`)."""
 
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """Clears the gradients of the current step. `clear`: torch's own way, for gradients at
-        torch's usual place."""
+        """Clears the gradients of the current step. `clear`: torch's own method, for gradients in
+        `.grad`."""
         clear()
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
-        """Implements `ShardedModel.get_gradients`."""
+        """Returns this rank's gradients by parameter name (`ShardedModel.get_gradients`)."""
         return {name: p.grad for name, p in self.module.named_parameters() if p.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Implements `ShardedModel.set_gradients`."""
+        """Replaces gradients by parameter name (`ShardedModel.set_gradients`). Raises
+        ConfigurationError for an unknown name or a wrong shape."""
         parameters = dict(self.module.named_parameters())
         for name, gradient in gradients.items():
             if name not in parameters:
@@ -212,30 +217,31 @@ class Engine(TrainingEngine):
             )
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Implements `ShardedModel.clip_grad_norm_`."""
+        """Clips the gradients by their norm, and returns the norm
+        (`ShardedModel.clip_grad_norm_`)."""
         return nn.utils.clip_grad_norm_(self.module.parameters(), max_norm, norm_type)
 
     # --------------------------------------------------------------------- for ShardedModel: values
 
     def check_values_here(self, call: str, instead: str) -> None:
-        """Raises PreconditionError if this rank lacks some of the module's values. `call`,
-        `instead`: for the error."""
+        """Checks that this rank has all values of the module; otherwise raises PreconditionError.
+        `call`, `instead`: the refused call and its alternative, for the error."""
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Returns whether torch should apply `fn` (a conversion such as `to`, `half`, `cuda`) to
-        the module's tensors.
+        """Checks a conversion such as `to`, `half` or `cuda`. Returns whether torch should apply
+        `fn` to the module's tensors.
 
         Raises:
-            PreconditionError: it would move them away from the ranks' shards.
+            PreconditionError: the conversion would separate the tensors from the ranks' shards.
         """
         return True
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Implements `ShardedModel.gather_full_parameters`."""
+        """Returns copies of all unsharded parameters (`ShardedModel.gather_full_parameters`)."""
         return {name: p.detach().clone() for name, p in self.module.named_parameters()}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Implements `ShardedModel.full_state_dict`."""
+        """Returns a copy of the complete state dict (`ShardedModel.full_state_dict`)."""
         return (
             {}
             if rank0_only and self._session.rank != 0
@@ -243,26 +249,27 @@ class Engine(TrainingEngine):
         )
 
     def _whole_state(self) -> Mapping[str, Any]:
-        """Returns copies of the module's complete state, including parameters omitted by its own
-        `state_dict()`."""
+        """Returns copies of the module's complete state, including parameters that its own
+        `state_dict()` omits."""
         return copy.deepcopy(ModuleState(self.module).captured())
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """Parameters on this rank, as in `ShardedModel.local_shard`."""
+        """This rank's parameters, or its parts of them, by name (`ShardedModel.local_shard`)."""
         return {name: p.detach() for name, p in self.module.named_parameters()}
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Implements `ShardedModel.load_full`."""
+        """Loads a complete state dict (`ShardedModel.load_full`). Raises CorruptDataError if it
+        belongs to another model."""
         check_model_fits(tensors, self.module, ModuleState(self.module).shapes(listed=True))
         load_captured(self.module, tensors, listed=True)
 
     def _check_fits(self, tensors: Mapping[str, Any]) -> None:
-        """Raises CorruptDataError unless this is a state of the module."""
+        """Checks that `tensors` is a state of the module; otherwise raises CorruptDataError."""
         check_model_fits(tensors, self.module, ModuleState(self.module).shapes())
 
     def use_parameters(self, parameters: torch.Tensor | Mapping[str, torch.Tensor]) -> None:
-        """Implements `ShardedModel.with_parameters`."""
+        """Replaces parameter values, on all ranks (`ShardedModel.with_parameters`)."""
         own = dict(self.module.named_parameters())
         with torch.no_grad():
             for name, value in self.agreed(
@@ -271,26 +278,26 @@ class Engine(TrainingEngine):
                 own[name].copy_(value)
 
     def agreed(self, kind: str, read: Callable[[], T]) -> T:
-        """Returns the result of `read` once all ranks that train this model have obtained the same
-        (`parameters.agreed`). A clone's result is its own."""
+        """Returns the result of `read` if it is the same on all ranks that train this model
+        (`parameters.agreed`). On a clone, returns this rank's own result."""
         return agreed(self._session, kind, read) if self.is_trained else read()
 
     @property
     def is_trained(self) -> bool:
-        """True if this engine's model is the one trained by the run, and not a clone."""
+        """True if this engine trains the run's model, and not a clone."""
         return self._session.trains(self)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Returns a copy of the unsharded module as it is now. `remake`: creates a `ShardedModel`
-        of the same strategy from a module."""
+        """Returns a copy of the unsharded module with its current values. `remake`: creates a
+        `ShardedModel` of the same strategy from a module."""
         state = self._whole_state()
         copied = copy.deepcopy(self.module, blank_copies(self.module))
         for key, tensor in ModuleState(copied).tensors.items():
-            tensor.data = state[key]  # in place of what lies here, which may be a part, or nothing
+            tensor.data = state[key]  # replaces a part of the values, or none
         return copied
 
     def layout(self) -> dict[str, Any]:
-        """Returns JSON-able facts about the distribution over the ranks, for
+        """Returns facts about the distribution over the ranks, as JSON, for
         `ShardedModel.get_model_metadata`."""
         return {}
 
@@ -302,21 +309,22 @@ class Engine(TrainingEngine):
 
     @property
     def updates_parts(self) -> bool:
-        """True if this process's optimizer updates only parts of the parameters, or none: step
-        hooks would not see what they see in one process."""
+        """True if this process's optimizer updates only parts of the parameters, or none. Step
+        hooks would then see other tensors than in a single process."""
         return False
 
-    # other objects replace them in the module when the ranks are divided
+    # True: when the ranks are assigned their parts, other objects replace the parameters in the
+    # module
     replaces_parameters = False
 
     def groups_are_read(self) -> None:
-        """Prepares for access to the optimizer's parameter groups by a scheduler, a GradScaler or
+        """Prepares for a read of the optimizer's parameter groups by a scheduler, a GradScaler or
         the user."""
 
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """Ends the step.
+        """Ends the step, and returns its outcome.
 
         Args:
             update: update to make if the step counts, called in `apply`. It belongs to
@@ -328,13 +336,13 @@ class Engine(TrainingEngine):
         return self._session.finish_step(lambda: self.apply(update))
 
     def apply(self, update: Callable[[], None]) -> None:
-        """Calls `update` once every rank's part of the step is included, with this rank's gradients
-        available to the optimizer."""
+        """Calls `update`, with this rank's gradients available to the optimizer. Called once every
+        rank's part of the step is included."""
         update()
 
     def step_optimizer(self, *, usable: bool) -> None:
-        """Makes the step of the user's optimizer. Gradients that are not `usable` change nothing,
-        though the step counts."""
+        """Runs the step of the user's optimizer. If the gradients are not `usable`, nothing is
+        updated, but the step counts."""
         assert self.optimizer is not None
         if usable:
             self.optimizer.step()
@@ -342,29 +350,29 @@ class Engine(TrainingEngine):
             self.skip()
 
     def note_scaler(self, name: str) -> None:
-        """Records that the registered GradScaler of that name has stepped the optimizer in a step
-        that counts; empty: none has."""
+        """Records which registered GradScaler has stepped the optimizer in a committed step.
+        `name`: its name; empty: none."""
 
     def skip(self) -> None:
-        """Handles a step that counts although a GradScaler found its gradients unusable, the same
+        """Records a step that counts although a GradScaler found its gradients unusable. The same
         on all ranks."""
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Calls `apply` in a step of several models that is not known to count. Returns the update
-        for `exchange_update`."""
+        """Calls `apply` in a step of several models whose outcome is not yet known. Returns an
+        object with which `exchange_update` can undo the update."""
         assert self.optimizer is not None
         update = TentativeUpdate(self.optimizer)
         apply()
         return update
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Restores the values before the last update or, if that was done, those after it."""
+        """Undoes the given update or, if it is undone, repeats it."""
         update.exchange()
 
     def freeze(self) -> Callable[[], None]:
-        """Freezes the model after its own update in a step of several models: until the returned
-        call, gradients pass through the module to others but none reach its parameters; its buffers
-        are then restored to their current values."""
+        """Freezes the model after its own update in a step of several models. Gradients still pass
+        through the module to other models, but not to its parameters. Returns a function that ends
+        this and restores the buffers to their values at the call of `freeze`."""
         with inside():
             trained = [
                 parameter for parameter in self.module.parameters() if parameter.requires_grad
@@ -382,13 +390,13 @@ class Engine(TrainingEngine):
         """Makes the engines of several attached models shard in the same way."""
 
     def fetch_put_back(self) -> None:
-        """Fetches unsharded values again from the owners that alone update them, after updates of
-        the current step were undone on all ranks. A collective, whose failure marks the step
+        """Fetches unsharded values again from the ranks that update them, after updates of the
+        current step were undone on all ranks. A collective; if it fails, the step is marked as
         lost."""
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass when none of its parameters gets a gradient, so that
-        nothing is reduced."""
+        """Runs the module's forward pass while none of its parameters requires a gradient. Nothing
+        is reduced."""
         return self._compute(*args, **kwargs)
 
     def has_gradients(self) -> bool:
@@ -403,11 +411,12 @@ class Engine(TrainingEngine):
 
     @property
     def changing_buffers(self) -> bool:
-        """True if the module has buffers that the ranks must agree on. Used with several models."""
+        """True if the module has buffers on which the ranks must agree. Used with several
+        models."""
         return False
 
     def scale_gradients(self, scale: float) -> None:
-        """Multiplies the gradients of the parameters that this rank updates."""
+        """Multiplies the gradients of the parameters that this rank updates by `scale`."""
         groups = self.optimizer.param_groups if self.optimizer is not None else ()
         gradients = [p.grad for group in groups for p in group["params"] if p.grad is not None]
         if dense := [gradient for gradient in gradients if gradient.layout is torch.strided]:
@@ -424,15 +433,15 @@ class Engine(TrainingEngine):
         """Loads an optimizer's complete state, the same on all ranks.
 
         Raises:
-            CorruptDataError: it belongs to another optimizer; nothing is changed.
+            CorruptDataError: the state belongs to another optimizer; nothing is changed.
         """
         self._check_optimizer_fits(state)
         assert self.optimizer is not None
         load_optimizer(self.optimizer, state, exact=False)
 
     def _check_optimizer_fits(self, state: Mapping[str, Any]) -> None:
-        """Raises CorruptDataError unless this is a state of this optimizer over unsharded
-        parameters."""
+        """Checks that `state` is a state of this optimizer over unsharded parameters; otherwise
+        raises CorruptDataError."""
         assert self.optimizer is not None
         check_fits(
             state,
@@ -441,30 +450,31 @@ class Engine(TrainingEngine):
         )
 
     def synchronize_parameters(self) -> None:
-        """Brings the ranks' parameters together. They agree after every step: nothing to do."""
+        """Averages the parameters over the ranks. Does nothing by default, because they are equal
+        after every step."""
 
     def synchronize_optimizer_state(self) -> None:
-        """Brings the ranks' optimizer states together. Each is right after every step: nothing to
-        do."""
+        """Synchronizes the ranks' optimizer states. Does nothing by default, because each rank's
+        state is correct after every step."""
 
     # ----------------------------------------------- for the session: see `TrainingEngine` for each
 
     @property
     @override
     def data_parallel_rank(self) -> int:
-        """Rank, since each rank is a replica."""
+        """Rank of this process, because each rank is a replica."""
         return self._session.rank
 
     @property
     @override
     def data_parallel_size(self) -> int:
-        """Number of ranks, since each is a replica."""
+        """Number of ranks, because each rank is a replica."""
         return self._session.world_size
 
     @property
     @override
     def consistency_check_every(self) -> int:
-        """Interval from the configuration."""
+        """Number of steps after which ranks compare their state, from the configuration."""
         return self.config.consistency_check_every
 
     @override
@@ -482,12 +492,14 @@ class Engine(TrainingEngine):
                     ) from error
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields the tensors that the optimizer updates here, by parameter name."""
+        """Yields the tensors that this rank's optimizer updates, by parameter name."""
         return self.module.named_parameters()
 
     def _check_can_travel(self, key: str, value: Any) -> None:
-        """Raises ConfigurationError unless such an entry of the optimizer's state can be sent."""
+        """Checks that an entry of the optimizer's state can be sent; otherwise raises
+        ConfigurationError."""
         flatten({key: value})
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Raises CorruptDataError if `restore` would refuse this state; nothing is changed."""
+        """Checks a state without changing anything. Raises CorruptDataError if `restore` would
+        refuse it."""

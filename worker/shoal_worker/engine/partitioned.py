@@ -1,15 +1,15 @@
 """Common part of engines whose ranks need not hold the entire model: the end of a step, and
 operations between steps.
 
-`sharding/engine.py` shards a model's tensors over the ranks (zero1 and similar), `mesh/engine.py`
-splits its layers and stages (tensor, pipeline, hybrid). In either case a step is prepared when each
-rank has everything that it, or the rank that mirrors it, needs to apply it. With the step vote
-travel the gradients' norm and whatever else all ranks need (`CommitPayload`). Each rank then
-updates its own part. Sharded state is resharded after the update.
+`sharding/engine.py` shards a model's tensors over the ranks (zero1 and similar). `mesh/engine.py`
+splits a model's layers and stages (tensor, pipeline, hybrid). In both cases a step is prepared when
+each rank has everything needed to apply it, for itself and for the rank that it mirrors. The
+gradients' norm and all other values that the ranks need are sent together with the step vote
+(`CommitPayload`). Each rank then updates its own part. Sharded state is resharded after the update.
 
-torch's own calls (`state_dict`, `zero_grad`, `to`) are correct, or raise and name the alternative.
-Most of that is implemented in the parameters themselves, which torch inspects
-(`hidden_parameters.py`); docs/torch-calls.md has the table.
+torch's own calls (`state_dict`, `zero_grad`, `to`) either work correctly, or raise an error that
+names the alternative. Most of this is implemented in the parameters themselves
+(`hidden_parameters.py`). docs/torch-calls.md has the table.
 """
 
 from __future__ import annotations
@@ -45,20 +45,19 @@ from shoal_worker.engine.step.tentative_update import TentativeUpdate
 from shoal_worker.state.fits import check_elementwise
 
 # --------------------------------------------------------------------------- the commit all-reduce
-#
-# The commit all-reduce of a step: one small all-reduce after which every rank knows the same of it.
 
 
 @dataclass(kw_only=True)
 class CommitPayload:
-    """Common knowledge of all ranks about a committed step. Sent to ranks that missed it."""
+    """Data about a committed step that all ranks have in common. Sent to ranks that missed the
+    commit all-reduce."""
 
     number: int
     """Number of the step for this model, from 1."""
     divisor: float
-    """Divisor of the summed gradients."""
+    """Number by which the summed gradients are divided."""
     squared_norm: float
-    """Squared norm of the gradients, before the divisor."""
+    """Squared norm of the summed gradients, before the division."""
 
     @property
     def norm(self) -> float:
@@ -72,16 +71,18 @@ class CommitPayload:
 
 @dataclass(kw_only=True)
 class ShardedCommitPayload(CommitPayload):
-    """Commit data of a model sharded over all ranks: every rank has a piece of each parameter."""
+    """Commit data of a model sharded over all ranks, where every rank has a piece of each
+    parameter."""
 
     present: list[bool]
-    """Flags of the trained parameters that some rank used."""
+    """One flag for each trained parameter: True if a rank has used it."""
     changes: torch.Tensor
     """Changes of the buffers, averaged over the ranks."""
 
 
 class CommitSum:
-    """Concatenated float64 vectors to be summed, with the same lengths on all ranks."""
+    """Several float64 vectors that are summed over the ranks in one all-reduce. Their lengths are
+    the same on all ranks."""
 
     def __init__(self, *parts: torch.Tensor | Sequence[float]) -> None:
         self._parts = [torch.as_tensor(part, dtype=torch.float64) for part in parts]
@@ -91,7 +92,7 @@ class CommitSum:
         return torch.cat([part.cpu() for part in self._parts])
 
     def split(self, summed: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Returns the sums of the parts, on the CPU."""
+        """Returns the sum of each vector, on the CPU. `summed`: result of the all-reduce."""
         parts: Sequence[torch.Tensor] = summed.split([len(part) for part in self._parts])
         return parts
 
@@ -106,7 +107,7 @@ class Gradients(Protocol):
     """Gradients of a step that this rank has passed to its optimizer."""
 
     def scale(self, factor: float) -> None:
-        """Multiplies them."""
+        """Multiplies the gradients by `factor`."""
         ...
 
     def norm_here(self) -> float:
@@ -115,7 +116,7 @@ class Gradients(Protocol):
 
 
 class PartitionedEngine(Engine, Generic[State, Closed]):
-    """A model that a rank need not hold entirely."""
+    """Engine of a model that no rank needs to hold entirely."""
 
     @property
     @override
@@ -126,7 +127,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _make_state(self) -> State:
-        """Takes the module over, which has values now."""
+        """Creates the partitioned state from the module, which has values at that time."""
 
     @property
     @abc.abstractmethod
@@ -134,28 +135,29 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _own_pieces(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """Yields this rank's own piece of each parameter."""
+        """Yields this rank's own piece of each parameter, by name."""
 
     def _optimized(self) -> Iterable[tuple[str, torch.Tensor]]:
         return self._own_pieces() if self._parts is not None else ()
 
     @abc.abstractmethod
     def _trained(self) -> Iterable[tuple[str, torch.Tensor, bool]]:
-        """Yields the local parameters, and whether they were trained at `as_distributed`."""
+        """Yields this rank's parameters, each with its name and whether it was trained at
+        `as_distributed`."""
 
     @abc.abstractmethod
     def _parameter_names(self) -> Mapping[str, str]:
-        """Returns the keys of the unsharded parameters in the state dict, in order, each with the
-        first of its keys, since tied ones have several."""
+        """Returns the state dict's keys of all parameters, in order. The value of each key is the
+        first key of the same parameter, because a tied parameter has several keys."""
 
     @abc.abstractmethod
     def _commit_buffers(self) -> None:
-        """Makes the buffers' current values the committed state."""
+        """Makes the buffers' current values part of the committed state."""
 
     @abc.abstractmethod
     def _take_pass(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor | None:
-        """Runs both passes for a batch. Returns its loss; None if only a peer knows it, so that it
-        comes with the commit all-reduce."""
+        """Runs both passes for a batch. Returns the loss, or None if only a peer computes it; the
+        loss then arrives with the commit all-reduce."""
 
     @property
     @abc.abstractmethod
@@ -164,55 +166,57 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _hand_out(self, commit_payload: Closed) -> None:
-        """Gives the optimizer the gradients of a closed step."""
+        """Passes the gradients of a committed step to the optimizer."""
 
     @abc.abstractmethod
     def _drop_gradients(self) -> None:
-        """Drops the gradients of the current or the previous step."""
+        """Discards the gradients of the current or the previous step."""
 
     @abc.abstractmethod
     def _updated(self) -> None:
-        """Handles an optimizer step."""
+        """Runs after the optimizer has updated this rank's part, for example to gather
+        parameters."""
 
     @abc.abstractmethod
     def _parse_commit(self, received: Mapping[str, Any]) -> Closed:
-        """Restores the result of `commit_payload` on a peer."""
+        """Restores the result of `commit_payload` that a peer has sent."""
 
     # ---------------------------------------------------------------------------------------- start
 
     def __init__(self, setup: Setup) -> None:
-        """Registers the model. It is sharded when the first step begins: until then all ranks hold
-        it entirely.
+        """Creates the engine. The model is sharded when the first step begins; until then all ranks
+        hold it entirely.
 
         Raises:
-            ConfigurationError: nothing is trained.
+            ConfigurationError: the module has no trained parameter.
         """
         super().__init__(setup)
         check_trains(self.module)
         self._parts: State | None = None
-        """None while the module is on the meta device: created when values arrive."""
+        """State of the model; None while the module is on the meta device."""
         self._applied = 0
         """Number of steps applied since the initial state or a checkpoint; the same on all
         ranks."""
         self._commit_payload: Closed | None = None
-        """Commit data of the current step once committed, and of the last step until then."""
+        """Commit data of the last committed step, which may be the current one."""
         self._clipped = 1.0
         """Factor by which clipping has scaled the current step's gradients."""
         self._shown = False
-        """True if a GradScaler may have inspected and scaled them."""
+        """True if a GradScaler may have inspected and scaled the current step's gradients."""
         self._handed_out = 0.0
-        """Norm of this rank's part before that, if so."""
+        """Norm of this rank's gradients before a GradScaler may have scaled them; 0 if none
+        could."""
         self._skipped = False
-        """True if a GradScaler found infinities in them: the step counts, but nothing is
-        updated."""
+        """True if a GradScaler found infinities in the gradients. The step then counts, but nothing
+        is updated."""
         self._carried = False
-        """True if a backward pass of the current step found gradients of the last one that nobody
-        has cleared since."""
+        """True if a backward pass of the current step found gradients of the last step that have
+        not been cleared since."""
         self._whereabouts = Whereabouts(self.strategy)
 
     def _build(self) -> None:
-        """Takes over the module's state if it has values. Called at the end of each engine's
-        constructor; for a module on the meta device again once it gets values."""
+        """Creates the state if the module has values. Called at the end of each engine's
+        constructor, and again when a module on the meta device gets values."""
         if not has_values(self.module):
             return
         self._parts = self._make_state()
@@ -220,7 +224,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._parts.use_optimizer(self.optimizer)
 
     def _give_values(self, state: Mapping[str, Any]) -> None:
-        """Allocates a module on the meta device before it loads a captured or assembled state."""
+        """Allocates memory for a module on the meta device, before a captured or assembled state is
+        loaded."""
         if self._parts is None:
             unsaved = state.get("buffers", {}) if "model" in state else state["unsaved"]
             materialize(self.module, self.optimizer, self._session.device, buffers=unsaved)
@@ -237,12 +242,12 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _any_optimizer(self) -> bool:
-        """True if the optimizer need not be elementwise, or was declared elementwise."""
+        """True if the model may use any optimizer, because the user declared it as elementwise."""
         return bool(self._options.get("elementwise_optimizer", False))
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Attaches the optimizer, whose parameters are replaced by this rank's pieces at the latest
-        in the first step."""
+        """Attaches the optimizer and registers the engine with the session. This rank's pieces
+        replace the optimizer's parameters in the first step at the latest."""
         self.optimizer = optimizer
         if optimizer is not None:
             check_optimizer_covers(self.module, optimizer)
@@ -252,7 +257,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._session.attach(self)
 
     def _check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigurationError if the optimizer cannot update this rank's pieces."""
+        """Checks that the optimizer can update this rank's pieces; otherwise raises
+        ConfigurationError."""
         check_elementwise(optimizer, elementwise=self._any_optimizer)
 
     @override
@@ -262,10 +268,10 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     # ------------------------------------------------------------------------------------- training
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Trains on a batch, as in `ShardedModel`. All ranks of a replica pass the same batch. The
+        """Trains on a batch, which is the same on all ranks of a replica, and returns the loss. The
         loss is sent with the commit all-reduce.
 
-        In `loader.steps()` the batch is the micro-batch: its own loss is returned, on every rank of
+        In `loader.steps()` the batch is a micro-batch. Its own loss is returned, on every rank of
         the replica.
         """
         session = self._session
@@ -283,15 +289,15 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _trains(self) -> bool:
-        """True if a forward pass that begins now is a training pass; this includes eval mode in a
-        step whose gradients are not reduced yet."""
+        """True if a forward pass that begins now is a training pass. This includes passes in eval
+        mode within a step whose gradients are not yet reduced."""
         step = self._session.step
         return torch.is_grad_enabled() and (
             self.module.training or (step is not None and step.control is None)
         )
 
     def synchronize_gradients(self) -> None:
-        """Ends the step's reduction."""
+        """Sums the step's gradients and commits the step, or aborts it."""
         self._session.reduce_and_commit()
 
     @override
@@ -301,7 +307,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @abc.abstractmethod
     def _reduce(self, step: Step, share: Share) -> None:
-        """Sums the gradients and prepares the step; or it is marked lost."""
+        """Sums the gradients and prepares the step. On failure the step is marked as lost."""
 
     def _refuse_reduced(self, step: Step) -> None:
         if step.control is not None:
@@ -313,20 +319,20 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             )
 
     def _is_lost(self) -> bool:
-        """Returns whether the step is known to be lost."""
+        """Returns whether the step is known to be lost, or none is in progress."""
         step = self._session.step
         return step is None or step.lost is not None
 
     def _proves_lost(self) -> bool:
-        """Returns whether the step is lost once all collectives ordered so far have ended: on a
-        device a failure is heard of late."""
+        """Waits until all collectives ordered so far have ended, and returns whether the step is
+        lost. On a device, a failure is noticed late."""
         if not self._is_lost():
             self._session.settle_collectives()
         return self._is_lost()
 
     def _refuse_carried(self) -> None:
-        """Raises PreconditionError: torch would have added this step's gradients to the last one's,
-        which are gone with their update."""
+        """Checks that no gradients of the last step were left; otherwise raises PreconditionError.
+        torch would have added this step's gradients to them, but they are gone since the update."""
         if self._carried:
             raise PreconditionError(
                 "the gradients of the last step were not cleared before this step's backward "
@@ -337,7 +343,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             )
 
     def _begin_step(self) -> None:
-        """Resets the state of a step."""
+        """Resets the flags that describe the current step's gradients."""
         self._clipped, self._shown, self._skipped, self._carried = 1.0, False, False, False
 
     @override
@@ -354,8 +360,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clips gradients, as in `ShardedModel`. The norm came with the commit all-reduce, so this
-        needs no communication.
+        """Clips the gradients, and returns their norm over all ranks. Needs no communication,
+        because the norm was sent with the commit all-reduce.
 
         Raises:
             ConfigurationError: a norm other than the Euclidean one.
@@ -371,19 +377,20 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             # otherwise the step is lost
             norm = commit_payload.norm * self._scaled_by
             scale = max_norm / (norm + 1e-6)
-            if not scale >= 1.0:  # with a norm that is not a number, all become that
+            if not scale >= 1.0:  # a norm of NaN makes all gradients NaN
                 self._clipped *= scale
                 self.scale_gradients(scale)
         return torch.full((), norm, dtype=torch.float64, device=self._session.device)
 
     def scale_gradients(self, scale: float) -> None:
-        """Multiplies the gradients that this rank updates with."""
+        """Multiplies the gradients with which this rank updates its part."""
         with inside():
             self._gradients.scale(scale)
 
     def groups_are_read(self) -> None:
-        """Ends the reduction of a plain step, since the reader may be a GradScaler that looks for
-        infinities in this rank's gradients: one rank's finding must reach all."""
+        """Commits a step without micro-batches before its optimizer's groups are read. The reader
+        may be a GradScaler, which looks for infinities in this rank's gradients: what one rank
+        finds must reach all ranks."""
         step = self._session.step
         if step is None or step.share is None:
             return
@@ -401,8 +408,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def _scaled_by(self) -> float:
-        """Factor by which the gradients were scaled since they were handed out: by clipping, and by
-        a GradScaler's `unscale_`, the same for all."""
+        """Factor by which the gradients were scaled since they were passed to the optimizer, by
+        clipping and by a GradScaler's `unscale_`. The same on all ranks."""
         if self._shown:
             with inside():
                 before, now = self._handed_out, self._gradients.norm_here()
@@ -415,7 +422,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
         self._skipped = True
 
     def apply(self, update: Callable[[], None]) -> None:
-        """Updates this rank's part."""
+        """Updates this rank's part of the model."""
         guard_parts(self._held.optimized, guarded=False)
         update()
         self._applied += 1
@@ -423,7 +430,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             self._updated()
 
     def apply_tentatively(self, apply: Callable[[], None]) -> TentativeUpdate:
-        """Applies an update tentatively. The step's gradients are used up."""
+        """Updates this rank's part in a step of several models whose outcome is not yet known. The
+        step's gradients are then used up."""
         update = super().apply_tentatively(apply)
         self._whereabouts.pending = False
         return update
@@ -460,8 +468,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def zero_grad(self, clear: Callable[[], None]) -> None:
-        """Invalidates the gradients of earlier backward passes. Sums of micro-batches stay, as
-        under ddp: a step's gradients are its own in any case."""
+        """Discards the gradients of earlier backward passes. Sums of micro-batches are kept, as
+        under ddp, because a step's gradients never include those of other steps."""
         step = self._session.step
         if not self.has_values() or (
             step is not None and step.in_micro_batches and step.control is None
@@ -481,7 +489,8 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             )
 
     def check_conversion(self, fn: Callable[[torch.Tensor], torch.Tensor]) -> bool:
-        """Checks a conversion. A device and dtype that all tensors already have is no change."""
+        """Checks a conversion of the module. Accepts the device and dtype that all tensors already
+        have; otherwise raises PreconditionError. Returns False: torch must not apply it."""
         for kind in {
             (t.dtype, t.device)
             for t in (*self.module.parameters(), *self.module.buffers())
@@ -499,19 +508,19 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Gathers parameters, as in `ShardedModel`. Called by every rank."""
+        """Returns copies of all unsharded parameters. Called by every rank."""
         whole, keys = self._whole_state(), self._named_state().keys
         return {name: whole[keys[name]] for name in dict.fromkeys(self._parameter_names().values())}
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns the state dict, as in `ShardedModel`. Called by every rank."""
+        """Returns a copy of the complete state dict. Called by every rank."""
         whole = self._whole_state(rank0_only=rank0_only)
         for name in self._named_state().left_out:
             whole.pop(name, None)
         return whole
 
     def _named_state(self) -> ModuleState:
-        """Returns the names of the module's state, without needing its values."""
+        """Returns the names of the module's state. The values may be absent."""
         return ModuleState(self.module)
 
     def _whole_state(self, *, rank0_only: bool = False) -> dict[str, Any]:
@@ -522,13 +531,13 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
             whole.clear()
             if not rank0_only or channel.rank == 0:
                 whole.update({key: copy.deepcopy(value) for key, value in values.items()})
-            channel.exchange(b"")  # who comes out of this knows that all have theirs
+            channel.exchange(b"")  # after this exchange, all ranks have the values
 
         self._session.operation("full_state_dict", body)
         return whole
 
     def optimizer_state_dict(self) -> dict[str, Any]:
-        """Returns the optimizer's complete state. Called by every rank."""
+        """Returns the optimizer's complete state, as on a single process. Called by every rank."""
         whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:
@@ -540,7 +549,7 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @torch.no_grad()
     def load_optimizer_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Loads the optimizer's complete state. Called by every rank."""
+        """Loads the optimizer's complete state, the same on all ranks. Called by every rank."""
         self._held.load_optimizer(state)
 
     @torch.no_grad()
@@ -553,16 +562,16 @@ class PartitionedEngine(Engine, Generic[State, Closed]):
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """This rank's own pieces by the parameters' names, as in `ShardedModel`."""
+        """This rank's own pieces of the parameters, by name."""
         return {name: piece.detach() for name, piece in self._own_pieces()}
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the reduced gradients of `local_shard`, as in `ShardedModel`."""
+        """Returns the reduced gradients of `local_shard`, by parameter name."""
         return {name: piece.grad for name, piece in self._own_pieces() if piece.grad is not None}
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Refuses the call: ranks that mirror this rank's pieces, or apply the step after it, would
-        apply other gradients.
+        """Refuses to set gradients: ranks that mirror this rank's pieces, or that apply the step
+        later, would apply other gradients.
 
         Raises:
             ConfigurationError: always.

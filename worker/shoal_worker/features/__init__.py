@@ -1,7 +1,7 @@
-"""Features that build on engines of any kind.
+"""Features for engines of any kind.
 
-- `several_models`: several models in one loop, as one engine. `model_session`: the session as one
-  of these models sees it.
+- `several_models`: several models in one loop, combined in one engine. `model_session`: the session
+  from the perspective of one of these models.
 - `synchronized_norms`: layers that normalize over the samples of all ranks.
 - `whole_batch`: rows of all ranks, for losses over the whole batch.
 """

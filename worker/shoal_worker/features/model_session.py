@@ -1,5 +1,5 @@
-"""The session from the perspective of one of several models' engines (`several_models.py` describes
-their joint step)."""
+"""The session from the perspective of one of several models' engines. `several_models.py` describes
+the models' joint step."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from shoal_worker.engine.step.tentative_update import TentativeUpdate
 
 
 class ModelSession:
-    """A `StrategySession` for one of several models."""
+    """Implements `StrategySession` for one of several models."""
 
     def __init__(
         self,
@@ -34,20 +34,20 @@ class ModelSession:
         peers: list[ModelSession],
         together: Callable[[Session, Sequence[ModelSession]], TrainingEngine],
     ) -> None:
-        """Joins `peers`: the sessions of all models, in the given order. `together`: combines their
-        engines."""
+        """Adds this session to `peers`, the sessions of all models, in order. `together`: combines
+        the models' engines."""
         self.engine: Engine | None = None
         """Engine of the model, once attached."""
         self.stepped = False
-        """True if the model's optimizer was told to step in the run's current step."""
+        """True if the model's optimizer was called in the run's current step."""
         self.update: TentativeUpdate | None = None
-        """Values and optimizer state of before the model's update in the run's step in progress;
-        None: it was not updated."""
+        """Copy of the model's values and optimizer state from before its update in the run's
+        current step; None if the model was not updated."""
         self.passed = False
-        """True if a training forward pass went through the model in that step."""
+        """True if a training forward pass used the model in the run's current step."""
         self.number = len(peers)
         self._updates = 0
-        """Number of steps of the model's optimizer."""
+        """Number of steps of the model's optimizer so far."""
         self._thaw: Callable[[], None] | None = None
         self._session = session
         self._peers = peers
@@ -59,20 +59,20 @@ class ModelSession:
     # ---------------------------------------------------------------------- what is the model's own
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Attaches the model's engine. With the last model the run gets its engine. This and the
-        following methods are those of `StrategySession`."""
+        """Attaches the model's engine. Once all models have one, attaches their combined engine to
+        the run."""
         assert isinstance(engine, Engine)
         self.engine = engine
         if all(peer.engine is not None for peer in self._peers):
             self._session.attach(self._together(self._session, self._peers))
 
     def trains(self, engine: object) -> bool:
-        """Returns whether it is this model's own engine and not a clone's."""
+        """Returns whether `engine` is this model's engine and not a clone's."""
         return engine is self.engine
 
     @property
     def step(self) -> Step | None:
-        """This model's own step within the run's."""
+        """This model's own step within the run's current step."""
         step, own = self._session.step, self._own
         if step is None or own is None:
             return None
@@ -87,12 +87,13 @@ class ModelSession:
         return own
 
     def ensure_step(self) -> Step:
-        """Raises ConfigurationError for a step in micro-batches: each model would need a loop of
-        its own over them."""
+        """Returns this model's own step, and begins the run's step if necessary. Raises
+        ConfigurationError in a step with micro-batches, where each model would need its own loop
+        over these."""
         step = self._session.ensure_step()
         self.passed = True
         if step is not self._session.step:
-            return step  # a joiner's pass ahead of its loop
+            return step  # a joiner's pass before its loop
         if step.in_micro_batches:
             raise no_micro_batches()
         own = self.step
@@ -100,7 +101,7 @@ class ModelSession:
         return own
 
     def begin(self, step: Step) -> None:
-        """Begins the run's step."""
+        """Begins this model's own step within the run's step."""
         self.forget()
         self._own = Step(
             placement=step.placement,
@@ -110,15 +111,15 @@ class ModelSession:
         )
 
     def forget(self) -> None:
-        """Ends the run's step for this model."""
+        """Ends this model's own step."""
         if self._thaw is not None:
             self._thaw()
         self.stepped, self.update, self.passed, self._thaw = False, None, False, None
 
     @property
     def frozen(self) -> bool:
-        """True if no parameter of the model may get a gradient: it was updated for this batch, or
-        the script has frozen it."""
+        """True if no parameter of the model may get a gradient, because the model was updated for
+        this batch or the script has frozen it."""
         assert self.engine is not None
         with inside():
             return self.stepped or not any(
@@ -126,9 +127,9 @@ class ModelSession:
             )
 
     def refuse_stale(self, output: Any) -> None:
-        """Makes gradients that reach the forward pass's `output` after the model's next update
-        raise, under every strategy. The values used by the pass are gone then, which autograd does
-        not notice for sharded parameters."""
+        """Makes gradients raise if they reach `output`, the result of a forward pass, after the
+        model's next update. The values used by the pass are gone then, which autograd does not
+        notice for sharded parameters. The same under every strategy."""
         updates = self._updates
 
         def check(_: Any) -> None:
@@ -147,7 +148,7 @@ class ModelSession:
         self._session.note_trained([wanted for peer in self._peers for wanted in peer._trained])
 
     def step_vote(self) -> list[float]:
-        """Returns the step vote of the run's step, with this model's loss in it."""
+        """Returns the step vote of the run's step, which includes this model's loss."""
         return self._session.lifecycle.step_vote(self.step)
 
     def settle_collectives(self) -> None:
@@ -172,8 +173,8 @@ class ModelSession:
         self._session.abort_step(reason)
 
     def settle_step(self) -> None:
-        """Waits for the outcome of a lost step. No rank can have committed the run's step, which
-        this rank has not prepared."""
+        """Aborts this model's own step if its outcome is unknown. No rank can have committed the
+        run's step, because this rank has not prepared it."""
         own = self.step
         if own is not None and own.unresolved and own.phase is not StepPhase.COMMITTED:
             own.abort()
@@ -187,12 +188,12 @@ class ModelSession:
             self.reduce_and_commit()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Updates the model when its optimizer is told to step; the last one also ends the run's
-        step."""
+        """Updates the model when its optimizer steps. The last optimizer to step also ends the
+        run's step."""
         session = self._session
         step = session.step
         if step is None:
-            # a joiner's pass ahead of its loop; or there is no batch
+            # a joiner's pass before its loop, or there is no batch
             return session.finish_step(apply)
         if self.stepped:
             raise PreconditionError(
@@ -220,8 +221,8 @@ class ModelSession:
         return StepStatus.PENDING
 
     def reduce(self) -> None:
-        """Ends the model's own step: sums its gradients and buffer changes, or loses the run's
-        step."""
+        """Ends the model's own step: sums its gradients and buffer changes. On failure, the run's
+        step is lost."""
         assert self.engine is not None
         self.reduce_and_commit()
         step, own = self._session.step, self.step
@@ -238,7 +239,7 @@ class ModelSession:
 
     @property
     def reported_loss(self) -> SupportsFloat | None:
-        """Loss reported by `train_step` in the model's own step."""
+        """Loss that `train_step` reported in the model's own step."""
         return self._own.loss if self._own is not None else None
 
     def _update(self, apply: Callable[[], None]) -> None:
@@ -302,7 +303,7 @@ class ModelSession:
 
 
 def no_micro_batches() -> ConfigurationError:
-    """The error for several models in a step of micro-batches."""
+    """Returns the error for several models in a step with micro-batches."""
     return ConfigurationError(
         "several models do not support loader.steps(), where each would need its own loop over a "
         "step's micro-batches; iterate over the loader itself, and create it without "

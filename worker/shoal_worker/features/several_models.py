@@ -1,27 +1,28 @@
-"""Several models in one loop, each with an optimizer of its own: a generator and a discriminator,
-an actor and a critic.
+"""Several models in one loop, each with its own optimizer: a generator and a discriminator, an
+actor and a critic.
 
-A batch is one step of the run, as with one model. Each optimizer may step once in it, in any order,
-and the step counts as a whole or not at all:
+A batch is one step of the run, as with one model. Each optimizer may step once for the batch, in
+any order. The step counts as a whole or not at all:
 
-- Each model has a step of its own within the run's, which its engine prepares and closes as it
-  would the run's. So when an optimizer is told to step, all ranks have the same gradients for it,
-  and it updates its model at once, since the other models' passes are to see that. What was there
-  before is kept (`tentative_update.py`).
-- When the last optimizer has stepped, or the loop asks for the next batch, the run's step is
-  prepared and closed by one small all-reduce of the step vote. Who sees that commit all-reduce
-  knows that every rank has made every update.
-- If a rank dies before, every survivor puts the updates back, and the batch is dealt anew. A rank
-  that prepared the run's step and lost its commit all-reduce is in doubt: while it asks its peers,
-  to whom it may have to give the committed state, the updates are withdrawn, and they are
+- Each model has its own step within the run's step, which its engine prepares and commits as it
+  would the run's step. So when an optimizer steps, all ranks have the same gradients. It updates
+  its model at once, because the passes of other models must see the new values. A copy of the old
+  values is kept (`tentative_update.py`).
+- When the last optimizer has stepped, or the loop requests the next batch, the run's step is
+  prepared and committed by one small all-reduce of the step vote. A rank that sees the result of
+  this commit all-reduce knows that every rank has made every update.
+- If a rank fails before that, every survivor undoes the updates, and the batch is dealt again. A
+  rank that prepared the run's step but did not see the commit all-reduce is in doubt. While it asks
+  its peers, to which it may have to send the committed state, the updates are withdrawn. They are
   reinstated if a peer has seen the commit all-reduce.
 
-Behind its update a model is still called, so that gradients go through it to others (through the
-discriminator to the generator). Its own parameters get none then, and its buffers stay.
+After its update, a model may still be called, so that gradients flow through it to other models
+(through the discriminator to the generator). Its own parameters then receive no gradients, and its
+buffers do not change.
 
-`ModelSession` (`model_session.py`) is the session as one model's engine sees it, and
-`SeveralEngines` the engine as the session sees it. The training thread owns both; a collective's
-callback may mark a step lost, as elsewhere.
+`ModelSession` (`model_session.py`) is the session from the perspective of one model's engine, and
+`SeveralEngines` is the engine from the session's perspective. The training thread owns both; a
+collective's callback may mark a step as lost.
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ _log = logging.getLogger(__name__)
 
 
 class SeveralEngines(TrainingEngine):
-    """Combined engine of several models. All have one strategy and the same sharding."""
+    """Combined engine of several models with one strategy and the same sharding."""
 
     def __init__(self, session: Session, models: Sequence[ModelSession]) -> None:
-        """`models`: with their engines."""
+        """`models`: sessions of the models, with their engines attached."""
         self._session = session
         self._models = models
         self._engines = [model.engine for model in models if model.engine is not None]
@@ -65,8 +66,8 @@ class SeveralEngines(TrainingEngine):
         self.backend_name = self._first.backend_name
         self.least_samples = max(engine.least_samples for engine in self._engines)
         self._settings: list[list[dict[str, Any]]] = []
-        """Settings of the optimizers' parameter groups at the step's beginning; while updates are
-        withdrawn, those before that."""
+        """Settings of the optimizers' parameter groups at the step's beginning. While updates are
+        withdrawn, the settings after the updates."""
         self._withdrawn = False
         self._warned = False
 
@@ -232,8 +233,8 @@ class SeveralEngines(TrainingEngine):
 
     @override
     def writes_apart(self) -> ShoalError:
-        """Returns the error of the first model: each model's reduction compares its own passes'
-        writes."""
+        """Returns the first model's error. The writes of each model's passes were already compared
+        in its own step."""
         return self._first.writes_apart()
 
     @override
@@ -290,8 +291,8 @@ class SeveralEngines(TrainingEngine):
         return summed, {}
 
     def _end_without_update(self, model: ModelSession, engine: Engine) -> None:
-        """Ends the step of a model that is not updated for this batch: buffer changes of its passes
-        are summed over the ranks nevertheless, and its gradients dropped."""
+        """Ends the own step of a model that is not updated for this batch. Buffer changes in the
+        model's passes are still summed over the ranks, and its gradients are discarded."""
         if not self._warned and engine.has_gradients():
             self._warned = True
             _log.warning(
@@ -346,11 +347,11 @@ class SeveralEngines(TrainingEngine):
             if model.update is not None
         ]
         self.withdraw_updates()
-        self._forget_updates()  # first: what is frozen thaws
+        self._forget_updates()  # first, because this unfreezes models
         for engine in self._engines:
             engine.discard_step()
         step = self._session.step
-        if step is not None and step.lost is None:  # its loop was left, on all ranks
+        if step is not None and step.lost is None:  # the step's loop was left, on all ranks
             for engine in updated:
                 engine.fetch_put_back()
 

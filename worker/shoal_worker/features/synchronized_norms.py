@@ -1,11 +1,11 @@
 """SyncBatchNorm in an elastic job: each layer normalizes over the samples of all ranks.
 
-torch's own layer requires CUDA and the default process group, which an elastic job lacks. The
-layers of a trained model therefore become `SynchronizedNorm`, and communicate with the other ranks
-in the pass (`ranks_in_passes.py`).
+torch's own layer requires CUDA and the default process group, which an elastic job does not have.
+The class of such layers in a trained model is therefore changed to `SynchronizedNorm`. They
+communicate with the other ranks within the pass (`ranks_in_passes.py`).
 
-Statistics weight the values as the step weights its samples: a rank with fewer of them counts less,
-one with a stand-in batch not at all.
+Statistics weight the values as the step weights its samples: a rank with fewer samples counts less,
+and a rank with a stand-in batch does not count.
 
 Ioffe and Szegedy, "Batch Normalization", 2015, section 3, over all ranks' samples.
 """
@@ -37,8 +37,8 @@ def synchronize_norms(module: nn.Module, session: StrategySession, *, sums: bool
 
 
 class SynchronizedNorm(nn.SyncBatchNorm):
-    """A SyncBatchNorm layer of a trained model. In evaluation, in a copy, and outside of steps it
-    acts as a BatchNorm."""
+    """A SyncBatchNorm layer of a trained model. Behaves as a BatchNorm in evaluation, in a copy,
+    and outside of steps."""
 
     ranks: NormsOfRanks | None
 
@@ -55,18 +55,18 @@ class SynchronizedNorm(nn.SyncBatchNorm):
 
 
 class _Statistics(NamedTuple):
-    """Common knowledge of all ranks about a layer's input, by channel."""
+    """Statistics of a layer's input over all ranks, by channel."""
 
     mean: torch.Tensor
     variance: torch.Tensor
     """Biased variance."""
     values: float
-    """Number of values."""
+    """Number of values per channel, over all ranks."""
 
 
 class NormsOfRanks:
-    """The ranks from the perspective of one model's synchronized layers. A copy of the model has
-    none."""
+    """The ranks over which one model's synchronized layers normalize. Copies of the model have None
+    instead."""
 
     @override
     def __init__(self, session: StrategySession, *, sums: bool) -> None:
@@ -80,8 +80,8 @@ class NormsOfRanks:
         return _nobody, ()
 
     def factor(self) -> float | None:
-        """Returns the factor of this rank's gradients in the sum over the ranks; None if this pass
-        is not in a step with others.
+        """Returns the factor of this rank's gradients in the sum over the ranks. None if this pass
+        does not belong to a step with other ranks.
 
         Raises:
             ConfigurationError: the step is split into micro-batches.
@@ -101,7 +101,7 @@ class NormsOfRanks:
         """Normalizes `values` of shape (samples, channels, ...) over all ranks, and updates the
         layer's running statistics."""
         found = self._statistics(values.detach(), counts=factor > 0)
-        if found is None:  # the step is lost: any values do
+        if found is None:  # the step is lost: any values suffice
             zeros = values.new_zeros(values.shape[1])
             return nn.functional.batch_norm(
                 values, zeros, zeros + 1, layer.weight, layer.bias, training=False
@@ -128,7 +128,7 @@ class NormsOfRanks:
 
     @torch.no_grad()
     def sum(self, own: torch.Tensor) -> torch.Tensor | None:
-        """Adds up the ranks' flat tensors, in the order of the ranks; None: the step is lost."""
+        """Sums the ranks' flat tensors, in rank order. Returns None if the step is lost."""
         rows = self._gather(own)
         return rows.sum(0) if rows is not None else None
 
@@ -155,8 +155,8 @@ class NormsOfRanks:
 
 
 class _Normalized(torch.autograd.Function):
-    """Computes (values - mean) / deviation * weight + bias; its backward pass sums the statistics'
-    contributions over the ranks."""
+    """Computes (values - mean) / deviation * weight + bias. The backward pass sums the
+    contributions to the statistics' gradients over the ranks."""
 
     @staticmethod
     def forward(ctx: Any, *arguments: Any) -> torch.Tensor:
@@ -199,7 +199,7 @@ class _Normalized(torch.autograd.Function):
 
 
 def _tell(layer: nn.SyncBatchNorm, found: _Statistics) -> None:
-    """Moves the layer's running statistics towards these."""
+    """Updates the layer's running statistics with `found`."""
     if layer.running_mean is None or layer.running_var is None:
         return
     with torch.no_grad():
@@ -213,19 +213,20 @@ def _tell(layer: nn.SyncBatchNorm, found: _Statistics) -> None:
 
 
 def _dimensions(values: torch.Tensor) -> list[int]:
-    """Returns all dimensions except the channels'."""
+    """Returns the indices of all dimensions except that of the channels."""
     return [0, *range(2, values.dim())]
 
 
 def _spread(of_channels: torch.Tensor, values: torch.Tensor) -> torch.Tensor:
-    """Reshapes a vector of channels for `values`, whose second dimension is the channels."""
+    """Reshapes a vector of channels to broadcast over `values`, whose second dimension is the
+    channels."""
     return of_channels.view(1, -1, *[1] * (values.dim() - 2))
 
 
 def _wide(values: torch.Tensor) -> torch.Tensor:
-    """Converts to a dtype in which long sums do not lose precision."""
+    """Converts values to a dtype in which long sums do not lose precision."""
     return values if values.dtype is torch.float64 else values.float()
 
 
 def _nobody() -> None:
-    """Returns the placeholder for the ranks in an unpickled model."""
+    """Returns None, which replaces the ranks in an unpickled model."""

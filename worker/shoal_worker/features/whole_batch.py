@@ -1,12 +1,12 @@
-"""`shoal.whole_batch`: the rows of all ranks' samples in a pass, for losses that compare samples
-with each other.
+"""Implements `shoal.whole_batch`: the rows of all ranks' samples in a pass, for losses that compare
+samples with each other.
 
-A contrastive loss over only a rank's own samples is a different loss with fewer pairs. Each rank
-therefore receives everybody's rows and computes the loss of the entire batch. Gradients return only
-to the rank's own rows, divided by its weight in the step, by which the sum over the ranks
-multiplies them: each row's gradient counts once, as in one process. Parameters used after the rows
-(a temperature) have the full gradient on every rank, and the weighted sum of these is the same
-gradient again. The backward pass needs no communication.
+A contrastive loss over only one rank's samples is a different loss, with fewer pairs. Each rank
+therefore receives all ranks' rows and computes the loss of the entire batch. Gradients flow back
+only to the rank's own rows. They are divided by the rank's weight in the step, with which the sum
+over the ranks multiplies them again. Each row's gradient therefore counts once, as in one process.
+Parameters used after the rows (a temperature) have the full gradient on every rank, and so does the
+weighted sum of these. The backward pass needs no communication.
 
 Chen et al., "A Simple Framework for Contrastive Learning of Visual Representations", ICML 2020,
 section 2.2 (negatives over all devices).
@@ -34,20 +34,21 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class WholeBatch:
-    """Combines the rows of one session's ranks."""
+    """Combines the rows of all ranks in one session."""
 
     def __init__(self, session: Session, *, refusal: str | None) -> None:
-        """`refusal`: why this run does not support it, and the alternative; None if it does."""
-        self._session: Session = weakref.proxy(session)  # which this lives as long as
+        """`refusal`: reason why this run does not support it, and the alternative; None if
+        supported."""
+        self._session: Session = weakref.proxy(session)  # this object lives as long
         self._ranks = RanksInPasses(self._session, "the whole batch")
         self._refusal = refusal
         self._step: Callable[[], Step | None] = lambda: None
-        """Returns the last step in which rows were combined, while it exists; and the total number
-        for this rank's number of rows in it."""
+        """Returns the last step in which rows were combined, while that step exists. In that step,
+        the number of this rank's rows was `_rows`, and the total number was `_total`."""
         self._rows, self._total = 1, 1
 
     def of(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Implements `shoal.whole_batch`."""
+        """Returns `tensors` with the rows of all ranks, in rank order (`shoal.whole_batch`)."""
         rows = _rows(tensors)
         if self._refusal is not None:
             raise ConfigurationError(f"whole_batch: {self._refusal}")
@@ -67,9 +68,9 @@ class WholeBatch:
         return self._stand_in(tensors, rows) if whole is None else whole
 
     def _stand_in(self, tensors: Sequence[torch.Tensor], rows: int) -> list[torch.Tensor]:
-        """Returns stand-in rows if there is no step with others, or if it is lost and any values
-        suffice. Their number matches the earlier one in the same step, since the script combines
-        both."""
+        """Returns stand-in rows for a pass outside of a step with other ranks, or in a lost step,
+        where any values suffice. In a step that combined rows before, their number matches the
+        earlier one, because the script combines both."""
         step = self._session.step
         if step is None or self._step() is not step:
             return list(tensors)
@@ -79,8 +80,8 @@ class WholeBatch:
     def _gathered(
         self, tensors: Sequence[torch.Tensor], rows: int, weight: float
     ) -> list[torch.Tensor] | None:
-        """Returns the combined rows; None if the step is lost. `rows`: number of this rank's rows
-        that count; 0 for a stand-in batch."""
+        """Returns the combined rows, or None if the step is lost. `rows`: number of this rank's
+        rows that count; 0 for a stand-in batch."""
         header = torch.tensor([rows, _digest(tensors)], dtype=torch.int64)
         headers = self._ranks.gather(header, before=lambda: failpoint("whole_batch.before_headers"))
         if headers is None:
@@ -130,7 +131,7 @@ class WholeBatch:
 
 
 class _WithOwnRows(torch.autograd.Function):
-    """Returns the combined rows; its backward pass returns this rank's own rows of the gradient."""
+    """Returns the combined rows. The backward pass returns this rank's own rows of the gradient."""
 
     @staticmethod
     def forward(
@@ -156,17 +157,17 @@ _known: weakref.WeakKeyDictionary[Session, WholeBatch] = weakref.WeakKeyDictiona
 def prepare(session: Session, refusal: str | None) -> None:
     """Enables `whole_batch` in a session that has a model.
 
-    refusal: as in `WholeBatch`.
+    `refusal`: see `WholeBatch`.
     """
     _known[session] = WholeBatch(session, refusal=refusal)
 
 
 @uncompiled
 def whole_batch(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """Implements `shoal.whole_batch`.
+    """Returns `tensors` with the rows of all ranks, in rank order (`shoal.whole_batch`).
 
     Raises:
-        PreconditionError: there is no model yet.
+        PreconditionError: `as_distributed` was not called yet.
     """
     if session not in _known:
         raise PreconditionError(
@@ -177,8 +178,8 @@ def whole_batch(session: Session, tensors: Sequence[torch.Tensor]) -> list[torch
 
 
 def _rows(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns the number of rows. Raises ConfigurationError unless all are plain tensors with the
-    same number of rows."""
+    """Returns the tensors' number of rows. Raises ConfigurationError unless all are plain tensors
+    with the same number of rows."""
     for each in tensors:
         if (
             not isinstance(each, torch.Tensor)
@@ -204,7 +205,7 @@ def _rows(tensors: Sequence[torch.Tensor]) -> int:
 
 
 def _digest(tensors: Sequence[torch.Tensor]) -> int:
-    """Returns a digest of the format of a row."""
+    """Returns a digest of a row's format: the dtypes, and the shapes beyond the first dimension."""
     said = str([(str(each.dtype), tuple(each.shape[1:])) for each in tensors]).encode()
     return int.from_bytes(hashlib.sha256(said).digest()[:6], "big")
 

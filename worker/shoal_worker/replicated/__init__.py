@@ -1,6 +1,7 @@
-"""Models held entirely by every rank: gradients are summed over the ranks in each step, or
-parameters averaged every few steps.
+"""Engines of models that every rank holds entirely. Gradients are summed over the ranks in each
+step, or parameters are averaged every few steps.
 
-`engine` is that of ddp, on which `local_sgd` is based. `reduction` sums gradients as they are
-computed, in `buckets`, which also accumulate those of micro-batches; `rounds` averages parameters.
+`engine`: the engine of ddp. `local_sgd`: the engine of local_sgd, based on it. `reduction`: sums
+gradients as they are computed. `buckets`: the layout of gradients, and their accumulation over
+micro-batches. `rounds`: averages parameters.
 """

@@ -1,16 +1,16 @@
-"""Layout of gradients for reduction: flat buckets, each sent in one all-reduce.
+"""Layout of gradients for reduction in flat buckets. Each bucket is sent in one all-reduce.
 
-The layout depends only on the parameters (their order, size, dtype, device), so that it is the same
-on every rank, whenever it joined. Buckets are filled from the last parameter to the first,
-approximately the order in which a backward pass completes them. A bucket also counts the ranks with
-a gradient of each parameter: one without any stays None, as in one process. `.grad` is a view of
-the bucket, so gradients exist once.
+The layout depends only on the parameters (their order, size, dtype, device), so it is the same on
+every rank, whenever the rank joined. Buckets are filled from the last parameter to the first, which
+is approximately the order in which a backward pass completes the gradients. A bucket also counts
+the ranks with a gradient of each parameter. If no rank has one, `.grad` stays None, as in one
+process. `.grad` is a view of the bucket, so each gradient is in memory only once.
 
-Buckets are reduced concurrently (`Flight`): all-reduces are started one after another, and awaited
-together. Compressed ones take two rounds: when all have had their first, each gets its second. Even
-if one fails all are awaited, since the repetition of a lost step uses the same memory, into which
-no collective of the old group may then write. A failure does not raise; it marks the step lost,
-which `optimizer.step()` will report.
+Buckets are reduced concurrently (`Flight`): all-reduces are started one after another and awaited
+together. Compressed all-reduces take two rounds, and the second begins when all have finished the
+first. Even if one fails, all are awaited, because the repetition of a lost step uses the same
+memory, to which no collective of the old group may still write. A failure marks the step as lost,
+which `optimizer.step()` reports; it does not raise.
 """
 
 from __future__ import annotations
@@ -45,33 +45,33 @@ if TYPE_CHECKING:
     from shoal_worker.engine.step.buffers import CommittedBuffers
 
 _FIRST_BYTES = 1 << 20
-"""Size at which the first bucket is closed, so that sending starts early."""
+"""Size in bytes at which the first bucket is closed, so that sending starts early."""
 _ONE_BYTES = 2 << 20
-"""Gradients up to this total size use one all-reduce: a second one costs more than an early start
-gains (docs/explanation/step-commit.md#gradient-reduction-in-ddp)."""
+"""Maximum total size in bytes of gradients that are sent in one all-reduce. A second one costs more
+than an early start gains (docs/explanation/step-commit.md#gradient-reduction-in-ddp)."""
 _LARGE_ELEMENTS = 1 << 14
-"""Size from which a gradient is copied and weighted individually as soon as it is complete; smaller
-ones are processed together, which is cheaper."""
+"""Number of elements from which a gradient is copied and weighted individually as soon as it is
+complete. Smaller gradients are processed together, which is cheaper."""
 
 
 class Slot:
-    """Place of one parameter's gradient."""
+    """Place of one parameter's gradient in a bucket."""
 
     def __init__(self, parameter: torch.Tensor, view: torch.Tensor) -> None:
         self.parameter = parameter
         self.view = view
         self.large = parameter.numel() >= _LARGE_ELEMENTS
         self.ready = False
-        """True if its gradient of this backward pass is complete."""
+        """True if the parameter's gradient in this backward pass is complete."""
         self.taken = False
-        """True if it is in the bucket, weighted."""
+        """True if the weighted gradient is in the bucket."""
         self.present = False
-        """True if this rank has a gradient."""
+        """True if this rank has a gradient of the parameter."""
         self.summed = False
-        """True if `.grad` already holds the sum over the ranks."""
+        """True if `.grad` already contains the sum over the ranks."""
 
     def take(self, scale: float) -> None:
-        """Puts `scale` times the gradient into the bucket."""
+        """Stores `scale` times the gradient in the bucket."""
         grad = _dense(self.parameter)
         if grad is self.view:
             self.view.mul_(scale)
@@ -82,7 +82,8 @@ class Slot:
 
 
 class Bucket:
-    """Vector [large gradients | small gradients | number of ranks with each | additional data]."""
+    """Gradients that are sent together: a vector [large gradients | small gradients | number of
+    ranks with each | additional data]."""
 
     def __init__(
         self,
@@ -102,11 +103,11 @@ class Bucket:
         self._larges = sum(slot.large for slot in self.slots)
         self._smalls = self.gradients[sum(sizes[: self._larges]) :]
         self.awaited = len(self.slots)
-        """Number of slots that are not ready."""
+        """Number of slots whose gradients are not complete."""
 
     def fill(self, factor: float, *, sums: bool) -> None:
-        """Prepares this rank's contribution to the sum. A rank with weight 0 adds nothing, whatever
-        its gradients are."""
+        """Prepares this rank's contribution to the sum. A rank with weight 0 adds nothing, even if
+        its gradients are NaN."""
         moved: list[Slot] = []
         scaled: list[torch.Tensor] = []
         absent: list[torch.Tensor] = []
@@ -133,7 +134,7 @@ class Bucket:
                 len(scaled) == len(self.slots) - self._larges
                 and scaled[0] is self.slots[self._larges].view
             ):
-                self._smalls.mul_(factor)  # all of them, and no other: the usual case
+                self._smalls.mul_(factor)  # exactly the small gradients: the usual case
             else:
                 torch._foreach_mul_(scaled, factor)
         if absent:
@@ -147,8 +148,8 @@ class Bucket:
             self.presence.fill_(1.0)
 
     def settle(self, factor: float, *, owed: bool = False) -> None:
-        """Distributes the sums. `owed`: a sum may contain residuals of earlier steps, even if no
-        rank has a gradient."""
+        """Makes the sums available in `.grad`, or sets `.grad` to None if no rank has a gradient.
+        `owed`: a sum may contain residuals of earlier steps even then."""
         certain = factor != 0.0
         for slot in self.slots:
             certain = certain and slot.present
@@ -159,7 +160,7 @@ class Bucket:
                 slot.parameter.grad = slot.view if here else None
 
     def open(self) -> None:
-        """Prepares for the next backward pass."""
+        """Resets the bucket for the next backward pass."""
         self.awaited = len(self.slots)
         for slot in self.slots:
             slot.ready = slot.taken = False
@@ -174,11 +175,11 @@ def lay_out(
     riding: int,
     riding_dtype: torch.dtype,
 ) -> list[Bucket]:
-    """Returns buckets of at most `cap_bytes` (or one parameter) and at least `minimum_elements`, if
-    there are enough parameters of that kind.
+    """Divides parameters into buckets of at most `cap_bytes` (or one parameter) and at least
+    `minimum_elements`, if there are enough parameters of that kind.
 
-    Additional data is in the last bucket if its dtype can represent it exactly, otherwise in a
-    separate one on `device`.
+    Additional data, `riding` elements, is in the last bucket if the bucket's dtype can represent it
+    exactly; otherwise in a separate bucket on `device`.
     """
     kinds: dict[tuple[torch.dtype, torch.device], list[list[torch.Tensor]]] = {}
     for parameter in reversed(parameters):
@@ -205,7 +206,7 @@ def lay_out(
 
 
 def _dense(parameter: torch.Tensor) -> torch.Tensor:
-    """Returns its gradient, which must exist."""
+    """Returns the parameter's gradient, which must exist, as a dense tensor."""
     grad = parameter.grad
     assert grad is not None
     if grad.requires_grad:
@@ -223,8 +224,8 @@ def _bytes(parameters: Iterable[torch.Tensor]) -> int:
 
 def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
     """Returns `flat` with the shape of `parameter`, and with its strides if it is dense
-    (channels_last): otherwise autograd would copy, and torch's fused optimizers would mix up
-    elements (see `strided_like`)."""
+    (channels_last). Otherwise autograd would copy the gradient, and torch's fused optimizers would
+    mix up elements (see `strided_like`)."""
     extent = 1 + sum(
         (size - 1) * stride
         for size, stride in zip(parameter.shape, parameter.stride(), strict=True)
@@ -236,7 +237,7 @@ def _laid_out_as(parameter: torch.Tensor, flat: torch.Tensor) -> torch.Tensor:
 
 class Flight:
     """Reductions in progress. Owned by the training thread, or by the thread of a backward pass
-    that the training thread waits for."""
+    while the training thread waits for it."""
 
     def __init__(
         self, session: StrategySession, compression: GradientCompression | None = None
@@ -247,8 +248,7 @@ class Flight:
         self._reductions: list[tuple[Group, Reduction]] = []
 
     def send(self, tensor: torch.Tensor) -> None:
-        """Starts to sum `tensor` over all ranks, in place. Nothing is sent in a step that is
-        lost."""
+        """Starts to sum `tensor` over all ranks, in place. In a lost step, sends nothing."""
         step, group = self._session.step, self._session.group
         if step is None or step.lost is not None:
             return
@@ -265,7 +265,7 @@ class Flight:
     def send_compressed(
         self, bucket: torch.Tensor, kind: str, number: int, shapes: Sequence[Sequence[int]]
     ) -> None:
-        """Starts to sum `bucket` over all ranks, in place and compressed; see
+        """Starts to sum `bucket` over all ranks, in place and with compression; see
         `GradientCompression.start`."""
         step, group, compression = self._session.step, self._session.group, self._compression
         assert compression is not None
@@ -277,8 +277,8 @@ class Flight:
             self._reductions.append((group, compression.start(group, bucket, kind, number, shapes)))
 
     def land(self) -> bool:
-        """Waits for all started reductions. Returns True if the step is not lost and all sums are
-        available."""
+        """Waits for all started reductions. Returns True if the step is not lost, so that all sums
+        are available."""
         self._finish_compressed()
         works, self._works = self._works, []
         for group, work in works:
@@ -292,7 +292,8 @@ class Flight:
         return not completing.failed
 
     def _finish_compressed(self) -> None:
-        """Finishes compressed reductions, on all ranks in the order in which they were started."""
+        """Finishes the compressed reductions, on all ranks in the order in which they were
+        started."""
         reductions, self._reductions = self._reductions, []
         with LosingStep(self._session) as finishing:
             for group, reduction in reductions:
@@ -311,25 +312,16 @@ class Flight:
 
 
 # ------------------------------------------------------------------------------------- accumulation
-#
-# Sums the gradients of a step that is cut into micro-batches, weighted by their samples.
-#
-# Gradients, and by how much each micro-batch changed the buffers, are added up per micro-batch with
-# its weight into one flat vector, which is reduced when the inner loop ends. The result does not
-# depend on which rank computed what; in float64 (deterministic) not even bitwise: float32 gradients
-# times whole-number weights sum exactly unless one element's gradients differ by more than 2^20
-# between micro-batches, and the sum is rounded to float32 once. The mean over the global batch is
-# left in `.grad`. All of it runs on the training thread.
 
 
 _CHUNK_ELEMENTS = 8 << 20
 _CONVERTED_BYTES = 4 << 20
-"""Amount of gradients converted to another dtype at once during accumulation."""
+"""Size in bytes of gradients that are converted to another dtype at once during accumulation."""
 
 
 def add_times(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: float) -> None:
-    """Adds `factor` times the second tensor of each pair, in the first's dtype, to the first; in
-    few kernels on a device. The result equals that of sequential additions."""
+    """Adds `factor` times the second tensor of each pair to the first, in the first tensor's dtype.
+    Uses few kernels on a device. The result equals that of sequential additions."""
     at_once: list[tuple[torch.Tensor, torch.Tensor]] = []
     converted_bytes = 0
     for total, given in added:
@@ -352,8 +344,16 @@ def _add_at_once(added: Sequence[tuple[torch.Tensor, torch.Tensor]], factor: flo
 
 
 class AccumulatedReduction:
-    """Reduction for micro-batches: accumulates gradients and buffer changes per micro-batch and
-    reduces once per step."""
+    """Reduction for micro-batches: adds up gradients and buffer changes per micro-batch, and
+    reduces once per step.
+
+    Each micro-batch is weighted by its samples. The sum, one flat vector, is reduced after the
+    inner loop, and `.grad` receives the mean over the global batch. The result does not depend on
+    which rank computed which micro-batch. In float64 (deterministic), it is even bitwise equal:
+    products of float32 gradients and integer weights are summed exactly, unless one element's
+    gradients differ by more than a factor of 2^20 between micro-batches, and the sum is rounded to
+    float32 once. Everything runs on the training thread.
+    """
 
     def __init__(
         self,
@@ -382,22 +382,23 @@ class AccumulatedReduction:
         self._alone = alone
         self._flight = Flight(session, compression)
         self._apart: torch.Tensor | None = None
-        """Changes of buffers, if they need a wider dtype than the gradients' sum."""
+        """Changes of buffers, if these need a wider dtype than the sum of gradients; otherwise
+        None."""
         self._mean_loss = MeanLoss()
         self._open = False
 
     @property
     def open(self) -> bool:
-        """True if something was accumulated or reduced in this step."""
+        """True if values were accumulated or reduced in this step."""
         return self._open
 
     def discard(self) -> None:
-        """Discards accumulated values, after waiting for reductions in progress."""
+        """Discards the accumulated values, after waiting for reductions in progress."""
         self._flight.land()
         self._open = False
 
     def micro_batch_begins(self) -> None:
-        """Starts a micro-batch from the committed buffers and without gradient."""
+        """Starts a micro-batch with the committed buffers and without gradients."""
         if not self._open:
             self._start()
         else:
@@ -406,13 +407,13 @@ class AccumulatedReduction:
             parameter.grad = None
 
     def add_loss(self, loss: SupportsFloat, weight: float) -> MeanLoss:
-        """Returns the mean of this rank's losses in the step, including the given micro-batch's."""
+        """Adds the loss of a micro-batch. Returns the mean of this rank's losses in the step."""
         self._mean_loss.add(loss, weight)
         return self._mean_loss
 
     def micro_batch_ends(self, weight: float) -> None:
-        """Adds the micro-batch's gradient and buffers. One that weighs nothing may hold anything,
-        NaN among it: it is left out."""
+        """Adds the micro-batch's gradients and buffer changes. A micro-batch of weight 0 is
+        excluded, even if its gradients are NaN."""
         added: list[tuple[torch.Tensor, torch.Tensor]] = []
         for i, (parameter, total) in enumerate(zip(self._parameters, self._grad_sums, strict=True)):
             grad, parameter.grad = parameter.grad, None
@@ -428,8 +429,8 @@ class AccumulatedReduction:
             self._buffers.leave_out(self._buffer_changes)
 
     def finish(self) -> None:
-        """Reduces over all ranks and leaves the mean gradient in `.grad`; or marks the step
-        lost."""
+        """Reduces the sums over all ranks and stores the mean gradients in `.grad`. On failure,
+        marks the step as lost."""
         session = self._session
         step = session.step
         if step is None or step.lost is not None or step.phase is not StepPhase.OPEN:
@@ -442,13 +443,13 @@ class AccumulatedReduction:
             self._send(step.share.total_weight if step.share is not None else None)
             if not self._flight.land():
                 return
-        # together, since each read from a device is a wait
+        # together, because each read from a device waits
         *presence, weight = torch.cat([self._presence, self._weight_sum]).tolist()
         divisor = 1.0 if self._sums else weight or 1.0
         for parameter, summed, count in zip(
             self._parameters, self._grad_sums, presence, strict=True
         ):
-            # earlier steps have left something out
+            # with compression, earlier steps may have left residuals
             here = count > 0 or (self._compression is not None and bool(summed.any()))
             # For the same dtype it is not a copy but another object: users may give `.grad` other
             # memory.
@@ -462,7 +463,8 @@ class AccumulatedReduction:
             session.prepare_step()
 
     def _check_complete(self) -> None:
-        """Raises ConfigurationError: a parameter has a gradient that was not added up."""
+        """Checks that the gradients of all parameters were added; otherwise raises
+        ConfigurationError."""
         known = {id(p) for p in self._parameters}
         unfrozen = next(
             (
@@ -498,8 +500,8 @@ class AccumulatedReduction:
             self._flight.send(self._apart)
 
     def write_buffers(self) -> None:
-        """Replaces the buffers by their weighted mean over all micro-batches; keeps them if all
-        weighed nothing."""
+        """Sets the buffers to their weighted mean over all micro-batches. Keeps the committed
+        values if all weights are 0."""
         self._buffers.apply(self._buffer_changes)
         self._open = False
 

@@ -1,4 +1,5 @@
-"""Engine of strategies whose ranks each hold the entire model and sum its gradients in every step.
+"""Engine of strategies in which each rank holds the entire model and gradients are summed in every
+step.
 
 The reductions are in `reduction.py` (plain steps, overlapped with the backward pass) and
 `buckets.py` (micro-batches). `local_sgd.py` changes what is summed and when. Everything runs on the
@@ -60,7 +61,8 @@ _CLEAR = (
 
 
 class ReplicatedEngine(Engine):
-    """Engine with a replica of the entire model on every rank."""
+    """Engine with a replica of the entire model on every rank, and with gradients summed in every
+    step."""
 
     keeps_parameters_whole = True
 
@@ -72,8 +74,8 @@ class ReplicatedEngine(Engine):
         self._skipped = False
         """True if a GradScaler found the step's gradients unusable."""
         self._uncleared_in: tuple[int, int] | None = None
-        """Generation and number of ranks of a committed step whose gradients nobody has cleared
-        since."""
+        """Generation and number of ranks of a committed step whose gradients have not been cleared
+        since; None if they have."""
         self._overlapped: OverlappedReduction | None = None
         self._accumulated: AccumulatedReduction | None = None
         self._attached = False
@@ -100,14 +102,13 @@ class ReplicatedEngine(Engine):
 
     # ------------------------------------------------------------------------------------- training
 
-    # it calls the module, which may be compiled
+    # the module that it calls may be compiled
     @torch.compiler.disable(recursive=False)  # type: ignore[untyped-decorator]
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass; in training its backward pass reduces the gradients over
+        """Runs the module's forward pass. In training, the backward pass reduces the gradients over
         all ranks.
 
-        Outputs may have any form. Unused parameters are no error, even if they differ between
-        ranks.
+        Outputs may be of any type. Parameters may be unused, and different ones on different ranks.
         """
         reduces = self.module.training and torch.is_grad_enabled() and self._begin_pass()
         output = self._compute(*args, **kwargs)
@@ -117,14 +118,13 @@ class ReplicatedEngine(Engine):
 
     @uncompiled
     def _begin_pass(self) -> bool:
-        """Prepares a training forward pass. Returns True if gradients are reduced during its
-        backward pass."""
+        """Prepares a training forward pass. Returns True if its backward pass reduces gradients."""
         if not self._attached:
             raise PreconditionError(
                 "this model is a clone for evaluation; train the model that as_distributed returned"
             )
         step = self._session.ensure_step()
-        if step.source is not None:  # else this may be a dry run before the loop, and no step
+        if step.source is not None:  # otherwise it may be a dry run before the loop
             check_reproducible(self.config, step)
         if self._in_micro_batches:
             return False
@@ -149,18 +149,18 @@ class ReplicatedEngine(Engine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Makes backward passes within the block only accumulate on this rank, as in torch's DDP;
-        the next one outside reduces the accumulated gradients. `optimizer.step()` reduces what no
-        later pass has."""
+        """Makes backward passes within the block only accumulate on this rank, as in torch's DDP.
+        The next backward pass outside of the block reduces the accumulated gradients, or else
+        `optimizer.step()` does."""
         reduces = self._session.elastic and not self._in_micro_batches
         with self._reduction().paused() if reduces else contextlib.nullcontext():
             yield
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Trains on a batch, as in `ShardedModel`. The loss is part of the step vote, so it needs
-        no collective of its own.
+        """Trains on a batch and returns the loss, averaged over the ranks if it is known. The loss
+        is part of the step vote, so it needs no collective of its own.
 
-        In `loader.steps()` the batch is a micro-batch, which one rank has entirely: its own loss is
+        In `loader.steps()` the batch is a micro-batch, which one rank has entirely. Its own loss is
         returned, and `shoal status` shows the ranks' mean over the step.
         """
         session = self._session
@@ -184,12 +184,12 @@ class ReplicatedEngine(Engine):
 
     def synchronize_gradients(self) -> None:
         """Sums the gradients over the ranks. Only needed with `auto_sync_gradients=False`, after
-        the backward pass; already reduced ones are not reduced again."""
+        the backward pass. Gradients that are already reduced are not reduced again."""
         self._reduce_what_is_left()
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float) -> torch.Tensor:
-        """Clips gradients, as in `ShardedModel`. First finishes the reduction, if necessary; the
-        gradients are complete on every rank."""
+        """Clips the gradients and returns their norm. First finishes the reduction, if necessary.
+        The gradients are complete on every rank."""
         self._session.reduce_and_commit()
         return super().clip_grad_norm_(max_norm, norm_type)
 
@@ -223,7 +223,7 @@ class ReplicatedEngine(Engine):
         return self._tables.store if self._tables is not None else None
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the state with each rank's compression residuals."""
+        """Returns the complete state, with each rank's compression residuals."""
         if self._compression is None:
             return self.capture()
         return self.capture() | {"compression": self._compression.assemble(channel)}
@@ -265,7 +265,7 @@ class ReplicatedEngine(Engine):
             self._check_optimizer_fits(state["optimizer"])
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the entire state, which all ranks have in common."""
+        """Returns the entire state by groups, because all ranks have it in common."""
         optimizer = self.optimizer
         moments = (
             state_tensors(optimizer.state, dict(self.module.named_parameters()))
@@ -281,7 +281,7 @@ class ReplicatedEngine(Engine):
         return {"the model": model, BUFFERS: buffers, "the optimizer's state": moments}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the entire model, which every rank holds unsharded."""
+        """Returns the parameters and buffers, which every rank holds unsharded."""
         parameters = {
             repr(name): parameter.detach() for name, parameter in self.module.named_parameters()
         }
@@ -293,11 +293,11 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """Begins a step. The user's changes to buffers between two steps belong to its starting
-        state."""
+        """Begins a step. Changes that the user made to buffers between two steps become part of the
+        step's starting state."""
         self._step_buffers.step_begins()
         self._skipped = False
-        if self._setup.several:  # what another model's passes have left here is not of this step
+        if self._setup.several:  # discard what another model's passes have left
             for parameter in self.module.parameters():
                 parameter.grad = None
         if self._compression is not None:
@@ -307,7 +307,8 @@ class ReplicatedEngine(Engine):
         self._keep_for_redo()
 
     def _keep_for_redo(self) -> None:
-        """Records the values that passes may change besides buffers."""
+        """Records the values that passes may change besides buffers, to restore them if the step is
+        lost."""
         if self._session.elastic:
             self._writes.begin()
             self._attributes.begin()
@@ -332,8 +333,8 @@ class ReplicatedEngine(Engine):
         )
 
     def batch_begins(self) -> None:
-        """Begins a batch. Passes need not go through `forward`, and their gradients are observed
-        from the first one on."""
+        """Begins to observe gradients before the batch's first pass, because passes need not use
+        `forward`."""
         if (
             self._overlapped is None
             and self._session.elastic
@@ -373,8 +374,8 @@ class ReplicatedEngine(Engine):
             self._prepare_vote(step)
 
     def _prepare_vote(self, step: Step) -> None:
-        """Adds what the passes wrote to the step vote, and agrees on extremes; or the step is
-        marked lost."""
+        """Prepares the step vote: adds digests of the passes' writes, and agrees on extremes with
+        the other ranks. If that fails, the step is marked as lost."""
         step.writes, step.written_between = self._digest_of_writes(), self._digest_between()
         if step.lost is None:
             self._agree_on_extremes(step)
@@ -383,7 +384,8 @@ class ReplicatedEngine(Engine):
         return joined(self._writes.digest(), self._step_buffers.exact_digest())
 
     def _counts(self, step: Step) -> bool:
-        """Takes the values that the passes of a plain batch left as this rank's own."""
+        """Returns whether this rank's plain batch has a weight above 0, so that its extremes
+        count."""
         return not step.in_micro_batches and step.share is not None and step.share.weight > 0
 
     def _agree_on_extremes(self, step: Step) -> None:
@@ -403,9 +405,9 @@ class ReplicatedEngine(Engine):
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        """Implements `TrainingEngine.sum_commit`. If a script has changed buffers after the
-        backward pass on any rank, the vote says so and does not commit: the buffers' changes are
-        summed again, and the vote is repeated."""
+        """Runs the commit all-reduce. If a script has changed buffers after the backward pass on
+        any rank, the vote reveals that and does not commit. The buffers' changes are then summed
+        again, and the vote is repeated."""
         if not self._session.elastic:
             return [*vote], {}
         step.issues(COMMIT)
@@ -422,7 +424,7 @@ class ReplicatedEngine(Engine):
 
     @property
     def holds_unreduced_gradients(self) -> bool:
-        """True if some of this rank's gradients are not reduced yet; `optimizer.step()` would
+        """True if some of this rank's gradients are not reduced yet. `optimizer.step()` would
         reduce them."""
         step = self._session.step
         if not self._session.elastic or step is None or step.lost is not None:
@@ -433,8 +435,8 @@ class ReplicatedEngine(Engine):
 
     @torch.no_grad()
     def _reduce_what_is_left(self) -> None:
-        """Ends the step's reduction: all of it after micro-batches; otherwise the part that the
-        hooks of backward passes have not done."""
+        """Finishes the step's reduction: all of it after micro-batches, otherwise what the hooks of
+        backward passes have not done."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None:
             return
@@ -472,7 +474,7 @@ class ReplicatedEngine(Engine):
         self._step_buffers.put_back()
         if step is None or step.lost is not None:
             self._undo_writes()
-        else:  # nobody meant the step, and what the script has written since is its own
+        else:  # not an intended step: keep what the script has written since
             self._writes.forget()
             self._attributes.forget()
         if self._compression is not None:
@@ -502,8 +504,9 @@ class ReplicatedEngine(Engine):
         self._attributes.put_back()
 
     def _note_uncleared(self) -> None:
-        """Checks for gradients that were not cleared, to which torch's backward pass adds. All
-        ranks have the same ones, except a new rank."""
+        """Records whether the step's gradients are still present at its end: torch's next backward
+        pass would add to them. Warns if ranks that have joined lack gradients to which this step
+        has added."""
         group = self._session.group
         now = (group.generation.number, group.world_size) if group is not None else (0, 1)
         before = self._uncleared_in
@@ -573,5 +576,5 @@ class ReplicatedEngine(Engine):
     # ---------------------------------------------------------------------------------------- state
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Returns another `ShardedModel`, which no rank trains."""
+        """Returns a copy as another `ShardedModel`, which is not trained."""
         return remake(copy.deepcopy(self.module))

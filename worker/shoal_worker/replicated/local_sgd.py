@@ -1,16 +1,17 @@
-"""Engine of local SGD: every rank trains its own replica on its own samples, and the ranks average
+"""Engine of local SGD. Every rank trains its own replica on its own samples, and the ranks average
 their parameters periodically.
 
-A *round* is the steps between two averages. Steps commit on each rank without communication; a
-round commits on all. A failure within a round takes effect at its end, where all ranks' scripts are
-at the same position: that step is aborted, and every rank is reset to the round's start
-(`StrategySession.keep`): parameters, optimizer state, buffers, registered state and cursor, so the
-loader redistributes its samples over the ranks at that time. A round ends after `sync_every` steps
-or with the epoch, whichever is first, since a script cannot reenter a loop that it has left. Joins,
-drains and stops wait for its end.
+A *round* consists of the steps between two averages. Steps commit on each rank without
+communication; a round commits on all ranks. A failure within a round takes effect at the end of the
+round, where all ranks' scripts are at the same position. That step is aborted, and every rank
+restores the state at the round's start (`StrategySession.keep`): parameters, optimizer state,
+buffers, registered state and cursor. The loader then redistributes the round's samples over the
+current ranks. A round ends after `sync_every` steps or with the epoch, whichever comes first,
+because a script cannot reenter a loop that it has left. Joins, drains and stops wait for the end of
+the round.
 
-Optimizer state stays local to each rank. A rank without it (a joiner, one that was behind) gets the
-mean of the others'.
+Optimizer state stays local to each rank. A rank without optimizer state (a joiner, or a rank that
+was behind) receives the mean of the other ranks' state.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class LocalSGDEngine(ReplicatedEngine):
-    """Engine with a replica of the entire model on every rank, trained independently between
-    averages."""
+    """Engine with a replica of the entire model on every rank. Replicas are trained independently
+    between averages."""
 
     def __init__(self, setup: Setup) -> None:
-        """Reads the options; the entire module stays on this rank.
+        """Reads the options of local_sgd. The entire module stays on this rank.
 
         Raises:
             ConfigurationError: invalid options, or settings that are meaningless here.
@@ -72,26 +73,26 @@ class LocalSGDEngine(ReplicatedEngine):
         self._reduced = False
         """True if the step's micro-batches are summed."""
         self._averaging = False
-        """True if this step ends the round and this rank's update is done."""
+        """True if this step ends the round and this rank's own update is done."""
         self._average: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Averaged tensors of the module, each with its mean."""
+        """Tensors of the module that were averaged, each with its mean."""
         self._mean_state: dict[int, dict[str, Any]] | None = None
 
     @property
     def steps_alone(self) -> bool:
-        """True, since steps inside a round are independent."""
+        """True, because steps inside a round are independent."""
         return True
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last average; 0: all ranks hold the same parameters."""
+        """Number of steps since the last average; 0: all ranks have the same parameters."""
         return self._round.steps
 
     # ------------------------------------------------------------------------------------- training
 
     @uncompiled
     def _begin_pass(self) -> bool:
-        """Prepares a training forward pass, whose gradients stay local."""
+        """Prepares a training forward pass. Returns False, because gradients stay local."""
         if not self._attached:
             raise PreconditionError(
                 "this model is a clone for evaluation; train the model that as_distributed returned"
@@ -101,12 +102,12 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @contextlib.contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Changes nothing: gradients are never reduced."""
+        """Does nothing, because gradients are never reduced."""
         yield
 
     def train_step(self, inputs: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
-        """Runs forward, loss and backward on this rank's samples. Returns their loss, since the
-        ranks do not communicate in each step."""
+        """Trains on this rank's batch and returns its loss. Ranks do not communicate in each step,
+        so there is no common loss."""
         step = self._session.ensure_step()
         loss = loss_of(call_module(self._setup.model, inputs), targets, loss_fn)
         reported = read_later(loss)
@@ -118,29 +119,30 @@ class LocalSGDEngine(ReplicatedEngine):
         return loss.detach()
 
     def synchronize_gradients(self) -> None:
-        """Gradients stay each rank's own: nothing is sent."""
+        """Finishes the step's gradients on this rank. Sends nothing, because gradients stay
+        local."""
         self._session.reduce_and_commit()
 
     def synchronize_parameters(self) -> None:
-        """Ends the round with the next step. Call it on every rank before that step's `step()`."""
+        """Makes the next step end the round. Called on every rank before that step's `step()`."""
         self._round.ends_early = True
 
     def synchronize_optimizer_state(self) -> None:
-        """Averages parameters, as `synchronize_parameters` does, and the optimizer state as
-        well."""
+        """Makes the next step end the round, like `synchronize_parameters`, and average the
+        optimizer state as well."""
         self._round.ends_early = self._round.averages_state = True
 
     def finish_step(
         self, update: Callable[[], None], *, scaled: bool, inspected: bool
     ) -> StepStatus:
-        """Ends a step. The last step of a round averages parameters, and returns LOST if that
-        failed: the round is then repeated from its start."""
+        """Ends a step. The last step of a round averages the parameters. If that fails, it returns
+        LOST, and the round is repeated from its start."""
         self._prepare_end(update)
         return super().finish_step(update, scaled=scaled, inspected=inspected)
 
     def _prepare_end(self, update: Callable[[], None]) -> None:
-        """Prepares the end of a step: if it ends a round, this rank's own update comes first, and
-        then the average."""
+        """Prepares the end of a step. If the step ends a round, applies this rank's own update, so
+        that the average includes it."""
         step = self._session.step
         if step is None or step.share is None or step.lost is not None or self._averaging:
             return
@@ -177,15 +179,15 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if not self._in_micro_batches:
             self._step_weight = step.share.weight
-        if self._step_weight > 0:  # else the batch was a stand-in
+        if self._step_weight > 0:  # otherwise the batch is a stand-in
             update()
 
     # ------------------------------------------------------------------------------------ averaging
 
     @override
     def reduce(self, step: Step) -> None:
-        """Sums micro-batches on this rank, and at the end of a round parameters and buffers over
-        all."""
+        """Sums micro-batches on this rank. At the end of a round, also averages parameters and
+        buffers over all ranks."""
         if self._in_micro_batches and not self._reduced:
             self._reduce_what_is_left()
             self._reduced = True
@@ -195,7 +197,7 @@ class LocalSGDEngine(ReplicatedEngine):
             )
         if self._averaging and step.phase is StepPhase.OPEN:
             if step.placement.generation != self._round.generation:
-                # training on ranks that are gone is lost as well
+                # the training on failed ranks is lost too
                 self._session.abort_step("the ranks have changed since the round began")
                 return
             with LosingStep(self._session) as averaging:
@@ -212,7 +214,8 @@ class LocalSGDEngine(ReplicatedEngine):
             come_after(self._session, group, work)
 
     def _group(self) -> Group | None:
-        """Returns None if this rank trains alone."""
+        """Returns the group of all ranks, or None if this rank trains alone. Raises
+        MembershipChanged if there is no group."""
         if not self._session.elastic:
             return None
         group = self._session.group
@@ -225,9 +228,10 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def _sum_round(self) -> None:
-        """Computes the round's average. Raises MembershipChanged."""
+        """Computes the averages of parameters and buffers at the end of a round. Raises
+        MembershipChanged."""
         if self._step_weight == 0:
-            self._step_buffers.put_back()  # what a stand-in batch has made of them
+            self._step_buffers.put_back()  # undo the changes of a stand-in batch
         tensors = self._averaged()
         group = self._group()
         weight = self._round.weight + self._step_weight
@@ -248,14 +252,15 @@ class LocalSGDEngine(ReplicatedEngine):
             self._mean_state = mean_optimizer_state(state, group.exchange, group.all_reduce, device)
 
     def _averaged(self) -> list[torch.Tensor]:
-        """Returns the changes of the round: of parameters, then of statistics in buffers."""
+        """Returns the tensors that are averaged: the parameters trained in the round, then
+        statistics in buffers."""
         return [*self._round.trained.values(), *self._step_buffers.statistics()]
 
     def _agree_on_counts(
         self, tell: Tell, *, step_weight: float, steps: int
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Returns counters with their new values. `step_weight`: of the current step, or 0.
-        `steps`: of the round."""
+        """Returns each counter with its value over all ranks. `step_weight`: weight of the current
+        step, or 0. `steps`: number of steps in the round."""
         counters, begun = self._step_buffers.counters(), self._round
         if not counters:
             return []
@@ -270,8 +275,8 @@ class LocalSGDEngine(ReplicatedEngine):
         return [(buffer, agreed[name]) for name, buffer in counters.items()]
 
     def _check_alike(self, tell: Tell) -> None:
-        """Raises ConfigurationError: buffers that have no mean and no sum differ between the
-        ranks."""
+        """Checks that buffers which can neither be averaged nor summed are equal on all ranks;
+        otherwise raises ConfigurationError."""
         self._step_buffers.refuse_new()
         names = self._step_buffers.alike_names()
         if names and len(set(tell(str(self._step_buffers.digest_of_alike()).encode()))) > 1:
@@ -297,7 +302,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def step_begins(self) -> None:
-        """Begins a step. At the start of a round its state is kept."""
+        """Begins a step. At the start of a round, keeps a copy of the state."""
         super().step_begins()
         self._forget_step()
         step = self._session.step
@@ -312,7 +317,7 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round.step_begins(step.source, self.module, step.placement.generation)
 
     def batch_begins(self) -> None:
-        """Does nothing, since gradients stay local."""
+        """Does nothing, because gradients stay local."""
 
     @override
     def micro_batch_ends(self, weight: float) -> None:
@@ -320,8 +325,8 @@ class LocalSGDEngine(ReplicatedEngine):
         self._step_weight += weight
 
     def _keep_for_redo(self) -> None:
-        """Keeps nothing for a single step: the round is repeated from its start, whose state `keep`
-        has."""
+        """Records attributes only at the start of a round. A single step is never repeated: the
+        round is, from the copy made by `keep`."""
         if not self._session.elastic:
             return
         self._writes.begin()
@@ -340,7 +345,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @property
     def holds_unreduced_gradients(self) -> bool:
-        """False, since gradients stay local."""
+        """False, because gradients stay local."""
         return False
 
     @override
@@ -357,7 +362,7 @@ class LocalSGDEngine(ReplicatedEngine):
             and not self._averaging
             and self._step_weight == 0
         ):
-            self._step_buffers.put_back()  # what a stand-in batch has made of them
+            self._step_buffers.put_back()  # undo the changes of a stand-in batch
         super().commit_step()
         if self._averaging:
             self._round_over()
@@ -387,8 +392,8 @@ class LocalSGDEngine(ReplicatedEngine):
         )
 
     def capture(self) -> dict[str, Any]:
-        """Returns the common state of all ranks at a round's end: only the settings of the
-        optimizer, whose state comes with `reshard`."""
+        """Returns the common state of all ranks at the end of a round. Of the optimizer, only
+        settings are included; `reshard` provides its state."""
         captured = self._captured()
         if captured["optimizer"] is not None:
             captured["optimizer"] = {**captured["optimizer"], "state": {}}
@@ -406,7 +411,7 @@ class LocalSGDEngine(ReplicatedEngine):
         self._round_over()
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns the average. The optimizer's state is local."""
+        """Returns the model and its buffers, which are averaged. The optimizer's state is local."""
         return {
             name: tensors
             for name, tensors in super().in_common().items()
@@ -414,7 +419,7 @@ class LocalSGDEngine(ReplicatedEngine):
         }
 
     def reshard(self, group: Group) -> None:
-        """Handles a new group. A rank without optimizer state gets the mean of the others'."""
+        """Sends the mean of the ranks' optimizer states to ranks that have none. A collective."""
         if self.optimizer is None:
             return
         state = self.optimizer.state_dict()["state"]
@@ -428,7 +433,7 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the ranks' means, even inside of a round, which then continues from its previous
+        """Returns the ranks' means, even inside a round, which then continues with its own
         values."""
         captured = self._captured()
         if isinstance(channel, LocalChannel):
@@ -446,8 +451,8 @@ class LocalSGDEngine(ReplicatedEngine):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """Gives the module the ranks' mean parameters within the block, since they differ inside of
-        a round."""
+        """Sets the module to the ranks' mean parameters and buffers within the block, because these
+        differ inside a round."""
         if self._round.steps == 0 or isinstance(channel, LocalChannel):
             yield
             return
@@ -478,12 +483,13 @@ class LocalSGDEngine(ReplicatedEngine):
     # ---------------------------------------------------------------------------------------- state
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Gathers parameters, as in `ShardedModel`. Called by every rank."""
+        """Returns copies of all parameters, averaged over the ranks inside a round. Called by every
+        rank."""
         return self._means(lambda: {name: p.detach() for name, p in self.module.named_parameters()})
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns the state dict, as in `ShardedModel`. Called by every rank; inside of a round it
-        contains the ranks' means."""
+        """Returns a copy of the state dict, averaged over the ranks inside a round. Called by every
+        rank."""
         whole = self._means(self.module.state_dict)
         return {} if rank0_only and self._session.rank != 0 else whole
 
@@ -491,7 +497,7 @@ class LocalSGDEngine(ReplicatedEngine):
         return self._means(lambda: ModuleState(self.module).captured())
 
     def _means(self, read: Callable[[], Mapping[str, Any]]) -> dict[str, Any]:
-        """Returns copies of the result of `read` while the module has the ranks' means."""
+        """Returns copies of the result of `read`, called while the module has the ranks' means."""
         whole: dict[str, Any] = {}
 
         def body(channel: Channel) -> None:

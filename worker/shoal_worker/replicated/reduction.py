@@ -1,24 +1,24 @@
-"""Sums the gradients of one batch per rank during the backward pass, weighted by their numbers of
+"""Sums the gradients of one batch per rank during the backward pass, weighted by the numbers of
 samples.
 
-Each parameter's gradient is recorded when autograd has completed it; a bucket with all its
-gradients is sent at once. At the end of the backward pass the rest is sent, with zeros for unused
-parameters, and all reductions are awaited. Every rank therefore sends the same buckets in the same
-order, however its batch used the model, and whether its backward pass went through the wrapper's
-forward, another way, or did not happen at all (`optimizer.step()` then sends them). Several
-backward passes in a step each reduce; by linearity the sum is correct. A failed collective is
-recorded instead of raised out of `backward()`.
+Each parameter's gradient is recorded when autograd has completed it. A bucket is sent as soon as it
+has all its gradients. At the end of the backward pass the remaining buckets are sent, with zeros
+for unused parameters, and all reductions are awaited. Every rank therefore sends the same buckets
+in the same order, however its batch uses the model. This also holds if the backward pass did not go
+through the wrapper's forward. If there was no backward pass, `optimizer.step()` sends the buckets.
+Each of several backward passes in a step reduces; by linearity the sum is correct. A failed
+collective is recorded instead of raised out of `backward()`.
 
-torch's own reducer is not used: it completes no pass with unused parameters, unless it may look for
-those in the model's output; where ranks differed in that, their collectives did not match, and Gloo
-ended the processes. Moreover its buckets follow the order of one rank's first pass, which a joiner
-does not share.
+torch's own reducer is not used, for two reasons. It completes no pass with unused parameters,
+unless it may search the model's output for them. If ranks differed in that, their collectives did
+not match, and Gloo ended the processes. Moreover, its buckets follow the order of one rank's first
+pass, which a joiner does not share.
 
-Buffer changes are part of the last bucket. With compression only gradients are compressed: all
+Buffer changes are part of the last bucket. With compression, only gradients are compressed: all
 additional data in the buckets is sent separately, in one all-reduce.
 
-Threads: hooks run on the backward pass's thread, while the training thread waits for it; everything
-else on the training thread.
+Hooks run on the backward pass's thread, while the training thread waits for it. Everything else
+runs on the training thread.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ if TYPE_CHECKING:
 
 
 class OverlappedReduction:
-    """Reduction for one batch per rank: bucket by bucket during the backward pass."""
+    """Reduction for one batch per rank, bucket by bucket during the backward pass."""
 
     def __init__(
         self,
@@ -74,11 +74,11 @@ class OverlappedReduction:
         self._flight = Flight(session, compression)
         self._hooks: list[RemovableHandle] = []
         self._slots: list[tuple[Bucket | None, Slot] | None] = []
-        """Slot of each parameter with its bucket; no bucket if its gradient is sparse. None: it is
-        frozen."""
+        """Slot of each parameter, with its bucket; the bucket is None if the gradient is sparse.
+        The entry is None if the parameter is frozen."""
         self._trained: list[bool] = []
         self._places: list[torch.Tensor] = []
-        """Parameters with the destinations of their gradients."""
+        """Parameters, followed by the views for their gradients."""
         self._addresses: list[int] = []
         self._buffer_changes: torch.Tensor | None = None
         self._pending = False
@@ -88,15 +88,15 @@ class OverlappedReduction:
 
     @property
     def pending(self) -> bool:
-        """True if there are gradients of this step that were not reduced."""
+        """True if there are gradients of this step that are not reduced yet."""
         return self._pending
 
     def prepare(self) -> None:
-        """Prepares a forward pass: parameters may have been frozen, unfrozen or moved since the
-        last, and torch drops the hooks of one whose dtype changed. `.grad` is the place in its
-        bucket, and may have been moved with it."""
+        """Prepares a forward pass. Rebuilds the layout if parameters were frozen, unfrozen or moved
+        since the last pass. torch drops the hooks of a parameter whose dtype changed, and `.grad`,
+        a view of the bucket, may have been moved too."""
         if not in_backward():
-            # otherwise it is run again for a checkpoint, in the middle of a backward pass
+            # otherwise a checkpointed block runs again, in the middle of a backward pass
             self._refuse_half_a_pass()
         self._end_awaited = False
         if (
@@ -108,12 +108,12 @@ class OverlappedReduction:
             self._lay_out()
 
     def follow(self, output: Any) -> None:
-        """Observes the backward pass through the `output` of a forward pass, whose end is the end
-        of its reduction.
+        """Observes the backward pass through the `output` of a forward pass. The reduction ends
+        with that backward pass.
 
-        Detected by the first gradient that reaches the output, since passes nest (reentrant
-        checkpointing). If no tensor is found in the output, each nested pass ends a reduction of
-        its own: also correct, but slower.
+        The backward pass is detected by the first gradient that reaches the output, because passes
+        nest (reentrant checkpointing). If the output contains no tensor, each nested pass ends a
+        reduction of its own, which is also correct, but slower.
         """
         me = weakref.ref(self)
 
@@ -128,7 +128,7 @@ class OverlappedReduction:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Makes backward passes within the block only accumulate on this rank."""
+        """Makes backward passes within the block only accumulate gradients on this rank."""
         before, self._automatic = self._automatic, False
         try:
             yield
@@ -136,15 +136,15 @@ class OverlappedReduction:
             self._automatic = before
 
     def synchronize(self) -> None:
-        """Sends the remaining gradients and waits for all. The sums are in `.grad`, or the step is
-        marked lost."""
+        """Sends the remaining gradients and waits for all reductions. Afterwards the sums are in
+        `.grad`, or the step is marked as lost."""
         self._refuse_half_a_pass()
         self._include_unfrozen()
         self._reduce()
 
     def check_complete(self) -> None:
-        """Checks the end of a reduced step. Raises ConfigurationError if a parameter's gradient is
-        not the ranks' sum, because it was unfrozen during a backward pass."""
+        """Checks that no parameter was unfrozen during a backward pass of a reduced step; otherwise
+        raises ConfigurationError. The gradient of such a parameter is not the ranks' sum."""
         unfrozen = self._unfrozen()
         if unfrozen is not None and unfrozen.grad is not None:
             raise ConfigurationError(
@@ -168,7 +168,7 @@ class OverlappedReduction:
         self._forget_pass()
 
     def sum_buffers_again(self, group: Group) -> None:
-        """Sends all buffer changes again, separately, after a script has changed buffers. Raises
+        """Sends all buffer changes again, separately, because a script has changed buffers. Raises
         MembershipChanged."""
         factor = _factor(self._share)
         if factor == 0.0:
@@ -180,7 +180,8 @@ class OverlappedReduction:
         self._buffer_changes = changes
 
     def write_buffers(self) -> None:
-        """Gives all ranks the same buffers: committed value plus weighted mean change."""
+        """Sets the buffers to the committed values plus the weighted mean change, the same on all
+        ranks."""
         if self._buffer_changes is not None:
             self._buffers.apply(self._buffer_changes)
         self._buffer_changes = None
@@ -196,8 +197,8 @@ class OverlappedReduction:
     # ------------------------------------------------------------------------------ a backward pass
 
     def _arrived(self, number: int) -> None:
-        """Handles the complete gradient of the parameter with that number, in this or a nested
-        backward pass."""
+        """Records that the gradient of parameter `number` is complete, in this or a nested backward
+        pass."""
         step = self._session.step
         if step is None or step.share is None or step.share.micro_batches is not None:
             return
@@ -210,7 +211,8 @@ class OverlappedReduction:
             self._completed(*found, step.share)
 
     def _completed(self, bucket: Bucket | None, slot: Slot, share: Share) -> None:
-        """Handles a gradient to be sent. `bucket`: None for a sparse one."""
+        """Adds a complete gradient to its bucket, and sends buckets that have all their gradients.
+        `bucket`: None for a sparse gradient."""
         self._began = True
         if not self._end_awaited:
             self._await_end()
@@ -232,8 +234,8 @@ class OverlappedReduction:
             self._send(self._buckets[self._next])
 
     def _before(self, slot: Slot) -> None:
-        """Prevents summing twice: with summed losses, called before autograd adds to a gradient
-        that is already the ranks' sum."""
+        """Scales a gradient that is already the ranks' sum before autograd adds to it, so that it
+        is not summed twice. Used with summed losses."""
         step = self._session.step
         if slot.summed and step is not None and step.share is not None:
             slot.summed = False
@@ -293,7 +295,7 @@ class OverlappedReduction:
             self._flight.send(self._riding)
 
     def _send_sparse(self, slot: Slot) -> None:
-        """Sends a sparse gradient in its own all-reduce of the rows that some rank has."""
+        """Sends a sparse gradient in a separate all-reduce of the rows that some rank has."""
         parameter, factor = slot.parameter, _factor(self._share)
         weighted = factor if not self._sums or slot.summed else float(factor > 0)
         grad = parameter.grad
@@ -336,9 +338,9 @@ class OverlappedReduction:
         return [p.requires_grad for p in self._parameters]
 
     def _include_unfrozen(self) -> None:
-        """Rebuilds the layout if parameters were unfrozen, before anything of a backward pass, or
-        of a step without one, is sent. The pass need not have gone through the model's forward. All
-        ranks do so, whichever gradient comes first."""
+        """Rebuilds the layout if parameters were unfrozen. Called before a backward pass, or a step
+        without one, sends anything. The pass need not have gone through the model's forward. All
+        ranks do so, whichever gradient is complete first."""
         if self._unfrozen() is None:
             return
         if self._pending and any(
@@ -348,7 +350,8 @@ class OverlappedReduction:
         self._lay_out()
 
     def _unfrozen(self) -> torch.Tensor | None:
-        """Returns a parameter that requires a gradient and is in no bucket, if any."""
+        """Returns a parameter that requires a gradient and is in no bucket; None if there is
+        none."""
         wanted = self._wanted()
         if wanted == self._trained:
             return None
@@ -407,11 +410,11 @@ class OverlappedReduction:
         self._hooks = [hook for number in range(len(self._slots)) for hook in self._hook(number)]
 
     def _hook(self, number: int) -> Iterator[RemovableHandle]:
-        """Yields the hooks, which outlive a dropped model, since they belong to the user's
-        parameters. None refers back to its parameter: Python's collector does not detect such a
-        cycle, and the model would never be freed.
+        """Registers the hooks of a parameter and yields their handles. The hooks belong to the
+        user's parameters and outlive a dropped model. No hook references its parameter: Python's
+        collector does not detect such a cycle, and the model would never be freed.
 
-        A frozen parameter has one as well, in case it is unfrozen.
+        A frozen parameter has a hook as well, in case it is unfrozen.
         """
         me, parameter, frozen = (
             weakref.ref(self),
@@ -430,8 +433,8 @@ class OverlappedReduction:
                 reduction._before(found[1])
 
         if frozen and not (parameter.is_floating_point() or parameter.is_complex()):
-            return  # it can have no gradient
-        parameter.requires_grad_(True)  # else torch takes no hook
+            return  # an integer parameter has no gradient
+        parameter.requires_grad_(True)  # otherwise torch accepts no hook
         yield parameter.register_post_accumulate_grad_hook(completed)
         if self._sums and not frozen:
             yield parameter.register_hook(before)
@@ -439,5 +442,5 @@ class OverlappedReduction:
 
 
 def _factor(share: Share) -> float:
-    """Returns this rank's weight in the mean."""
+    """Returns this rank's weight in the mean over the ranks, from 0 to 1."""
     return share.weight / share.total_weight if share.total_weight else 0.0

@@ -27,23 +27,18 @@ if TYPE_CHECKING:
 Add = Callable[[torch.Tensor], object]
 """Sums a flat tensor over all ranks, in place."""
 Tell = Callable[[bytes], list[bytes]]
-"""Sends some bytes to all ranks and returns everybody's, in rank order."""
+"""Sends bytes to all ranks and returns every rank's bytes, in rank order."""
 
 _CHUNK_ELEMENTS = 2 << 20
 
 
 # -------------------------------------------------------------------- weighted means over the ranks
-#
-# Weighted means over the ranks of whatever each of them holds: parameters, buffers, optimizer
-# state.
-#
-# How the ranks reach each other is the caller's: within a step over the group, in an operation over
-# its channel. All of it runs on the calling thread.
 
 
 def adding(channel: Channel) -> Add:
-    """Sums by telling everybody everything, in rank order: for operations, which are rare and over
-    fewer ranks than the group has."""
+    """Returns a function that sums a tensor over the ranks of `channel`, in place and in rank
+    order. Each rank sends its whole tensor to all others. For operations, which are rare and may
+    have fewer ranks than the group."""
 
     def add(tensor: torch.Tensor) -> None:
         if isinstance(channel, LocalChannel):
@@ -58,10 +53,10 @@ def adding(channel: Channel) -> Add:
 
 @torch.no_grad()
 def weighted_mean(tensors: Sequence[torch.Tensor], share: float, add: Add) -> list[torch.Tensor]:
-    """Returns the sum over the ranks of `tensors` times `share`, where shares add up to 1. Uses one
-    sum per dtype.
+    """Returns the sum of `tensors` times `share` over the ranks. The shares of all ranks must add
+    up to 1. Uses one sum per dtype.
 
-    Integers are rounded.
+    Means of integers are rounded.
     """
     by_dtype: dict[torch.dtype, list[int]] = {}
     for index, tensor in enumerate(tensors):
@@ -93,9 +88,9 @@ def agreed_counts(
     samples: float,
     tell: Tell,
 ) -> dict[str, torch.Tensor]:
-    """Returns counters after a round: their earlier values plus the sum of all ranks' counts since.
-    A count of steps, which changes equally in each rank's every step, counts each step of the round
-    once, unless the change is the number of samples.
+    """Returns the counters after a round: their earlier values plus the sum of all ranks' counts
+    since then. A count of steps, which changes equally in every step of each rank, includes each
+    step of the round once. A change equal to the number of samples is summed instead.
 
     Args:
         before, now: int64 tensors by name, at the round's beginning and end.
@@ -136,8 +131,8 @@ def mean_optimizer_state(
     """Returns the mean of an optimizer's `state` over the ranks that have one, by parameter number
     as in `state_dict()["state"]`.
 
-    Each entry is a mean over the ranks with that parameter's state. Non-tensors are those of the
-    first of them.
+    Each entry is the mean over the ranks with a state of that parameter. Values other than tensors
+    are taken from the first such rank.
     """
     described = [json.loads(reply) for reply in tell(json.dumps(_describe(state)).encode())]
     merged: dict[str, dict[str, Any]] = {}
@@ -159,8 +154,8 @@ def mean_optimizer_state(
         add(sent)
         flat.copy_(sent)
 
-    # What optimizers keep on the host (each parameter's number of steps, say) goes to the device in
-    # one piece, and comes back in one.
+    # Values that optimizers keep on the host, such as step counts, are sent to the device and
+    # back in one piece.
     for on_host, sum_up in ((False, add), (True, add_on_device)):
         places: list[tuple[int, str, float]] = []
         parts: list[torch.Tensor] = []
@@ -214,11 +209,12 @@ class RoundOptions:
     sync_every: int = 8
     """Number of steps in a round; >= 1."""
     average_optimizer_state: bool = False
-    """Averages the optimizer state too."""
+    """True to average the optimizer state too."""
     outer_learning_rate: float = 1.0
-    """Fraction of the way from a round's start to its average; > 0. 1: the entire way."""
+    """Fraction of the way from a round's start to its average that parameters move; > 0. 1 is the
+    entire way."""
     outer_momentum: float = 0.0
-    """0 (none) to less than 1."""
+    """Momentum of the outer update, from 0 (none) to less than 1."""
     outer_nesterov: bool = False
     """True if the outer update uses Nesterov momentum."""
 
@@ -244,10 +240,10 @@ class RoundOptions:
 
 
 def check_configuration(config: ShardingConfiguration) -> None:
-    """Refuses settings that are meaningless while gradients stay on their rank.
+    """Checks the settings for local_sgd, where gradients stay on their rank.
 
     Raises:
-        ConfigurationError: there is such a setting.
+        ConfigurationError: a setting has no meaning under local_sgd.
     """
     if config.loss_reduction != "mean":
         raise ConfigurationError(
@@ -270,7 +266,7 @@ class Round:
 
     def __init__(self) -> None:
         self.steps = 0
-        """Number of committed steps. 0: all ranks hold the same parameters."""
+        """Number of committed steps in the round. 0: all ranks have the same parameters."""
         self.weight = 0.0
         """Weight of this rank's samples in the round's steps."""
         self.sampled_steps = 0
@@ -278,18 +274,18 @@ class Round:
         self.counters: dict[str, torch.Tensor] = {}
         """Copies of the state's counters at the round's beginning, by name."""
         self.trained: dict[str, torch.Tensor] = {}
-        """Parameters trained by some step of the round, by name."""
+        """Parameters that a step of the round has trained, by name."""
         self.ends_early = False
-        """True if it ends with the next committed step."""
+        """True if the round ends with the next committed step."""
         self.averages_state = False
-        """True if its end averages the optimizer state too."""
+        """True if the end of the round averages the optimizer state too."""
         self.generation = 0
-        """Generation in which it began."""
+        """Generation in which the round began."""
         self._source: StepSource | None = None
 
     def step_begins(self, source: StepSource | None, module: nn.Module, generation: int) -> None:
-        """Begins a step of `source`, which trains the parameters of `module` that require
-        gradients.
+        """Begins a step of `source` in the round. The step trains the parameters of `module` that
+        require gradients.
 
         Raises:
             PreconditionError: the round has steps of another loader.
@@ -306,38 +302,40 @@ class Round:
         self.trained |= {name: p for name, p in module.named_parameters() if p.requires_grad}
 
     def ends_with_next_step(self, options: RoundOptions) -> bool:
-        """Returns whether the current step is the last one: by number, by epoch, or on request."""
+        """Returns whether the current step is the last of the round: by number, by epoch, or on
+        request."""
         ends_epoch = self._source is not None and self._source.ends_epoch
         return self.ends_early or self.steps + 1 >= options.sync_every or ends_epoch
 
     def step_committed(self, weight: float) -> None:
-        """Records a committed step, other than the last, with weight `weight` of this rank's
-        samples."""
+        """Records a committed step that does not end the round. `weight`: weight of this rank's
+        samples in the step."""
         self.steps += 1
         self.sampled_steps += weight > 0
         self.weight += weight
 
 
 class OuterMomentum:
-    """Movement of parameters from the start of a round, by name. Does nothing unless requested by
-    the options."""
+    """Outer update: moves parameters from their values at a round's start towards, or beyond, the
+    round's average. Does nothing with the default options."""
 
     def __init__(self, options: RoundOptions) -> None:
         self._options = options
         self._wanted = options.outer_momentum > 0 or options.outer_learning_rate != 1.0
         self._before: dict[str, torch.Tensor] = {}
         self.momentum: dict[str, torch.Tensor] = {}
-        """The same on all ranks, and part of the committed state."""
+        """Momentum of each parameter, by name. The same on all ranks, and part of the committed
+        state."""
 
     @torch.no_grad()
     def round_begins(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Copies the parameters' current values."""
+        """Copies the parameters' current values at the start of a round."""
         if self._wanted:
             self._before = {name: parameter.clone() for name, parameter in parameters.items()}
 
     @torch.no_grad()
     def move(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Moves parameters from the round's average to the start of the next round."""
+        """Moves the parameters from the round's average to the start of the next round."""
         options = self._options
         for name, parameter in parameters.items() if self._wanted else ():
             before = self._before[name]

@@ -1,7 +1,7 @@
-"""Training states as values: decomposition into JSON and tensors, and comparison.
+"""Training states as values: conversion to JSON and tensors, copies, and comparison.
 
-`tree` decomposes, copies and reassembles a state, also one that is split over ranks; `serial`
-converts one to bytes. `device_reader` copies data from a device to the host. `digest` compares
-states, `fits` checks whether one belongs to this model or optimizer, and `forwarding` wraps an
-optimizer.
+- `tree`: converts, copies and reassembles a state, including one that is sharded over ranks.
+  `serial`: converts a state to bytes.
+- `device_reader`: copies data from a device to the host. `digest`: compares states. `fits`: checks
+  whether a state belongs to a model or optimizer. `forwarding`: an optimizer that wraps another.
 """

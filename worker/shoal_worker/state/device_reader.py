@@ -1,16 +1,16 @@
 """Copies a device's tensors to host memory while training continues.
 
-When copying to memory that is not pinned, CUDA blocks the caller until the copy is complete, at a
-fraction of the bus bandwidth (NVIDIA, "CUDA C++ Best Practices Guide", "Pinned Memory"). Tensors
-are therefore copied block by block through two pinned buffers on a separate stream: while the
-caller uses one block, the next one is transferred.
+When copying to memory that is not pinned, CUDA blocks the caller until the copy is complete, and
+uses only a fraction of the bus bandwidth (NVIDIA, "CUDA C++ Best Practices Guide", "Pinned
+Memory"). Tensors are therefore copied block by block through two pinned buffers on a separate
+stream: while the caller uses one block, the next one is transferred.
 
-Data to be written while training continues is first copied on the device, in stream order: this
-takes device memory but no host waits for it, and later changes of the tensor do not affect the
-copy. If a device has no room for the copy, the caller waits for the transfer.
+Data that is to be written while training continues is first copied on the device, in stream order.
+This takes device memory, but no host thread waits for it, and later changes of the tensor do not
+affect the copy. If the device has no room for the copy, the caller waits for the transfer.
 
-Threads: a `DeviceReader` belongs to one thread, and any thread may create one. `HostCopies` starts
-on the training thread and completes on any.
+A `DeviceReader` belongs to one thread; any thread may create one. `HostCopies` starts on the
+training thread and completes on any thread.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ _SHARE_OF_ROOM: Final = 0.5
 
 
 class Lane(Protocol):
-    """A transfer path from one device to host memory."""
+    """Interface of a transfer path from one device to host memory."""
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Bytes in the host's memory that the device can write."""
+        """Returns a buffer of `nbytes` bytes in host memory to which the device can write."""
         ...
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
@@ -60,11 +60,11 @@ class CudaLane:
         self._stream = torch.cuda.Stream(device)
 
     def buffer(self, nbytes: int) -> torch.Tensor:
-        """Implements `Lane.buffer`. torch keeps released pinned memory for the next request."""
+        """Returns a pinned buffer. torch keeps released pinned memory for the next request."""
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
     def send(self, source: torch.Tensor, target: torch.Tensor) -> Callable[[], object]:
-        """Implements `Lane.send`."""
+        """Starts a copy on this lane's stream. Returns a function that waits for it."""
         with torch.cuda.stream(self._stream):
             target.copy_(source, non_blocking=True)
             source.record_stream(self._stream)
@@ -72,27 +72,28 @@ class CudaLane:
         return arrived
 
     def fence(self) -> Callable[[], object]:
-        """Implements `Lane.fence`."""
+        """Returns a function that waits for the work queued so far on the current stream."""
         reached: Callable[[], object] = (
             torch.cuda.current_stream(self._device).record_event().synchronize
         )
         return reached
 
     def room(self) -> int:
-        """Implements `Lane.room`: the driver's free memory and torch's cached memory, minus the
-        peak usage of a step's passes."""
+        """Returns the driver's free memory plus torch's cached memory, minus the peak usage of a
+        step's passes."""
         free, total = torch.cuda.mem_get_info(self._device)
         kept = torch.cuda.memory_reserved(self._device) - torch.cuda.memory_allocated(self._device)
         return max(0, min(free + kept, total - torch.cuda.max_memory_allocated(self._device)))
 
 
 def lane_of(device: torch.device) -> Lane | None:
-    """Returns the transfer path from `device`; None if its tensors are in host memory."""
+    """Returns a transfer path from `device`; None if its tensors are in host memory."""
     return CudaLane(device) if device.type == "cuda" else None
 
 
 class DeviceReader:
-    """Reads tensors of one device. Their computation must be complete, which the caller ensures."""
+    """Reads tensors of one device block by block. The caller ensures that the tensors' computation
+    is complete."""
 
     def __init__(self, lane: Lane, *, block_bytes: int = _BLOCK_BYTES) -> None:
         self._lane = lane
@@ -100,8 +101,8 @@ class DeviceReader:
         self._block_bytes = block_bytes
 
     def blocks(self, pieces: Iterable[torch.Tensor]) -> Iterator[torch.Tensor]:
-        """Yields the bytes of flat byte tensors, one after another, in byte tensors in host memory,
-        each valid until the next is requested. No block extends beyond the end of a piece.
+        """Yields the bytes of flat byte tensors, in order, as byte tensors in host memory. Each
+        block is valid until the next one is requested. No block extends beyond the end of a piece.
 
         Raises RuntimeError if the device has failed.
         """
@@ -129,8 +130,8 @@ class DeviceReader:
 
 
 class HostCopies:
-    """Copies of tensors in host memory, with their values at the time of the request. They are
-    complete once `arrive` has returned."""
+    """Copies of tensors in host memory, with the tensors' values at the time of the request. The
+    copies are complete once `arrive` has returned."""
 
     def __init__(self, lanes: Callable[[torch.device], Lane | None] | None = None) -> None:
         self._lane_of = lanes or lane_of
@@ -143,8 +144,8 @@ class HostCopies:
 
     @torch.no_grad()
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a contiguous host tensor for the current values of `tensor`. On the training
-        thread."""
+        """Returns a contiguous host tensor that receives the current values of `tensor`. Called on
+        the training thread."""
         plain = tensor.detach().resolve_conj().resolve_neg()
         copy = torch.empty(plain.shape, dtype=plain.dtype, device="cpu")
         lane = self._lane(plain.device)
@@ -160,26 +161,27 @@ class HostCopies:
         return copy
 
     def _copied_there(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns a copy on the device; None if there is no room for one."""
+        """Returns a copy of the tensor on its device; None if the device has no room for a copy."""
         if tensor.nbytes > self._room[tensor.device]:
             return None
         try:
             copy = tensor.clone(memory_format=torch.contiguous_format)
-        except torch.OutOfMemoryError:  # in pieces that are too small
+        except torch.OutOfMemoryError:  # the free memory is fragmented
             self._room[tensor.device] = 0
             return None
         self._room[tensor.device] -= tensor.nbytes
         return copy
 
     def begun(self) -> None:
-        """Marks the end of the requests. On the training thread, which may change the tensors from
-        now on."""
+        """Marks the end of the requests. Called on the training thread, which may change the
+        tensors from now on."""
         self._fences = [
             lane.fence() for lane in {id(lane): lane for lane, _, _ in self._coming}.values()
         ]
 
     def arrive(self) -> None:
-        """Waits until all copies are complete. Any thread may call it; a second call does nothing.
+        """Waits until all copies are complete. Any thread may call this; a second call does
+        nothing.
 
         Raises RuntimeError if the device has failed.
         """
@@ -192,7 +194,7 @@ class HostCopies:
                 lane, tensor, copy = self._coming[-1]
                 reader = readers.setdefault(id(lane), DeviceReader(lane))
                 reader.read(tensor, copy)
-                self._coming.pop()  # its memory on the device is free again
+                self._coming.pop()  # releases the memory on the device
 
     def _lane(self, device: torch.device) -> Lane | None:
         if device not in self._lanes:

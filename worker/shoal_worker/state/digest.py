@@ -1,15 +1,15 @@
-"""Digests of states: equal states have equal digests in every process, regardless of the insertion
+"""Digests of states. Equal states have equal digests in every process, regardless of the insertion
 order of their dicts.
 
-Used to determine whether two members hold the same state under one name, and to detect damage in
-files and transfers. It protects against accidents, not against an adversary: xxh3 is not a
+Used to determine whether two members have the same state under one name, and to detect damage in
+files and transfers. Digests protect against accidents, not against an adversary: xxh3 is not a
 cryptographic hash.
 
 A digest covers types, values and the order of sequences and OrderedDicts, and the dtype, shape and
 bytes of each tensor. It ignores the order of other dicts, the names and devices of tensors, and
 whether equal tensors are one object or two.
 
-Datasets have digests as well: see `identity_of`.
+Digests of datasets are computed by `identity_of`.
 """
 
 from __future__ import annotations
@@ -29,28 +29,29 @@ from shoal_worker.state.tree import Json, flatten
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
-    """Returns the tensor's elements in row-major order as bytes. A contiguous CPU tensor is not
-    copied (the view is then writable and shares its memory); any other is copied to one first. A
-    tensor whose memory was exposed through NumPy could no longer be resized, as lazily sized
-    buffers are."""
+    """Returns the tensor's elements as bytes, in row-major order. A contiguous CPU tensor is not
+    copied: the view is writable and shares the tensor's memory. Other tensors are copied. The view
+    does not use NumPy, because a tensor whose memory was exposed through NumPy can no longer be
+    resized, as lazily sized buffers must be."""
     plain = tensor.detach().resolve_conj().resolve_neg().to("cpu").contiguous()
     if not plain.nbytes:
         return memoryview(bytearray())
     held: Any = (ctypes.c_ubyte * plain.nbytes).from_address(plain.data_ptr())
-    held.tensor = plain  # the view holds its object, and that the memory
+    held.tensor = plain  # keeps the memory alive as long as the view
     return memoryview(held).cast("B")
 
 
 def tensor_digest(tensor: torch.Tensor) -> int:
-    """Returns a 64-bit digest of dtype, shape and bytes."""
+    """Returns a 64-bit digest of a tensor's dtype, shape and bytes."""
     state = xxhash.xxh3_64(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
     state.update(bytes_of(tensor))
     return state.intdigest()
 
 
 def digest_of(tensors: Iterable[torch.Tensor]) -> int:
-    """Returns a 64-bit digest of the bytes of several tensors in order. Digests of device tensors
-    are computed on the device, with one synchronization; equal host tensors have another digest."""
+    """Returns a 64-bit digest of the bytes of several tensors, in order. Digests of device tensors
+    are computed on the device, with one synchronization. They differ from the digests of equal host
+    tensors."""
     digest = xxhash.xxh3_64()
     sums: list[torch.Tensor] = []
     for tensor in tensors:
@@ -68,8 +69,8 @@ def digest_of(tensors: Iterable[torch.Tensor]) -> int:
 
 
 def digest_in_place(tensor: torch.Tensor) -> int:
-    """Returns a 64-bit digest of dtype, shape and bytes, computed like `digest_of`: a tensor on a
-    device stays there."""
+    """Returns a 64-bit digest of a tensor's dtype, shape and bytes, computed like `digest_of`: a
+    device tensor is not copied to the host."""
     return xxhash.xxh3_64_intdigest(
         f"{tensor.dtype}{tuple(tensor.shape)}{digest_of([tensor])}".encode()
     )
@@ -77,8 +78,9 @@ def digest_in_place(tensor: torch.Tensor) -> int:
 
 @torch.no_grad()
 def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a digest of the bytes of a tensor, computed on its device: a 64-bit integer there. A
-    change of one bit, or swapping two elements, changes it with very high probability."""
+    """Returns a digest of a tensor's bytes, computed on the tensor's device, as a 64-bit integer
+    tensor there. A change of one bit, or a swap of two elements, changes the digest with very high
+    probability."""
     plain = tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
     words = (torch.view_as_real(plain).view(-1) if plain.is_complex() else plain).view(
         _WHOLE[tensor.dtype.itemsize]
@@ -95,18 +97,18 @@ def mixed_sum(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _is_far(tensor: torch.Tensor) -> bool:
-    """Returns whether the tensor is not in host memory."""
+    """Returns whether a tensor is not in host memory."""
     return tensor.device.type not in ("cpu", "meta")
 
 
 _WHOLE: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
-"""Integer type as which the bits of an element are read, by its size; elements of 16 bytes are read
-as two numbers."""
+"""Integer type with which the bits of an element are read, by the element's size. Elements of 16
+bytes are read as two numbers."""
 _CHUNK: Final = 1 << 22
-"""Number of elements mixed at a time, in eight bytes each."""
+"""Number of elements mixed at a time, as 8-byte integers."""
 _ODD: Final = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)
-"""Constants of a mixing function, as signed numbers; the steps (multiply, shift, repeat) are also
-from there. (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014,
+"""Constants of a mixing function, as signed numbers. The steps (multiply, shift, repeat) have the
+same source. (Steele, Lea and Flood, "Fast Splittable Pseudorandom Number Generators", OOPSLA 2014,
 section 5.)"""
 
 
@@ -128,8 +130,8 @@ def digest(
     tensors: Mapping[str, torch.Tensor],
     tensor_digest: Callable[[torch.Tensor], int] = tensor_digest,
 ) -> int:
-    """Returns a 64-bit digest of a state that `flatten` has decomposed. `tensor_digest`: of one
-    tensor.
+    """Returns a 64-bit digest of a state that `flatten` has decomposed. `tensor_digest`: computes
+    the digest of one tensor.
 
     Raises:
         CorruptDataError: the structure refers to a missing tensor.
@@ -152,13 +154,13 @@ def digest(
 
 
 def state_digest(state: object) -> int:
-    """Returns the `digest` of a state. Raises ConfigurationError as `flatten` does."""
+    """Returns the `digest` of a state. Raises ConfigurationError like `flatten`."""
     return digest(*flatten(state))
 
 
 def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
-    """Returns the structure with every tensor's name replaced by its digest, and unordered pairs
-    sorted."""
+    """Returns the structure with every tensor's name replaced by the tensor's digest, and unordered
+    pairs sorted. `of`: returns the digest of a tensor by name."""
     if isinstance(structure, list):
         return [_by_content(item, of) for item in structure]
     if not isinstance(structure, dict):
@@ -172,30 +174,30 @@ def _by_content(structure: Json, of: Callable[[str], int]) -> Json:
 
 
 # ----------------------------------------------------------------------------------------- datasets
-#
-# Detects whether two ranks have the same dataset, as far as that is cheap. Every rank creates its
-# dataset itself, and positions of one order are meaningless in another: `random_split` without a
-# seed, for example, gives each rank other samples. Properties of a dataset that are available
-# without fetching a sample therefore go into a digest that ranks compare: its length, the samples
-# of a subset, and the integers (labels, tokens) of a `TensorDataset`. Floating-point numbers are
-# left out, since machines round them differently; so are the samples of all other datasets, which
-# may be slow to create, or created only in data workers.
 
 SAMPLES: Final = "the dataset's samples"
-"""Part of a loader's dealing: its dataset's identity."""
+"""Key of a loader's dealing for the identity of its dataset."""
 DRAWN: Final = "the sampler's indices"
-"""Part of a loader's dealing: a digest of the epoch's order."""
+"""Key of a loader's dealing for a digest of the epoch's order of samples."""
 STREAMED: Final = "the stream's items"
-"""Part of a loader's dealing: the number of items read up to the end of the step, a digest of them,
-and whether the stream ends there."""
+"""Key of a loader's dealing for its stream: the number of items read up to the end of the step, a
+digest of these, and whether the stream ends there."""
 
 _ROWS: Final = 1 << 16
-"""Maximum number of rows of a tensor that are included, evenly spaced."""
+"""Maximum number of rows of a tensor that are part of a digest, evenly spaced."""
 
 
 def identity_of(dataset: Any) -> str:
     """Returns a digest of the known properties of `dataset`. Equal datasets have equal digests;
-    different ones may have too."""
+    different datasets may have equal ones too.
+
+    Ranks compare these digests, because each rank creates its dataset itself: without a seed, for
+    example, `random_split` gives each rank other samples. The digest contains only properties that
+    are available without fetching a sample: the length, the samples of a subset, and the integers
+    (labels, tokens) of a `TensorDataset`. Floating-point numbers are omitted, because machines
+    round them differently. The samples of all other datasets are omitted too: they may be slow to
+    create, or be created only in data workers.
+    """
     return xxhash.xxh3_64_hexdigest(repr(_describe(dataset)).encode())
 
 

@@ -1,9 +1,9 @@
-"""Checks whether a saved state belongs to the model or optimizer that loads it, before anything is
-changed, and whether an optimizer's state can be split.
+"""Checks whether a saved state belongs to the model or optimizer that loads it, before anything
+changes. Also checks whether an optimizer's state can be sharded.
 
-torch's `load_state_dict` of a model copies matching entries and only then raises. That of an
-optimizer compares the numbers of groups and parameters, and accepts moments of any shape; the next
-step then fails or broadcasts.
+torch's `load_state_dict` of a model copies matching entries and raises only afterwards.
+`load_state_dict` of an optimizer compares the numbers of groups and parameters, but accepts moments
+of any shape; the next step then fails or broadcasts.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from torch import nn
 def check_tensors_fit(
     tensors: Mapping[str, torch.Tensor], module: nn.Module, shapes: Mapping[str, torch.Size]
 ) -> None:
-    """Checks the result of any strategy's `full_state_dict`. `shapes`: full shapes of the tensors
-    of `module`'s state.
+    """Checks that a result of any strategy's `full_state_dict` fits a module. `shapes`: full shapes
+    of the tensors in `module`'s state.
 
     Raises:
         CorruptDataError (MODEL_DIFFERS): names or shapes differ.
@@ -51,12 +51,12 @@ ELEMENTWISE: Final = frozenset(
         "ASGD",
     }
 )
-"""Optimizers of torch.optim that update each element from its own gradient and state alone. Their
+"""Optimizers of torch.optim that update each element from only its own gradient and state. Their
 state therefore has the parameters' shapes."""
 
 WHOLE_TENSORS: Final = frozenset({"Adafactor", "Muon", "LAMB", "RowWiseAdagrad"})
-"""Optimizers of torch.optim and shoal.optim that update each tensor from its own gradient and state
-alone, but not each element."""
+"""Optimizers of torch.optim and shoal.optim that update each tensor, but not each element, from
+only its own gradient and state."""
 ACROSS_TENSORS: Final = frozenset({"LBFGS"})
 """Optimizers of torch.optim in which the update of a tensor depends on other tensors."""
 
@@ -64,12 +64,12 @@ ACROSS_TENSORS: Final = frozenset({"LBFGS"})
 def check_fits(
     saved: Any, optimizer: torch.optim.Optimizer, shapes: Sequence[Sequence[torch.Size]]
 ) -> None:
-    """Checks the result of one process's `optimizer.state_dict()`. `shapes`: full shapes of the
-    parameters of each group here.
+    """Checks that a state dict of a single process's optimizer fits this optimizer. `shapes`: full
+    shapes of the parameters in each of this optimizer's groups.
 
     Raises:
-        CorruptDataError (OPTIMIZER_DIFFERS): it is not such a state, or belongs to another
-        optimizer or other parameters.
+        CorruptDataError (OPTIMIZER_DIFFERS): `saved` is not such a state, or belongs to another
+            optimizer or other parameters.
     """
     groups, state = (
         (saved.get("param_groups"), saved.get("state")) if isinstance(saved, dict) else (None, None)
@@ -127,8 +127,8 @@ def _differs(what: str) -> CorruptDataError:
 
 
 def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) -> None:
-    """Raises ConfigurationError unless an optimizer is known or declared to be elementwise and has
-    not stepped before."""
+    """Checks that an optimizer is known or declared to be elementwise and has not stepped yet;
+    otherwise raises ConfigurationError."""
     if type(optimizer).__name__ not in ELEMENTWISE and not elementwise:
         raise ConfigurationError(
             f"{type(optimizer).__name__} is not known to update each element independently, but "
@@ -141,12 +141,12 @@ def check_elementwise(optimizer: torch.optim.Optimizer, *, elementwise: bool) ->
 def takes_whole_tensors(
     optimizer: torch.optim.Optimizer, *, elementwise: bool, whole_tensors: bool | None
 ) -> bool:
-    """Returns whether an optimizer must see whole tensors. `elementwise`, `whole_tensors`: the
-    user's declarations.
+    """Returns whether an optimizer needs whole tensors. `elementwise`, `whole_tensors`: the user's
+    declarations.
 
     Raises:
-        ConfigurationError: it is unknown without a declaration, the declaration is contradictory,
-            or it has stepped before.
+        ConfigurationError: the optimizer is unknown and not declared, the declaration contradicts
+            it, or the optimizer has stepped before.
     """
     name = type(optimizer).__name__
     if name in ACROSS_TENSORS:

@@ -1,7 +1,7 @@
 """An optimizer that wraps another one.
 
-Parameter groups and state are those of the wrapped optimizer, so that schedulers and code that
-inspects them work on either. Subclasses override what they change.
+Both share parameter groups and state, so schedulers and code that inspects them work with either.
+Subclasses override what they change.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ import torch
 
 
 class ForwardingOptimizer(torch.optim.Optimizer):
-    """Forwards everything to `optimizer`."""
+    """Forwards all calls to `optimizer`, the wrapped optimizer."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        # Not torch's constructor: it would make parameter groups and state of this one's own.
+        # Not torch's constructor, which would create separate parameter groups and state.
         self.optimizer = optimizer
 
     @property
@@ -59,7 +59,7 @@ class ForwardingOptimizer(torch.optim.Optimizer):
 
     def __getattr__(self, name: str) -> Any:
         """Forwards missing attributes to the wrapped optimizer."""
-        if name == "optimizer":  # before the constructor has run: a copy, say
+        if name == "optimizer":  # before the constructor has run, as in a copy
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 

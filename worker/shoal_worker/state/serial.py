@@ -1,7 +1,7 @@
-"""A model's or optimizer's state as bytes or a single file: safetensors with Shoal's metadata in
-its header. No pickle.
+"""A model's or optimizer's state as bytes or as a single file: safetensors with Shoal's metadata in
+the header, without pickle.
 
-The metadata contains a digest of itself and of all tensors, so that any damage is detected.
+The metadata contains a digest of itself and of all tensors, so any damage is detected.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from shoal_worker.state.digest import tensor_digest
 _KEY = "shoal"
 _FORMAT = 1
 _AS_BYTES = "as_bytes"
-"""Key of the dtypes and shapes of tensors stored as bytes."""
+"""Key for the dtypes and shapes of tensors that are stored as bytes."""
 STORED_DTYPES: Final = frozenset(
     getattr(torch, name)
     for name in (
@@ -31,17 +31,17 @@ STORED_DTYPES: Final = frozenset(
         *("complex64", "bool"),
     )
 )
-"""Dtypes that every reader of safetensors understands; others are stored as bytes."""
+"""Dtypes that every reader of safetensors supports. Tensors of other dtypes are stored as bytes."""
 
 
 def stored(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns `tensor` in the form stored in a file."""
+    """Returns `tensor` in the form in which a file stores it."""
     return tensor if tensor.dtype in STORED_DTYPES else tensor.reshape(-1).view(torch.uint8)
 
 
 def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> bytes:
-    """Tensors by name and JSON-able metadata as one safetensors image. Tied tensors are written
-    once per name."""
+    """Returns a safetensors image of tensors by name, with metadata as JSON. Tied tensors are
+    written once per name."""
     seen: set[int] = set()
     plain: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
@@ -63,11 +63,11 @@ def dump_tensors(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any
 
 
 def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Inverse of `dump_tensors`.
+    """Returns the tensors and metadata in the result of `dump_tensors`.
 
     Raises:
-        CorruptDataError: truncated or damaged, not a safetensors image, or not written by Shoal or
-            by a newer release.
+        CorruptDataError: the data is truncated or damaged, is not a safetensors image, or was
+            written by other software or by a newer release.
     """
     try:
         tensors = safetensors.torch.load(data)
@@ -102,10 +102,11 @@ def load_tensors(data: bytes) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Reads a file as `load_tensors` does.
+    """Reads a file written by `write_file` and returns its tensors and metadata, like
+    `load_tensors`.
 
     Raises:
-        ConfigurationError: it cannot be opened.
+        ConfigurationError: the file cannot be opened.
         CorruptDataError: as `load_tensors`; the message names the file.
     """
     try:
@@ -121,7 +122,7 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
 
 
 def write_file(path: Path, data: bytes) -> str | None:
-    """Writes a file atomically. Returns the error of the file system, or None."""
+    """Writes a file atomically. Returns None, or the error of the file system as text."""
     temporary = path.with_name(f".{path.name}.tmp")
     try:
         temporary.write_bytes(data)

@@ -1,13 +1,13 @@
-"""Turns any training state into a JSON structure beside named tensors, and back, exactly and
-without pickle.
+"""Converts any training state to a JSON structure and named tensors, and back, exactly and without
+pickle.
 
-Everything that leaves a process goes through here: state sent to joiners, checkpoints, the copy
-kept for a redo. `flatten` never copies tensor data: the tensors it returns are the state's own
-(detached). It does not move bytes, hash them or touch files.
+Every state that leaves a process is converted by `flatten`: state sent to joiners, checkpoints, and
+the copy kept for repeating a step. `flatten` never copies tensor data: it returns the state's own
+tensors (detached). It does not transfer bytes, compute digests or access files.
 
 The structure is plain JSON. Strings, integers up to 64 bits, finite floats, booleans, None, lists
-and dicts with string keys stand for themselves; all else is an object whose one marker key `"!"`
-says what it is:
+and dicts with string keys are stored as they are. Any other value is an object with the marker key
+`"!"`, which contains its type:
 
     {"!": "tensor", "name": N}                           the tensor N
     {"!": "ndarray", "name": N, "dtype": D, "shape": S}  the tensor N holds the array's bytes
@@ -18,12 +18,12 @@ says what it is:
     {"!": "dict"|"ordered"|"counter"|"default", "items": [[key, value], ...]}
         (default also has "factory", ordered perhaps "metadata")
 
-A tensor's name is its path, `optimizer/state/0/exp_avg`: keys joined by "/", with "~" and "/" in
-keys written as in JSON pointers (RFC 6901), so that no two paths have one name.
+A tensor's name is its path, as in `optimizer/state/0/exp_avg`: keys joined by "/", with "~" and "/"
+in keys escaped as in JSON pointers (RFC 6901), so that no two paths have the same name.
 
-What is not kept: `requires_grad` and the Parameter type (values only), strides, and the identity of
-containers (a list found twice comes back as two). The identity of tensors is kept: two references
-to one piece of memory come back as one object.
+Not preserved: `requires_grad` and the Parameter type (only values are kept), strides, and the
+identity of containers (a list that occurs twice becomes two lists). The identity of tensors is
+preserved: two references to one piece of memory become one object.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ Json = Any
 """None, bool, int, float, str, list of Json, or dict of str to Json."""
 
 MAX_DEPTH = 64
-"""Containers nested deeper than this are refused; so is, with the same error, a structure that
-contains itself."""
+"""Maximum depth of nested containers. Deeper states are refused; so are states that contain
+themselves, with the same error."""
 
 _MARK = "!"
 _ROOT = "~root"
@@ -66,8 +66,8 @@ _INTEGER = re.compile(r"-?[0-9]+")
 
 
 def flatten(state: object, *, outlines: bool = False) -> tuple[Json, dict[str, torch.Tensor]]:
-    """Returns (structure, tensors by name). `outlines`: tensors on the meta device may stand for
-    others.
+    """Returns (structure, tensors by name). `outlines`: accept tensors on the meta device as
+    placeholders for other tensors.
 
     The tensors share memory with the state, except for arrays that torch cannot wrap (read-only or
     not contiguous), which are copied.
@@ -81,7 +81,8 @@ def flatten(state: object, *, outlines: bool = False) -> tuple[Json, dict[str, t
 
 
 def unflatten(structure: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
-    """Inverse of `flatten`. The given tensors become part of the result; they are not copied.
+    """Reassembles a state from the result of `flatten`. The given tensors become part of the result
+    and are not copied.
 
     Raises:
         CorruptDataError: the structure was not produced by `flatten`, or a tensor to which it
@@ -91,8 +92,8 @@ def unflatten(structure: Json, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def check_carried(tensor: torch.Tensor, where: str) -> None:
-    """Raises ConfigurationError (STATE_UNSUPPORTED) unless `tensor` is a plain dense tensor with
-    data."""
+    """Checks that `tensor` is a plain dense tensor with data; otherwise raises ConfigurationError
+    (STATE_UNSUPPORTED). `where`: name of the tensor, for the error."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         raise _unsupported(
             where,
@@ -110,7 +111,7 @@ def check_carried(tensor: torch.Tensor, where: str) -> None:
 
 
 def join_path(path: tuple[object, ...]) -> str:
-    """Returns the name for these keys and indices."""
+    """Returns the name of the tensor with this path of keys and indices."""
     return "/".join(_segment(key) for key in path) if path else _ROOT
 
 
@@ -124,7 +125,7 @@ def _segment(key: object) -> str:
 
 
 def _printable(text: str) -> str:
-    """Replaces lone surrogates, which cannot be encoded as UTF-8, by `~u` and their code."""
+    """Replaces lone surrogates, which cannot be encoded as UTF-8, by `~u` and their codes."""
     return _SURROGATE.sub(lambda found: f"~u{ord(found.group()):04x}", text)
 
 
@@ -148,7 +149,8 @@ class _Flattener:
         self._outlines = outlines
         self.tensors: dict[str, torch.Tensor] = {}
         self._names: dict[object, str] = {}
-        # Arrays made here must outlive the walk: `_names` is keyed by their identity.
+        # Arrays created here must outlive the traversal, because `_names` is keyed by their
+        # identity.
         self._keep: list[object] = []
 
     def encode(self, value: object, path: tuple[object, ...], depth: int) -> Json:
@@ -464,26 +466,26 @@ def _unbase64(text: str) -> bytes:
 
 
 # ------------------------------------------------------------------------------------------- a copy
-#
-# A state as of one moment, in host memory and separate from the live tensors, so that training may
-# continue while it is written.
 
 
 class Snapshot:
-    """The result of `flatten`, with contiguous CPU tensors that nothing else holds."""
+    """Copy of a state at one moment, in host memory, so that training may continue while it is
+    written. Contains the result of `flatten`, with contiguous CPU tensors that are used nowhere
+    else."""
 
     def __init__(
         self, structure: Json, tensors: dict[str, torch.Tensor], copies: HostCopies
     ) -> None:
-        """Wraps the parts. `tensors`: complete once `copies` have arrived."""
+        """`structure`, `tensors`: result of `flatten`. `copies`: complete the tensors when they
+        arrive."""
         self.structure = structure
         self._tensors = tensors
         self._copies = copies
 
     @classmethod
     def take(cls, state: object) -> Snapshot:
-        """Copies `state`, which may be changed after this has returned. Copies from a device may
-        still be in progress then.
+        """Copies `state`, which may change after the return. Copies from a device may then still be
+        in progress.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
@@ -496,7 +498,7 @@ class Snapshot:
 
     @property
     def tensors(self) -> dict[str, torch.Tensor]:
-        """The copies by name; waits until they are complete. Any thread.
+        """The copied tensors by name. Waits until they are complete. Any thread may read this.
 
         Raises:
             RuntimeError: a device from which they are copied has failed.
@@ -515,35 +517,36 @@ class Snapshot:
 
 
 # ------------------------------------------------------------------------------ what one rank holds
-#
-# One rank's part of a state that no rank holds entirely, in a form that can be written as a share
-# of the whole. A strategy arranges tensors that are split over the ranks in flat vectors. In its
-# part of a state, each such tensor is replaced by a view of a vector on the meta device, which has
-# the vector's length and no memory; in addition there are the runs of the vectors that are here.
-# The views determine which elements of which tensor a run holds.
 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Adjacent elements of one vector."""
+    """Adjacent elements of one flat vector, with their values on this rank."""
 
     vector: torch.Tensor
-    """The vector: flat, on the meta device."""
+    """The vector: flat, on the meta device, without memory."""
     begin: int
     """Position of the first element in the vector."""
     values: torch.Tensor
-    """The values: flat. Shares memory with the live state; may extend beyond the vector's end, as
-    padding does."""
+    """Values of the elements, flat. Share memory with the live state; may extend beyond the
+    vector's end, because of padding."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StatePart:
-    """A sharded state from one rank's point of view."""
+    """One rank's part of a state that no rank holds entirely, in a form that can be written as a
+    part of a checkpoint.
+
+    A strategy arranges sharded tensors in flat vectors. In `state`, each such tensor is a view of a
+    vector on the meta device, which has the vector's length and no memory. The runs in `shards`
+    contain the values on this rank. The views determine which elements of which tensor a run
+    contains.
+    """
 
     state: Any
-    """The whole state as one process would have it, with views on the meta device for split
+    """The complete state as on a single process, with views on the meta device in place of sharded
     tensors. Equal on all ranks."""
     count: int
-    """Number of shards of the whole."""
+    """Number of shards of the complete state."""
     shards: Mapping[int, Sequence[Run]]
-    """Shards that this rank writes, by number from 0. Over all ranks, each occurs once."""
+    """Shards that this rank writes, by number from 0. Each shard is written by exactly one rank."""

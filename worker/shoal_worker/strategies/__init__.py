@@ -1,3 +1,6 @@
-"""The strategies: a `declaration` for each, listed in `registry`. Those over data-parallel shards
-are in `sharded`. `model` and `optimizer` define the user's objects under all of them,
-`whole_groups` the contents of the optimizer's groups, and `fitting` a complete fit in one call."""
+"""The strategies, each with a `declaration`, listed in `registry`.
+
+- `sharded`: strategies that shard over the data-parallel ranks.
+- `model`, `optimizer`: the user's objects under every strategy. `whole_groups`: the contents of the
+  optimizer's groups. `fitting`: a complete fit in one call.
+"""

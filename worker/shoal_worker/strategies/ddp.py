@@ -1,10 +1,10 @@
-"""Data parallelism: every rank holds the whole model and optimizer, and averages gradients over all
-ranks in every step.
+"""Data parallelism. Every rank holds the whole model and optimizer, and gradients are averaged over
+all ranks in every step.
 
-Cost per rank: parameters, gradients and optimizer state in full; 2P(N-1)/N bytes sent per step
-(ring all-reduce). The result is that of one process on the whole batch, for any optimizer, because
-it is the gradients that are averaged and not the parameters. (Li et al., "PyTorch Distributed",
-VLDB 2020, section 3; Goyal et al., 2017, section 3 on why gradients.)
+Cost per rank: memory for all parameters, gradients and optimizer state; 2P(N-1)/N bytes sent per
+step (ring all-reduce). The result is that of one process on the whole batch, for any optimizer,
+because gradients are averaged and not parameters. (Li et al., "PyTorch Distributed", VLDB 2020,
+section 3; Goyal et al., 2017, section 3 on why gradients.)
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ class DDPModel(ShardedModel):
     )
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Backward passes within the context only accumulate this rank's gradients, as with torch's
-        DDP; the next one outside reduces the accumulated gradients. `optimizer.step()` reduces
-        gradients that no later pass has reduced."""
+        """Makes backward passes within the context only accumulate this rank's gradients, as in
+        torch's DDP. The next backward pass outside of the context reduces the accumulated
+        gradients, or else `optimizer.step()` does."""
         return cast(ReplicatedEngine, self.engine).no_sync()
 
 

@@ -1,5 +1,5 @@
-"""The declaration of a strategy. Code that lists strategies, in errors, docs and presets, uses the
-declarations (`registry.py`)."""
+"""The declaration of a strategy. Code that lists strategies, as in errors, docs and presets, reads
+the declarations (`registry.py`)."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from shoal_worker.engine.base import Engine, Setup
 
 @dataclass(frozen=True, kw_only=True)
 class Strategy:
-    """One strategy: a name for an engine and its arguments.
+    """Declaration of one strategy: a name for an engine with its arguments, and the strategy's
+    costs.
 
     Costs are in bytes per rank, in Markdown. P, G, O: bytes of parameters, gradients and optimizer
     state; N: number of ranks.
@@ -23,28 +24,31 @@ class Strategy:
     """Creates the engine. Raises ConfigurationError if the strategy's options are invalid, alone or
     with the configuration."""
     memory: str
-    """Memory of a rank."""
+    """Memory used by a rank."""
     sent: str
-    """Traffic of a rank in a step."""
+    """Bytes sent by a rank per step."""
     a_death: str
-    """Effect of a rank's death: "a rank that dies ..."."""
+    """Effect of the failure of a rank, as a text that completes "a rank that dies ..."."""
     options: frozenset[str] = frozenset()
     """Keyword arguments of `as_distributed` specific to this strategy."""
     settings: frozenset[str] = frozenset()
-    """Fields of `ShardingConfiguration` that this strategy supports, but not every one does."""
+    """Fields of `ShardingConfiguration` that this strategy supports, among those that not every
+    strategy supports."""
     compressor: str | None = None
-    """Suitable compressor for slow links; None: no support for `gradient_compression=`."""
+    """Compressor suitable for slow links; None if the strategy does not support
+    `gradient_compression=`."""
     complex_parameters: bool = False
-    """True if it supports complex parameters."""
+    """True if the strategy supports complex parameters."""
     communicates_in_passes: bool = False
-    """True if all ranks pass samples of their own at the same time, so that a pass may communicate
-    with the others: SyncBatchNorm layers, `shoal.whole_batch`."""
+    """True if all ranks pass their own samples at the same time, so that a pass may communicate
+    with other ranks: SyncBatchNorm layers, `shoal.whole_batch`."""
     keeps_memory: bool = False
-    """Parameters stay in the memory in which the user's module has them, so that two of them may
-    share it."""
+    """True if parameters stay in the memory in which the user's module has them, so that two
+    parameters may share memory."""
     sparse_tables: bool = False
-    """True if it supports models with sparse tables."""
+    """True if the strategy supports models with sparse tables."""
     several_models: bool = False
-    """True if it supports several models in one loop, each with an optimizer."""
+    """True if the strategy supports several models in one loop, each with an optimizer."""
     why_one_model: str = ""
-    """Reason for not supporting them, and the closest alternative, for the error."""
+    """Reason why the strategy does not support several models, and the closest alternative, for the
+    error."""

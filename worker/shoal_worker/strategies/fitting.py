@@ -1,10 +1,10 @@
 """A complete fit in one call: `optimizer.optimize(OptimizationInputData(...))`, with validation and
 early stopping, under every strategy.
 
-It is the loop that a user would write, from the same parts: `ElasticDataLoader`, `train_step`,
-`evaluate`. It therefore survives faults like that loop, and supports pipelines. Its results so far
-are registered state: joiners receive them, and checkpoints contain them. It saves no checkpoints by
-itself, and keeps no copy of the best model: use `on_epoch` for either.
+Runs the loop that a user would write, with the same parts: `ElasticDataLoader`, `train_step`,
+`evaluate`. The fit therefore survives faults as such a loop does, and supports pipelines. Its
+results so far are registered state: joiners receive them, and checkpoints contain them. It saves no
+checkpoints, and keeps no copy of the best model: use `on_epoch` for either.
 """
 
 from __future__ import annotations
@@ -43,21 +43,22 @@ class Optimizer(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class EpochRecord:
-    """Results of one epoch; the same on all ranks (with `async_sgd`: this rank's own)."""
+    """Results of one epoch, the same on all ranks. With `async_sgd`, only this rank's results."""
 
     epoch: int
     """Epoch number, from 0."""
     training_loss: float
-    """Mean over the epoch's samples known to the remaining ranks, each at the time of its step; NaN
-    if there are none.
+    """Mean loss over the samples of the epoch, each computed at the time of its step; NaN if there
+    are none.
 
-    Excludes samples of ranks that have left since, and those trained on before a resume. Steps that
-    were undone by returning to a checkpoint count beside the repeated ones.
+    Excludes the samples of ranks that have left since, and samples trained before a resume. Steps
+    that were undone by a return to a checkpoint count in addition to the repeated ones.
     """
     metric: float
-    """Mean over the validation samples after the epoch; without any, `training_loss`."""
+    """Mean metric over the validation samples after the epoch; `training_loss` if there are no
+    validation samples."""
     improved: bool
-    """True if it is the best so far, by more than `min_delta`."""
+    """True if `metric` is the best so far, by more than `min_delta`."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,37 +72,40 @@ class OptimizationInputData:
     training: Any
     """A map-style dataset of (inputs, targets) pairs, or a pair of tensors."""
     validation: Any = None
-    """Validation data, in one of the forms of `training`; None: the training loss is used."""
+    """Validation data, in a form allowed for `training`; None: the training loss is used."""
     loss_fn: Loss | None = None
-    """None: the output's `.loss`."""
+    """Loss of an output and its targets; None: the output's `.loss`."""
     metric_fn: Loss | None = None
     """Metric on the validation samples; None: `loss_fn`."""
     epochs: int | None = None
     """Maximum number of epochs; >= 1. None: no limit, with `max_steps`."""
     max_steps: int | None = None
-    """Maximum number of optimizer steps; >= 1. None: no limit, with `epochs`. The epoch in which
-    they end is measured and recorded like the others. With `async_sgd`, steps of all ranks."""
+    """Maximum number of optimizer steps; >= 1. None: no limit, with `epochs`. An epoch that the
+    limit cuts short is measured and recorded like others. With `async_sgd`, the number of steps of
+    all ranks."""
     global_batch_size: int
-    """Samples in a step over all ranks; with `async_sgd`, in a push. The last step of an epoch may
-    have fewer."""
+    """Number of samples in a step over all ranks; with `async_sgd`, in a push. The last step of an
+    epoch may have fewer."""
     micro_batch_size: int | None = None
-    """Samples in a micro-batch: see `ElasticDataLoader`. None: a step is one batch per rank."""
+    """Number of samples in a micro-batch; see `ElasticDataLoader`. None: a step is one batch per
+    rank."""
     seed: int = 0
-    """Seed of the order of the samples."""
+    """Seed for the order of the samples."""
     max_norm: float | None = None
-    """Norm to which gradients are clipped; None: no clipping."""
+    """Maximum norm of the gradients, to which they are clipped; None: no clipping."""
     scheduler: Any = None
-    """A learning-rate scheduler for the optimizer, not registered, stepped after each committed
-    step; None: constant rate."""
+    """A learning-rate scheduler for the optimizer, not registered, which the fit steps after each
+    committed step; None: constant rate."""
     patience: int | None = None
-    """Stop if the metric has not improved in this number of epochs; None: never early."""
+    """Number of epochs without improvement of the metric after which the fit stops; None: it never
+    stops early."""
     min_delta: float = 0.0
     """Smallest improvement that counts; >= 0."""
     mode: str = "min"
     """Direction in which the metric should change: decrease ("min") or increase ("max")."""
     on_epoch: Callable[[EpochRecord], object] | None = None
-    """Called after each epoch on every rank, between steps: it may save, report or evaluate, on all
-    ranks alike."""
+    """Called after each epoch on every rank, between steps. It may save, report or evaluate,
+    equally on all ranks."""
 
     def __post_init__(self) -> None:
         if self.epochs is None and self.max_steps is None:
@@ -141,25 +145,25 @@ class OptimizationInputData:
 
 @dataclass(frozen=True, kw_only=True)
 class OptimizationResult:
-    """Results of `optimize`; the same on all ranks (with `async_sgd`: this rank's own)."""
+    """Results of `optimize`, the same on all ranks. With `async_sgd`, only this rank's results."""
 
     best_metric: float
-    """Best metric; NaN if no epoch gave one."""
+    """Best metric; NaN if no epoch has produced one."""
     best_epoch: int | None
     history: tuple[EpochRecord, ...]
-    """Records by epoch, including those before a resume or before this rank joined."""
+    """Records of all epochs, including those before a resume or before this rank joined."""
     stopped_early: bool
-    """True if it stopped for lack of improvement, and not after the last epoch or step or because
-    the job was stopped."""
+    """True if the fit stopped for lack of improvement. False if it stopped after the last epoch or
+    step, or because the job was stopped."""
     steps: int
-    """Number of committed optimizer steps of the fit; with `async_sgd`, this rank's."""
+    """Number of committed optimizer steps of the fit; with `async_sgd`, this rank's steps."""
     samples: int
     """Number of committed samples of all ranks, over all epochs; each counts once per epoch."""
 
 
 @dataclass
 class _Progress:
-    """Progress of the fit, as registered state."""
+    """Progress of a fit, as registered state."""
 
     mode: str
     min_delta: float
@@ -200,7 +204,7 @@ class _Progress:
 def fit(
     session: Session, model: ShardedModel, optimizer: Optimizer, data: OptimizationInputData
 ) -> OptimizationResult:
-    """Implements `ShardedOptimizer.optimize`."""
+    """Runs a complete fit and returns its results (`ShardedOptimizer.optimize`)."""
     if not isinstance(data, OptimizationInputData):
         raise ConfigurationError(
             f"optimize({type(data).__name__}): expected a shoal.OptimizationInputData"
@@ -239,7 +243,7 @@ def fit(
         )
         has_all_steps = data.max_steps is not None and loader.global_step >= data.max_steps
         if (loader.epoch <= epoch and not has_all_steps) or session.is_redoing:
-            continue  # the job was stopped within the epoch, or some of it comes again
+            continue  # the job was stopped within the epoch, or parts of it are repeated
         record = progress.add(epoch, training_loss, metric)
         if data.on_epoch is not None:
             data.on_epoch(record)
@@ -263,14 +267,14 @@ def _epoch(
     data: OptimizationInputData,
     loader: ElasticDataLoader,
 ) -> tuple[float, float]:
-    """Trains on the rest of the loader's epoch; returns this rank's summed loss and number of
+    """Trains on the rest of the loader's epoch. Returns this rank's sum of losses and its number of
     samples."""
     total, samples = 0.0, 0.0
     for step in _steps(loader, in_micro_batches=data.micro_batch_size is not None):
         loss_sum, count = 0.0, 0.0
         for inputs, targets in step:
-            # Samples of the batch. A rank without any in an incomplete step gets a stand-in, which
-            # has no weight.
+            # Number of samples of the batch. A rank without any in an incomplete step gets a
+            # stand-in of weight 0.
             weight = (session.step.micro_batch if session.step is not None else None) or 0.0
             loss = float(model.train_step(inputs, targets, data.loss_fn))
             loss_sum, count = loss_sum + loss * weight, count + weight
@@ -285,7 +289,7 @@ def _epoch(
 
 
 def _steps(loader: ElasticDataLoader, *, in_micro_batches: bool) -> Iterator[Any]:
-    """Yields the batches of each step."""
+    """Yields an iterable of batches for each step."""
     if in_micro_batches:
         yield from loader.steps()
     else:
@@ -294,7 +298,7 @@ def _steps(loader: ElasticDataLoader, *, in_micro_batches: bool) -> Iterator[Any
 
 
 def _mean(session: Session, sums: tuple[float, float]) -> float:
-    """Returns the mean loss over all ranks' samples; an operation."""
+    """Returns the mean loss over all ranks' samples. Runs an operation of all ranks."""
 
     def body(channel: Channel) -> list[float]:
         everyones = [json.loads(each) for each in channel.exchange(json.dumps(sums).encode())]
@@ -324,8 +328,8 @@ def _validate(
 
 
 class _Counted:
-    """Batches with their numbers of samples, which cannot be determined from inputs and targets of
-    arbitrary structure."""
+    """Validation batches, each with its number of samples. The number is needed because it cannot
+    be determined from inputs and targets of arbitrary structure."""
 
     def __init__(self, batches: EvaluationBatches) -> None:
         self._batches = batches
@@ -335,7 +339,7 @@ class _Counted:
         return len(self._batches)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, tuple[int, Any]]]:
-        """Implements `elastic.evaluation.Batches.read`."""
+        """Yields the batches with these numbers, each with its number of samples."""
         return (
             (number, (self._batches.samples(number), batch))
             for number, batch in self._batches.read(numbers)

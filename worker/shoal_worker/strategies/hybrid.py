@@ -1,7 +1,8 @@
-"""Pipeline x tensor x data: replicas of the model, each divided into pipeline stages with layers
-split over ranks.
+"""Pipeline x tensor x data parallelism. Each replica of the model is divided into pipeline stages,
+and the stages' layers are split over ranks.
 
-Memory is the product and traffic the sum of the three: docs/strategies/hybrid.md.
+Memory is divided by the product of the sizes, and the traffic is the sum of all three:
+docs/strategies/hybrid.md.
 """
 
 from __future__ import annotations
@@ -99,7 +100,7 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 def _sharding(setup: Setup, stage: Stage | None, *, pipelined: bool) -> Sharding | None:
-    """Returns the sharding along the data axis."""
+    """Returns the sharding along the data axis; None if there is none."""
     if stage is None:
         return None
     config, blocks = setup.config, None
@@ -118,13 +119,13 @@ def _sharding(setup: Setup, stage: Stage | None, *, pipelined: bool) -> Sharding
 
 
 class HybridShardedModel(ShardedModel):
-    """`pipeline_parallel_size` x `tensor_parallel_size` ranks hold a replica; `data_parallel_size`:
-    maximum number of replicas; -1: as many as possible.
+    """A replica of the model on `pipeline_parallel_size` x `tensor_parallel_size` ranks.
+    `data_parallel_size`: maximum number of replicas; -1: as many as possible.
 
-    `data_parallel_strategy`: "ddp": each replica holds its own gradients and optimizer state;
-    "zero1" shards the optimizer state over the replicas; "zero2" also the summed gradients; "fsdp"
-    also the parameters, which are gathered for the passes: block by block, or in a pipeline all of
-    a rank's stages. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
+    `data_parallel_strategy`: "ddp": each replica holds its own gradients and optimizer state.
+    "zero1" shards the optimizer state over the replicas, "zero2" also the summed gradients, and
+    "fsdp" also the parameters. fsdp gathers the parameters for the passes: block by block, or in a
+    pipeline all of a rank's stages. (Rajbhandari et al., "ZeRO", SC 2020, section 5.)
     """
 
     declaration: ClassVar[Strategy] = Strategy(

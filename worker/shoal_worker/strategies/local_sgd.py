@@ -1,11 +1,11 @@
-"""Local SGD: every rank trains its own replica on its own samples, and the ranks average their
+"""Local SGD. Every rank trains its own replica on its own samples, and the ranks average their
 parameters every `sync_every` steps.
 
-Cost per rank: that of ddp, and a copy of parameters and optimizer state during a round; 2P(N-1)/(N
-k) bytes sent per step if the ranks average every k steps. It is not an exact substitute for ddp:
-the parameters are the same only with k = 1 and plain SGD. (Stich, "Local SGD Converges Fast and
-Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient Learning", AISTATS 2017,
-algorithm 1.)
+Cost per rank: memory as for ddp, plus a copy of parameters and optimizer state during a round;
+2P(N-1)/(N k) bytes sent per step if the ranks average every k steps. Local SGD is not an exact
+substitute for ddp: the parameters are equal only with k = 1 and plain SGD. (Stich, "Local SGD
+Converges Fast and Communicates Little", ICLR 2019; McMahan et al., "Communication-Efficient
+Learning", AISTATS 2017, algorithm 1.)
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ class LocalSGDModel(ShardedModel):
 
     @property
     def steps_in_round(self) -> int:
-        """Number of steps since the last average; 0: all ranks hold the same parameters."""
+        """Number of steps since the last average; 0: all ranks have the same parameters."""
         return cast(LocalSGDEngine, self.engine).steps_in_round
 
     def no_sync(self) -> AbstractContextManager[None]:
-        """Changes nothing: gradients are never reduced."""
+        """Does nothing, because gradients are never reduced."""
         return cast(LocalSGDEngine, self.engine).no_sync()
 
 
 class LocalSGDOptimizer(ShardedOptimizer):
     """The user's optimizer, stepped on every rank with that rank's own gradients. The last step of
-    a round averages parameters, and returns LOST if that failed: the round is then repeated from
-    its start."""
+    a round averages the parameters. If that fails, `step` returns LOST, and the round is repeated
+    from its start."""

@@ -32,13 +32,12 @@ from shoal_worker.strategies.declaration import Strategy
 class ShardedModel(nn.Module):
     """A model that several ranks train together.
 
-    `model.module` is the user's own module and is not replaced; attributes that this class lacks
-    are looked up there, such as the `config` of transformers models. `model.sharding_config`
-    describes the sharding.
+    `model.module` is the user's own module. Attributes that this class lacks are looked up there,
+    such as the `config` of transformers models. `model.sharding_config` describes the sharding.
     """
 
     declaration: ClassVar[Strategy]
-    """The strategy's declaration: its engine, its options, its costs."""
+    """Declaration of the strategy: its engine, its options and its costs."""
     strategy: ClassVar[str]
     """Name of the strategy."""
 
@@ -57,12 +56,12 @@ class ShardedModel(nn.Module):
         among: ModelSession | None = None,
         **options: Any,
     ) -> None:
-        """Creates the model of `session`. `backend`: None chooses by the session's device. `among`:
-        the session of this model if it is one of several; None: it is the only one. `options`:
-        those that the strategy declares.
+        """Creates the model. `backend`: name of the communication backend; None: selected by the
+        session's device. `among`: session of this model if it is one of several; None: it is the
+        only one. `options`: options that the strategy declares.
 
         Raises:
-            ConfigurationError: the strategy cannot train it in this way.
+            ConfigurationError: the strategy cannot train the module with these settings.
         """
         super().__init__()
         # The result of torch.compile is called, but state is named as in the user's own module.
@@ -74,9 +73,9 @@ class ShardedModel(nn.Module):
         self._among = among
         self._options = options
         self._forward_methods: set[str] = set()
-        """Names of methods that are passes: see `register_forward_method`."""
+        """Names of methods that are registered as passes; see `register_forward_method`."""
         if session.device.type == "cuda":
-            # NCCL binds groups to the current device, and ranks of one host must not share one
+            # NCCL binds groups to the current device, which ranks of one host must not share
             torch.cuda.set_device(session.device)
         checkpoint_activations(self.module, config.activation_checkpointing)
         self.on_before_initialize_sharding()
@@ -84,18 +83,18 @@ class ShardedModel(nn.Module):
 
     @property
     def is_one_of_several(self) -> bool:
-        """True if other models are trained in the same loop."""
+        """True if this is one of several models that are trained in one loop."""
         return self._among is not None
 
     def on_before_initialize_sharding(self) -> None:
-        """Hook for subclasses: called once, before anything is sharded. `self.module` and
-        `self.sharding_config` exist and may be changed; the engine's operations (`state_dict`,
+        """Hook for subclasses, called once before anything is sharded. `self.module` and
+        `self.sharding_config` exist and may be changed. Operations of the engine (`state_dict`,
         `to`, `full_state_dict`, ...) are not available."""
 
     def initialize_sharding(self) -> None:
-        """Makes the engine, which lays the module out over the ranks. Called once, by the
+        """Creates the engine, which distributes the module over the ranks. Called once, by the
         constructor."""
-        # otherwise the memory of an unused model would be freed only by Python's collector
+        # otherwise only Python's collector would free the memory of an unused model
         itself = weakref.ref(self)
 
         def call_model(*args: Any, **kwargs: Any) -> Any:
@@ -124,7 +123,8 @@ class ShardedModel(nn.Module):
         )
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Raises PreconditionError if the module is replaced after the engine has taken it over."""
+        """Sets an attribute. Raises PreconditionError if `module` is replaced once the engine
+        exists."""
         if name == "module" and "engine" in self.__dict__:
             raise PreconditionError(
                 "model.module was replaced, but Shoal trains the module passed to "
@@ -146,7 +146,7 @@ class ShardedModel(nn.Module):
     # ------------------------------------------------------------------------------------- training
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass; in training its backward pass reduces the gradients, if
+        """Runs the module's forward pass. In training, the backward pass reduces the gradients, if
         the strategy does so."""
         return self._through(
             self.engine.forward_frozen if self._is_frozen else self.engine.forward, *args, **kwargs
@@ -154,15 +154,16 @@ class ShardedModel(nn.Module):
 
     @property
     def _is_frozen(self) -> bool:
-        """True if this is one of several models and part of another's pass."""
+        """True if this is one of several models and gradients only pass through it to another
+        model."""
         return self._among is not None and self._among.frozen and torch.is_grad_enabled()
 
     def register_forward_method(self, name: str) -> None:
-        """Makes `model.NAME(...)` a pass like `model(...)`, for a method of the module that uses
+        """Makes `model.NAME(...)` a pass like `model(...)`. For a method of the module that uses
         parameters and is not called by `forward`, such as `encode` or `loss`. Every rank calls this
         once, after `as_distributed`, and then uses `model.NAME(...)` instead of
         `model.module.NAME(...)`. Required under `zero3`, `fsdp` and `hsdp`, where a rank has the
-        parameters only in passes; the forward hooks of the module itself are not run. (FSDP2 has
+        parameters only in passes. Forward hooks of the module itself are not run. (FSDP2 has
         `register_fsdp_forward_method` for the same purpose.)
 
         Raises:
@@ -185,7 +186,8 @@ class ShardedModel(nn.Module):
         self._forward_methods.add(name)
 
     def _through(self, call: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Runs a pass. `call`: the engine's."""
+        """Runs a pass through `call`, a method of the engine, and records its inputs for comparison
+        between ranks."""
         if self.training and torch.is_grad_enabled():
             self._session.note_inputs(args, kwargs)
         else:
@@ -197,35 +199,36 @@ class ShardedModel(nn.Module):
 
     def compile(self, *args: Any, **kwargs: Any) -> None:
         """Compiles the module's forward pass in place, like `torch.nn.Module.compile`.
-        `torch.compile(model)` returns a model that computes the same; neither compiles Shoal's own
+        `torch.compile(model)` has the same effect on a returned model. Neither compiles Shoal's own
         code."""
         self.module.compile(*args, **kwargs)
 
     def train_step(
         self, inputs: Any, targets: Any = None, loss_fn: Loss | None = None
     ) -> torch.Tensor:
-        """Runs forward, loss, backward and synchronization. Returns the loss averaged over the
-        whole batch, the same on every rank.
+        """Runs the forward and backward passes and sums the gradients over the ranks. Returns the
+        loss averaged over the whole batch, the same on every rank.
 
         A mapping as `inputs` becomes keyword arguments, a tuple positional ones. Without `loss_fn`
-        the output's `.loss` is used. In `loader.steps()` the batch is a micro-batch, and the loss
-        its own. Under local_sgd and async_sgd, where ranks do not meet in each step, it is this
-        rank's.
+        the output's `.loss` is used. In `loader.steps()` the batch is a micro-batch, whose own loss
+        is returned. Under local_sgd and async_sgd, whose ranks do not communicate in each step, the
+        loss is this rank's own.
         """
         self._session.note_inputs(inputs, targets)
         return self.engine.train_step(inputs, targets, loss_fn)
 
     def predict(self, inputs: Any) -> Any:
-        """Runs the forward pass in evaluation mode, without gradients; each module's mode is
-        restored afterwards. All ranks of a replica call it with the same inputs and get the same
+        """Runs the forward pass in evaluation mode, without gradients. Afterwards each module's
+        mode is restored. All ranks of a replica call this with the same inputs and receive the same
         outputs."""
         self._session.note_evaluated(inputs)
         return self.engine.predict(inputs)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's own `generate`, as transformers models have. With `tensor` all ranks of
-        a replica call it with the same inputs and get the same tokens, including sampled ones.
-        Outside of `shoal.evaluate` a death meanwhile ends the scripts of the other ranks.
+        """Runs the module's own `generate`, as in transformers models. With `tensor`, all ranks of
+        a replica call this with the same inputs and receive the same tokens, including sampled
+        ones. Outside of `shoal.evaluate`, a failure of a rank meanwhile ends the scripts of the
+        other ranks.
 
         Raises:
             AttributeError: the module has none.
@@ -236,15 +239,15 @@ class ShardedModel(nn.Module):
         return self.engine.generate(*args, **kwargs)
 
     def loss_parallel(self) -> AbstractContextManager[None]:
-        """Encloses a loss that is computed outside of a model with `loss_parallel=True`, whose
-        logits are split over the vocabulary. `train_step` does this itself; without that option it
-        has no effect."""
+        """Context for a loss that is computed outside of a model with `loss_parallel=True`, whose
+        logits are split over the vocabulary. `train_step` enters it itself. Without that option,
+        the context has no effect."""
         return self.engine.loss_parallel()
 
     def synchronize_gradients(self) -> None:
-        """Sums the gradients over the ranks if that does not happen automatically during the
-        backward pass, with `auto_sync_gradients=False`. Gradients that were already reduced are not
-        reduced again."""
+        """Sums the gradients over the ranks. Needed only with `auto_sync_gradients=False`;
+        otherwise the backward pass does so. Gradients that are already reduced are not reduced
+        again."""
         self.engine.synchronize_gradients()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -252,12 +255,12 @@ class ShardedModel(nn.Module):
         self.engine.zero_grad(lambda: super(ShardedModel, self).zero_grad(set_to_none))
 
     def get_gradients(self) -> dict[str, torch.Tensor]:
-        """Returns the current gradients by parameter name: of `local_shard`, if gradients are
-        sharded over the ranks. Parameters without a gradient are left out."""
+        """Returns the current gradients by parameter name. If gradients are sharded over the ranks,
+        returns those of `local_shard`. Parameters without a gradient are omitted."""
         return self.engine.get_gradients()
 
     def set_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
-        """Replaces gradients by name.
+        """Replaces gradients, given by parameter name.
 
         Raises:
             ConfigurationError: an unknown name or another shape, or gradients are sharded over the
@@ -267,7 +270,7 @@ class ShardedModel(nn.Module):
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> torch.Tensor:
         """Scales the gradients so that their norm over all parameters of all ranks is at most
-        `max_norm`; returns the previous norm.
+        `max_norm`. Returns the norm before that.
 
         Raises:
             ConfigurationError: a norm other than the Euclidean one, if gradients are sharded over
@@ -279,17 +282,17 @@ class ShardedModel(nn.Module):
 
     @property
     def local_shard(self) -> dict[str, torch.Tensor]:
-        """This rank's part of the parameters, by the parameters' names."""
+        """This rank's parameters, or its parts of them, by name."""
         return self.engine.local_shard
 
     def gather_full_parameters(self) -> dict[str, torch.Tensor]:
-        """Returns copies of the whole parameters on every rank, by the original module's names.
+        """Returns copies of all unsharded parameters on every rank, by the original module's names.
         Every rank calls it."""
         return self.engine.gather_full_parameters()
 
     def full_state_dict(self, *, rank0_only: bool = False) -> dict[str, torch.Tensor]:
-        """Returns copies of parameters and buffers under the original module's names; with
-        `rank0_only` empty on other ranks. Every rank calls it."""
+        """Returns copies of all parameters and buffers, under the original module's names. With
+        `rank0_only`, other ranks receive an empty dict. Every rank calls it."""
         return self.engine.full_state_dict(rank0_only=rank0_only)
 
     def load_full(self, tensors: Mapping[str, torch.Tensor]) -> None:
@@ -303,8 +306,8 @@ class ShardedModel(nn.Module):
     def with_parameters(
         self, parameters: torch.Tensor | Mapping[str, torch.Tensor]
     ) -> ShardedModel:
-        """Sets the model's values from a flat vector of all parameters in order, or from a dict by
-        name. Returns self. Every rank calls it with the same values.
+        """Sets the parameters' values from a flat vector of all parameters in order, or from a dict
+        by name. Returns the model itself. Every rank calls it with the same values.
 
         Raises:
             ConfigurationError: a name, a shape or the number of elements does not match, or ranks
@@ -314,8 +317,8 @@ class ShardedModel(nn.Module):
         return self
 
     def state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns torch's own state dict if this rank has all values. Raises PreconditionError
-        otherwise."""
+        """Returns torch's own state dict. Raises PreconditionError unless this rank has all
+        values."""
         self.engine.check_values_here(
             "state_dict()",
             "model.full_state_dict() returns the whole state, under the original module's names",
@@ -323,8 +326,8 @@ class ShardedModel(nn.Module):
         return super().state_dict(*args, **kwargs)
 
     def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
-        """Loads torch's own state dict if this rank has all values; every rank loads the same.
-        Raises PreconditionError otherwise."""
+        """Loads torch's own state dict, the same on every rank. Raises PreconditionError unless
+        this rank has all values."""
         self.engine.check_values_here(
             "load_state_dict()",
             "model.load_full(state) loads the result of model.full_state_dict(), and "
@@ -333,16 +336,16 @@ class ShardedModel(nn.Module):
         return super().load_state_dict(*args, **kwargs)
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> nn.Module:
-        """Implements `to`, `half`, `float`, `cuda` and the like. Raises PreconditionError if the
-        layout over ranks is fixed."""
+        """Converts the module, for `to`, `half`, `float`, `cuda` and similar methods. Raises
+        PreconditionError if the layout over the ranks is fixed."""
         if not self.engine.check_conversion(fn):
             return self
         # torch's is untyped
         return super()._apply(fn, recurse)  # type: ignore[no-untyped-call,no-any-return]
 
     def clone(self) -> nn.Module:
-        """Returns a copy of the whole model in its current state, to keep, evaluate or save. It
-        takes no part in training. Every rank calls it."""
+        """Returns a copy of the whole model in its current state, for keeping, evaluating or
+        saving. The copy takes no part in training. Every rank calls it."""
         return self.engine.clone(
             lambda module: type(self)(
                 module,
@@ -354,16 +357,12 @@ class ShardedModel(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> nn.Module:
-        """Returns a clone, which AveragedModel and other moving averages request. Every rank calls
-        it."""
+        """Returns a clone. AveragedModel and other moving averages copy the model this way. Every
+        rank calls it."""
         return self.clone()
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses pickling, which would include this rank's process.
-
-        Raises:
-            PreconditionError: always.
-        """
+        """Raises PreconditionError, because pickling would include this rank's process."""
         raise PreconditionError(
             f"a model with strategy={self.strategy!r} cannot be pickled (as torch.save(model) "
             "does); save model.full_state_dict() or model.clone(), or call "
@@ -373,7 +372,8 @@ class ShardedModel(nn.Module):
     # ---------------------------------------------------------------------------------------- files
 
     def serialize(self) -> bytes:
-        """Parameters and buffers with the strategy's name and layout. Every rank calls it."""
+        """Returns the parameters and buffers with the strategy's name and layout, as bytes. Every
+        rank calls it."""
         return self._dumped(self.full_state_dict())
 
     def _dumped(self, state: Mapping[str, Any]) -> bytes:
@@ -390,8 +390,8 @@ class ShardedModel(nn.Module):
         self.load_full(self.engine.agreed("deserialize", lambda: _loaded(*load_tensors(data))))
 
     def save_model(self, path: str | Path) -> None:
-        """Writes `serialize()` to a file, atomically, on the first rank that holds the state. Every
-        rank calls it; when it returns, the file exists.
+        """Writes `serialize()` to a file, atomically, on the first rank that has the state. Every
+        rank calls it. On return, the file exists.
 
         Raises:
             UnavailableError (FILE_NOT_WRITTEN): on all ranks: the first one cannot write it.
@@ -412,11 +412,12 @@ class ShardedModel(nn.Module):
             raise UnavailableError(refused, reason="FILE_NOT_WRITTEN")
 
     def load_model(self, path: str | Path) -> None:
-        """Reads a file of `save_model`, which every rank must see. Raises as `deserialize`."""
+        """Loads a file written by `save_model`, to which every rank must have access. Raises like
+        `deserialize`."""
         self.load_full(self.engine.agreed("load_model", lambda: _loaded(*read_tensors(Path(path)))))
 
     def get_model_metadata(self) -> dict[str, Any]:
-        """Returns a JSON-able description of the model and its layout."""
+        """Returns a description of the model and its layout, as JSON."""
         whole, layout = self.engine.whole_parameters(), self.engine.layout()
         return {
             "strategy": self.strategy,
@@ -432,17 +433,18 @@ class ShardedModel(nn.Module):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of the replica to which this rank belongs."""
+        """Index of the model replica to which this rank belongs."""
         return self.engine.data_parallel_rank
 
     @property
     def data_parallel_size(self) -> int:
-        """Number of replicas."""
+        """Number of model replicas."""
         return self.engine.data_parallel_size
 
 
 def _loaded(tensors: Mapping[str, torch.Tensor], metadata: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Returns the state in a file of `serialize`; one of an earlier release has only tensors."""
+    """Returns the state in a file of `serialize`. A file of an earlier release contains only
+    tensors."""
     state: Mapping[str, Any] = (
         unflatten(metadata["structure"], tensors) if "structure" in metadata else tensors
     )

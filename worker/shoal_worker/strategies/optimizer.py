@@ -27,8 +27,8 @@ from shoal_worker.torch_internals import _global_optimizer_post_hooks, _global_o
 
 
 def _check_alone(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
-    """Called by torch before any of its optimizers steps. Raises ConfigurationError if it is
-    another optimizer of the run's model."""
+    """Refuses an optimizer that is about to step if it is a second optimizer of the run's model:
+    raises ConfigurationError. torch calls this before any optimizer steps."""
     session = find_session()
     if session is not None:
         session.registered.check_alone(optimizer)
@@ -38,7 +38,7 @@ register_optimizer_step_pre_hook(_check_alone)
 
 
 def _global_hook() -> str:
-    """Names a hook that a script has registered for all optimizers; empty: there is none."""
+    """Describes a hook that a script has registered for all optimizers; empty if there is none."""
     for hooks in (_global_optimizer_pre_hooks, _global_optimizer_post_hooks):
         for hook in hooks.values():
             if hook is not _check_alone:
@@ -54,23 +54,24 @@ MembershipCallback = Callable[[Placement, Placement], object]
 
 
 class ShardedOptimizer(ForwardingOptimizer):
-    """The optimizer of a `ShardedModel`, which continues with the remaining ranks when some die,
+    """The optimizer of a `ShardedModel`. It continues with the remaining ranks when ranks fail,
     leave or join.
 
-    It shares settings and state with the user's optimizer, so that schedulers and code that
-    inspects them work on either; the parameters in its groups are the model's own. Changes of
-    membership need no handling: the global batch stays the same, so learning rate and schedule do
-    too, and steps invalidated by a fault are repeated. `on_membership_change` is for uses outside
-    of training: logging, the number of data workers, cost accounting.
+    It shares settings and state with the user's optimizer, so schedulers and code that inspects
+    either work with both. The parameters in its groups are the model's own. The user need not
+    handle changes of membership: the global batch stays the same, and so do learning rate and
+    schedule, and steps invalidated by a fault are repeated. `on_membership_change` is for uses
+    outside of training: logging, the number of data workers, cost accounting.
     """
 
-    # GradScaler then hands over its scale and its finding instead of skipping step()
+    # With this flag, GradScaler passes its scale and its result to step() instead of skipping the
+    # call.
     _step_supports_amp_scaling = True
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, model: ShardedModel, session: Session
     ) -> None:
-        """Created by `as_distributed`."""
+        """Wraps `optimizer`. Called by `as_distributed`."""
         super().__init__(optimizer)
         self._model = model
         self._engine = model.engine
@@ -88,8 +89,9 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._refuse_step_hooks()
 
     def __getattr__(self, name: str) -> Any:
-        """Returns missing attributes from the wrapped optimizer; its methods that would change
-        parameters of which it has only parts raise."""
+        """Returns missing attributes from the wrapped optimizer. If this rank updates only parts of
+        parameters, the optimizer's own methods raise when called, because they might change
+        parameters."""
         value = super().__getattr__(name)
         own = (
             inspect.ismethod(value)
@@ -120,8 +122,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def _refuse_step_hooks(self, registered: str | None = None) -> None:
-        """Raises ConfigurationError if the optimizer has, or would get, a step hook that would see
-        only parts of parameters."""
+        """Checks that the optimizer has no step hook that would see only parts of parameters;
+        otherwise raises ConfigurationError. `registered`: a hook that is about to be registered."""
         own = self.optimizer
         if not self._engine.updates_parts:
             return
@@ -140,21 +142,21 @@ class ShardedOptimizer(ForwardingOptimizer):
             )
 
     def register_step_pre_hook(self, hook: Any) -> RemovableHandle:
-        """Extends `torch.optim.Optimizer`. Raises ConfigurationError if the optimizer does not
+        """Registers a step hook, as in torch. Raises ConfigurationError if the optimizer does not
         update whole parameters."""
         self._refuse_step_hooks("register_step_pre_hook")
         return super().register_step_pre_hook(hook)
 
     def register_step_post_hook(self, hook: Any) -> RemovableHandle:
-        """Extends `torch.optim.Optimizer`. Raises ConfigurationError if the optimizer does not
+        """Registers a step hook, as in torch. Raises ConfigurationError if the optimizer does not
         update whole parameters."""
         self._refuse_step_hooks("register_step_post_hook")
         return super().register_step_post_hook(hook)
 
     def step(self, closure: Callable[[], Any] | None = None) -> StepStatus:  # type: ignore[override]
         # torch's returns the closure's loss
-        """Applies the step prepared by the backward pass, on all ranks or on none; see
-        `StepStatus`.
+        """Applies the step prepared by the backward pass, on all ranks or on none. Returns the
+        outcome; see `StepStatus`.
 
         Raises:
             ConfigurationError: `closure` was given: it would run the backward pass again, outside
@@ -184,8 +186,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         return status
 
     def _update(self) -> None:
-        """Updates the parameters in a committed step. The result of a GradScaler's check was stored
-        on this optimizer, on every rank alike."""
+        """Updates the parameters in a committed step. Uses the result of a GradScaler's check,
+        which was stored on this optimizer and is equal on every rank."""
         found_inf = self._set_by_scaler("found_inf")
         usable = found_inf is None or not float(found_inf) > 0
         grad_scale = self._set_by_scaler("grad_scale")
@@ -196,15 +198,15 @@ class ShardedOptimizer(ForwardingOptimizer):
         self._engine.step_optimizer(usable=usable)
 
     def _set_by_scaler(self, name: str) -> torch.Tensor | None:
-        """Returns an attribute set by a GradScaler for its step. (A `getattr` of a missing
-        attribute costs as much as a small kernel.)"""
+        """Returns an attribute that a GradScaler has set for its step; None if it has not. (A
+        `getattr` of a missing attribute would cost as much as a small kernel.)"""
         return self.__dict__.get(name)
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         """Settings of the user's optimizer with the model's own parameters, even if this rank
-        updates pieces of them. Reading the groups ends the reduction of a plain step, since the
-        reader may be a GradScaler."""
+        updates only pieces of parameters. Reading the groups ends the reduction of a step without
+        micro-batches, because the reader may be a GradScaler."""
         self._engine.groups_are_read()
         if self._whole is None:
             return self.optimizer.param_groups
@@ -221,7 +223,7 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     @property
     def state(self) -> Any:
-        """State of the user's optimizer for the tensors updated by this rank."""
+        """State of the user's optimizer, for the tensors that this rank updates."""
         own = self.optimizer.state
         return (
             own
@@ -239,28 +241,29 @@ class ShardedOptimizer(ForwardingOptimizer):
 
     @property
     def membership(self) -> Placement:
-        """Current placement of this process: `generation`, `rank` and `world_size`, the latter two
-        as `shoal.rank()` and `shoal.world_size()`."""
+        """Current placement of this process: `generation`, `rank` and `world_size`. Rank and world
+        size are equal to `shoal.rank()` and `shoal.world_size()`."""
         rank, world_size = self._session.script_place
         return Placement(generation=self._session.generation, rank=rank, world_size=world_size)
 
     def on_membership_change(self, callback: MembershipCallback) -> None:
-        """Makes the training thread call `callback(before, after)` at the end of the first `step()`
-        that finds other ranks than the previous one, on every rank that took part in that. Its
-        exceptions propagate from `step()`, which has done its work by then."""
+        """Registers a callback for changes of membership. The training thread calls
+        `callback(before, after)` at the end of the first `step()` with other ranks than the
+        previous one, on every rank that took part in the previous one. The callback's exceptions
+        propagate from `step()`, after the step is complete."""
         self._callbacks.append(callback)
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the whole state as one process would have it, which can be loaded under any
+        """Returns the complete state as on a single process, which can be loaded under any
         strategy. Every rank calls it."""
         return self._engine.optimizer_state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads a state from one process's optimizer, or from this one under any strategy. Every
-        rank calls it with the same state.
+        """Loads a state of a single process's optimizer, or of a `ShardedOptimizer` under any
+        strategy. Every rank calls it with the same state.
 
         Raises:
-            CorruptDataError: it belongs to another optimizer; nothing is changed.
+            CorruptDataError: the state belongs to another optimizer; nothing is changed.
             ConfigurationError: ranks were given different states; nothing is changed.
         """
         self._engine.load_optimizer_state_dict(
@@ -268,8 +271,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def serialize(self) -> bytes:
-        """Settings and state, for `deserialize` under any strategy and number of ranks. Every rank
-        calls it."""
+        """Returns settings and state as bytes, for `deserialize` under any strategy and number of
+        ranks. Every rank calls it."""
         structure, tensors = flatten(self.state_dict())
         return dump_tensors(
             tensors,
@@ -289,20 +292,16 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuses to add a group: the model's layout over the ranks is fixed at creation.
-
-        Raises:
-            PreconditionError: always.
-        """
+        """Raises PreconditionError: the model's layout over the ranks is fixed at creation."""
         raise PreconditionError(
             "add_param_group: add parameter groups to the optimizer before as_distributed"
         )
 
     def optimize(self, data: OptimizationInputData) -> OptimizationResult:
-        """Runs a complete fit: trains, validates after each epoch, stops early; see
-        `OptimizationInputData`. Every rank calls it with the same data.
+        """Runs a complete fit: trains, validates after each epoch, and stops early if requested;
+        see `OptimizationInputData`. Every rank calls it with the same data.
 
-        It survives faults like a user's loop. After `shoal.resume` it continues where the
+        The fit survives faults as a user's loop does. After `shoal.resume` it continues where the
         checkpoint was saved, for example in `on_epoch`. The model keeps the values of the last
         step.
 
@@ -318,11 +317,8 @@ class ShardedOptimizer(ForwardingOptimizer):
         return fit(self._session, self._model, self, data)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Refuses pickling, which would include this rank's part of the state and its process.
-
-        Raises:
-            PreconditionError: always.
-        """
+        """Raises PreconditionError, because pickling would include this rank's part of the state
+        and its process."""
         raise PreconditionError(
             f"an optimizer with strategy={self._engine.strategy!r} cannot be pickled or copied "
             "(torch.save(optimizer) pickles); save optimizer.state_dict() or "
@@ -330,14 +326,15 @@ class ShardedOptimizer(ForwardingOptimizer):
         )
 
     def synchronize_parameters(self) -> None:
-        """Synchronizes the ranks' parameters if they may differ between steps: under local_sgd the
-        next step ends the round; under async_sgd this worker pulls the latest values. Otherwise
-        does nothing. Every rank calls it."""
+        """Synchronizes the ranks' parameters if they may differ between steps. Under local_sgd, the
+        next step ends the round. Under async_sgd, this worker pulls the latest values. Under other
+        strategies, does nothing. Every rank calls it."""
         self._engine.synchronize_parameters()
 
     def synchronize_optimizer_state(self) -> None:
-        """Synchronizes the ranks' optimizer states if they may differ between steps: under
-        local_sgd, with the parameters. Otherwise does nothing. Every rank calls it."""
+        """Synchronizes the ranks' optimizer states if they may differ between steps. Under
+        local_sgd, the next step averages parameters and optimizer states. Under other strategies,
+        does nothing. Every rank calls it."""
         self._engine.synchronize_optimizer_state()
 
     def should_early_stop(
@@ -349,11 +346,11 @@ class ShardedOptimizer(ForwardingOptimizer):
         min_delta: float = 0.0,
         name: str | None = None,
     ) -> bool:
-        """Returns one answer for all ranks: whether `metric` has not improved by more than
-        `min_delta` in the last `patience` calls.
+        """Returns whether `metric` has not improved by more than `min_delta` in the last `patience`
+        calls. The result is the same on all ranks.
 
         The ranks' metrics are averaged, so pass the result of `evaluate`, or a rank's own value.
-        Call it on every rank. Each optimizer counts its own calls, separately by `mode` and `name`.
+        Every rank calls it. Each optimizer counts its own calls, separately by `mode` and `name`.
 
         Args:
             name: of the metric, if the script watches several.
@@ -376,7 +373,8 @@ class ShardedOptimizer(ForwardingOptimizer):
 
 
 def _optimizer_state(data: bytes) -> dict[str, Any]:
-    """Returns the state in data from `ShardedOptimizer.serialize`. Raises CorruptDataError."""
+    """Returns the optimizer state contained in bytes from `ShardedOptimizer.serialize`. Raises
+    CorruptDataError."""
     tensors, metadata = load_tensors(data)
     if metadata.get("kind") != "optimizer":
         raise CorruptDataError(
@@ -388,4 +386,4 @@ def _optimizer_state(data: bytes) -> dict[str, Any]:
 
 
 ElasticOptimizer = ShardedOptimizer
-"""Every strategy's optimizer goes on with other ranks."""
+"""Name for any strategy's optimizer, all of which continue when the ranks change."""

@@ -1,10 +1,11 @@
-"""Pipeline parallelism: the model is divided into stages, one run of layers per rank, and each
-batch passes through them in micro-batches.
+"""Pipeline parallelism. The model is divided into stages, each with consecutive layers on one rank,
+and a batch passes through the stages in micro-batches.
 
-Per rank: the stage's share of parameters, gradients and optimizer state, and the activations of the
-micro-batches in flight; activations and their gradients are sent between stages. (Huang et al.,
-"GPipe", NeurIPS 2019; Narayanan et al., "PipeDream-2BW"/1F1B, ICML 2021; Qi et al., "Zero Bubble",
-ICLR 2024; docs/explanation/mesh.md#pipelines.) See docs/strategies/pipeline.md.
+Cost per rank: memory for the stage's share of parameters, gradients and optimizer state, and for
+the activations of the micro-batches in flight. Activations and their gradients are sent between
+stages. (Huang et al., "GPipe", NeurIPS 2019; Narayanan et al., "PipeDream-2BW"/1F1B, ICML 2021; Qi
+et al., "Zero Bubble", ICLR 2024; docs/explanation/mesh.md#pipelines.) See
+docs/strategies/pipeline.md.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 class PipelineParallelModel(ShardedModel):
-    """A stage on each rank, or on each of `pipeline_parallel_size` ranks; additional ranks form
-    further replicas."""
+    """A model with one stage on each rank, or on each of `pipeline_parallel_size` ranks. Additional
+    ranks form further replicas."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="pipeline",

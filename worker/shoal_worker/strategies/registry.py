@@ -1,4 +1,4 @@
-"""The strategies by name. To add one, add its declaration, and a line here."""
+"""The strategies by name. A new strategy needs a declaration, and an entry here."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def find(name: str) -> tuple[type[ShardedModel], type[ShardedOptimizer]]:
     """Returns the model and optimizer classes of a strategy.
 
     Raises:
-        ConfigurationError: there is none of that name.
+        ConfigurationError: no strategy has this name.
     """
     if not isinstance(name, str) or name not in _STRATEGIES:
         raise ConfigurationError(f"strategy={name!r}: expected one of {', '.join(_STRATEGIES)}")
@@ -80,8 +80,8 @@ def declarations() -> list[Strategy]:
 
 
 def compressor_for(name: str) -> str | None:
-    """Returns the suitable compressor of a strategy for slow links; None: it supports none, or
-    there is no such strategy."""
+    """Returns the compressor of a strategy that is suitable for slow links. None if the strategy
+    supports none, or does not exist."""
     return find(name)[0].declaration.compressor if name in _STRATEGIES else None
 
 
@@ -97,8 +97,8 @@ def build(
     options: dict[str, Any],
     among: ModelSession | None = None,
 ) -> tuple[ShardedModel, ShardedOptimizer | None]:
-    """Creates the model and optimizer of a strategy and joins them to the session. `among`: its
-    session as one of several models.
+    """Creates the model and optimizer of a strategy and attaches both to the session. `among`: the
+    model's session if it is one of several models.
 
     Raises:
         ConfigurationError: options that the strategy does not know, or invalid values.
@@ -121,7 +121,8 @@ def build(
 def check_several(
     strategy: Strategy, models: Sequence[nn.Module], config: ShardingConfiguration
 ) -> None:
-    """Raises ConfigurationError: models that the strategy cannot train in one loop."""
+    """Checks that the strategy can train these models in one loop; otherwise raises
+    ConfigurationError."""
     if not config.auto_sync_gradients:
         raise ConfigurationError(
             "auto_sync_gradients=False with several models: their gradients are reduced as they "
@@ -150,11 +151,11 @@ def check_several(
 
 
 def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, Any]]:
-    """Returns the strategy's options for each of several models: options about a model's layers are
-    given for each, the others for all.
+    """Returns the strategy's options for each of several models. An option about a model's layers
+    contains one value per model; other options apply to all models.
 
     Raises:
-        ConfigurationError: such an option was given for a single model.
+        ConfigurationError: an option about layers has no value for each model.
     """
     each = [
         {name: value for name, value in options.items() if name not in _OF_ONE_MODEL}
@@ -178,7 +179,7 @@ def options_of_each(options: Mapping[str, Any], models: int) -> list[dict[str, A
 
 def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str | None:
     """Returns the reason why `shoal.whole_batch` cannot be used in this run, with an alternative;
-    None: it can."""
+    None if it can be used."""
     if not strategy.communicates_in_passes:
         return (
             f"with strategy={strategy.name!r}, ranks cannot communicate within a pass; use "
@@ -194,7 +195,8 @@ def why_no_whole_batch(strategy: Strategy, config: ShardingConfiguration) -> str
 
 
 def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfiguration) -> None:
-    """Raises ConfigurationError: a setting, or a parameter, that the strategy does not know."""
+    """Checks that the strategy supports the settings and the module's parameters; otherwise raises
+    ConfigurationError."""
     name = strategy.name
     if config.compressor is not None and strategy.compressor is None:
         compress = _those(lambda other: other.compressor is not None)
@@ -238,8 +240,9 @@ def check_model(strategy: Strategy, module: nn.Module, config: ShardingConfigura
 
 
 def _check_embeddings(module: nn.Module) -> None:
-    """Raises ConfigurationError if a forward pass would change parameters depending on each rank's
-    own samples. Warns if a gradient depends on how a batch is dealt to the ranks."""
+    """Checks the module's embeddings. Raises ConfigurationError if a forward pass would change
+    parameters depending on each rank's own samples. Warns if a gradient depends on how a batch is
+    distributed over the ranks."""
     for path, each in module.named_modules():
         if not isinstance(each, nn.Embedding | nn.EmbeddingBag):
             continue
@@ -267,6 +270,6 @@ def _those_that_know(setting: str) -> str:
 
 
 def _those(fit: Callable[[Strategy], bool]) -> str:
-    """Lists the strategies that fit, for an error: "zero1, zero2 or fsdp"."""
+    """Lists the strategies for which `fit` returns True, for an error: "zero1, zero2 or fsdp"."""
     fitting = [strategy.name for strategy in declarations() if fit(strategy)]
     return " or ".join(filter(None, (", ".join(fitting[:-1]), fitting[-1])))

@@ -1,16 +1,16 @@
 """Strategies that shard over the data-parallel ranks: zero1, zero2, zero3, fsdp and hsdp.
 
-Optimizer state is sharded by zero1, gradients too by zero2, and parameters too by the others, where
-a block is unsharded only while it computes. zero1 and zero2 send what ddp sends: gradients are
-reduce-scattered and updated parameters all-gathered, 2P(N-1)/N bytes per rank and step. zero3
-gathers parameters for the forward and again for the backward pass, so it sends 3P(N-1)/N.
-(Rajbhandari et al., "ZeRO", SC 2020, sections 5.1 to 5.3 and 7.2.)
+zero1 shards the optimizer state. zero2 also shards gradients. The other strategies also shard
+parameters, so a block is unsharded only while it computes. zero1 and zero2 send as much as ddp:
+gradients are reduce-scattered and updated parameters all-gathered, 2P(N-1)/N bytes per rank and
+step. zero3 gathers parameters for the forward pass and again for the backward pass, so it sends
+3P(N-1)/N. (Rajbhandari et al., "ZeRO", SC 2020, sections 5.1 to 5.3 and 7.2.)
 
 fsdp is zero3 under the name that users of torch's FSDP know. hsdp has replicas of a host's size,
-each of which is sharded like zero3: 3P(S-1)/S bytes within the replica, where links are fast, and
-2(P/S)(R-1)/R between replicas, with S ranks in a replica and R replicas. A shard's copies in the
-other replicas serve as mirrors: they receive the same sums and make the same updates, so fault
-tolerance needs no additional traffic unless there is only one replica. (Zhao et al., "PyTorch
+each sharded like zero3. It sends 3P(S-1)/S bytes within the replica, where links are fast, and
+2(P/S)(R-1)/R between replicas, with S ranks in a replica and R replicas. A shard's copies in other
+replicas serve as mirrors: they receive the same sums and make the same updates. Fault tolerance
+therefore needs no additional traffic unless there is only one replica. (Zhao et al., "PyTorch
 FSDP", VLDB 2023, sections 3 and 3.2.2.)
 """
 
@@ -80,37 +80,37 @@ _HSDP = dataclasses.replace(
     sent="3P(S-1)/S within, 2(P/S)(R-1)/R between",
     a_death="loses nothing: other replicas have its shard",
     options=OPTIONS | {"shard_size"},
-    compressor=None,  # most of what it sends stays within a host
+    compressor=None,  # most traffic stays within a host
 )
 
 
 class ZeRO1Model(ShardedModel):
-    """Optimizer state is sharded over the ranks. Memory of a rank: P + G + O/N bytes."""
+    """A model with optimizer state sharded over the ranks. Memory per rank: P + G + O/N bytes."""
 
     declaration: ClassVar[Strategy] = _ZERO1
 
 
 class ZeRO1Optimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on this rank's share of the parameters; the others are
-    fetched."""
+    """The user's optimizer, stepped on this rank's share of the parameters. The updated parameters
+    of other ranks are then fetched."""
 
 
 class ZeRO2Model(ShardedModel):
-    """Gradients and optimizer state are sharded over the ranks, in zero1's buckets. Memory of a
-    rank: P + (G + O)/N bytes and one bucket. With micro-batches the gradients are reduce-scattered
-    for each."""
+    """A model with gradients and optimizer state sharded over the ranks, in zero1's buckets. Memory
+    per rank: P + (G + O)/N bytes and one bucket. With micro-batches, gradients are reduce-scattered
+    for each micro-batch."""
 
     declaration: ClassVar[Strategy] = _ZERO2
 
 
 class ZeRO2Optimizer(ShardedOptimizer):
-    """The user's optimizer, stepped on this rank's share of the parameters; the others are
-    fetched."""
+    """The user's optimizer, stepped on this rank's share of the parameters. The updated parameters
+    of other ranks are then fetched."""
 
 
 class ZeRO3Model(ShardedModel):
-    """Parameters, gradients and optimizer state are sharded over the ranks. Memory of a rank:
-    (P + G + O)/N bytes and the largest blocks, two at a time."""
+    """A model with parameters, gradients and optimizer state sharded over the ranks. Memory per
+    rank: (P + G + O)/N bytes and the largest blocks, two at a time."""
 
     declaration: ClassVar[Strategy] = _ZERO3
 
@@ -120,7 +120,8 @@ class ZeRO3Optimizer(ShardedOptimizer):
 
 
 class FSDPModel(ShardedModel):
-    """Parameters, gradients and optimizer state are sharded over the ranks, as with zero3."""
+    """A model with parameters, gradients and optimizer state sharded over the ranks, as with
+    zero3."""
 
     declaration: ClassVar[Strategy] = _FSDP
 
@@ -130,12 +131,12 @@ class FSDPOptimizer(ShardedOptimizer):
 
 
 class HSDPModel(ShardedModel):
-    """Parameters, gradients and optimizer state are sharded over the ranks of a replica, of which
-    there are several. Memory of a rank: (P + G + O)/S bytes and the largest blocks, two at a time.
+    """A model in several replicas, each sharded over its ranks: parameters, gradients and optimizer
+    state. Memory per rank: (P + G + O)/S bytes and the largest blocks, two at a time.
 
-    `shard_size`: ranks in a replica. None: as many as the largest host has. If it does not divide
-    the number of ranks, for example after a death, replicas have the next larger number of ranks
-    that does.
+    `shard_size`: number of ranks in a replica. None: the number of ranks on the largest host. If
+    that does not divide the number of ranks, for example after a failure, the next larger divisor
+    is used.
     """
 
     declaration: ClassVar[Strategy] = _HSDP

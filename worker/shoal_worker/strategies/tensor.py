@@ -1,9 +1,10 @@
-"""Tensor parallelism: every layer's weights are split over the ranks, which all work on the same
+"""Tensor parallelism. Every layer's weights are split over the ranks, which all compute the same
 batch.
 
-Per rank: 1/N of the split layers; 2 all-reduces of activations per transformer block and direction.
-(Shoeybi et al., "Megatron-LM", 2019, section 3; docs/explanation/mesh.md#tensor-parallelism.) A
-plan determines what is split and how: docs/strategies/tensor.md.
+Cost per rank: memory for 1/N of the split layers; 2 all-reduces of activations per transformer
+block and direction. (Shoeybi et al., "Megatron-LM", 2019, section 3;
+docs/explanation/mesh.md#tensor-parallelism.) A plan determines which layers are split, and how:
+docs/strategies/tensor.md.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ def _engine(setup: Setup) -> MeshEngine:
 
 
 class TensorParallelModel(ShardedModel):
-    """Layers are split over all ranks, or over `tensor_parallel_size` of them; additional ranks
-    form further replicas."""
+    """A model with layers split over all ranks, or over `tensor_parallel_size` ranks. Additional
+    ranks form further replicas."""
 
     declaration: ClassVar[Strategy] = Strategy(
         name="tensor",

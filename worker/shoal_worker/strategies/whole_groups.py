@@ -1,11 +1,12 @@
-"""An optimizer's parameter groups and state as seen by a script, if the optimizer updates pieces of
-parameters.
+"""An optimizer's parameter groups and state as a script sees them, if the optimizer updates only
+pieces of parameters.
 
-The user's optimizer holds this rank's pieces: flat parts of parameters, its own and those that it
-mirrors. A norm, a shape or a number of elements read there would refer to these. The groups that a
-script gets therefore have the settings of the optimizer's groups (reads and writes are forwarded)
-and the model's own parameters, as the script created the optimizer. Those are whole, or they raise
-and name the function to call (`hidden_parameters.py`).
+The user's optimizer updates this rank's pieces: flat parts of parameters, which this rank owns or
+mirrors. A norm, a shape or a number of elements read from its groups would refer to the pieces. The
+groups that a script receives therefore combine two things: the settings of the optimizer's groups
+(reads and writes are forwarded), and the model's own parameters, with which the script created the
+optimizer. These parameters are either whole, or raise an error that names the function to call
+(`hidden_parameters.py`).
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ _MEMBERS: Final = "params"
 
 
 class WholeGroup(dict[str, Any]):
-    """One parameter group. A dict, since torch's groups are dicts; its contents are those of the
-    optimizer's group."""
+    """One parameter group as a script sees it: the settings of the optimizer's group, with the
+    model's parameters. A dict, because torch's groups are dicts."""
 
     # The inherited dict methods would operate on its own, empty entries.
     keys, values, items = Mapping.keys, Mapping.values, Mapping.items  # type: ignore[assignment]
@@ -34,8 +35,8 @@ class WholeGroup(dict[str, Any]):
     update, setdefault = MutableMapping.update, MutableMapping.setdefault
 
     def __init__(self, find: Callable[[], dict[str, Any]], members: Sequence[torch.Tensor]) -> None:
-        """Creates the view. `find` returns the optimizer's group, which may be another object after
-        its state was loaded."""
+        """Creates the view. `find`: returns the optimizer's group, which is a different object once
+        a state was loaded. `members`: the model's parameters in the group."""
         super().__init__()
         self._find = find
         self._members: Any = members
@@ -74,20 +75,20 @@ class WholeGroup(dict[str, Any]):
     def __eq__(self, other: object) -> bool:
         return self is other or (not isinstance(other, WholeGroup) and dict(self) == other)
 
-    __hash__ = None  # as of any dict
+    __hash__ = None  # as for any dict
 
-    def __ior__(self, other: Any) -> WholeGroup:  # type: ignore[override]  # it has one form here
+    def __ior__(self, other: Any) -> WholeGroup:  # type: ignore[override]  # one signature only
         self.update(other)
         return self
 
     def __or__(self, other: Any) -> dict[str, Any]:  # type: ignore[override]
-        # it has one form here
-        """Returns a plain dict."""
+        # only one signature is supported
+        """Returns a plain dict with the contents of both."""
         merged: dict[str, Any] = dict(self) | other
         return merged
 
     def copy(self) -> dict[str, Any]:
-        """Returns a plain dict."""
+        """Returns the contents as a plain dict."""
         return dict(self)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> dict[str, Any]:
@@ -98,13 +99,13 @@ class WholeGroup(dict[str, Any]):
 
 
 class WholeGroups:
-    """The groups of one optimizer."""
+    """All groups of one optimizer, as a script sees them."""
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.Tensor]
     ) -> None:
-        """Creates the groups. `optimizer`: as the user created it, over whole parameters.
-        `parameters`: those of the model, by name."""
+        """`optimizer`: the optimizer as the user created it, over whole parameters. `parameters`:
+        the model's parameters by name."""
         names = {id(parameter): name for name, parameter in parameters.items()}
         self._names = [
             [names.get(id(member), "") for member in group[_MEMBERS]]
@@ -116,7 +117,7 @@ class WholeGroups:
             WholeGroup(self._finder(number), group[_MEMBERS])
             for number, group in enumerate(optimizer.param_groups)
         ]
-        """The groups seen by a script."""
+        """The groups that a script sees."""
         self._given = tuple(self.groups)
         self._known.begin(self.groups)
 
@@ -124,7 +125,7 @@ class WholeGroups:
         return lambda: self._optimizer.param_groups[number]
 
     def follow(self, parameters: Mapping[str, torch.Tensor]) -> None:
-        """Replaces the parameters by those that are now the model's, given by name."""
+        """Replaces the parameters in the groups with the model's current ones, given by name."""
         self.check()
         for group, names in zip(self.groups, self._names, strict=True):
             found = [
@@ -135,8 +136,8 @@ class WholeGroups:
                 group[_MEMBERS] = GroupMembers(found)
 
     def check(self) -> None:
-        """Raises ConfigurationError if a script has put other parameters into a group, or
-        PreconditionError if it has made groups."""
+        """Checks that a script has not changed the groups. Raises ConfigurationError if it has put
+        other parameters into a group, and PreconditionError if it has added or replaced groups."""
         if len(self.groups) != len(self._given) or any(
             one is not other for one, other in zip(self.groups, self._given, strict=True)
         ):
@@ -149,8 +150,8 @@ class WholeGroups:
 
 
 class StateOfPieces(MutableMapping[Any, Any]):
-    """The optimizer's state by piece. A lookup of one of the model's parameters raises, where
-    torch's would create an empty entry."""
+    """The optimizer's state by piece. A lookup of one of the model's parameters raises an error;
+    torch's own dict would create an empty entry."""
 
     def __init__(
         self, state: MutableMapping[Any, Any], groups: Sequence[dict[str, Any]], strategy: str

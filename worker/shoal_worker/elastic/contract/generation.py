@@ -1,9 +1,8 @@
-"""A generation from a member's perspective: one agreed membership with ranks.
+"""A generation from a member's perspective: one agreed list of members with their ranks.
 
-Small worlds are sent in full. For a large one a member receives only what it needs for its work:
-its rank, the world size, the distribution over hosts, and the ranks without state. It requests
-details of other ranks on demand, and keeps the full table once it has it: the next generation then
-contains only the changes.
+In a small world, a member receives the full table of ranks. In a large world, it receives only its
+rank, the world size, the distribution over hosts, and the ranks without state. It requests details
+of other ranks on demand. Once it has the full table, later generations contain only the changes.
 """
 
 from __future__ import annotations
@@ -30,21 +29,21 @@ class Peer:
     member_id: str
     host: str
     donor_address: str
-    """host:port at which it sends its state to others."""
+    """host:port at which this rank sends its state to others."""
     joining: bool
-    """True if it had no rank in the previous generation."""
+    """True if this rank had none in the previous generation."""
     donor_key: str = ""
-    """Key for access to its donor between generations; empty: no access."""
+    """Key for access to this rank's donor between generations; empty: no access."""
 
     @cached_property
     def line(self) -> str:
-        """Returns this rank's part of the input of the table's digest."""
+        """This rank's line in the table of ranks, input of the table's digest."""
         return rank_table.line(self.member_id, self.host, self.donor_address, self.donor_key)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Topology:
-    """Distribution of ranks over hosts. Those of one host are adjacent."""
+    """Distribution of ranks over hosts. The ranks of one host are adjacent."""
 
     world_size: int
     most_local: int
@@ -52,15 +51,15 @@ class Topology:
 
 
 def topology_of(hosts: Sequence[str]) -> Topology:
-    """Returns the topology. `hosts`: the host of each rank; at least one."""
+    """Computes the topology. `hosts`: the host of each rank; at least one."""
     return Topology(world_size=len(hosts), most_local=max(Counter(hosts).values()))
 
 
 class AskedPeers(Sequence[Peer]):
-    """Ranks of a large world, requested on demand. Thread-safe.
+    """Peers of a large world, requested from the coordinator on demand. Thread-safe.
 
-    Reading raises the request's errors: MembershipChanged if there is a newer generation,
-    UnavailableError if the coordinator is away.
+    Every read may raise the request's errors: MembershipChanged if there is a newer generation,
+    UnavailableError if the coordinator is unavailable.
     """
 
     def __init__(
@@ -73,9 +72,9 @@ class AskedPeers(Sequence[Peer]):
         ask: Callable[[Sequence[int]], list[Peer]],
         follow: Callable[[], Sequence[Peer]] | None = None,
     ) -> None:
-        """`digest`: of the full table. `ask`: returns the peers of these ranks, or all if none are
-        named. `follow`: derives all of them from an older table without a request; CorruptDataError
-        if the table does not match."""
+        """`digest`: digest of the full table. `ask`: requests the peers of the given ranks, or all
+        peers for no ranks. `follow`: derives all peers from an older table without a request;
+        raises CorruptDataError if that table does not match."""
         self.joining = joining
         self._size, self._digest = size, digest
         self._ask, self._follow = ask, follow
@@ -84,7 +83,8 @@ class AskedPeers(Sequence[Peer]):
         self._whole: tuple[Peer, ...] | None = None
 
     def settle(self) -> tuple[Peer, ...] | None:
-        """Returns all peers, if they are known without a request. The older table is released."""
+        """Returns all peers if they are known without a request, otherwise None. Releases the older
+        table."""
         with self._lock:
             follow, self._follow = self._follow, None
             if self._whole is None and follow is not None:
@@ -92,7 +92,7 @@ class AskedPeers(Sequence[Peer]):
             return self._whole
 
     def of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Returns the peers with these ranks."""
+        """Returns the peers with these ranks and requests unknown ones."""
         whole = self.settle()
         if whole is not None:
             return [whole[rank] for rank in ranks]
@@ -163,14 +163,14 @@ class AskedPeers(Sequence[Peer]):
 
 
 class SomePeers(Sequence[Peer]):
-    """Peers of a part of a group in a large world, in a given order."""
+    """Peers of some ranks of a large world, in a given order."""
 
     def __init__(self, peers: AskedPeers, ranks: Sequence[int]) -> None:
         self._peers, self._ranks = peers, ranks
 
     @property
     def joining(self) -> frozenset[int]:
-        """Positions of the ranks without state."""
+        """Positions of the ranks that joined without state."""
         return frozenset(
             position for position, rank in enumerate(self._ranks) if rank in self._peers.joining
         )
@@ -200,24 +200,24 @@ class SomePeers(Sequence[Peer]):
 
 @dataclass(frozen=True, kw_only=True)
 class Generation:
-    """One agreed membership from the perspective of `rank`."""
+    """One agreed list of members, from the perspective of the member with rank `rank`."""
 
     number: int
     nonce: str
-    """Makes store prefixes and transfers of this generation unique."""
+    """Makes the names of this generation's stores and transfers unique."""
     peers: tuple[Peer, ...] | AskedPeers | SomePeers
-    """Peers in rank order. The length is always known; in a large world reading may ask the
-    coordinator (`AskedPeers`)."""
+    """Peers in rank order. The length is always known. In a large world, reading a peer may send a
+    request to the coordinator (`AskedPeers`)."""
     rank: int
     """Rank of this member."""
     interrupts_below: int
-    """Members that work in a generation below this number leave it at once; others at their next
-    step boundary."""
+    """Members that work in a generation below this number leave it at once; other members leave at
+    their next step boundary."""
     sent_topology: Topology | None = None
     """None: derived from the peers."""
     begins_run: bool = False
-    """True if it is the first of its run. Its number does not show that, since numbers continue
-    across a job's runs."""
+    """True if this is the first generation of its run. The number does not show that, because
+    numbers continue across a job's runs."""
 
     @property
     def world_size(self) -> int:
@@ -231,7 +231,7 @@ class Generation:
 
     @property
     def known(self) -> Sequence[Peer] | None:
-        """All peers, if they are known without a request."""
+        """All peers if they are known without a request, otherwise None."""
         peers = self.peers
         return (
             peers
@@ -257,13 +257,13 @@ class Generation:
         )
 
     def peers_of(self, ranks: Sequence[int]) -> list[Peer]:
-        """Returns the peers with these ranks, requesting unknown ones together."""
+        """Returns the peers with these ranks; requests all unknown ones at once."""
         peers = self.peers
         return [peers[rank] for rank in ranks] if isinstance(peers, tuple) else peers.of(ranks)
 
     def part(self, ranks: Sequence[int]) -> Generation:
-        """Returns the generation restricted to these ranks, in this order, which include this
-        member."""
+        """Returns the generation restricted to these ranks, in this order. `ranks` must include
+        this member's rank."""
         peers = self.peers
         some = (
             tuple(peers[rank] for rank in ranks) if isinstance(peers, tuple) else peers.part(ranks)
@@ -273,17 +273,17 @@ class Generation:
 
 @dataclass(frozen=True, kw_only=True)
 class MemberIdentity:
-    """A member's description of itself when it joins."""
+    """Description that a member sends of itself when it joins."""
 
     job_id: str
     member_id: str
     host: str
     pid: int
     launcher_id: str = ""
-    """Launcher that reports its end; empty if there is none."""
+    """Launcher that reports the member's end; empty if there is none."""
     local_index: int = 0
     donor_address: str = ""
-    """host:port at which it sends its state to others; empty if it has none to send."""
+    """host:port at which the member sends its state to others; empty if it has no state to send."""
     donor_key: str = ""
-    """Key for access to its donor between generations: see `StateDonor.key`."""
+    """Key for access to the member's donor between generations; see `StateDonor.key`."""
     metrics_address: str = ""

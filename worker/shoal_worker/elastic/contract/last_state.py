@@ -1,5 +1,5 @@
-"""Digests of the state with which a rank ended its loop over a loader. The coordinator compares
-those of all ranks."""
+"""Digests of the state with which a rank ended its loop over a loader. The coordinator compares the
+digests of all ranks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class LastState:
     """Digests of the ranks' common state, taken when the script left its loop over a loader."""
 
     generation: int
-    """Generation that it worked in, which determines the sharding."""
+    """Generation in which the rank worked; the generation determines the sharding."""
     step: int
     """Number of committed steps."""
     agreed: int
-    """Step after which all ranks were last known to agree; 0 if none."""
+    """Last step after which all ranks were known to have the same state; 0 if none."""
     digests: Mapping[str, int]
     """Digests by the names of groups of tensors."""

@@ -1,5 +1,4 @@
-"""Phase of this process's script in its job: one phase at a time, changed by named transitions.
-Pure.
+"""Phase of this process's script in its job, changed by named transitions. No I/O.
 
     REPLAYING --sync--> ARRIVING --arrive--> TRAINING --stop--> STOPPED
         |  ^                ^-----fall_behind----|  ^
@@ -10,8 +9,8 @@ Pure.
 Each transition lists the phases in which it is allowed, including those in which it changes
 nothing; in any other phase it raises InternalError. Between two transitions the following holds:
 
-1. A process in REPLAYING or LEFT sends its state to no peer and answers for no peer in an
-   operation. In all other phases it has the job's state, which is complete except in TORN.
+1. A process in REPLAYING or LEFT sends its state to no peer and takes no part in operations for
+   its peers. In all other phases it has the job's state, which is complete except in TORN.
 2. Only TRAINING begins to change the state. A process in TORN stays there until an update of the
    state has completed, or until another state has replaced it. A stop, leaving a loop, or a
    checkpoint that cannot be read does not complete it.
@@ -37,27 +36,27 @@ from shoal_common.errors import InternalError
 class Phase(enum.Enum):
     """Phase of the script relative to its job."""
 
-    __hash__ = object.__hash__  # Enum's own is written in Python, and each step asks for a dozen
+    __hash__ = object.__hash__  # Enum's own is slow Python code, called a dozen times per step
 
     REPLAYING = "replaying"
-    """Holds nothing that counts: a joiner without the state, or a spare. Its requests are
-    answered locally."""
+    """The process has no state that counts: it is a joiner before it receives the state, or a
+    spare. Its script's requests are answered locally."""
     ARRIVING = "arriving"
-    """Holds the job's state, but its script has not reached its peers' position: its requests
-    are still answered locally."""
+    """The process has the job's state, but its script has not reached its peers' position: the
+    script's requests are still answered locally."""
     TRAINING = "training"
-    """Holds the job's state and takes its steps, or runs operations between them."""
+    """The process has the job's state and takes its steps, or runs operations between them."""
     TORN = "torn"
-    """An update is in progress, or raised half way through: the state must not be sent to
-    anyone."""
+    """An update is in progress, or raised before it was complete. The state must not be sent to any
+    rank."""
     RETURNED = "returned"
-    """The state is that of an older checkpoint; its script and those of its peers are at various
-    positions after the steps that they will repeat. Until the next step begins, requests are
-    answered locally."""
+    """The state was restored from an older checkpoint. The scripts of this process and of its peers
+    are ahead of it, at different positions. Until the next step begins, requests are answered
+    locally."""
     STOPPED = "stopped"
     """No further step begins; operations between steps continue."""
     LEFT = "left"
-    """Left while the others continue: it acts for nobody."""
+    """The process left while the others continue. It takes no part in anything for the job."""
 
 
 _HOLDING: Final = frozenset(
@@ -69,29 +68,29 @@ class ScriptPhase:
     """Phase of one process's script."""
 
     def __init__(self, *, live: bool) -> None:
-        """`live`: its state is the job's from the start."""
+        """`live`: this process has the job's state from the start."""
         self.now = Phase.TRAINING if live else Phase.REPLAYING
         self.stopped: str | None = None
         """Reason why no further step begins; None while steps continue."""
 
     @property
     def holds_state(self) -> bool:
-        """True if its state is the job's."""
+        """True if this process has the job's state."""
         return self.now in _HOLDING
 
     @property
     def replaying(self) -> bool:
-        """True if its script has not reached its peers' position, so that its requests are answered
-        locally."""
+        """True if this process's script has not reached its peers' position, so that the script's
+        requests are answered locally."""
         return self.now in (Phase.REPLAYING, Phase.ARRIVING)
 
     def begin(self) -> None:
-        """Handles a rank in a job that has not begun."""
+        """Enters TRAINING as a rank of a job that has not begun."""
         self._move("begin", {Phase.REPLAYING: Phase.TRAINING})
 
     def be_alone(self) -> None:
-        """Continues in a world of one after leaving at the end of its part: there are no peers to
-        catch up with. A torn, stopped or left state stays so."""
+        """Continues in a world of one after this process has left its job: there are no peers to
+        catch up with. A torn, stopped or left state is unchanged."""
         onward = (Phase.REPLAYING, Phase.ARRIVING, Phase.TRAINING, Phase.RETURNED)
         self._move(
             "be_alone",
@@ -100,51 +99,51 @@ class ScriptPhase:
         )
 
     def sync(self) -> None:
-        """Handles the job's state received at a step boundary. Changes nothing for members that
-        held it, which may be anywhere in their scripts: a joiner may also enter a run that was
-        stopped or has gone back."""
+        """Enters ARRIVING after the job's state was received at a step boundary. Changes nothing in
+        a process that had the state. Such a process may be in any phase, because a joiner may also
+        enter a run that was stopped or has gone back."""
         self._move("sync", {Phase.REPLAYING: Phase.ARRIVING}, unchanged=_HOLDING)
 
     def arrive(self) -> None:
-        """Handles the arrival at its first live batch, or the absence of peers ahead of it."""
+        """Enters TRAINING when the script reaches its first live batch, or has no peers ahead of
+        it."""
         self._move("arrive", {Phase.ARRIVING: Phase.TRAINING})
 
     def fall_behind(self) -> None:
-        """Handles that this batch was only looked at, so that the script is still before its loop.
-        An error that leaves the loop in the middle of the batch's update changes nothing: the state
-        is torn."""
+        """Returns to ARRIVING because the batch was only looked at, so that the script is still
+        before its loop. Changes nothing in TORN, after an error in the middle of an update."""
         self._move("fall_behind", {Phase.TRAINING: Phase.ARRIVING}, unchanged=(Phase.TORN,))
 
     def set_aside(self) -> None:
-        """Makes it a spare, since no replica could be formed with it. It will receive its peers'
-        state, whatever its own is."""
+        """Makes this process a spare, because no replica could be formed with it. It will receive
+        its peers' state and discard its own."""
         onward = (Phase.ARRIVING, Phase.TRAINING, Phase.TORN, Phase.RETURNED)
         self._move(
             "set_aside", dict.fromkeys(onward, Phase.REPLAYING), unchanged=(Phase.REPLAYING,)
         )
 
     def tear(self) -> None:
-        """Begins a change of the state."""
+        """Enters TORN: a change of the state begins."""
         self._move("tear", {Phase.TRAINING: Phase.TORN})
 
     def mend(self) -> None:
-        """Ends the change: the state is complete."""
+        """Leaves TORN: the change is finished and the state complete."""
         self._move("mend", {Phase.TORN: self._whole})
 
     def replace(self) -> None:
-        """Replaces its state with a peer's or a checkpoint's. Allowed at any time: a script may
-        load a checkpoint before its loop, after it, and when it has left. Not for the arrival of a
-        joiner (`sync`)."""
+        """Records that a peer's or a checkpoint's state has replaced this process's own. Allowed at
+        any time, because a script may load a checkpoint before its loop, after it, or after
+        leaving. A joiner that receives the state calls `sync` instead."""
         others = frozenset(Phase) - {Phase.TORN, Phase.RETURNED}
         self._move(
             "replace", {Phase.TORN: self._whole, Phase.RETURNED: Phase.TRAINING}, unchanged=others
         )
 
     def go_back(self) -> None:
-        """Handles the ranks' return to a checkpoint that replaces a lost state. If its state was
-        replaced (`replace`), the script is ahead of it. A torn state was not replaced, so there was
-        no checkpoint. A script that is arriving, or takes no further step, has no steps to
-        repeat."""
+        """Records that the ranks returned to a checkpoint because a state was lost. If this
+        process's state was replaced (`replace`), its script is ahead of the state. In TORN nothing
+        changes: the state was not replaced, so there was no checkpoint. A script in ARRIVING or
+        STOPPED has no steps to repeat."""
         self._move(
             "go_back",
             {Phase.TRAINING: Phase.RETURNED},
@@ -152,8 +151,8 @@ class ScriptPhase:
         )
 
     def resume(self) -> None:
-        """Begins the next step: in a joiner's script possibly one that is only looked at, and in a
-        torn one's a step that will not be applied."""
+        """Begins the next step. In a joiner, the step may only be looked at; in TORN, it will not
+        be applied."""
         self._move(
             "resume",
             {Phase.RETURNED: Phase.TRAINING},
@@ -161,7 +160,7 @@ class ScriptPhase:
         )
 
     def stop(self, reason: str) -> None:
-        """Stops: no further step begins here. A torn state stays torn."""
+        """Enters STOPPED, so that this process begins no further step. TORN stays TORN."""
         onward = (Phase.TRAINING, Phase.RETURNED)
         self._move(
             "stop", dict.fromkeys(onward, Phase.STOPPED), unchanged=(Phase.STOPPED, Phase.TORN)
@@ -169,7 +168,7 @@ class ScriptPhase:
         self.stopped = self.stopped or reason
 
     def leave(self, reason: str) -> None:
-        """Leaves while the others continue."""
+        """Enters LEFT, while the other members continue."""
         self._move("leave", dict.fromkeys(Phase, Phase.LEFT))
         self.stopped = self.stopped or reason
 
@@ -180,8 +179,8 @@ class ScriptPhase:
     def _move(
         self, name: str, onward: Mapping[Phase, Phase], *, unchanged: Collection[Phase] = ()
     ) -> None:
-        """Moves from each key of `onward` to its value; stays in those of `unchanged`. Raises
-        InternalError from any other phase."""
+        """Moves from each phase in `onward` to its value, and changes nothing in the phases of
+        `unchanged`. Raises InternalError in any other phase."""
         if self.now in unchanged:
             return
         if self.now not in onward:

@@ -1,13 +1,13 @@
-"""Reconciles the ranks of a new generation: a pure decision from the status of every rank.
+"""Reconciles the ranks of a new generation. The decision is a pure function of every rank's status.
 
 Each rank of a new generation sends its `RankStatus` to all others (one all-gather), and every rank
 computes the same `Reconciliation` from the same list. No I/O, no torch.
 
 A generation is established only when all its members have the same state and their scripts have
-seen equally many outcomes of steps. Until then some must advance first, each in its own script: a
-rank in doubt that learns that its step counts has to apply it; a rank whose peers already lost a
-step that it has not begun has to begin it and lose it too. Every survivor's script therefore sees
-the same outcomes in the same order, and whatever it derives from them stays the same.
+received equally many step outcomes. Until then some scripts must advance first. A rank in doubt
+that learns that its step counts has to apply it. A rank whose peers already lost a step that it has
+not begun has to begin that step and lose it too. Every survivor's script therefore receives the
+same outcomes in the same order, and reaches the same decisions from them.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ class StateName(NamedTuple):
     """Name of a committed state: the generation that committed it and the step, compared in this
     order.
 
-    Ranks with equal names hold equal states. A step repeated in a later generation gets a higher
-    name than the aborted attempt could have had, so a rank that was cut off with a state of its own
-    can never override the others' newer one.
+    Ranks with equal names have equal states. A repeated step gets a higher name than the aborted
+    attempt could have had, because its generation is later. So a rank that was cut off with a state
+    of its own can never override the other ranks' newer state.
     """
 
     generation: int
@@ -35,7 +35,7 @@ class Interrupted(NamedTuple):
 
     generation: int
     in_operation: bool
-    """True if it was in an operation between steps rather than in a step."""
+    """True if the rank was in an operation between steps rather than in a step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,37 +43,40 @@ class RankStatus:
     """Status of one rank when a generation forms."""
 
     state: StateName | None
-    """Newest state it holds that is not its own alone; None if none counts (a fresh process)."""
+    """Newest state of this rank that other ranks have too; None if none counts, as in a fresh
+    process."""
     doubt: StateName | None = None
-    """Name of the state if the current step counted, which this rank has prepared without knowing
-    its outcome. None if there is no such step."""
+    """Name of the state after the current step, if the step counted. This rank has prepared the
+    step without knowing its outcome. None if there is no such step."""
     outcomes: int = 0
-    """Number of step outcomes received by its script, including that of the current step."""
+    """Number of step outcomes received by the rank's script, including the current step's."""
     attached: bool
-    """True if it has a model, so that it can receive a state."""
+    """True if the rank has a model, so that it can receive a state."""
     learner: bool
-    """True if it is a learner: a joiner that replays its script and receives its state only at the
-    next step boundary, where all ranks' user code is at the same line."""
+    """True if the rank is a learner: a joiner that replays its script. It receives its state only
+    at the next step boundary, where the user code of all ranks is at the same line."""
     poisoned: bool
-    """True if an update raised half way through, so that it must not send its state to anyone."""
+    """True if an update raised before it was complete, so that this rank must not send its
+    state."""
     operations: int
-    """Number of operations between steps finished since its state was committed."""
+    """Number of operations between steps that the rank has finished since its state was
+    committed."""
     rewinds: bool = False
-    """True if the step that it is in is lost together with its round, so that the round's
+    """True if the rank's current step is lost together with its round, so that the round's
     operations will be repeated."""
     interrupted: Interrupted | None = None
-    """None if it was in nothing, or has since received a state or results, so that its script is at
-    the senders' position."""
+    """Activity of the rank when its group failed. None if it was idle, or has since received a
+    state or results, so that its script is at the senders' position."""
 
     def encode(self) -> list[int]:
-        """Returns it as integers, for an all-gather of int64."""
+        """Returns the status as integers, for an all-gather of int64."""
         flags = [int(self.attached), int(self.learner), int(self.poisoned), int(self.rewinds)]
         names = [*(self.state or (-1, -1)), *(self.doubt or (-1, -1))]
         return [*names, self.outcomes, *flags, self.operations, *(self.interrupted or (-1, 0))]
 
     @classmethod
     def decode(cls, values: Sequence[int]) -> RankStatus:
-        """Restores the result of `encode`."""
+        """Restores a status from the result of `encode`."""
         (
             generation,
             step,
@@ -108,47 +111,48 @@ RANK_STATUS_LENGTH = 12
 
 @dataclass(frozen=True, kw_only=True)
 class Reconciliation:
-    """Decision about the ranks' status."""
+    """Decision about what each rank of a new generation does."""
 
     newest: StateName | None
-    """State from which all continue; None if nobody holds one."""
+    """State from which all ranks continue; None if no rank has one."""
     donors: tuple[int, ...]
-    """Ranks that hold it and may send it, ascending."""
+    """Ranks that have the newest state and may send it, ascending."""
     decided: tuple[int, ...]
-    """Ranks whose step in doubt led to `newest` and therefore counts."""
+    """Ranks with a step in doubt that led to `newest`. That step counts."""
     behind: tuple[int, ...]
-    """Ranks that must receive the state now: they hold an older one, or none, and no current step
-    leads them to the newest."""
+    """Ranks that must receive the state now: their state is older or missing, and their current
+    step does not lead to the newest state."""
     overtaken: tuple[int, ...]
-    """Ranks whose peers took steps without them. They have an older state, or none, and have
-    received fewer outcomes. They could receive a newer state, but their scripts cannot catch up, so
-    their processes end and are replaced. No other rank is `behind` by steps."""
+    """Ranks whose peers took steps without them. Their state is older or missing, and they have
+    received fewer outcomes. They could receive a newer state, but their scripts cannot catch up.
+    Their processes therefore end and are replaced."""
     moving: tuple[int, ...]
     """Ranks whose scripts must advance before the generation can be established; empty if it can be
     now."""
     outcomes: int
-    """Count of outcomes that all members must reach."""
+    """Number of outcomes that all members must have received."""
     learners: tuple[int, ...]
     """Ranks that receive the state at the next step boundary."""
     results_from: int | None
-    """A rank with the results of all operations that a donor has finished since; None if no results
-    need to be sent."""
+    """A rank with the results of all operations finished since `newest` was committed; None if no
+    results need to be sent."""
     results_to: tuple[int, ...]
-    """Ranks with the same state that lack some of them."""
+    """Ranks with the newest state that lack some of these results."""
     apart: tuple[int, ...]
-    """Ranks that were in an operation, after the same ones and with the same state, while others of
-    their group were in a step: the scripts diverged, and would wait for each other in the next
-    generation as well. Empty if none."""
+    """Ranks that were in an operation while other ranks of their group, with the same state and the
+    same finished operations, were in a step. Their scripts diverged, and would wait for each other
+    in the next generation as well. Empty if none."""
 
     @property
     def state_lost(self) -> bool:
-        """True if a state existed but no rank with the newest one may send it: the remaining ranks
-        must start from a checkpoint."""
+        """True if a state existed, but no rank with the newest one may send it. The remaining ranks
+        must restore a checkpoint."""
         return self.newest is not None and not self.donors
 
 
 def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
-    """Decides from the status of all ranks in rank order. Every rank must pass the same list."""
+    """Decides what each rank does, from the status of all ranks in rank order. Every rank must pass
+    the same list."""
     members = [r for r, s in enumerate(statuses) if not s.learner]
     newest = max((state for r in members if (state := statuses[r].state) is not None), default=None)
     current = tuple(r for r in members if newest is not None and statuses[r].state == newest)
@@ -190,9 +194,9 @@ def reconcile(statuses: Sequence[RankStatus]) -> Reconciliation:
 def _lacking(
     statuses: Sequence[RankStatus], donors: Sequence[int], furthest: int | None
 ) -> tuple[int, ...]:
-    """Returns the ranks of one state that have finished fewer operations than `furthest`. If that
-    one rewinds, ranks that have already rewound lack nothing; only ranks that have yet to reach the
-    same step pass the operations on the way."""
+    """Returns the ranks that have finished fewer operations than `furthest`, among ranks with one
+    state. If `furthest` rewinds, ranks that have already rewound lack nothing; only ranks that have
+    yet to reach the same step need the results."""
     if furthest is None:
         return ()
     most = statuses[furthest]
@@ -205,8 +209,8 @@ def _lacking(
 
 
 def _apart(holders: Mapping[int, RankStatus], operations: int) -> tuple[int, ...]:
-    """Returns the ranks of one state in an operation that no other has finished, while another is
-    in the following step."""
+    """Returns the ranks of one state that are in an operation which no other rank has finished,
+    while another rank is in the following step."""
     interrupted = {
         r: s.interrupted
         for r, s in holders.items()

@@ -1,6 +1,7 @@
-"""Numbers that a training loop reports (`ReportedLoss`), and the losses of steps (`read_later`).
+"""Numbers that a training loop reports (`ReportedLoss`), and losses of steps (`read_later`).
 
-A number on a device is copied once the device has computed it. Only a reader waits for that.
+A number on a device is copied to the host as soon as the device has computed it. Only a read of the
+number waits for that.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from torch.distributed.tensor import DTensor
 
 
 class ReportedLoss:
-    """A number that the loop reports under one name, written by the training thread and readable by
-    any."""
+    """A number that the training loop reports under one name. Written by the training thread and
+    read by any thread."""
 
     def __init__(self, name: str = "loss") -> None:
         self._name = name
@@ -25,7 +26,8 @@ class ReportedLoss:
         self._count = 0
         self._newest = (0, math.nan)
         self._on_their_way: deque[tuple[int, torch.Tensor, torch.Event]] = deque()
-        """Copies of later losses on the host; each is complete when its event has occurred."""
+        """Host copies of losses reported after `_newest`, with their indices. A copy is complete
+        once its event has occurred."""
 
     def tell(self, loss: float | torch.Tensor) -> None:
         """Records a loss. Raises ConfigurationError unless it is a single number on this rank."""
@@ -44,19 +46,19 @@ class ReportedLoss:
 
     @property
     def value(self) -> float:
-        """Newest known loss; NaN if none."""
+        """Newest known loss; NaN if none is known."""
         return self.newest[1]
 
     @property
     def count(self) -> int:
-        """Number of reported losses, including pending ones."""
+        """Number of reported losses, including those still being copied."""
         with self._lock:
             return self._count
 
     @property
     def newest(self) -> tuple[int, float]:
-        """Newest known loss with its index among all reported, counted from 1; 0 and NaN if none is
-        known."""
+        """Index and value of the newest known loss. The index counts all reported losses from 1; 0
+        and NaN if none is known."""
         with self._lock:
             self._take()
             return self._newest
@@ -68,7 +70,7 @@ class ReportedLoss:
 
 
 class LossOnItsWay:
-    """A loss being computed on a device, as a number available on demand."""
+    """A loss that a device is still computing. Conversion to float waits for the device."""
 
     def __init__(self, loss: torch.Tensor) -> None:
         self._copy, self._arrival = _sent_to_host(loss)
@@ -79,13 +81,13 @@ class LossOnItsWay:
 
 
 class MeanLoss:
-    """Weighted mean of losses, as a number available on demand; 0 if all weights are 0."""
+    """Weighted mean of losses; 0 if all weights are 0. Conversion to float waits for the losses."""
 
     def __init__(self) -> None:
         self._losses: list[tuple[SupportsFloat, float]] = []
 
     def add(self, loss: SupportsFloat, weight: float) -> None:
-        """Adds a loss; ignores it if its weight is 0, whatever its value."""
+        """Adds a loss with its weight. A loss of weight 0 is ignored, even if it is NaN."""
         if weight != 0:
             self._losses.append((loss, weight))
 
@@ -95,8 +97,8 @@ class MeanLoss:
 
 
 def read_later(loss: torch.Tensor) -> SupportsFloat:
-    """Returns the loss as a number. A loss on a device is read on demand, so that later work is
-    queued meanwhile."""
+    """Returns the loss as a number. A loss on a device is read only on conversion to float, so that
+    the device can queue later work."""
     value = loss.detach()
     return (
         float(value)
@@ -106,7 +108,7 @@ def read_later(loss: torch.Tensor) -> SupportsFloat:
 
 
 def _sent_to_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
-    """Starts a copy to pinned host memory. Returns it with the event of its completion."""
+    """Starts a copy to pinned host memory. Returns the copy and the event of its completion."""
     copy = value.to("cpu", non_blocking=True)
     arrival = torch.Event(value.device)
     arrival.record()
@@ -114,8 +116,8 @@ def _sent_to_host(value: torch.Tensor) -> tuple[torch.Tensor, torch.Event]:
 
 
 def _one_number(loss: float | torch.Tensor, name: str) -> float | torch.Tensor:
-    """Returns the number. Raises ConfigurationError unless the value is a single number on this
-    rank."""
+    """Returns the loss as a float, or as a detached tensor of one element. Raises
+    ConfigurationError unless it is a single number on this rank."""
     if isinstance(loss, DTensor):
         if not all(placement.is_replicate() for placement in loss.placements):
             raise ConfigurationError(

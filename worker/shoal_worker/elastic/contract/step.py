@@ -1,13 +1,13 @@
-"""The step in progress, and the step vote that is part of its commit all-reduce.
+"""The step in progress, and the step vote that its commit all-reduce sums.
 
 A step ends in the same way under every strategy. First the gradients are summed. A rank that has
-everything it needs to apply the step has *prepared* it. A small commit all-reduce follows: a rank
-that has its sum knows that every rank has prepared, so the step counts, whatever fails afterwards.
-If a rank has prepared, but the commit all-reduce fails, it is in doubt until a peer in the next
-generation reports whether it has seen the result.
+everything it needs to apply the step has *prepared* it. A small commit all-reduce follows. A rank
+that receives its sum knows that every rank has prepared the step, so the step counts, whatever
+fails afterwards. If the commit all-reduce fails on a prepared rank, that rank is in doubt until a
+peer in the next generation reports whether it saw the result.
 
-The training thread owns a step. A collective's callback, on a thread of the process group, may mark
-it lost while the training thread waits for that collective.
+The training thread owns a step. While it waits for a collective, the collective's callback may mark
+the step as lost, on a thread of the process group.
 """
 
 from __future__ import annotations
@@ -22,41 +22,39 @@ from shoal_common.errors import PreconditionError, ShoalError
 from shoal_worker.elastic.contract.collective_trace import CollectiveTrace
 from shoal_worker.elastic.contract.loader_interface import Placement, Share, StepSource, WeighRows
 
-# -------------------------------------------------------------------------- where the script stands
-#
-# Where the user's script stands among its training loops: in which loader, which epoch, which step.
-#
-# All ranks must stand at one place when they take a step together, and deal its samples alike. So a
-# place rides, as a few small numbers, in the step vote of each step; and a joiner is told its
-# peers' place when it is fed, so that its script passes over every loop before it. Pure.
-
 _BASE = 1 << 20
-"""Each number and its square are sent, and summed over up to 8192 ranks they are exact in
-float64."""
+"""Base of the digits. Each digit and its square are sent; their sums over up to 8192 ranks are
+exact in float64."""
 _DEALING = 2
-"""Digits of `ScriptPosition.dealing`: two different values collide once in 2^40."""
+"""Number of digits sent of `ScriptPosition.dealing`. Two different values collide once in 2^40."""
 
 PLACE_WORD_LENGTH = 1 + 2 * (3 + _DEALING)
-"""Numbers used by a position in a step vote."""
+"""Number of values in a step vote that encode a position."""
 
 
 class ScriptPosition(NamedTuple):
-    """One step of one loop. Without a Shoal loader: no name, and zeros."""
+    """Position of the user's script in its training loops: loader, epoch and step.
+
+    All ranks must be at the same position, with the same samples, when they take a step together.
+    The step vote therefore includes the position. A joiner also receives its peers' position
+    together with the state, so that its script skips the loops before it. Without a Shoal loader:
+    no name, and zeros.
+    """
 
     loader: str
-    """Name of the loader; empty: the user's own loop."""
+    """Name of the loader; empty for the user's own loop."""
     number: int
-    """Number of the loader, in order of creation by the script; from 1."""
+    """Number of the loader, from 1 in the order in which the script created its loaders."""
     epoch: int
     step: int
     """Step in the epoch."""
     dealing: int = 0
-    """Digest of the loader's distribution of samples and of the step: if one collides, the next
-    step's reveals the difference."""
+    """Digest of the loader's distribution of samples, and of the step. If two digests collide, the
+    digests of the next step reveal the difference."""
 
     def word(self) -> list[float]:
-        """Returns this rank's part of the step vote. From the ranks' sum, `agree` determines
-        whether all added the same."""
+        """Returns the position as this rank's values in the step vote. After the sum over the
+        ranks, `agree` shows whether all ranks passed the same position."""
         values = (
             self.number % _BASE,
             self.epoch % _BASE,
@@ -67,9 +65,10 @@ class ScriptPosition(NamedTuple):
 
 
 def agree(summed: Sequence[float]) -> bool:
-    """Returns whether all ranks added the same numbers to a word such as `ScriptPosition.word`: the
-    mean of squares equals the square of the mean only for equal numbers."""
-    count, *numbers = map(int, summed)  # their products are exact as integers only
+    """Returns whether all ranks passed the same numbers, from the sum of the ranks' words (such as
+    `ScriptPosition.word`). The mean of the squares equals the square of the mean only for equal
+    numbers."""
+    count, *numbers = map(int, summed)  # only products of integers are exact
     half = len(numbers) // 2
     return all(
         count * squares == total * total
@@ -78,7 +77,7 @@ def agree(summed: Sequence[float]) -> bool:
 
 
 def _digits(value: int, count: int) -> list[int]:
-    """Returns the last `count` digits of `value`, the last one first."""
+    """Returns the last `count` digits of `value` in base `_BASE`, the last digit first."""
     return [value // _BASE**index % _BASE for index in range(count)]
 
 
@@ -87,19 +86,18 @@ def _digits(value: int, count: int) -> list[int]:
 _BOUNDARY, _LOSS, _WEIGHT, _STOP, _LEAVING = range(5)
 """Indices in a step vote; see `Step.step_vote`."""
 _OWN: Final = 5
-"""Number of a step vote's values that belong to the step itself. The others show whether the ranks
-agree in settings, in writes within passes and between steps, in evaluations, and in the script's
-position."""
+"""Number of a step vote's values that belong to the step itself. The other values show whether the
+ranks agree in settings, in writes within passes and between steps, in evaluations, and in their
+scripts' positions."""
 _DIGEST: Final = 4
-"""Numbers that check whether the ranks have the same digest: two digits of it, and their
-squares."""
+"""Number of values that encode one digest: two digits and their squares."""
 _SETTINGS: Final = _OWN
 _WRITES: Final = _SETTINGS + _DIGEST
 _BETWEEN: Final = _WRITES + _DIGEST
 _EVALUATED: Final = _BETWEEN + _DIGEST
 _PLACE: Final = _EVALUATED + _DIGEST
 CONTROL_LENGTH: Final = _PLACE + PLACE_WORD_LENGTH
-"""Length of a step vote. Summed over the ranks as float64, so integers up to 2^53 are exact."""
+"""Length of a step vote. The ranks sum it as float64, so integers up to 2^53 are exact."""
 
 
 def _digest_word(digest: int) -> list[float]:
@@ -111,12 +109,12 @@ class StepPhase(enum.Enum):
     """Phase of a step on this rank."""
 
     OPEN = "open"
-    """Gradients are not, or not all, summed: no rank can have seen the commit all-reduce."""
+    """Some gradients are not yet summed: no rank can have seen the commit all-reduce."""
     PREPARED = "prepared"
-    """This rank has everything needed to apply it. Only the commit all-reduce reveals whether every
-    rank has."""
+    """This rank has everything needed to apply the step. Only the commit all-reduce reveals whether
+    every rank has."""
     COMMITTED = "committed"
-    """The commit all-reduce was seen, here or by a surviving peer: the step counts."""
+    """This rank or a surviving peer saw the commit all-reduce: the step counts."""
     ABORTED = "aborted"
     """No survivor saw the commit all-reduce: no rank applies it."""
 
@@ -127,59 +125,61 @@ class Step:
 
     placement: Placement
     source: StepSource | None
-    """Loader of its samples; None: the user's own loop without a Shoal loader."""
+    """Loader of the step's samples; None: the user's own loop without a Shoal loader."""
     of: str = ""
-    """Identifies the model if there are several, or the models that the step has updated; the same
+    """Name of the model if there are several, or of the models that the step has updated; the same
     on all ranks. Empty for a single model."""
     trace: CollectiveTrace = dataclasses.field(default_factory=CollectiveTrace)
-    """Trace of this rank's collectives in the step, and in an earlier, abandoned step."""
+    """Trace of this rank's collectives in the step, and in an abandoned step before it."""
     share: Share | None = None
     handed_out: bool = False
     touched: bool = False
-    """True if the script has called the model in it."""
+    """True if the script has called the model in this step."""
     left: bool = False
-    """True if its loop was left before the step was finished."""
+    """True if the step's loop was left before the step was finished."""
     first_live: bool = False
-    """True if its first batch ended the replay of a joiner's script."""
+    """True if the step's first batch ended the replay of a joiner's script."""
     micro_batch: float | None = None
     """Weight of the current micro-batch."""
     micro_batch_index: int | None = None
-    """Index over the entire global batch, from 0; for plain batches the rank's."""
+    """Index of the current micro-batch over the entire global batch, from 0; the rank for a plain
+    batch."""
     weigh: WeighRows | None = None
-    """Returns the weights of its parts; None: their number of samples."""
+    """Weighs parts of the micro-batch; None: a part weighs as much as it has samples."""
     taken: int = 0
-    """Number of batches of this rank that the user's loop has received."""
+    """Number of this rank's batches that the user's loop has received."""
     micro_batches_weight: float = 0.0
     """Total weight of this rank's finished micro-batches."""
     phase: StepPhase = StepPhase.OPEN
     lost: str | None = None
-    """Reason why its group has ended, for a step that is not committed: nothing more is sent in it.
-    None: the group works, or the step is committed."""
+    """Reason why the step's group has ended, for a step that is not committed; nothing more is sent
+    in it. None: the group works, or the step is committed."""
     control: list[float] | None = None
     """Step vote summed over all ranks; None if not reduced yet."""
     loss: SupportsFloat | None = None
-    """This rank's mean loss, if reported. Converting it to a number waits for the device that
-    computes it."""
+    """This rank's mean loss, if reported. Conversion to float waits for the device that computes
+    it."""
     known: bool = False
-    """True if the servers have its batch from another member, which died before it could report
-    that (async_sgd)."""
+    """True if another member had pushed the step's batch to the servers and died before it could
+    report that (async_sgd)."""
     refused: ShoalError | None = None
-    """Reason why its gradients cannot be used, the same on all ranks: the script gets this error
-    instead of the update, until it clears them."""
+    """Reason why the step's gradients cannot be used, the same on all ranks. Until the script
+    clears the gradients, it receives this error instead of the update."""
     writes: int = 0
-    """Digest of the passes' writes to parameters; 0 if none."""
+    """Digest of the writes to parameters within passes; 0 if none."""
     written_between: int = 0
     """Digest of the writes to parameters and buffers between the previous step and this one; 0 if
     none."""
     evaluated: int = 0
-    """Digest of what the model was evaluated on since the last step; see `EvaluationComparison`."""
+    """Digest of the inputs on which the model was evaluated since the last step; see
+    `EvaluationComparison`."""
     pushed: Sequence[int] | None = None
-    """Numbers of the leased batches that count with it: those of its round, or none before its last
-    step. None: only its own."""
+    """Numbers of the leased batches that count with this step: all batches of its round in the
+    round's last step, none before. None: only the step's own batch."""
 
     @property
     def in_micro_batches(self) -> bool:
-        """True if it is split into micro-batches instead of one plain batch per rank."""
+        """True if the step is split into micro-batches instead of one plain batch per rank."""
         return self.share is not None and self.share.micro_batches is not None
 
     def issues(self, what: str) -> None:
@@ -209,10 +209,10 @@ class Step:
         settings: int,
         place: ScriptPosition,
     ) -> list[float]:
-        """Returns this rank's summand: whether a step boundary is requested; its loss times its
-        weight; that weight, if it reported a loss; whether it was notified that the job stops;
-        whether it was asked to leave; digests of its optimizer's settings, of writes in passes, of
-        writes between steps, and of evaluations; and its script's position."""
+        """Returns this rank's summand of the step vote. It contains a request for a step boundary,
+        loss times weight, the weight if a loss was reported, a known stop of the job, and a request
+        to leave. Digests of optimizer settings, of writes in passes and between steps, and of
+        evaluations follow, then the script's position."""
         weight = 0.0
         if self.share is not None and self.loss is not None:
             weight = self.micro_batches_weight if self.in_micro_batches else self.share.weight
@@ -227,8 +227,8 @@ class Step:
         return [*own, *digits, *place.word()]
 
     def fail(self, reason: str) -> None:
-        """Handles a failed collective of the step. Changes nothing for a step with a known
-        outcome."""
+        """Marks the step as lost because one of its collectives failed. Changes nothing if the
+        outcome is known."""
         if self.phase in (StepPhase.OPEN, StepPhase.PREPARED) and self.lost is None:
             self.lost = reason
 
@@ -239,8 +239,8 @@ class Step:
             self.phase = StepPhase.PREPARED
 
     def decide(self, summed: Sequence[float]) -> None:
-        """Commits the step: this rank or a surviving peer saw the commit all-reduce. `summed`: its
-        step vote, the same on all ranks."""
+        """Commits the step, because this rank or a surviving peer saw the commit all-reduce.
+        `summed`: the summed step vote, the same on all ranks."""
         self.control, self.phase, self.lost = list(summed), StepPhase.COMMITTED, None
 
     def abort(self) -> None:
@@ -249,34 +249,34 @@ class Step:
 
     @property
     def unresolved(self) -> bool:
-        """True if its group has ended and its outcome is unknown here."""
+        """True if the step's group has ended and this rank does not know the outcome."""
         return self.lost is not None and self.phase is not StepPhase.ABORTED
 
     @property
     def in_doubt(self) -> bool:
-        """True if it may have been applied by a peer."""
+        """True if a peer may have applied the step, but this rank does not know."""
         return self.lost is not None and self.phase is StepPhase.PREPARED
 
     @property
     def boundary_wanted(self) -> bool:
-        """True if some rank wants a membership change at the next step boundary."""
+        """True if a rank wants a membership change at the next step boundary."""
         return self.control is not None and self.control[_BOUNDARY] > 0
 
     @property
     def stop_announced(self) -> bool:
-        """True if some rank knows that the job stops: all stop at the next boundary, including
-        those that learn of it later."""
+        """True if a rank knows that the job stops. All ranks stop at the next boundary, including
+        those that learn of the stop later."""
         return self.control is not None and self.control[_STOP] > 0
 
     @property
     def all_leave(self) -> bool:
-        """True if every rank was asked to leave, as when an allocation is reclaimed: they stop
-        together at the next boundary."""
+        """True if every rank was asked to leave, for example because an allocation is reclaimed.
+        All ranks stop together at the next boundary."""
         return self.control is not None and self.control[_LEAVING] == self.control[_PLACE]
 
     @property
     def ranks_agree(self) -> bool:
-        """True if all participating ranks meant the same step."""
+        """True if all participating ranks were at the same step."""
         return self.control is None or agree(self.control[_PLACE:])
 
     @property
@@ -286,19 +286,19 @@ class Step:
 
     @property
     def writes_agree(self) -> bool:
-        """True if all participating ranks wrote the same values to the same parameters in their
-        passes, or nothing."""
+        """True if all participating ranks made the same writes to parameters in their passes, or
+        none."""
         return self._agree(_WRITES)
 
     @property
     def between_agrees(self) -> bool:
-        """True if all participating ranks found the same writes between steps, or none."""
+        """True if all participating ranks made the same writes between steps, or none."""
         return self._agree(_BETWEEN)
 
     @property
     def evaluated_alike(self) -> bool:
-        """True if all participating ranks evaluated the model on the same inputs, and this is one
-        of them."""
+        """True if all participating ranks, including this rank, evaluated the model on the same
+        inputs."""
         return self.evaluated != 0 and self.control is not None and self._agree(_EVALUATED)
 
     def _agree(self, begins: int) -> bool:
@@ -308,8 +308,8 @@ class Step:
 
     @property
     def mean_loss(self) -> float | None:
-        """Mean loss over the entire batch if the ranks reported theirs, otherwise this rank's own,
-        if reported."""
+        """Mean loss over the entire batch if the ranks reported losses, otherwise this rank's own
+        loss, if reported."""
         if self.loss_of_all is not None:
             return self.loss_of_all
         return None if self.loss is None else float(self.loss)
@@ -317,12 +317,12 @@ class Step:
     @property
     def weight_of_all(self) -> float | None:
         """Total weight of the batches with reported losses over all ranks; None if no rank has
-        reported one, or they are not summed yet."""
+        reported one, or the losses are not summed yet."""
         return None if self.control is None or self.control[_WEIGHT] <= 0 else self.control[_WEIGHT]
 
     @property
     def loss_of_all(self) -> float | None:
-        """Mean loss over the entire batch; None if no rank has reported its own, or they are not
+        """Mean loss over the entire batch; None if no rank has reported one, or the losses are not
         summed yet."""
         if self.control is None or self.control[_WEIGHT] <= 0:
             return None
@@ -330,9 +330,9 @@ class Step:
 
 
 def not_finished(*, elsewhere: bool, asynchronous: bool) -> PreconditionError:
-    """Returns the error for a script that requests a batch while the step of the last one is in
-    progress. `elsewhere`: the batch belongs to another loader, while some of several models were
-    updated in that step. `asynchronous`: workers take steps of their own."""
+    """Returns the error for a script that requests a batch before it finished the last step.
+    `elsewhere`: the batch belongs to another loader, and that step has updated only some of several
+    models. `asynchronous`: workers take steps of their own."""
     accumulate = (
         "which is one step of this worker. To accumulate gradients over several backward passes, "
         "pass a larger batch_size= to the loader and run a pass on each part of the batch"

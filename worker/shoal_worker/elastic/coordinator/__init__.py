@@ -1,8 +1,8 @@
-"""Membership of this process in a job, and what the coordinator learns about it.
+"""Membership of this process in a job, and its communication with the coordinator.
 
-- `member`: interface of a membership, as used by the session. `membership`: that of a job with a
-  coordinator. `fixed`: that of ranks which are threads of a launch or MPI's.
-- `link`: the stream to the coordinator. `outbox`: its outgoing messages. `coordinator_messages`:
-  their conversion from and to protobuf.
+- `member`: interface of a membership, as used by the session. `membership`: its implementation in a
+  job with a coordinator. `fixed`: its implementation for ranks of `shoal.launch` or MPI.
+- `link`: the stream to the coordinator. `outbox`: outgoing messages. `coordinator_messages`:
+  conversion of messages from and to protobuf.
 - `progress`: figures in heartbeats and metrics. `stall_watch`: reports unreachable peers.
 """

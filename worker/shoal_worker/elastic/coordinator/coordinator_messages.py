@@ -1,7 +1,7 @@
-"""Converts messages between a member and the coordinator from and to Shoal's own values. Used only
-by `link.py`.
+"""Converts messages between a member and the coordinator: protobuf messages to and from Shoal's own
+values. Used only by `link.py` and `outbox.py`.
 
-The rest of the package knows no protobuf: incoming messages are validated here.
+The rest of the package does not use protobuf. Incoming messages are validated here.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ _REASONS = {
 
 
 def run_message(text: str) -> pb.RunId | None:
-    """Returns the run that a launcher assigned to its worker; None if none was, so that it is the
-    newest.
+    """Parses the run that a launcher assigned to its worker. Returns None if `text` is empty; the
+    worker then joins the newest run.
 
     Raises:
         ConfigurationError: not in the format written by launchers.
@@ -40,14 +40,15 @@ def run_message(text: str) -> pb.RunId | None:
 
 
 Ask = Callable[[int, str, Sequence[int]], list[Peer]]
-"""Returns ranks of the generation with this number and nonce; all if none are named."""
+"""Requests ranks of the generation with the given number and nonce from the coordinator; all ranks
+if none are named."""
 
 
 def parse_generation(
     directive: pb.MemberDirective, mine: Peer, before: Generation | None, ask: Ask
 ) -> Generation:
-    """Parses a generation from the perspective of the member `mine`, whose rank it contains.
-    `before`: the newest known one.
+    """Parses a generation from the perspective of the member `mine`, and sets its rank. `before`:
+    the newest generation known before. `ask`: requests details of ranks.
 
     Raises:
         InternalError: the generation lacks this member: the coordinator sends a generation only to
@@ -62,7 +63,7 @@ def parse_generation(
 
 
 def parse_ranks(message: pb.GetRanksResponse) -> list[Peer]:
-    """Reads ranks that were asked for."""
+    """Parses the answer to a request for ranks."""
     return [_parse_rank(rank) for rank in message.ranks]
 
 
@@ -112,7 +113,8 @@ def _parse_large(
 
 
 def _followed(table: Sequence[Peer], change: pb.RankChange, joining: frozenset[int]) -> list[Peer]:
-    """Raises CorruptDataError if the change does not fit the table."""
+    """Returns the table after `change`. Raises CorruptDataError if the change does not fit the
+    table."""
     peers = rank_table.follow(
         table, change.removed, [(rank.rank, _parse_rank(rank)) for rank in change.added]
     )
@@ -149,7 +151,7 @@ def _begins_run(message: pb.Generation) -> bool:
 def leave_message(
     reason: LeaveReason, detail: str, *, alone: bool, steps: int, held: LastState | None = None
 ) -> pb.Leave:
-    """Returns a leave message with the first 1024 characters of `detail`."""
+    """Returns a leave message, with the first 1024 characters of `detail`."""
     message = pb.Leave(reason=_REASONS[reason], detail=detail[:1024], alone=alone, steps=steps)
     if held is not None:
         replicas = pb.Replicas(
@@ -160,7 +162,7 @@ def leave_message(
 
 
 def progress_message(progress: Progress) -> pb.Progress:
-    """Returns the contents of a heartbeat."""
+    """Returns the progress part of a heartbeat."""
     busy = progress.busy_link
     return pb.Progress(
         step=progress.step,

@@ -1,14 +1,13 @@
-"""Membership of a rank of `shoal.launch` or `mpiexec`: the ranks are known from the start and never
+"""Membership of a rank of `shoal.launch` or `mpiexec`. The ranks are known from the start and never
 change.
 
-Without it, such a launch would need a coordinator and a Redis only to learn what it has decided
-itself. With it, the session, its steps, operations and checkpoints are the same code as in a job,
-on a single generation. The coordinator's other functions are missing on purpose: the ranks are
-threads of one process, or MPI ends them all with the first, so none dies alone and none can join
-later.
+Such a launch needs neither a coordinator nor Redis, because it assigns the ranks itself. The
+session, its steps, operations and checkpoints run the same code as in a job, on a single
+generation. The coordinator's other functions are not needed: no rank fails alone, and none can join
+later. The ranks are threads of one process, or MPI ends all of them with the first.
 
-Used only by the rank's thread, except `has_left`; the registry of trained modules is written in
-turns.
+Used only by the rank's thread, except `has_left`. Ranks that are threads access the registry of
+trained modules in turns.
 """
 
 from __future__ import annotations
@@ -38,10 +37,10 @@ _TRAINED_BY: Final[weakref.WeakKeyDictionary[nn.Module, Seat]] = weakref.WeakKey
 
 
 def check_own(model: nn.Module) -> None:
-    """Checks that each rank trains its own module. Does nothing if ranks are processes.
+    """Checks that each rank trains its own module. Does nothing if the ranks are processes.
 
     Raises:
-        ConfigurationError: another rank of this launch trains the very same module.
+        ConfigurationError: another rank of this launch trains the same module object.
     """
     world = own_world()
     if world is None or world.seat is None:
@@ -57,7 +56,8 @@ def check_own(model: nn.Module) -> None:
 
 
 class FixedLink:
-    """Link without a coordinator: there is one generation, and nothing ever changes."""
+    """`Notices` of a rank without a coordinator. There is one generation, and no notice ever
+    arrives."""
 
     newest = 1
     refused = None
@@ -70,17 +70,18 @@ class FixedLink:
         self.newest_generation = generation
 
     def ready(self) -> None:
-        """Does nothing, since the rank is given."""
+        """Does nothing, because the rank is assigned from the start."""
 
     def stands_by(self) -> None:
-        """Does nothing, since there is nobody to inform."""
+        """Does nothing, because there is no coordinator to inform."""
 
 
 class FixedMembership:
-    """Place of one rank. Implements `Member`."""
+    """Membership of one rank in a fixed world. Implements `Member`."""
 
     def __init__(self, seat: Seat, donor_address: str, host: str = "") -> None:
-        """`host`: machine of this rank; empty on all ranks: a single machine."""
+        """`seat`: the rank's place in the launch. `host`: machine of this rank; empty on all ranks
+        if there is only one machine."""
         self._seat = seat
         self._backend_class = backend_class(seat.backend)
         self._where = "shoal.launch" if own_world() is not None else "a fixed group of processes"
@@ -92,23 +93,24 @@ class FixedMembership:
 
     @property
     def only_backend(self) -> str:
-        """Backend for which the ranks were started."""
+        """Backend with which the ranks were started."""
         return self._seat.backend
 
     @property
     def group(self) -> Group | None:
-        """Group, as in `Member`."""
+        """The group formed last; None before the first and after `leave_group`."""
         return self._group
 
     def observe(self, progress: ProgressMeter) -> None:
-        """Does nothing, since there is nobody to inform."""
+        """Does nothing, because there is no coordinator to inform."""
 
     def join(self) -> bool:
-        """Returns False, since nobody has trained before."""
+        """Returns False, because no rank has trained before."""
         return False
 
     def serve(self, engine: TrainingEngine) -> None:
-        """Implements `Member.serve`."""
+        """Checks that the engine fits this launch. Raises ConfigurationError for an asynchronous
+        engine, or for another backend than the ranks' own."""
         if engine.asynchronous:
             raise ConfigurationError(
                 f"strategy={engine.strategy!r} in {self._where}: its workers and servers are "
@@ -122,11 +124,11 @@ class FixedMembership:
             )
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
-        """Implements `Member.await_generation`."""
+        """Returns the only generation."""
         return self.link.newest_generation
 
     def form(self) -> Group:
-        """Implements `Member.form`. Waits for the other ranks."""
+        """Connects the group of the only generation. Waits for the other ranks."""
         seat, generation = self._seat, self.link.newest_generation
         configuration = GroupConfiguration(
             make_backend=self._backend_class,
@@ -148,34 +150,32 @@ class FixedMembership:
         return self._group
 
     def failed(self, error: BaseException) -> NoReturn:
-        """Implements `Member.failed`. Raises MembershipChanged, since there is no other
-        generation."""
+        """Raises MembershipChanged: a group that failed has no successor in a fixed world."""
         raise MembershipChanged(
             f"the launch has ended, because its ranks can only continue together: {error}"
         ) from error
 
     def give_up_place(self, why: str) -> NoReturn:
-        """Implements `Member.give_up_place`. Never called, since the ranks take all steps
-        together."""
+        """Raises PreconditionError. Never called, because the ranks take all steps together."""
         raise PreconditionError(why, reason="MEMBER_BEHIND")
 
     def check_current(self, generation: int) -> None:
-        """Does nothing, since nobody is evicted."""
+        """Does nothing, because no rank is evicted."""
 
     def has_left(self, member_id: str) -> bool:
-        """Implements `Member.has_left`. All ranks have left once one has failed."""
+        """Returns whether the launch is over. All ranks have left once one has failed."""
         return self._turns is not None and self._turns.over is not None
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """Returns True: no rank dies alone, so none is ever in doubt."""
+        """Returns True. No rank fails alone, so none is ever in doubt about a step."""
         return True
 
     def last_departures(self) -> Sequence[str]:
-        """Returns nothing, since no rank leaves alone."""
+        """Returns an empty tuple, because no rank leaves alone."""
         return ()
 
     def leave_group(self, reason: str) -> None:
-        """Implements `Member.leave_group`. The others fail only when they need this rank."""
+        """Releases the group. The other ranks fail only when they need this rank."""
         group, self._group = self._group, None
         if group is not None:
             group.leave()
@@ -189,14 +189,16 @@ class FixedMembership:
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """Implements `Member.leave`. MPI ranks share no store and therefore do not compare."""
+        """Ends this rank's part in the launch. Returns a difference from the state of another rank
+        that finished, or an empty string. MPI ranks share no store and therefore do not compare."""
         if reason == LeaveReason.FINISHED and self._group is not None:
             self._group.all_leave()
         self.leave_group("this rank has ended")
         return "" if held is None or reason != LeaveReason.FINISHED else self._compare(held)
 
     def _compare(self, held: LastState) -> str:
-        """Compares with the first rank that left, whose digests are in the store."""
+        """Compares `held` with the digests of the first rank that left, which are in the store.
+        Returns the difference, or an empty string."""
         mine, said = str(self._seat.rank), {}
         for group, digest in held.digests.items():
             key = f"shoal-session/held/{held.step}/{group}"
@@ -217,7 +219,7 @@ class FixedMembership:
         return f"after step {held.step}, the last one, {others}; {since}"
 
     def _generation(self, nonce: str, places: list[tuple[str, str]]) -> Generation:
-        """Returns the only generation. `places`: host and donor address of each rank."""
+        """Returns the only generation. `places`: each rank's host and donor address."""
         peers = tuple(
             Peer(rank=rank, member_id=str(rank), host=host, donor_address=donor, joining=False)
             for rank, (host, donor) in enumerate(places)

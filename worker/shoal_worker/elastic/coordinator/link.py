@@ -1,14 +1,14 @@
-"""Session of a member with the coordinator: one gRPC stream, kept open by a separate thread.
+"""Session of a member with the coordinator: one gRPC stream, which a separate thread keeps open.
 
-Threads. The link's thread reads directives and reconnects; grpc's own thread pulls outgoing
-messages, and a heartbeat after each silent interval. The training thread calls the public methods.
-All shared fields are guarded by `_changed`, a condition that is notified at every change. Callbacks
-run on the link's thread and must not block.
+The link's thread reads directives and reconnects. gRPC's own thread pulls the outgoing messages,
+and a heartbeat after each silent interval. The training thread calls the public methods. The
+condition `_changed` guards all shared fields and is notified at every change. Callbacks run on the
+link's thread and must not block.
 
-While the coordinator is away training continues, and the link keeps reconnecting with backoff. A
-thread that waits for a generation keeps waiting, and logs this every ten seconds: the coordinator's
-absence does not count against its deadline, up to a separate limit. If the coordinator has lost the
-job, the link creates it again.
+While the coordinator is unavailable, training continues, and the link keeps reconnecting with
+backoff. A thread that waits for a generation keeps waiting, and logs this every ten seconds. Such
+time does not count against the wait's deadline, up to a separate limit. If the coordinator has lost
+the job, the link creates the job again.
 """
 
 from __future__ import annotations
@@ -55,15 +55,16 @@ _LONGEST_BACKOFF_S = 2.0
 _JOB_PATIENCE_S = 30.0
 _DRAIN_LOOK_S = 0.5
 _AWAY_BESIDE_A_FAILURE_S = 20.0
-"""Time for which a member that is asked to leave waits for an absent coordinator if its group has
-failed. Batch systems kill after 30 s."""
+"""Time for which a member that is asked to leave waits for an unavailable coordinator if its group
+has failed. Batch systems kill a process after 30 s."""
 _EXPLAIN_AFTER_S = 2.0
-"""Time after which a coordinator that does not accept this member is probed for the cause."""
+"""Time after which the link looks for the cause if the coordinator does not accept this member."""
 _RETRYABLE = (UnavailableError, DeadlineError)
 
 
 class CoordinatorLink:
-    """Membership of this process according to the coordinator."""
+    """Connection of this process to the coordinator, and the latest notices about its
+    membership."""
 
     def __init__(
         self,
@@ -74,15 +75,16 @@ class CoordinatorLink:
         on_stop_now: Callable[[], None] = lambda: None,
         away_limit: timedelta = timedelta(days=1),
     ) -> None:
-        """Does not connect yet.
+        """Creates the link without connecting it.
 
-        Both callbacks run on the link's thread before waiters wake. `on_generation`: called for
-        every new generation, interrupts what it ends. `on_stop_now`: called when neither a step
-        boundary nor a generation will follow, interrupts what this member is forming. `away_limit`:
-        how long a wait for a generation continues while the coordinator is away.
+        Both callbacks run on the link's thread before waiting threads wake. `on_generation`: called
+        for every new generation, to interrupt work in generations that it ends. `on_stop_now`:
+        called if neither a step boundary nor a generation will follow, to stop forming a
+        generation. `away_limit`: maximum time for which a wait for a generation continues while the
+        coordinator is unavailable.
         """
         self.client = client
-        """Requests refer to this member's run."""
+        """Client for requests to the coordinator, bound to this member's run."""
         self.identity = identity
         self._on_generation = on_generation
         self._on_stop_now = on_stop_now
@@ -93,7 +95,7 @@ class CoordinatorLink:
         self._newest: Generation | None = None
         self._drain: str | None = None
         self._drain_ordered = False
-        """True if the coordinator ordered the drain, and so forms a generation without this
+        """True if the coordinator ordered the drain, and therefore forms a generation without this
         member."""
         self._stop: str | None = None
         self._stop_now = False
@@ -103,8 +105,8 @@ class CoordinatorLink:
         self._apart_from = ""
         self._fatal: ShoalError | None = None
         self._apart = ""
-        """The coordinator's finding that this member left with a state different from its peers';
-        empty if none."""
+        """Error text of the coordinator if this member left with a state different from its peers';
+        otherwise empty."""
         self._away_since: float | None = None
         self._away_s = 0.0
         self._ended = True
@@ -113,8 +115,8 @@ class CoordinatorLink:
     # -------------------------------------------------------------------------- the training thread
 
     def connect(self, timeout: timedelta) -> bool:
-        """Opens the session. Returns whether the job has already had a generation, which makes this
-        member a joiner.
+        """Opens the session with the coordinator. Returns True if the job has already had a
+        generation, so that this member is a joiner.
 
         Raises:
             Drained: this process must leave before any coordinator has answered.
@@ -141,7 +143,7 @@ class CoordinatorLink:
                         f"{self.client.address} (SHOAL_COORDINATOR) to accept this member into "
                         f"job {self.identity.job_id!r}: {cause}"
                     )
-                # In slices: SIGTERM marks the member as draining and cannot notify.
+                # In slices, because SIGTERM marks the member as draining and cannot notify.
                 self._changed.wait(min(_DRAIN_LOOK_S, left_s))
             if probe is not None and not probe.empty() and not self._is_accepted():
                 cause = self._explain_absence(probe.get(), left_s) or cause
@@ -153,8 +155,9 @@ class CoordinatorLink:
         return self._welcome is not None
 
     def _probe(self) -> queue.SimpleQueue[Obstacle | None]:
-        """Returns a queue that receives the obstacle to a connection. A name lookup may take half a
-        minute, and SIGTERM must not wait for it, so the probe runs on a separate thread."""
+        """Searches for the obstacle to a connection on a separate thread. Returns a queue that
+        receives the result. A name lookup may take half a minute, and SIGTERM must not wait for
+        it."""
         found: queue.SimpleQueue[Obstacle | None] = queue.SimpleQueue()
 
         def look() -> None:
@@ -166,8 +169,8 @@ class CoordinatorLink:
         return found
 
     def _explain_absence(self, obstacle: Obstacle | None, left_s: float) -> str | None:
-        """Logs why the coordinator does not answer, and returns it. Raises UnavailableError if
-        waiting cannot help."""
+        """Logs and returns the reason why the coordinator does not answer. Raises UnavailableError
+        if waiting cannot help."""
         if obstacle is None:
             return None
         if obstacle.permanent:
@@ -184,7 +187,7 @@ class CoordinatorLink:
         return obstacle.cause
 
     def ready(self) -> None:
-        """Asks for a rank."""
+        """Requests a rank from the coordinator."""
         with self._changed:
             self._outbox.ready = True
             self._changed.notify_all()
@@ -192,16 +195,16 @@ class CoordinatorLink:
     def wait_generation(
         self, *, after: int, timeout: timedelta, mid_step: bool = False
     ) -> Generation:
-        """Blocks until a generation above `after` is known, and returns the newest.
+        """Waits until a generation above `after` is known, and returns the newest generation.
 
-        `mid_step`: this member's group failed, possibly before those of its peers. They still end
-        at one step boundary: even in a stopping job the coordinator answers the failure with a
-        generation, or says that there will be none. A draining member waits for that answer like
-        the others, which may need its part of the state.
+        `mid_step`: this member's group failed, possibly before its peers' groups. All members still
+        end at one step boundary, because the coordinator answers the failure even in a stopping
+        job: with a generation, or with the message that none will follow. A draining member waits
+        for that answer too, because its peers may need its part of the state.
 
         Raises:
             StopTraining: the job was stopped (`Drained`: this member must leave).
-            DeadlineError: none arrived in time, not counting the coordinator's absence.
+            DeadlineError: no generation arrived in time, not counting the coordinator's absence.
             ShoalError: this member was evicted.
         """
         started, away_before_s, lines = time.monotonic(), self.away_s, WaitingLines()
@@ -216,7 +219,7 @@ class CoordinatorLink:
                     raise Drained(self._drain)
                 if self._stop is not None and self._stop_now:
                     raise StopTraining(self._stop)
-                # In slices: SIGTERM marks the member as draining and cannot notify.
+                # In slices, because SIGTERM marks the member as draining and cannot notify.
                 left_s = (
                     started
                     + timeout.total_seconds()
@@ -244,9 +247,9 @@ class CoordinatorLink:
     def failed(
         self, generation: int, *, detail: str, timed_out: bool = False, suspects: Sequence[int] = ()
     ) -> None:
-        """Reports a failed collective of `generation`, unless a newer generation that ended it is
-        already known: one to be adopted at the next boundary does not help a rank that cannot reach
-        it. `suspects`: unreachable ranks."""
+        """Reports a failed collective of `generation`, unless a newer generation that interrupts it
+        is already known. A generation to be adopted only at the next boundary does not suffice,
+        because this rank cannot reach that boundary. `suspects`: unreachable ranks."""
         with self._changed:
             if self._newest is None or self._newest.interrupts_below <= generation:
                 self._outbox.failure = failure_message(
@@ -255,52 +258,54 @@ class CoordinatorLink:
                 self._changed.notify_all()
 
     def entered(self, generation: int) -> None:
-        """Records that this member works in `generation`; reported in heartbeats."""
+        """Records that this member works in `generation`, for heartbeats."""
         with self._changed:
             self._outbox.generation, self._outbox.spare = generation, False
             self._changed.notify_all()
 
     def stands_by(self) -> None:
         """Records that this member has a rank but no part in the model, until it enters another
-        generation: the run may end without it."""
+        generation. The run may end without it."""
         with self._changed:
             self._outbox.spare = True
             self._changed.notify_all()
 
     def reports(self, progress: Callable[[], Progress]) -> None:
-        """Sets the function that returns the progress for each heartbeat, on grpc's thread."""
+        """Sets the function that returns this worker's progress for each heartbeat. Called on
+        gRPC's thread."""
         self._outbox.progress = progress
 
     def has_all(self, step: int) -> None:
-        """Records this member's last step and reports it at once, since peers wait for it."""
+        """Records this member's last step and reports it at once, because peers wait for the
+        report."""
         with self._changed:
             self._outbox.last_step = step
             self._changed.notify_all()
 
     def cannot_reach(self, ranks: Sequence[int]) -> None:
-        """Records ranks of the generation that accepted no connection when this member probed them
-        during a stall; reported in heartbeats."""
+        """Records the ranks that accepted no connection when this member probed them during a
+        stall, for heartbeats."""
         self._outbox.out_of_reach = tuple(ranks)
 
     def reaches(self, reached: bool) -> None:
-        """Records whether this member can again reach the one from which it is separated; reported
-        in heartbeats."""
+        """Records whether this member can again reach the member from which it is separated, for
+        heartbeats."""
         self._outbox.in_reach = reached
 
     @property
     def apart_from(self) -> str:
-        """Member from which this one is separated; empty if it is not quarantined."""
+        """Id of the member from which this member is separated; empty if it is not quarantined."""
         return self._apart_from
 
     @property
     def notice(self) -> str:
-        """Obstacle for which this member's generation waits, according to the coordinator; empty if
-        none."""
+        """Obstacle that delays this member's generation, according to the coordinator; empty if
+        there is none."""
         return self._notice
 
     @property
     def away_s(self) -> float:
-        """Total time for which the coordinator has been away."""
+        """Total time in seconds for which the coordinator has been unavailable."""
         return self._away_s + self._away_for_s()
 
     def _away_for_s(self) -> float:
@@ -309,7 +314,7 @@ class CoordinatorLink:
 
     @property
     def store_url(self) -> str:
-        """Address of the rendezvous stores according to the coordinator. An embedded one changes
+        """Address of the rendezvous stores, according to the coordinator. An embedded store changes
         its address on restart."""
         welcome = self._welcome
         return welcome.store_url if welcome is not None else ""
@@ -327,25 +332,25 @@ class CoordinatorLink:
 
     @property
     def refused(self) -> ShoalError | None:
-        """Reason why the coordinator no longer counts this process as a member, so that it must
+        """Reason why the coordinator no longer accepts this process as a member, so that it must
         stop training; None if it does."""
         return self._fatal
 
     @property
     def put_out(self) -> ShoalError | None:
-        """Reason why the coordinator evicted this process, if it was a member and the job continues
-        or has continued without it."""
+        """Reason why the coordinator evicted this process from a job that continues, or has
+        continued, without it; None if it was not evicted."""
         error = self._fatal
         return error if self._welcome is not None and isinstance(error, PreconditionError) else None
 
     @property
     def draining(self) -> str | None:
-        """Reason why this member must leave at the next step boundary; None if it need not."""
+        """Reason why this member must leave at the next step boundary; None if it may stay."""
         return self._drain
 
     @property
     def excluded(self) -> bool:
-        """True if it must leave because the coordinator writes a generation without it."""
+        """True if the coordinator forms a generation without this member, so that it must leave."""
         return self._drain_ordered
 
     @property
@@ -355,8 +360,8 @@ class CoordinatorLink:
 
     @property
     def finished_steps(self) -> int:
-        """Committed steps of a member whose script finished, as received during a wait for a
-        generation; otherwise 0."""
+        """Number of committed steps of a member whose script finished, as received during a wait
+        for a generation; otherwise 0."""
         return self._finished_steps
 
     @property
@@ -365,13 +370,13 @@ class CoordinatorLink:
         return self._stop_now
 
     def drain(self, reason: str) -> None:
-        """Marks this member as leaving at the next step boundary (SIGTERM). Async-signal-safe: sets
-        one field."""
+        """Marks this member as leaving at the next step boundary, after SIGTERM. Async-signal-safe,
+        because it only sets one field."""
         self._drain = reason
 
     def fall_behind(self, why: str) -> None:
-        """Marks this member as unable to continue in its job: from now on `put_out` and waiting
-        calls report it."""
+        """Marks this member as unable to continue in its job. From now on, `put_out` and waiting
+        calls report the reason `why`."""
         self._fail(PreconditionError(why, reason="MEMBER_BEHIND"))
 
     def leave(
@@ -384,9 +389,9 @@ class CoordinatorLink:
         held: LastState | None = None,
         timeout: timedelta = timedelta(seconds=5),
     ) -> str:
-        """Leaves and ends the session. Waits at most `timeout` until the coordinator has received
-        it; does not wait while the coordinator is away, since peers may wait for this process's
-        group to end. Returns like `Member.leave`."""
+        """Leaves the job and ends the session. Waits at most `timeout` until the coordinator has
+        received the message. Does not wait while the coordinator is unavailable, because peers may
+        wait for this process's group to end. Returns the result of `Member.leave`."""
         with self._changed:
             if self._outbox.leaving is not None:
                 return ""
@@ -406,8 +411,8 @@ class CoordinatorLink:
         try:
             self._hold_session()
         except Exception as error:
-            # whatever the error is, a member without contact to its job must know, or it would
-            # train on after an eviction
+            # whatever the error, a member without contact to its job must know, or it would
+            # continue to train after an eviction
             _log.exception("the session with the coordinator failed")
             self._fail(InternalError(f"the session with the coordinator failed: {error!r}"))
         finally:
@@ -438,8 +443,8 @@ class CoordinatorLink:
                     )
                 self._set_away(True)
             except UnknownResourceError as error:
-                # Workers are started beside the coordinator, and may be there some moments before
-                # their job.
+                # Workers are started beside the coordinator, and may connect shortly before their
+                # job exists.
                 if self._over():
                     return
                 was_member = self._welcome is not None
@@ -451,11 +456,11 @@ class CoordinatorLink:
                     self._fail(error)
                     return
             except ShoalError as error:
-                if error.reason == "REPLICAS_DIVERGED":  # the answer to its leave message
+                if error.reason == "REPLICAS_DIVERGED":  # the answer to this member's leave message
                     self._apart = str(error)
                     return
-                # An evicted member must not end well, even if it learns of the eviction while
-                # leaving.
+                # An evicted member must not exit with success, even if it learns of the eviction
+                # while leaving.
                 puts_out = self._welcome is not None and isinstance(error, PreconditionError)
                 if not self._over() or (puts_out and self._fatal is None):
                     self._fail(error)
@@ -464,8 +469,8 @@ class CoordinatorLink:
                 self._changed.wait_for(lambda: self._outbox.leaving is not None, backoff.next_s())
 
     def _give_job_again(self, error: UnknownResourceError) -> bool:
-        """Creates the job again after the coordinator has lost everything, if this member was in
-        the job: the training members constitute the job."""
+        """Creates the job again if this member was in it and the coordinator has lost all records:
+        the training members constitute the job. Returns whether to reconnect."""
         welcome = self._welcome
         if welcome is None or error.reason != "JOB_UNKNOWN":
             return False
@@ -475,7 +480,7 @@ class CoordinatorLink:
             return True
         except ShoalError as refused:
             if refused.reason == "RUN_UNKNOWN":
-                # others have just created it, as a run of their own: joining with a generation
+                # other members have just created it as a new run: joining with a generation
                 # restores this run
                 return True
             _log.warning(
@@ -527,14 +532,14 @@ class CoordinatorLink:
 
     def _drains_now(self, mid_step: bool) -> bool:
         """Returns whether to drain at this step boundary because the coordinator ordered it. A
-        process drained by a signal adopts the generation that its peers wait for: they may have
-        been signalled as well, and all leave together."""
+        process drained by a signal instead adopts the generation that its peers wait for. They may
+        have received the signal as well, and all leave together."""
         return not mid_step and self._drain_ordered
 
     def _no_generation_comes(self, mid_step: bool) -> bool:
         """Returns whether no generation is expected: the coordinator said so, has put the job on
-        hold, or is away. After a failure this member may have the only copy of a part of the state,
-        so it waits a while for an absent coordinator."""
+        hold, or is unavailable. After a failure, this member may have the only copy of a part of
+        the state. It then first waits some time for an unavailable coordinator."""
         away = self._away_since is not None and (
             not mid_step or self._away_for_s() > _AWAY_BESIDE_A_FAILURE_S
         )
@@ -573,7 +578,7 @@ class CoordinatorLink:
                 )
             elif kind == "notice":
                 self._notice = directive.notice.text
-                if self._notice:  # told to all: one of a machine's workers says it
+                if self._notice:  # sent to all members: one worker per machine logs it
                     _log.log(
                         logging.WARNING if self.identity.local_index == 0 else logging.INFO,
                         "%s",
@@ -594,7 +599,7 @@ class CoordinatorLink:
             generation.known  # noqa: B018
 
     def _mine(self) -> Peer:
-        """Returns this member's own entry, except for the rank."""
+        """Returns this member's own entry in the table of ranks, except the rank."""
         identity = self.identity
         return Peer(
             rank=0,
@@ -606,11 +611,12 @@ class CoordinatorLink:
         )
 
     def _ask_ranks(self, number: int, nonce: str, ranks: Sequence[int]) -> list[Peer]:
-        """Asks the coordinator for these ranks of a generation, or all. Thread-safe.
+        """Requests ranks of a generation from the coordinator; all ranks if `ranks` is empty.
+        Thread-safe.
 
         Raises:
             MembershipChanged: there is a newer generation, which will be announced to this member.
-            UnavailableError: the coordinator is away, or does not know the job.
+            UnavailableError: the coordinator is unreachable, or does not know the job.
         """
         try:
             return parse_ranks(
@@ -628,7 +634,7 @@ class CoordinatorLink:
     def _fail(self, error: ShoalError) -> None:
         _log.info(
             "the session of this member with the coordinator failed: %s", error
-        )  # whoever waits raises it
+        )  # a waiting call raises it
         with self._changed:
             self._fatal = error
             self._changed.notify_all()

@@ -1,8 +1,8 @@
 """Interface of a rank's membership, as used by the session.
 
-A protocol, because there are two implementations: a member of a job has a coordinator that
-reassigns ranks when members come and go (`membership.py`); a rank of a launch keeps its place from
-beginning to end (`fixed.py`). The session runs the same code over both.
+There are two implementations. In a job, the coordinator reassigns ranks when members join and leave
+(`membership.py`). In a launch, a rank keeps its place from beginning to end (`fixed.py`). The
+session runs the same code over both.
 """
 
 from __future__ import annotations
@@ -22,18 +22,18 @@ from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 
 
 class LeaveReason(enum.Enum):
-    """Reason for which a member leaves."""
+    """Reason why a member leaves."""
 
     DRAINED = enum.auto()
-    """Asked to leave, or got SIGTERM; left at a step boundary."""
+    """The member was asked to leave, or received SIGTERM, and left at a step boundary."""
     FINISHED = enum.auto()
-    """Script finished: the run is over for all."""
+    """The member's script finished: the run is over for all members."""
     FAILED = enum.auto()
-    """Its script raised."""
+    """The member's script raised an exception."""
 
 
 class Notices(Protocol):
-    """Messages to and from this rank."""
+    """Notices about the membership of this rank, and reports from it."""
 
     @property
     def newest(self) -> int:
@@ -47,23 +47,23 @@ class Notices(Protocol):
 
     @property
     def refused(self) -> ShoalError | None:
-        """Reason why this rank must not train on; None if it may."""
+        """Reason why this rank must stop training; None if it may continue."""
         ...
 
     @property
     def finished_steps(self) -> int:
-        """Committed steps of a peer whose script finished; 0 if none has, as far as this rank
-        knows."""
+        """Number of committed steps of a peer whose script has finished; 0 if no peer has finished,
+        as far as this rank knows."""
         ...
 
     @property
     def draining(self) -> str | None:
-        """Reason why this member must leave at the next step boundary; None if it need not."""
+        """Reason why this member must leave at the next step boundary; None if it may stay."""
         ...
 
     @property
     def excluded(self) -> bool:
-        """True if it must leave because the coordinator writes a generation without it."""
+        """True if the coordinator forms a generation without this member, so that it must leave."""
         ...
 
     @property
@@ -72,64 +72,65 @@ class Notices(Protocol):
         ...
 
     def ready(self) -> None:
-        """Asks for a rank."""
+        """Requests a rank."""
         ...
 
     def stands_by(self) -> None:
-        """Reports that this rank has no part in the model until it enters another generation: the
+        """Reports that this rank has no part in the model until it enters another generation. The
         run may end without it."""
         ...
 
 
 class Member(Protocol):
-    """Membership of a rank."""
+    """Membership of a rank in a job or a launch."""
 
     @property
     def link(self) -> Notices: ...
 
     def observe(self, progress: ProgressMeter) -> None:
-        """Registers this rank's `progress` for reports. Call before `join`."""
+        """Registers `progress` as the source of this rank's reports. Called before `join`."""
         ...
 
     @property
     def group(self) -> Group | None:
-        """Group formed last, possibly broken. None before the first and after `leave_group`."""
+        """Group formed last, possibly failed. None before the first and after `leave_group`."""
         ...
 
     @property
     def only_backend(self) -> str | None:
-        """The only backend allowed here; None: any."""
+        """The only backend that this membership allows; None: any backend."""
         ...
 
     def join(self) -> bool:
-        """Takes the place. Returns whether others have trained already: then this rank replays its
-        script up to the first live batch."""
+        """Joins the job or launch. Returns True if other ranks have already trained: this rank must
+        then replay its script up to the first live batch."""
         ...
 
     def serve(self, engine: TrainingEngine) -> None:
-        """Sets the training engine, whose backend creates the groups. Call before the first `form`.
+        """Sets the training engine, whose backend connects the groups. Called before the first
+        `form`.
 
         Raises:
-            ConfigurationError: it cannot be trained here.
+            ConfigurationError: the model cannot be trained in this job or launch.
         """
         ...
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
-        """Waits for a generation that this rank has not been in, without connecting it. `timeout`:
-        None: the same as for forming one."""
+        """Waits for a generation that this rank has not yet entered, without connecting it.
+        `timeout`: None: the timeout for forming a generation."""
         ...
 
     def form(self) -> Group:
-        """Connects the next generation."""
+        """Connects the next generation and returns its group."""
         ...
 
     def failed(self, error: BaseException) -> None:
-        """Handles the failure of a collective. Raises if there will be no other generation."""
+        """Reports that a collective failed. Raises if no other generation will follow."""
         ...
 
     def give_up_place(self, why: str) -> NoReturn:
-        """Leaves at once because this rank cannot catch up with its peers; its process must end and
-        be replaced.
+        """Leaves at once, because this rank cannot catch up with its peers. Its process must end
+        and be replaced.
 
         Raises:
             PreconditionError: MEMBER_BEHIND, always.
@@ -137,8 +138,8 @@ class Member(Protocol):
         ...
 
     def check_current(self, generation: int) -> None:
-        """Raises StaleGenerationError if this rank, which acts for `generation`, was evicted since.
-        Thread-safe."""
+        """Checks that this rank, which acts for `generation`, still belongs to the job. Raises
+        StaleGenerationError if it was evicted since. Thread-safe."""
         ...
 
     def has_left(self, member_id: str) -> bool:
@@ -146,17 +147,18 @@ class Member(Protocol):
         ...
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """Returns whether all members of `generation` that still belong to the run, except these
-        ranks, are known to have committed `step`, as this rank has, which it reports at once."""
+        """Returns whether all members of `generation` that still belong to the run are known to
+        have committed `step`, except the ranks `apart_from`. This rank has committed the step, and
+        reports that at once."""
         ...
 
     def last_departures(self) -> Sequence[str]:
-        """Returns the members that left or were lost last, each with the reason, latest first;
-        empty if none did or it is unknown."""
+        """Returns the members that left or failed last, each with the reason, latest first. Empty
+        if there are none, or if they are unknown."""
         ...
 
     def leave_group(self, reason: str) -> None:
-        """Releases the group."""
+        """Releases the group. `reason`: the reason that waiting peers receive."""
         ...
 
     def leave(
@@ -168,6 +170,7 @@ class Member(Protocol):
         steps: int = 0,
         held: LastState | None = None,
     ) -> str:
-        """Leaves. `held`: digests for the comparison with the other ranks. Returns the difference;
-        empty if there is none, or if none has reported the same step yet."""
+        """Leaves the job or launch. `held`: digests for the comparison with other ranks' states.
+        Returns the difference; empty if there is none, or if no other rank has reported the same
+        step yet."""
         ...

@@ -1,9 +1,9 @@
-"""Generations of a job's member: requests ranks from the coordinator, connects groups, and gives up
-groups that have ended.
+"""Membership of a process in a job: requests ranks from the coordinator, connects a group for each
+generation, and releases groups that have ended.
 
 The training thread forms and leaves groups. The link's thread calls `_interrupt` for each new
-generation, which frees the training thread from collectives of an ended generation and from forming
-a superseded one. `_lock` guards `_group` and `_forming`.
+generation. That call releases the training thread from collectives of a generation that has ended,
+and from forming a superseded generation. `_lock` guards `_group` and `_forming`.
 """
 
 from __future__ import annotations
@@ -54,24 +54,19 @@ from shoal_worker.store.errors import StoreTimeoutError
 from shoal_worker.store.redis_store import RedisStore
 
 # ------------------------------------------------------------------------------- connecting a group
-#
-# Connecting the process group of a generation, and what its parts are connected with later.
-#
-# Threads: the training thread connects. What `announce` is given may be aborted from any thread,
-# and frees it.
 
 _MOST_NAMED: Final = 5
 
 
 class Forming:
-    """A generation being connected; another thread can give it up."""
+    """A generation that is being connected. Another thread can abort the attempt."""
 
     def __init__(self, generation: Generation, store: RedisStore | None) -> None:
         self.generation = generation
         self._store = store
 
     def abort(self, reason: str) -> None:
-        """Makes the connecting thread fail at once."""
+        """Makes the connecting thread fail at once. Thread-safe."""
         if self._store is not None:
             self._store.abort(reason)
 
@@ -89,16 +84,16 @@ def connect(
     announce: Callable[[Forming], None],
     waits: Waits,
 ) -> Group:
-    """Connects this member to the others of `generation` over a fresh store prefix.
+    """Connects this member to its peers in `generation`, under a fresh prefix in the store.
 
-    First waits until all have arrived, since peers may still be building their models or finishing
-    a forward pass. Only then connects, with a short deadline. `announce`: receives the handle by
-    which another thread can give up the attempt, before anything blocks. `waits`: records that this
-    rank waits; every ten seconds a line names the missing ranks.
+    First waits until all members have arrived, because peers may still be building their models or
+    finishing a forward pass. Only then connects, with a short deadline. `announce`: receives a
+    handle with which another thread can abort the attempt, before anything blocks. `waits`: records
+    that this rank waits. Every ten seconds a log line names the missing ranks.
 
     Raises:
-        MembershipChanged: given up, a peer went away, not all arrived within `arrival_timeout` or
-            connected within `connect_timeout`.
+        MembershipChanged: the attempt was aborted, a peer failed, or not all members arrived
+            within `arrival_timeout` or connected within `connect_timeout`.
         ConfigurationError: the backend does not work here, nor would it in a later generation.
     """
     if generation.world_size == 1:
@@ -128,7 +123,7 @@ def connect(
 
 
 def _arrive(generation: Generation, store: RedisStore, timeout: timedelta) -> None:
-    """Waits until all ranks have arrived. Raises StoreTimeoutError, naming the missing ones."""
+    """Waits until all ranks have arrived. Raises StoreTimeoutError with the missing ranks."""
     deadline, lines = time.monotonic() + timeout.total_seconds(), WaitingLines()
     store.set(_arrival(generation.rank), b"1")
     if store.add("arrived", 1) == generation.world_size:
@@ -172,7 +167,7 @@ _EVENTS_TIMEOUT = timedelta(seconds=2)
 _DEPARTURES = ("member_lost", "member_left")
 _DEPARTURES_REPORTED = 3
 _MOST_BEHIND: Final = 64
-"""Limit of shoal.v1.GetJobRequest.below_step."""
+"""Maximum number of members in an answer to shoal.v1.GetJobRequest with below_step."""
 _NO_MORE_MEMBERS = "the run has ended, and no more members join this generation"
 
 
@@ -181,7 +176,7 @@ def _holders(generation: Generation, apart_from: Collection[int]) -> set[str]:
 
 
 class Membership:
-    """Membership of this process in its job."""
+    """Membership of this process in its job, with a coordinator. Implements `Member`."""
 
     def __init__(
         self,
@@ -191,7 +186,7 @@ class Membership:
         *,
         host: str,
     ) -> None:
-        """Does not connect yet. `host` is the address peers reach this process at."""
+        """Creates the membership without connecting. `host`: address of this process for peers."""
         self._settings = settings
         self._host = host
         self._lock = threading.Lock()
@@ -199,7 +194,7 @@ class Membership:
         self._forming: Forming | None = None
         self._left = 0
         self._drained = False
-        """True if it has left alone while the others continued."""
+        """True if this process left alone while the others continued."""
         self._events_read = ""
         self._departures: deque[str] = deque(maxlen=_DEPARTURES_REPORTED)
         self.waits = Waits()
@@ -212,7 +207,7 @@ class Membership:
         )
         self._watch: StallWatch | None = None
         self.make_backend: Callable[[], CommunicationBackend] | None = None
-        """Makes the backend of the next group; set before the first `form`."""
+        """Creates the backend of the next group; set before the first `form`."""
 
     def join(self) -> bool:
         """Opens the session with the coordinator. Returns and raises like
@@ -224,7 +219,8 @@ class Membership:
         return joining
 
     def observe(self, progress: ProgressMeter) -> None:
-        """Registers `progress`, which is reported to the coordinator. Call before `join`."""
+        """Registers `progress`, which heartbeats report to the coordinator. Called before
+        `join`."""
         self.waits = progress.waits
         self.link.reports(
             lambda: dataclasses.replace(
@@ -234,36 +230,37 @@ class Membership:
 
     @property
     def only_backend(self) -> str | None:
-        """None: any backend is allowed."""
+        """None, because any backend is allowed."""
         return None
 
     def serve(self, engine: TrainingEngine) -> None:
-        """Sets the training engine, whose backend creates the groups. Call before the first
+        """Sets the training engine, whose backend connects the groups. Called before the first
         `form`."""
         if not engine.asynchronous:
             self.make_backend = backend_class(engine.backend_name)
 
     @property
     def group(self) -> Group | None:
-        """Group formed last, possibly broken. None before the first and after `leave_group`."""
+        """Group formed last, possibly failed. None before the first and after `leave_group`."""
         return self._group
 
     def await_generation(self, timeout: timedelta | None = None) -> Generation:
-        """Implements `Member.await_generation`."""
+        """Waits for a generation that this process has not yet entered, and returns it
+        (`Member.await_generation`)."""
         return self.link.wait_generation(
             after=self._left, timeout=timeout or self._settings.rendezvous_timeout
         )
 
     def form(self) -> Group:
-        """Leaves the group there is, waits for a newer generation and connects it.
+        """Leaves the current group, waits for a newer generation and connects it.
 
         Raises:
-            MembershipChanged: it did not form; `failed` was reported; call again.
+            MembershipChanged: the generation did not form. Report it with `failed`, and call again.
             StopTraining, DeadlineError, ShoalError: as `CoordinatorLink.wait_generation`.
         """
         group = self._group
         if group is not None and group.broken is None:
-            # a stop may arrive instead; then the group is still needed
+            # the group is still needed if a stop arrives instead
             generation = self.await_generation()
             self.leave_group("re-forming")
         else:
@@ -310,11 +307,11 @@ class Membership:
         return backend
 
     def failed(self, error: BaseException) -> None:
-        """Reports that a collective of the current generation failed here, or that it did not form,
-        unless the coordinator knows already.
+        """Reports that a collective of the current generation failed, or that the generation did
+        not form, unless the coordinator already knows.
 
         After a timeout, a failure to form or a long stall, first probes for at most a second which
-        peers this process cannot reach.
+        peers are unreachable.
         """
         timed_out = isinstance(error.__cause__, TimeoutError) or "timed out" in str(error).lower()
         stood = self.waits.last_s >= LOOK_AFTER_S
@@ -339,7 +336,8 @@ class Membership:
         )
 
     def give_up_place(self, why: str) -> NoReturn:
-        """Implements `Member.give_up_place`."""
+        """Leaves because this process cannot catch up with its peers, and raises PreconditionError
+        (`Member.give_up_place`)."""
         _log.warning("leaving: %s", why)
         self.link.fall_behind(why)
         self.leave(LeaveReason.FAILED, why)
@@ -349,16 +347,17 @@ class Membership:
         """Asks the coordinator whether this member, which acts for `generation`, still belongs to
         the job. Thread-safe.
 
-        Passes while the coordinator cannot be reached: a stopped coordinator evicts nobody. A
-        coordinator cut off only from this process may have evicted it; the published state was then
-        committed while this process was a member, but is not the job's newest.
+        Returns if the coordinator cannot be reached, because a stopped coordinator evicts no
+        member. If only this process cannot reach the coordinator, it may have been evicted. The
+        published state was then committed while this process was a member, but is not the job's
+        newest.
 
         Raises:
-            StaleGenerationError: it does not belong to the job.
+            StaleGenerationError: this member no longer belongs to the job.
         """
         identity = self.link.identity
         if self._drained:
-            return  # it left by itself: what it held then was the job's
+            return  # it left alone, with the job's state at that time
         try:
             job = self.link.client.get_job(identity.job_id, member_id=identity.member_id)
         except (UnavailableError, DeadlineError):
@@ -370,10 +369,12 @@ class Membership:
             )
 
     def has_left(self, member_id: str) -> bool:
-        """Implements `Member.has_left`. A drained member belongs to the job until it leaves. While
-        the coordinator is away nobody is known to have left."""
+        """Asks the coordinator whether a member has left the job. A drained member belongs to
+        the job until it leaves. While the coordinator is unavailable, no member is known to have
+        left."""
         newest, group = self.link.newest_generation, self._group
-        # otherwise one may have left without a following generation: a job on hold, or ending
+        # otherwise a member may have left without a following generation: the job is on hold, or
+        # ending
         whole = group is not None and not group.ended
         if (
             self._drained
@@ -388,9 +389,9 @@ class Membership:
         return all(m.member_id != member_id for m in job.members)
 
     def all_have(self, generation: Generation, apart_from: Collection[int], step: int) -> bool:
-        """Implements `Member.all_have`, based on heartbeats; nothing is known while the coordinator
-        is away."""
-        self.link.has_all(step)  # who asks has it
+        """Reports `step`, and asks the coordinator whether all other members have reported it
+        (`Member.all_have`). Returns False while the coordinator is unavailable."""
+        self.link.has_all(step)  # the caller has committed the step
         try:
             job = self.link.client.get_job(self.link.identity.job_id, below_step=step)
             behind = [m for m in job.members if m.member_id != self.link.identity.member_id]
@@ -403,8 +404,8 @@ class Membership:
                 newest is not None
                 and newest.number == job.generation.number == generation.number + 1
             ):
-                # those that join after the last step have no part in it; in a large world
-                # the ranks of `generation` can no longer be requested
+                # members that join after the last step have no part in it; in a large world, the
+                # ranks of `generation` can no longer be requested
                 behind = [m for m in behind if m.rank not in newest.joining]
             return not behind or not (
                 _holders(generation, apart_from) & {m.member_id for m in behind}
@@ -416,8 +417,8 @@ class Membership:
             return False
 
     def last_departures(self) -> Sequence[str]:
-        """Implements `Member.last_departures`. Asks the coordinator for new records since the last
-        call, unless it is away."""
+        """Returns the members that left or failed last (`Member.last_departures`). Asks the
+        coordinator for events since the last call, unless it is unavailable."""
         try:
             job_id, after = self.link.identity.job_id, self._events_read
             for event in self.link.client.watch_events(
@@ -432,11 +433,11 @@ class Membership:
                     )
                     self._departures.appendleft(f"{event.member_id} ({why})")
         except (UnavailableError, DeadlineError):
-            pass  # what is known from before is told
+            pass  # returns what was known before
         return tuple(self._departures)
 
     def leave_group(self, reason: str) -> None:
-        """Releases the group, so that its sockets close and no peer waits for this process."""
+        """Releases the group and closes its sockets, so that no peer waits for this process."""
         with self._lock:
             group, self._group = self._group, None
         if group is not None:
@@ -461,7 +462,8 @@ class Membership:
         held: LastState | None = None,
     ) -> str:
         """Ends the session with the coordinator and releases the group. Idempotent. `alone`: the
-        others of the group continue. `steps`: committed here. `held`: see `Member`."""
+        other members of the group continue. `steps`: number of steps that this process has
+        committed. `held`: see `Member.leave`."""
         self._drained = self._drained or reason == LeaveReason.DRAINED
         if self._watch is not None:
             self._watch.close()
@@ -475,7 +477,7 @@ class Membership:
         return apart
 
     def _tell_launcher(self, what: str) -> None:
-        """Informs the launcher without the coordinator, which may be away."""
+        """Informs the launcher through a file, because the coordinator may be unavailable."""
         if self._settings.member_file is not None:
             self._settings.member_file.write_text(what)
 

@@ -1,7 +1,7 @@
-"""Outgoing state of a member for the coordinator, and the messages of each stream that carry it.
+"""Outgoing state of a member for the coordinator, and the messages that send it on each stream.
 
-It is kept as state rather than a queue, and each stream sends all of it: a message pulled for a
-stream that had just broken is repeated on the next one.
+The outbox keeps state instead of a queue, and each stream sends all of the state. A message pulled
+for a stream that had just broken is therefore repeated on the next stream.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from shoal_worker.elastic.coordinator.progress import Progress
 
 @dataclass(kw_only=True)
 class _Said:
-    """State already sent on one stream."""
+    """State that was already sent on one stream."""
 
     stream: int
     generation: int = 0
@@ -29,35 +29,35 @@ class _Said:
 
 
 class Outbox:
-    """Fields guarded by the given condition: notify it after a change. grpc's own thread pulls the
-    messages."""
+    """Outgoing state of a member. The given condition guards all fields and must be notified after
+    a change. gRPC's own thread pulls the messages."""
 
     def __init__(self, changed: threading.Condition) -> None:
         self.progress: Callable[[], Progress] = Progress
-        """Called for each heartbeat, on grpc's thread."""
+        """Returns this worker's progress. Called for each heartbeat, on gRPC's thread."""
         self.ready = False
         """True if the member can work in a generation."""
         self.generation = 0
-        """Generation that it works in; 0 if none yet."""
+        """Generation in which the member works; 0 before the first."""
         self.spare = False
-        """True if it has a rank but no part in the model."""
+        """True if the member has a rank but no part in the model."""
         self.last_step = 0
-        """Last step, once reached and included in its progress; 0 before that."""
+        """Last step of the run, once the member has reached it; 0 before that."""
         self.failure: pb.CollectiveFailure | None = None
         self.leaving: pb.Leave | None = None
-        """Final message."""
+        """Final message of the member."""
         self.out_of_reach: tuple[int, ...] = ()
-        """Ranks that accepted no connection."""
+        """Ranks that accepted no connection when this member probed them."""
         self.in_reach = False
-        """True if it can reach the member from which it is separated."""
+        """True if the member can reach the member from which it is separated."""
         self._changed = changed
         self._streams = 0
 
     def messages(
         self, join: Callable[[int], pb.Join], heartbeat_interval_s: Callable[[], float]
     ) -> Iterator[pb.MemberMessage]:
-        """Yields the messages of one stream, which ends when the next one begins or the member
-        leaves. `join`: creates the first message, for the member's current generation."""
+        """Yields the messages of one stream. The stream ends when the next one begins or the member
+        leaves. `join`: creates the first message, given the member's current generation."""
         with self._changed:
             self._streams += 1
             said = _Said(stream=self._streams)
@@ -75,8 +75,8 @@ class Outbox:
     def _next(
         self, said: _Said, heartbeat_interval_s: Callable[[], float]
     ) -> pb.MemberMessage | None:
-        """Returns the message to send now, or after an interval of silence; None if something has
-        changed meanwhile."""
+        """Returns the next message: at once if one is due, otherwise a heartbeat after an interval
+        of silence. Returns None if something has changed during that interval."""
         if self.ready and not said.ready:
             said.ready = True
             return pb.MemberMessage(ready=pb.Ready())
@@ -99,9 +99,9 @@ class Outbox:
         return pb.MemberMessage(heartbeat=heartbeat)
 
     def _is_heartbeat_due(self, said: _Said) -> bool:
-        """Returns whether a heartbeat is due at once because others wait for it: after a generation
-        was entered (the coordinator writes no boundary for others before all are in), and after the
-        last step."""
+        """Returns whether a heartbeat is due at once because others wait for it. This is the case
+        after entering a generation, since the coordinator requests no boundary before all members
+        have entered, and after the last step."""
         return (said.generation, said.spare, said.last_step) != (
             self.generation,
             self.spare,
@@ -121,8 +121,7 @@ class Outbox:
 def failure_message(
     generation: int, *, detail: str, timed_out: bool, suspects: Sequence[int]
 ) -> pb.CollectiveFailure:
-    """Returns the message about a failed collective of `generation`. `suspects`: unreachable
-    ranks."""
+    """Returns the report of a failed collective of `generation`. `suspects`: unreachable ranks."""
     return pb.CollectiveFailure(
         generation=generation, suspects=suspects, timed_out=timed_out, detail=detail[:1024]
     )

@@ -1,7 +1,7 @@
 """Progress of this worker, for heartbeats and metrics.
 
-Written by the training thread, read by the link's. A lock guards fields that one commit changes
-together; the others are single values.
+Written by the training thread, and read by the thread of the coordinator link. A lock guards the
+fields that one commit changes together. The other fields are single values.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ _LONGEST_NAME = 64
 _LOCATE_AFTER_S = 5.0
 """Time without progress after which heartbeats contain the line of the script."""
 _CPU_OF_CHILDREN_S = 5.0
-"""Interval at which the processor time of child processes is summed, which requires a look at
-each."""
+"""Interval at which the processor time of child processes is summed; the sum has to inspect each
+process."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BusyLink:
-    """A connection to a peer that had data to send for most of the last seconds."""
+    """A connection to a peer that had data to send for most of the last few seconds."""
 
     rank: int
     bytes_per_s: float
@@ -49,46 +49,47 @@ class Progress:
     step: int = 0
     """Number of committed optimizer steps."""
     steps_in_all: int = 0
-    """Number of steps that the run will have committed at its end; 0 if unknown, or if each rank
-    takes its own."""
+    """Number of steps that the run will have committed at its end. 0 if unknown, or if each rank
+    takes steps of its own."""
     epoch: int = 0
     sequence: int = 0
-    """Counts step boundaries, steps and operations entered: grows while the worker is not stuck."""
+    """Number of step boundaries, steps and operations that the training thread has reached. Grows
+    unless the worker is stuck."""
     samples_per_s: float = 0.0
     """Samples per second of this rank, over about the last second."""
     loss: float = math.nan
-    """Last reported loss; NaN if never."""
+    """Last reported loss; NaN if none was reported."""
     step_time_s: float = 0.0
-    """Median over the last steps."""
+    """Median time of the last steps, in seconds."""
     samples: int = 0
     """Total number of committed samples of this rank."""
     staleness: float = 0.0
-    """Number of versions by which the last push was behind (async_sgd)."""
+    """Number of versions by which the last push lagged behind the servers (async_sgd)."""
     waiting_s: float = 0.0
-    """Time for which the training thread has been waiting for its peers without interruption; 0 if
-    it is not."""
+    """Time in seconds for which the training thread has been waiting for its peers without
+    interruption; 0 if it is not waiting."""
     waiting_in: str = ""
-    """Location of the wait: a collective's name, or a forming generation."""
+    """Name of the collective or of the forming generation in which the training thread waits."""
     busy_time_s: float = 0.0
     """Part of `step_time_s` in which this rank did not wait for its peers."""
     cpu_s: float = 0.0
-    """Processor time used by the process and its children."""
+    """Processor time in seconds used by the process and its children."""
     server_wait_s: float = 0.0
-    """Time for which this worker has been waiting for a parameter server without interruption, in
-    seconds; 0 if it is not."""
+    """Time in seconds for which this worker has been waiting for a parameter server without
+    interruption; 0 if it is not waiting."""
     awaited_server: str = ""
-    """Name of that server, for people."""
+    """Name of the awaited parameter server, for people."""
     busy_link: BusyLink | None = None
     script_line: str = ""
     """Line of the script that the training thread executes, if there was no progress for a while;
     otherwise empty."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """Other numbers than the loss that the loop reported last, by name."""
+    """Numbers other than the loss that the loop reported last, by name."""
 
 
 class ProgressMeter:
-    """Counts steps, samples and entered collectives, and keeps rates over about the last second, or
-    the last step if that took longer."""
+    """Counts steps, samples and reached boundaries, and computes rates over about the last second,
+    or over the last step if that took longer."""
 
     def __init__(
         self, metrics: WorkerMetrics, *, clock: Callable[[], float] = time.monotonic
@@ -105,7 +106,8 @@ class ProgressMeter:
         self.loss = ReportedLoss()
         """Losses reported by the loop or by `train_step`."""
         self._reported: dict[str, ReportedLoss] = {}
-        """Other numbers that the loop reports, by name. Replaced when a name is added."""
+        """Other numbers that the loop reports, by name. The dict is replaced when a name is
+        added."""
         metrics.loss.set_function(lambda: self.loss.value)
         self._staleness = 0.0
         self._recent: deque[tuple[float, int]] = deque()
@@ -113,13 +115,13 @@ class ProgressMeter:
         self._busy_times: deque[float] = deque(maxlen=_MEDIAN_OF)
         self._last_commit: float | None = None
         self._waited_s = 0.0
-        """Total seconds of all waits at the last commit."""
+        """Total duration of all waits until the last commit, in seconds."""
         self._cpu = ProcessorTime(clock)
         self.waits = Waits(clock)
-        """Notes when this rank waits for its peers."""
+        """Records when this rank waits for its peers."""
         self.server_waits: Callable[[], tuple[float, str]] = lambda: (0.0, "")
-        """Returns how many seconds a parameter server has been waited for, and which one. Set by
-        the client of the servers."""
+        """Returns for how many seconds this worker has been waiting for a parameter server, and the
+        server's name. Set by the client of the servers."""
         self.epoch = 0
         """Epoch of the loader in use; set by the session's owner."""
         self.steps_in_all = 0
@@ -128,32 +130,32 @@ class ProgressMeter:
         self.takes_own_steps = False
         """True if each rank takes steps of its own. Set by the session's owner."""
         self.tally_writer: TallyWriter | None = None
-        """File in which the launcher reads this worker's commits; None if it requested none. Set by
-        the session's owner."""
+        """Writer of the file from which the launcher reads this worker's commits; None if the
+        launcher requested none. Set by the session's owner."""
         self._before: tuple[int, int] | None = None
         """Numbers of steps and samples of the run before this process's first commit; None before
         that commit."""
         self._losses = (0, 0, 0.0)
-        """Index of the newest loss in the tally, the number of finite ones in it, and their sum."""
+        """Index of the newest loss in the tally, number of finite losses in it, and their sum."""
         self._commits = 0
         self._known = (0, 0)
-        """Steps and samples missing from the tally: the servers had their batches from another
-        worker, or they were undone."""
+        """Numbers of steps and samples missing from the tally. The servers had their batches from
+        another worker, or the steps were undone."""
         self._unpushed = (0, 0)
-        """Inner steps and their samples that the servers do not have yet."""
+        """Numbers of inner steps, and of their samples, that the servers have not received yet."""
         self._counts: Counts | None = None
         """The current counts."""
         self._pushing = 0
         self._begun_pushes: set[int] = set()
-        """Keys of batches whose push began here and was not committed."""
+        """Keys of batches whose push began in this process and was not committed."""
         self._pushes_again = False
         self.lost_steps = 0
-        """Number of steps aborted here because of a fault."""
+        """Number of steps that this worker aborted because of a fault."""
         self._followers: list[tuple[Callable[[], None], Callable[[int], None]]] = []
 
     def follow(self, *, begun: Callable[[], None], committed: Callable[[int], None]) -> None:
-        """Registers callbacks: `begun` is called when a step begins, and `committed` with the
-        number of steps when one counts. The mean loss of `train_step` is reported afterwards."""
+        """Registers callbacks. `begun`: called when a step begins. `committed`: called with the
+        number of committed steps after each commit; a step's mean loss is recorded after that."""
         self._followers.append((begun, committed))
 
     def begun(self) -> None:
@@ -167,23 +169,25 @@ class ProgressMeter:
         self._metrics.steps_lost.inc()
 
     def entered(self) -> None:
-        """Records that the training thread reached a boundary, a step or an operation, so that it
-        is not stuck."""
+        """Records that the training thread reached a boundary, a step or an operation, and so is
+        not stuck."""
         self._sequence += 1
         self._moved_at, self._thread = self._clock(), threading.get_ident()
 
     @property
     def staleness(self) -> float:
-        """Number of versions by which the last push was behind."""
+        """Number of versions by which the last push lagged behind the servers."""
         return self._staleness
 
     def pushed(self, staleness: float) -> None:
-        """Records a push applied by the servers."""
+        """Records a push that the servers have applied. `staleness`: number of versions by which it
+        lagged behind."""
         self._staleness = staleness
         self._metrics.staleness.observe(staleness)
 
     def committed(self, *, steps: int, samples: int, loss: float | None) -> None:
-        """Records a committed step with `samples` samples of this rank."""
+        """Records a committed step. `steps`: number of committed steps. `samples`: this rank's
+        samples in the step. `loss`: mean loss of the step, if known."""
         now = self._clock()
         with self._lock:
             self._sequence += 1
@@ -208,7 +212,7 @@ class ProgressMeter:
             self.loss.tell(loss)
 
     def pushing(self, batch: int) -> None:
-        """Records the beginning of a push of the batch with this key; 0: it has none."""
+        """Records that the push of a batch begins. `batch`: key of the batch; 0 if it has none."""
         self._pushing, self._pushes_again = batch, batch in self._begun_pushes
         if batch:
             self._begun_pushes.add(batch)
@@ -216,7 +220,7 @@ class ProgressMeter:
             self.tally_writer.pushing(batch)
 
     def round_pushed(self) -> None:
-        """Records that the inner steps since the last push were pushed between two steps."""
+        """Records that the inner steps since the last push were pushed, between two steps."""
         self._unpushed = (0, 0)
         if self.tally_writer is not None and self._counts is not None:
             self.tally_writer.recount(self._counts._replace(unpushed_steps=0, unpushed_samples=0))
@@ -237,10 +241,10 @@ class ProgressMeter:
         known: bool = False,
         pushed: bool = True,
     ) -> None:
-        """Writes the last committed step to the launcher's file. `samples`: of the run;
-        `step_samples`: of this step. `generation`: current one of the rank. `known`: the servers
-        already had the step's batch, or its round. `pushed`: not an inner step of an unfinished
-        round."""
+        """Writes the last committed step to the launcher's file. `steps`, `samples`: totals of the
+        run. `step_samples`: samples of this step. `generation`: the rank's current generation.
+        `known`: the servers already had the step's batch, or its round. `pushed`: False for an
+        inner step of an unfinished round."""
         writer = self.tally_writer
         if writer is None:
             return
@@ -248,7 +252,7 @@ class ProgressMeter:
         self._unpushed = (0, 0) if pushed else (round_steps, round_samples)
         if pushed:
             self._begun_pushes.discard(self._pushing)
-        if known and not self._pushes_again:  # else it may be this worker that had pushed it
+        if known and not self._pushes_again:  # otherwise this worker may have pushed it
             self._known = self._known[0] + round_steps, self._known[1] + round_samples
             writer.known(self._pushing, round_steps, round_samples)
             return
@@ -281,11 +285,11 @@ class ProgressMeter:
         writer.committed(self._counts, generation=generation, steps=steps)
 
     def report(self, numbers: Mapping[str, float | torch.Tensor]) -> None:
-        """Notes numbers that the loop reports, by name.
+        """Records numbers that the loop reports, by name.
 
         Raises:
-            ConfigurationError: one is not a single number, or there are too many names, or one is
-                too long.
+            ConfigurationError: a value is not a single number, there are too many names, or a name
+                is too long.
         """
         for name, value in numbers.items():
             if name == "loss":
@@ -309,12 +313,12 @@ class ProgressMeter:
 
     @property
     def reported(self) -> Mapping[str, ReportedLoss]:
-        """All numbers that are reported, by name, the loss among them."""
+        """All numbers that the loop reports, by name, including the loss."""
         return {"loss": self.loss, **self._reported}
 
     def snapshot(self) -> Progress:
-        """Returns how far this worker is now. While no step ends, the rate falls and the time of a
-        step grows."""
+        """Returns this worker's current progress. While a step does not end, the rate falls and the
+        step time grows."""
         waiting_s, waiting_in = self.waits.now
         server_wait_s, awaited_server = self.server_waits()
         with self._lock:
@@ -327,7 +331,7 @@ class ProgressMeter:
             step_s = statistics.median(times) if times else 0.0
             busy_s = statistics.median(busy_times) if times else 0.0
             if times and running_s > 2 * step_s:
-                # the current step says more than earlier ones
+                # the current step is more informative than earlier ones
                 step_s, busy_s = running_s, max(0.0, running_s - waited_s)
             span = max(self._recent[-1][0] - self._recent[0][0], since_last) if samples else 0.0
             return Progress(
@@ -354,8 +358,8 @@ class ProgressMeter:
 
 
 class ProcessorTime:
-    """Processor time of this process and its children (a loader's workers); a hung process uses
-    none."""
+    """Processor time of this process and its children, such as a loader's workers. A hung process
+    uses none."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -363,8 +367,8 @@ class ProcessorTime:
         self._looked_at: float | None = None
 
     def seconds(self) -> float:
-        """Returns the seconds. Never decreases: children that end keep their last measured
-        value."""
+        """Returns the processor time in seconds. Never decreases: children that end keep their last
+        measured value."""
         if self._looked_at is None or self._clock() > self._looked_at + _CPU_OF_CHILDREN_S:
             self._looked_at = self._clock()
             self._children_s = max(self._children_s, children_cpu_s())

@@ -1,18 +1,18 @@
-"""Watches the training thread while it waits for its peers, since a waiting collective reports
+"""Watches the training thread while it waits for its peers, because a waiting collective reports
 nothing and fails late.
 
-After ten seconds in one wait it probes which peers this process cannot reach, reports them to the
-coordinator in heartbeats, and logs every ten seconds what is waited for. A peer that is unreachable
-twice in a row ends the group, as the collective's own deadline would minutes later: the coordinator
-then separates the two, or finds the peer's machine lost. It also measures which connections are
-always busy.
+After ten seconds in one wait, the watch probes which peers this process cannot reach, reports them
+to the coordinator in heartbeats, and logs the wait every ten seconds. If a peer is unreachable
+twice in a row, the watch ends the group; the collective's own deadline would do so minutes later.
+The coordinator then separates the two members, or declares the peer's machine lost. The watch also
+measures which connections are always busy.
 
-Gloo and NCCL seldom report which peer failed them, and two members with a broken link between them
-would form generations endlessly. Each therefore probes its peers itself: here, and after a
-collective reached its deadline or a generation did not form. A hung peer is reachable, since its
-kernel answers.
+Gloo and NCCL seldom report which peer failed, and two members with a broken link between them would
+form generations endlessly. Each member therefore probes its peers itself: here, and after a
+collective reached its deadline or a generation did not form. A hung peer counts as reachable,
+because its kernel accepts connections.
 
-Runs on a separate thread that never blocks for longer than a probe takes.
+Runs on a separate thread, which never blocks for longer than a probe takes.
 """
 
 from __future__ import annotations
@@ -44,35 +44,35 @@ from shoal_worker.elastic.group.waiting import WaitingLines
 
 _LOOK_S: Final = 0.05
 GENERATION_OVER_OR_AWAY: Final = (MembershipChanged, UnavailableError)
-"""Errors of reading a generation's peers: `AskedPeers`."""
+"""Errors of reading a generation's peers; see `AskedPeers`."""
 
 
 def unreachable(
     peers: Mapping[int, str], *, timeout: timedelta, given_up: Callable[[], bool]
 ) -> list[int]:
-    """Returns the ranks whose `donor_address` (host:port, by rank) accepts no connection within
-    `timeout`; empty once `given_up` returns True."""
+    """Returns the ranks whose address accepts no connection within `timeout`; empty once `given_up`
+    returns True. `peers`: host:port of each rank's `donor_address`, by rank."""
     if given_up():
         return []
     deadline = time.monotonic() + timeout.total_seconds()
     left = set(peers)
     with ExitStack() as stack, selectors.DefaultSelector() as waiting:
         for rank, address in peers.items():
-            with suppress(OSError):  # it stays among those left
+            with suppress(OSError):  # the rank stays in `left`
                 connection = stack.enter_context(_start_connecting(address))
                 waiting.register(connection, selectors.EVENT_WRITE, (rank, connection))
         while waiting.get_map() and time.monotonic() < deadline and not given_up():
             for key, _ in waiting.select(_LOOK_S):
                 rank, connection = key.data
                 waiting.unregister(connection)
-                with suppress(OSError):  # nobody took the connection: it stays among those left
+                with suppress(OSError):  # not accepted: the rank stays in `left`
                     connection.send(PROBE)  # fails if connecting did
                     left.discard(rank)
     return [] if given_up() else sorted(left)
 
 
 def _start_connecting(address: str) -> socket.socket:
-    """Raises OSError."""
+    """Starts a non-blocking connection. Raises OSError."""
     parsed = parse_address(address)
     family, kind, protocol, _, endpoint = socket.getaddrinfo(
         parsed.host, parsed.port, type=socket.SOCK_STREAM
@@ -90,24 +90,24 @@ _log = logging.getLogger(__name__)
 
 _TICK_S: Final = 1.0
 LOOK_AFTER_S: Final = 10.0
-"""Duration after which a wait is investigated."""
+"""Duration in seconds after which a wait is investigated."""
 _LOOK_AGAIN_S: Final = 5.0
 _REACH_TIMEOUT: Final = timedelta(seconds=1)
 _TRAFFIC_EVERY_S: Final = 5.0
 _MOSTLY: Final = 0.5
 _MOST_PEERS: Final = 16
-"""In larger worlds a rank probes only the peers that ring and halving collectives connect it with.
-If a peer accepts no connections because a call holds Python's lock, its kernel must be able to
-queue all probes."""
+"""Number of ranks up to which a rank probes all its peers. In larger worlds, it probes only the
+peers to which ring and halving collectives connect it. A call that holds Python's lock may keep a
+peer from accepting connections; the peer's kernel must then be able to queue all probes."""
 
 
 class StallWatch:
-    """Watches the waits of one member."""
+    """Watches the waits of one member, and probes its peers."""
 
     def __init__(
         self, link: CoordinatorLink, waits: Waits, group: Callable[[], Group | None]
     ) -> None:
-        """`group`: returns the one formed last."""
+        """`group`: returns the group formed last."""
         self._link = link
         self._waits = waits
         self._group = group
@@ -115,24 +115,24 @@ class StallWatch:
         self._lines: WaitingLines | None = None
         self._looked_at = 0.0
         self._missed: tuple[int, frozenset[int]] = (0, frozenset())
-        """Generation of the last probe, and the ranks unreachable then."""
+        """Generation of the last probe, and the ranks that were unreachable."""
         self._reached = False
-        """True if the last probe reached the other member, if this one is separated from it."""
+        """True if the last probe reached the member from which this member is separated."""
         self._traffic = BusyLinks()
         self._thread = threading.Thread(target=self._run, name="shoal-watch", daemon=True)
 
     def start(self) -> None:
-        """Begins to watch."""
+        """Starts the watching thread."""
         self._thread.start()
 
     def close(self) -> None:
-        """Ends the watch; does not wait for a look in progress."""
+        """Ends the watch. Does not wait for a probe in progress."""
         self._closed.set()
 
     @property
     def busy_link(self) -> BusyLink | None:
-        """Connection of this rank that had data to send for most of the last seconds; None if none
-        had."""
+        """Connection of this rank that had data to send for most of the last few seconds; None if
+        there is none."""
         return self._traffic.busiest
 
     def _run(self) -> None:
@@ -151,12 +151,13 @@ class StallWatch:
                     self._lines, self._missed = None, (0, frozenset())
                     self._link.cannot_reach(())
                 continue
-            # The coordinator's more informative message arrives in a moment, unless it is away.
+            # The coordinator's more informative message arrives soon, unless the coordinator is
+            # unavailable.
             self._lines = self._lines or WaitingLines(waited_s=waited_s, first_in_s=2 * _TICK_S)
             if time.monotonic() >= self._looked_at + _LOOK_AGAIN_S:
                 self._look(group, waited_s, what)
                 self._looked_at = time.monotonic()
-            if not self._link.notice:  # the link has said what the coordinator knows, which is more
+            if not self._link.notice:  # the link has logged the notice, which says more
                 self._lines.say(f"peers in {what}", self._why)
 
     def _why(self) -> str:
@@ -169,8 +170,8 @@ class StallWatch:
         return named_ranks(self._link.newest_generation, sorted(ranks))
 
     def _look_while_kept_out(self) -> None:
-        """Probes whether the member from which this one is separated can be reached again. Two
-        consecutive probes decide."""
+        """Probes whether the member from which this member is separated can be reached again.
+        Requires two successful probes in a row."""
         generation, other = self._link.newest_generation, self._link.apart_from
         try:
             peers = {
@@ -221,7 +222,7 @@ class StallWatch:
 
 
 class BusyLinks:
-    """Finds the busy connections of a group between consecutive checks."""
+    """Busiest connection of a group, measured between consecutive checks."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self.busiest: BusyLink | None = None
@@ -230,7 +231,8 @@ class BusyLinks:
         self._before: tuple[int, Mapping[str, Traffic]] = (0, {})
 
     def look(self, generation: Generation, traffic: Mapping[str, Traffic]) -> None:
-        """Updates the statistics. Called often; compares every few seconds."""
+        """Updates `busiest` from the group's traffic. Called often; compares only every few
+        seconds."""
         now = self._clock()
         passed_s = now - self._looked_at
         number, before = self._before
@@ -252,8 +254,8 @@ class BusyLinks:
 
 
 def _ranks_at(generation: Generation, address: str) -> list[int]:
-    """Returns the ranks of the host at this address. In a world whose ranks are not all known, only
-    probed ones."""
+    """Returns the ranks of the host with this address. If some ranks of the world are unknown,
+    considers only the probed ranks."""
     try:
         peers = generation.known or generation.peers_of(
             neighbours(generation.rank, generation.world_size)
@@ -268,8 +270,8 @@ def _ranks_at(generation: Generation, address: str) -> list[int]:
 
 
 def looked_at(generation: Generation) -> dict[int, str]:
-    """Returns the donor addresses to probe after a group has failed, by rank: all other ranks, or
-    the neighbours in a large world. Raises GENERATION_OVER_OR_AWAY."""
+    """Returns the donor addresses to probe after a group has failed, by rank. Includes all other
+    ranks, or only the neighbours in a large world. Raises MembershipChanged or UnavailableError."""
     large = generation.world_size > MOST_SENT_WHOLE
     peers = (
         generation.peers_of(neighbours(generation.rank, generation.world_size))
@@ -284,7 +286,7 @@ def looked_at(generation: Generation) -> dict[int, str]:
 
 
 def named_ranks(generation: Generation | None, ranks: Sequence[int]) -> str:
-    """Lists these ranks for people, with their hosts if known or available from the coordinator."""
+    """Lists ranks for people, with their hosts if those are known or can be requested."""
     hosts: dict[int, str] = {}
     if generation is not None:
         with suppress(*GENERATION_OVER_OR_AWAY):
@@ -298,7 +300,8 @@ def named_ranks(generation: Generation | None, ranks: Sequence[int]) -> str:
 
 
 def named_addresses(generation: Generation | None, ranks: Sequence[int]) -> str:
-    """Lists these ranks for people, with their hosts and the probed addresses if known."""
+    """Lists ranks for people, with their hosts and probed addresses if those are known or can be
+    requested."""
     peers: dict[int, Peer] = {}
     if generation is not None:
         with suppress(*GENERATION_OVER_OR_AWAY):
@@ -317,7 +320,7 @@ def named_addresses(generation: Generation | None, ranks: Sequence[int]) -> str:
 
 
 def neighbours(rank: int, world_size: int) -> list[int]:
-    """Returns the peers of `rank` that are probed."""
+    """Returns the peers that `rank` probes."""
     if world_size <= _MOST_PEERS:
         return [other for other in range(world_size) if other != rank]
     steps = [1 << power for power in range(world_size.bit_length())]

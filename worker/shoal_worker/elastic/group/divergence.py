@@ -1,10 +1,10 @@
-"""Errors for ranks whose scripts diverged: RANKS_DIVERGED, with each rank's position, or the
+"""Errors for ranks whose scripts diverged (RANKS_DIVERGED), with each rank's position or with the
 difference.
 
-A step vote only reveals that they diverged (`step.py`); then all ranks know it and exchange the
-details here. Used by the training thread.
+A step vote only reveals that the ranks diverged (`step.py`). All ranks learn this together and then
+exchange the details here. Used by the training thread.
 
-Diverging values are detected by `replicas_compared.py`.
+`replicas_compared.py` detects diverging values of parameters and other state.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ COUNTING: Final = (
     "starts from zero in a process that joins. For actions every k steps, use "
     "loader.global_step, or every_steps= of save_checkpoint and evaluate"
 )
-"""Usual cause and its remedy."""
+"""Usual cause of diverging scripts, and its remedy."""
 
 _REMEDIES: Final = {
     DRAWN: "a sampler draws the same indices on every rank if its random numbers come from a "
@@ -43,8 +43,8 @@ _REMEDIES: Final = {
 def steps_apart(
     place: ScriptPosition, source: StepSource | None, group: Group | None, of: str = ""
 ) -> PreconditionError:
-    """Returns the error for ranks whose step votes did not agree. Called by all ranks of `group`,
-    each with its own place and source, and with `Step.of`."""
+    """Returns the error for ranks whose step votes did not agree. Called by all ranks of `group`.
+    `place`, `source`: this rank's position and loader. `of`: see `Step.of`."""
     report = {
         "place": place[:-1],
         "dealing": json.loads(source.dealing) if source is not None else {},
@@ -56,14 +56,14 @@ def steps_apart(
             if group is not None
             else [report]
         )
-    except MembershipChanged:  # a peer has told its error and gone
+    except MembershipChanged:  # a peer has raised its error and left
         everyones = [report]
     return PreconditionError(f"ranks diverged: {_difference(everyones)}", reason=REASON)
 
 
 def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError:
     """Returns the error for ranks that wait for each other in different collectives. Each argument
-    has a `rank`, and `what` it is in."""
+    describes one rank: its `rank`, and `what` it waits in."""
     ordered = sorted((one, other), key=lambda each: int(each["rank"]))
     who = ", ".join(f"rank {each['rank']} is in {each['what']}" for each in ordered)
     return PreconditionError(
@@ -77,8 +77,9 @@ def waits_apart(one: dict[str, Any], other: dict[str, Any]) -> PreconditionError
 def traces_apart(
     one: dict[str, Any], other: dict[str, Any], what: tuple[str, str], step: int
 ) -> PreconditionError:
-    """Returns the error for ranks that wait for each other in different collectives of step number
-    `step`. Each argument has a `rank`. `what`: the action of either."""
+    """Returns the error for ranks that wait for each other in different collectives of step
+    number `step`. The first two arguments contain each rank's `rank`. `what`: the actions of
+    both ranks."""
     (first, does), (second, does_) = sorted(
         ((int(each["rank"]), text) for each, text in zip((one, other), what, strict=True))
     )
@@ -92,8 +93,8 @@ def traces_apart(
 
 
 def operations_apart(who: str) -> PreconditionError:
-    """Returns the error for ranks that do different things between two steps. `who`: the ranks and
-    their operations."""
+    """Returns the error for ranks that do different things between two steps. `who`: text that
+    names the ranks and their operations."""
     return PreconditionError(
         f"ranks diverged ({who}); every rank must call evaluate, "
         "save_checkpoint, should_early_stop and the loader's iterations in the same order. "
@@ -104,7 +105,7 @@ def operations_apart(who: str) -> PreconditionError:
 
 def boundaries_apart(places: Sequence[Sequence[Any]]) -> PreconditionError:
     """Returns the error for ranks at different positions when joiners are admitted. `places`: each
-    rank's loader, its number, epoch and step."""
+    rank's loader, the loader's number, epoch and step."""
     return PreconditionError(
         f"ranks diverged: their positions (loader, its number, epoch, step) are {list(places)}; "
         "every rank must iterate over the same loaders in the same order",
@@ -124,8 +125,8 @@ def ends_apart(ended_after: int, step: int) -> PreconditionError:
 
 
 def settings_apart(settings: object) -> PreconditionError:
-    """Returns the error for ranks whose optimizers have different settings. `settings`: this
-    rank's."""
+    """Returns the error for ranks whose optimizers have different settings. `settings`: this rank's
+    settings."""
     return PreconditionError(
         f"the ranks' optimizers have different settings; this rank has {settings}. "
         "Hyper-parameters that change during training must change equally on all ranks, "
@@ -137,8 +138,8 @@ def settings_apart(settings: object) -> PreconditionError:
 
 
 def evaluations_apart(dealings: Sequence[str]) -> PreconditionError:
-    """Returns the error for ranks that would evaluate different batches. `dealings`: the JSON from
-    which each rank's batches follow; not all equal."""
+    """Returns the error for ranks that would evaluate different batches. `dealings`: JSON that
+    determines each rank's batches; not all equal."""
     what = _differences([json.loads(dealing) for dealing in dealings])
     return PreconditionError(
         f"ranks diverged: they evaluate different batches {what}",
@@ -167,7 +168,7 @@ def _difference(everyones: Sequence[dict[str, Any]]) -> str:
 
 
 def _differences(dealings: Sequence[dict[str, Any]]) -> str:
-    """Returns the difference and the remedies."""
+    """Describes how `dealings` differ between ranks, with remedies."""
     names = [
         name
         for name in dealings[0]
@@ -187,7 +188,7 @@ def _differences(dealings: Sequence[dict[str, Any]]) -> str:
 
 
 def _compare(values: Sequence[str]) -> str:
-    """Returns the first rank's value, and the first one that differs."""
+    """Describes the value of rank 0, and the first other rank with a different value."""
     other = next((rank for rank, value in enumerate(values) if value != values[0]), 0)
     return (
         f"rank 0 has {values[0]}, rank {other} has {values[other]}"

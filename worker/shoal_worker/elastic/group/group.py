@@ -1,14 +1,14 @@
-"""Process group of one generation, with the few collectives that the session needs.
+"""Process group of one generation, with the collectives that the session needs.
 
-Every failure of a collective becomes `MembershipChanged`, since a group is discarded at the first
-failure. A world of one has no process group; its collectives are identities.
+Every failure of a collective becomes `MembershipChanged`, because a group is discarded at the first
+failure. A world of one has no process group, and its collectives return their inputs.
 
-Strategies that split a model along several axes work in parts of the group (`subgroup`): groups
-like this one, which end with it, and it with them, so that nobody waits in one for a rank that has
+Strategies that split a model along several axes work in parts of the group (`subgroup`). A part is
+a group too. A group and its parts end together, so that no rank waits in one for a rank that has
 left another.
 
-The training thread issues the collectives. `abort` may be called from any thread, and frees a
-training thread that is stuck in one.
+The training thread issues the collectives. `abort` may be called from any thread, and releases a
+training thread that waits in a collective.
 """
 
 from __future__ import annotations
@@ -43,11 +43,11 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class GroupConfiguration:
-    """Configuration for connecting the groups of one generation."""
+    """Settings for connecting the groups of one generation."""
 
     make_backend: Callable[[], CommunicationBackend]
     store: Callable[[str], Store]
-    """Returns a fresh store by name; the same for all ranks that use the name."""
+    """Returns a fresh store with a given name; ranks that use the same name share a store."""
     hostname: str | None
     connect_timeout: timedelta
     collective_timeout: timedelta
@@ -59,8 +59,8 @@ class GroupConfiguration:
         store: Store,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Connects `backend`; `members`: see `CommunicationBackend.initialize`, whose errors it
-        raises."""
+        """Connects `backend` for a generation. `members`: as in `CommunicationBackend.initialize`,
+        whose errors are raised."""
         backend.initialize(
             rank=generation.rank,
             world_size=generation.world_size,
@@ -75,11 +75,12 @@ class GroupConfiguration:
 def number_of_part(
     members: Sequence[int], division: Sequence[Sequence[int]], world_size: int
 ) -> int | None:
-    """Returns the index of the part of `division` with these members; None if the division does not
-    name every rank once.
+    """Returns the index of the part of `division` that consists of these members. Returns None if
+    the division does not contain every rank exactly once.
 
     Raises:
-        ConfigurationError: it has no such part, or parts of different sizes.
+        ConfigurationError: the division has no part with these members, or its parts differ in
+            size.
     """
     parts = [list(part) for part in division]
     if sorted(rank for part in parts for rank in part) != list(range(world_size)):
@@ -94,14 +95,14 @@ def number_of_part(
 
 _Sum = TypeVar("_Sum")
 _FAILURES = (RuntimeError, ValueError)
-"""Errors raised by c10d, including DistError and DistBackendError."""
+"""Exceptions raised by c10d, including DistError and DistBackendError."""
 _LEAVE_WITHIN = timedelta(seconds=2)
-"""Ranks finish a run within this time of each other, unless one has something to write or compute
-that others have not."""
+"""Maximum time between the first and the last rank that finish a run together. A rank that still
+has to write or compute something may take longer."""
 
 
 class Group:
-    """Connected ranks of one generation, or some of them (`subgroup`)."""
+    """Connected ranks of one generation, or a part of these ranks (`subgroup`)."""
 
     def __init__(
         self,
@@ -111,8 +112,8 @@ class Group:
         configuration: GroupConfiguration | None = None,
         parent: Group | None = None,
     ) -> None:
-        """`backend` is initialized already; None in a world of one. Takes ownership of `backend`
-        and `store`. `configuration` connects parts of the group."""
+        """`backend`: initialized backend; None in a world of one. The group takes ownership of
+        `backend` and `store`. `configuration`: settings for connecting parts of the group."""
         self.generation = generation
         self._backend = backend
         self._store = store
@@ -126,7 +127,7 @@ class Group:
         """Current wait of the training thread in this group."""
         self._parts: list[Group] = []
         self._connections: Counter[str] = Counter()
-        """Number of parts connected under each name, since each needs a separate store."""
+        """Number of parts connected under each name. Each part needs a separate store."""
         self._reason: str | None = None
         self._lock = threading.Lock()
         self._guarded: list[socket.socket] = []
@@ -158,20 +159,21 @@ class Group:
 
     @property
     def ended(self) -> bool:
-        """True if it has ended, here or for a peer, as far as this rank knows without waiting."""
+        """True if the group has ended on this rank or on a peer, as far as this rank knows without
+        waiting."""
         backend = self._backend
         return self._reason is not None or (backend is not None and not backend.is_initialized)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Returns the traffic of its connections so far; see `CommunicationBackend.traffic`.
-        Thread-safe."""
+        """Returns the traffic of the group's connections so far; see
+        `CommunicationBackend.traffic`. Thread-safe."""
         backend = self._backend
         return backend.traffic() if backend is not None else {}
 
     @property
     def process_group(self) -> dist.ProcessGroup:
-        """torch's process group, for torch's own parallel code; a group of one rank has none. Do
-        not keep it longer than this object.
+        """torch's process group, for torch's own parallel code. Not available in a world of one. Do
+        not keep a reference after this group has ended.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -182,14 +184,14 @@ class Group:
     def subgroup(
         self, ranks: Sequence[int], name: str, division: Sequence[Sequence[int]] = ()
     ) -> Group | None:
-        """Connects some of the ranks to a group of their own, in the given order. Returns None on a
-        rank that is not among them.
+        """Connects some of the ranks as a group of their own, in the given order. Returns None on a
+        rank that is not in `ranks`.
 
-        A collective of those ranks: a rank in several parts connects them in the same order as the
-        others. A rank that waits here for one that failed elsewhere is freed by `abort`, as
-        everywhere. The part's ranks count from 0, and `generation.peers` are its own. It ends with
-        this group: an `abort` or `close` of this one ends it, and a failure in it ends this one
-        with all its parts, on all ranks.
+        A collective of these ranks. A rank that belongs to several parts connects them in the same
+        order as its peers do. If a rank failed elsewhere, `abort` releases the ranks that wait for
+        it here. Ranks within the part count from 0, and the part's `generation.peers` contains only
+        its ranks. `abort` or `close` of this group ends the part. A failure in the part ends this
+        group and all its parts, on all ranks.
 
         Args:
             ranks: distinct ranks of this group. If they are all ranks in order, this group itself
@@ -223,8 +225,8 @@ class Group:
         return self._connect_part(members, name, number_of_part(members, division, self.world_size))
 
     def connected_again(self, name: str) -> Group:
-        """Connects all ranks a second time, for collectives whose order relative to the group's
-        others differs between ranks. Raises like `subgroup`."""
+        """Connects all ranks a second time. The new group serves collectives whose order relative
+        to the other collectives differs between ranks. Raises like `subgroup`."""
         self._check()
         return self._connect_part(list(range(self.world_size)), name)
 
@@ -234,11 +236,11 @@ class Group:
                 f"subgroup({members}): this group is already a subgroup and cannot be divided "
                 "further; divide the generation's group"
             )
-        self._connections[name] += 1  # of several models each may connect its own
+        self._connections[name] += 1  # several models may each connect one
         name = f"{name} {self._connections[name]}"
         store, backend = self._configuration.store(name), self._configuration.make_backend()
         if number is not None and self._backend is not None:
-            self.settle()  # a group that is split has nothing to do
+            self.settle()  # no collective may be pending in a group that is split
             backend.comes_from(self._backend, number)
         generation = self.generation.part(members)
         part = self._adopt(Group(generation, backend, store, parent=self))
@@ -258,8 +260,7 @@ class Group:
         return part
 
     def all_reduce_async(self, tensor: torch.Tensor) -> dist.Work | None:
-        """Starts to sum `tensor` over all ranks in place. Returns None if there is nothing to wait
-        for.
+        """Starts to sum `tensor` over all ranks in place. Returns None in a world of one.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -271,7 +272,7 @@ class Group:
             return self._process_group.allreduce([tensor], dist.AllreduceOptions())
 
     def all_gather_async(self, full: torch.Tensor, shard: torch.Tensor) -> dist.Work:
-        """Starts to fill the flat `full` with everybody's `shard`, by rank.
+        """Starts an all-gather: fills the flat `full` with every rank's `shard`, in rank order.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -280,8 +281,8 @@ class Group:
             return self._process_group.all_gather_single(full, shard, AllgatherOptions())
 
     def reduce_scatter_async(self, shard: torch.Tensor, full: torch.Tensor) -> dist.Work:
-        """Starts to sum the flat `full` over all ranks, storing this rank's part of the sum in
-        `shard`.
+        """Starts a reduce-scatter: sums the flat `full` over all ranks, and stores this rank's part
+        of the sum in `shard`.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -297,7 +298,7 @@ class Group:
         input_sizes: Sequence[int],
     ) -> dist.Work:
         """Starts to send part j of the flat `tensor` to rank j, and to receive part i of `output`
-        from rank i; sizes in elements.
+        from rank i. The sizes count elements.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -314,7 +315,7 @@ class Group:
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
     ) -> None:
-        """Performs `all_to_all_async` and waits for it.
+        """Runs `all_to_all_async` and waits for the result.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -326,7 +327,7 @@ class Group:
             self.wait(self.all_to_all_async(output, tensor, output_sizes, input_sizes))
 
     def broadcast(self, tensor: torch.Tensor, source: int) -> None:
-        """Copies the contiguous `tensor` of rank `source` into everybody's.
+        """Copies the contiguous `tensor` of rank `source` into `tensor` on every rank.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -347,12 +348,12 @@ class Group:
             self.wait(work)
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Sums a `tensor` of a few hundred bytes over all ranks in place and waits, using the
+        """Sums a `tensor` of a few hundred bytes over all ranks in place and waits. Uses the
         backend's fastest method.
 
         Raises:
             MembershipChanged: the group has ended.
-            PreconditionError: another rank sums something else: RANKS_DIVERGED. The group has
+            PreconditionError (RANKS_DIVERGED): another rank sums something else. The group has
                 ended, with this error on all ranks if they share a store in Redis.
         """
         if self.world_size == 1:
@@ -383,27 +384,27 @@ class Group:
         """Waits for a collective that was started.
 
         Raises:
-            MembershipChanged: it failed.
+            MembershipChanged: the collective failed.
         """
         with self._failures("all_reduce"), self.waiting:
             work.wait()
 
     def order(self, work: dist.Work) -> None:
-        """Orders the calling thread's later computation after a collective that was started; see
-        `CommunicationBackend.order`.
+        """Makes later computation of the calling thread run after a collective that was started;
+        see `CommunicationBackend.order`.
 
         Raises:
-            MembershipChanged: it failed.
+            MembershipChanged: the collective failed.
         """
         with self._failures("a collective"), self.waiting:
             self._live_backend.order(work)
 
     def settle(self) -> None:
-        """Waits until all ordered collectives have succeeded: in this group, in its parts, and in
-        its parent.
+        """Waits until all ordered collectives have succeeded, in this group, its parts and its
+        parent.
 
-        A commit all-reduce, like every sum on the host, does so by itself, so that no rank can
-        claim more than it knows.
+        Every sum on the host, including a commit all-reduce, waits in this way first. So no rank
+        reports a step as prepared before its collectives have succeeded.
 
         Raises:
             MembershipChanged: a collective has failed, or a group has ended; none of its operations
@@ -424,7 +425,7 @@ class Group:
 
     @contextlib.contextmanager
     def own_collectives(self, what: str) -> Iterator[CommunicationBackend]:
-        """Yields the backend to callers that issue or await its collectives directly. Not in a
+        """Yields the backend to callers that issue or await its collectives directly. Not for a
         world of one.
 
         Raises:
@@ -438,13 +439,13 @@ class Group:
                 raise self._over(what, error) from error
 
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Returns everybody's `values` (equally many on all ranks), in rank order."""
+        """Returns every rank's `values`, in rank order. All ranks must pass equally many values."""
         return [t.tolist() for t in self._all_gather(torch.tensor(values, dtype=torch.int64))]
 
     def rendezvous(self) -> None:
-        """Waits until all ranks have called it. No step issues such a collective. If some ranks are
-        in a step and others here, they wait for each other without receiving each other's messages,
-        at which Gloo would end the processes if sizes differ."""
+        """Waits until all ranks have called this method. No step issues such a barrier. If some
+        ranks are in a step and others here, they only wait for each other. In a shared collective
+        they would receive each other's messages, and Gloo ends the processes if sizes differ."""
         if self.world_size == 1:
             self._check()
             return
@@ -452,9 +453,9 @@ class Group:
             self._live_backend.host_group.barrier(BarrierOptions()).wait()
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Sends `payload` to all ranks and returns everybody's, in rank order. Uses two
-        all-gathers: lengths, then bytes. If few ranks send more than a megabyte, uses broadcasts,
-        since the second all-gather would pad all messages to the longest."""
+        """Sends `payload` to all ranks and returns every rank's payload, in rank order. Uses two
+        all-gathers: lengths, then bytes. If only few ranks send more than a megabyte, uses
+        broadcasts instead, because the second all-gather would pad all payloads to the longest."""
         lengths = [row[0] for row in self.all_gather_integers([len(payload)])]
         longest = max(lengths)
         if longest == 0:
@@ -478,8 +479,8 @@ class Group:
         return payload if rank == self.rank else bytes(received.numpy())
 
     def abort(self, reason: str) -> None:
-        """Ends the group: current and later collectives fail with `reason`. Thread-safe; returns at
-        once."""
+        """Ends the group: current and later collectives fail with `reason`. Thread-safe; does not
+        block."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -498,8 +499,8 @@ class Group:
 
     @contextlib.contextmanager
     def guarding(self) -> Iterator[Callable[[socket.socket], None]]:
-        """Yields a function that registers a socket with the group, whose `abort` then shuts it
-        down, so that nobody waits on it."""
+        """Yields a function that registers a socket with the group. `abort` shuts down the
+        registered sockets, so that no thread keeps waiting on one."""
         own: list[socket.socket] = []
 
         def guard(connection: socket.socket) -> None:
@@ -517,14 +518,15 @@ class Group:
                 self._guarded = [s for s in self._guarded if s not in own]
 
     def close(self) -> None:
-        """Lets go of sockets and threads."""
+        """Ends the group and releases its sockets and threads."""
         self.abort("the group was closed")
         self.leave()
 
     def all_leave(self, within: timedelta = _LEAVE_WITHIN) -> None:
-        """Makes the library end this group and its parts in order, before `close` or `leave` at the
-        end of the run. Does nothing unless the library can (`CommunicationBackend.finalize`), and
-        all ranks arrive within that time of each other."""
+        """Lets the communication library shut down this group and its parts in order, before
+        `close` or `leave` at the end of the run. Does nothing if the library cannot do so
+        (`CommunicationBackend.finalize`), or if the ranks do not all call this within the time
+        `within`."""
         backend = self._backend
         if self.ended or backend is None or not backend.finalizes or not backend.all_leave(within):
             return
@@ -534,8 +536,8 @@ class Group:
             wait()
 
     def leave(self) -> None:
-        """Closes the group without informing the other ranks, if the backend permits: they fail
-        only when they need this rank."""
+        """Closes the group without informing the other ranks, if the backend permits. The others
+        fail only when they need this rank."""
         with self._lock:
             self._reason = self._reason or "this rank has left the group"
             parts, self._parts = self._parts, []
@@ -570,7 +572,7 @@ class Group:
         if self._reason is not None:
             backend = self._backend
             if backend is not None:
-                backend.rest()  # who is told so may give the memory to something else
+                backend.rest()  # after this error, the caller may reuse the memory
             raise self._ended(
                 MembershipChanged(f"generation {self.generation.number} is over: {self._reason}")
             )
@@ -585,7 +587,7 @@ class Group:
         return _Failures(self, what)
 
     def _over(self, what: str, error: Exception) -> ShoalError:
-        """Returns the exception to raise for `error` of a collective, which ends the group."""
+        """Ends the group because of `error` in a collective, and returns the exception to raise."""
         reason = self._reason or f"{what} failed: {cause_of(error)}"
         # closes the sockets, so that peers stuck in the same collective are freed as well
         self.abort(reason)
@@ -594,15 +596,16 @@ class Group:
         )
 
     def _ended(self, error: MembershipChanged) -> ShoalError:
-        """Returns the exception to raise for `error`, with which the group ended: the verdict if a
-        rank found that their scripts diverged."""
+        """Returns the exception to raise for an ended group: `error`, or a PreconditionError if a
+        rank found that the scripts diverged."""
         verdict = self.waiting.verdict
         return error if verdict is None else PreconditionError(verdict, reason="RANKS_DIVERGED")
 
 
 class _Failures:
-    """Context manager for a collective: its failure ends the group and is raised as a Shoal error.
-    A class rather than a generator, which takes three times as long: each step enters several."""
+    """Context manager around a collective. If the collective fails, ends the group and raises a
+    Shoal error. A class instead of a generator function, which takes three times as long: each step
+    enters several."""
 
     __slots__ = ("_group", "_what")
 

@@ -1,9 +1,9 @@
-"""Joint operations of all ranks between steps: evaluate, decide on early stopping, save, confirm
-the end of an epoch.
+"""Joint operations of all ranks between steps: evaluate, decide on early stopping, save a
+checkpoint, confirm the end of an epoch.
 
-Operations are numbered from the last commit, the same on every rank. Their results are kept until
-the next commit. If a fault hits an operation that some ranks had finished, those ranks send the
-stored results to the others (see `Session`), and no rank repeats an operation unnecessarily.
+Operations are numbered from the last commit, equally on every rank. Their results are kept until
+the next commit. If a fault interrupts an operation that some ranks have finished, these ranks send
+the stored results to the others (see `Session`). No rank repeats an operation unnecessarily.
 
 Results are JSON values, since they are sent between processes. Everything runs on the training
 thread.
@@ -21,26 +21,28 @@ from shoal_worker.elastic.group.divergence import operations_apart
 from shoal_worker.elastic.group.group import Group
 
 Body = Callable[[Channel], Any]
-"""Runs one operation over a channel; may be repeated on another channel when the membership has
-changed meanwhile."""
+"""Runs one operation over a channel. Called again on another channel if the membership changes
+meanwhile."""
 
 _LEARNER = "spectator"
 
 
 class Operations:
-    """Operations since the last commit, as passed by this rank."""
+    """Results and position of this rank's operations since the last commit."""
 
     def __init__(self) -> None:
         self._results: list[Any] = []
         self._position = 0
         self._awaited: list[Any] = []
-        """Results after the next commit, that peers have already."""
+        """Results of operations after the next commit, received from peers that have already
+        finished them."""
         self.running: str | None = None
-        """Kind of the operation that this rank is in with its peers."""
+        """Kind of the operation that this rank is running with its peers; None outside of
+        operations."""
 
     @property
     def finished(self) -> int:
-        """Number of results of this rank."""
+        """Number of operations since the last commit whose results this rank has."""
         return len(self._results)
 
     @property
@@ -50,7 +52,7 @@ class Operations:
 
     @contextlib.contextmanager
     def in_progress(self, kind: str) -> Iterator[None]:
-        """Marks this rank as being in an operation with its peers."""
+        """Sets `running` to `kind` within the block."""
         self.running = kind
         try:
             yield
@@ -58,8 +60,8 @@ class Operations:
             self.running = None
 
     def take_known(self) -> tuple[bool, Any]:
-        """Returns (True, result) if the next operation's result is already known, and moves past
-        it; otherwise (False, None)."""
+        """Returns (True, result) and moves past the next operation if its result is known;
+        otherwise (False, None)."""
         if self._position < len(self._results):
             self._position += 1
             return True, self._results[self._position - 1]
@@ -71,7 +73,7 @@ class Operations:
         self._position += 1
 
     def committed(self) -> None:
-        """Restarts the numbering after a committed step."""
+        """Restarts the numbering of operations after a committed step."""
         self._results, self._awaited = self._awaited, []
         self._position = 0
 
@@ -80,37 +82,39 @@ class Operations:
         return json.dumps(self._results).encode()
 
     def extend(self, encoded: bytes) -> None:
-        """Takes results from a rank that is further, or equally far."""
+        """Replaces the results with those of a rank that has finished at least as many
+        operations."""
         self._results = json.loads(encoded)
 
     def await_results(self, encoded: bytes) -> None:
-        """Takes results of operations after a step that this rank is about to commit, from a rank
-        that has committed it."""
+        """Stores results of operations that follow the step about to be committed, from a rank that
+        has already committed the step."""
         self._awaited = json.loads(encoded) if encoded else []
 
     def restart(self, encoded: bytes, *, passed: bool) -> None:
-        """Takes another rank's results along with its state. `passed`: this rank's script is past
-        these operations, too."""
+        """Replaces the results with those received together with another rank's state. `passed`:
+        this rank's script is past these operations, too."""
         self._results = json.loads(encoded) if encoded else []
         self._position = len(self._results) if passed else 0
 
 
 class GroupChannel:
-    """Ranks of a group without the learners, which follow along and contribute nothing.
+    """Channel between the ranks of a group except the learners, which take part in the exchanges
+    and contribute nothing.
 
-    Each message contains its operation, so that ranks whose scripts diverged get an error instead
-    of each other's data.
+    Each message contains the kind of its operation. Ranks whose scripts diverged therefore receive
+    an error instead of each other's data.
     """
 
     def __init__(self, group: Group, kind: str, learners: tuple[int, ...]) -> None:
         self._group = group
         self._kind = kind
         self.members = [r for r in range(group.world_size) if r not in learners]
-        """Their ranks in the group, ascending."""
+        """Ranks of the group that are members of the channel, ascending."""
 
     @property
     def rank(self) -> int:
-        """Rank among the members."""
+        """This rank's index among the members."""
         return self.members.index(self._group.rank)
 
     @property
@@ -119,7 +123,7 @@ class GroupChannel:
         return len(self.members)
 
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Sends `payload` to all members and returns everybody's, in rank order."""
+        """Sends `payload` to all members and returns every member's payload, in rank order."""
         self._group.rendezvous()
         answers = self._group.exchange(self._kind.encode() + b"\0" + payload)
         split = [answers[r].split(b"\0", 1) for r in self.members]
@@ -133,7 +137,7 @@ class GroupChannel:
 
 
 def follow_as_learner(group: Group, learners: tuple[int, ...], boundary: str) -> None:
-    """Follows the members' exchanges until they are all at the step boundary.
+    """Follows the members' exchanges as a learner until all members are at the step boundary.
 
     Raises:
         MembershipChanged: the group has ended.

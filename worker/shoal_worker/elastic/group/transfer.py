@@ -1,23 +1,24 @@
-"""Sends a committed state to peers over TCP, and receives one: fully staged and checksummed before
-it is passed to the caller.
+"""Sends a committed state to peers over TCP, and receives one. A receiver stages and verifies the
+complete state before it uses any of it.
 
-Plain sockets, because the same bytes over gRPC or Gloo take about twice as long on one host while
-survivors wait.
+Uses plain sockets, because the same bytes over gRPC or Gloo take about twice as long on one host
+while survivors wait.
 
-A donor's `StateDonor` listens from the start of the session on a separate thread. It answers only
-while an offer is open: the training thread opens one, waits in a barrier until the receivers have
-what they need, and closes it, which ends the remaining connections; the tensors are therefore not
-modified while they are read, and a hung receiver delays nobody. A receiver requests a part of the
-bytes from each donor, all at once. A request contains the generation's nonce, so peers of another
-generation and strangers are refused. There is no deadline for the entire, possibly large transfer,
-but one for each block: a transfer continues as long as it makes progress.
+A donor's `StateDonor` listens on a separate thread from the start of the session. It answers only
+while an offer is open. The training thread opens an offer, waits in a barrier until the receivers
+have what they need, and closes the offer, which ends the remaining connections. The tensors are
+therefore not modified while they are read, and a hung receiver delays no other rank. A receiver
+requests one part of the bytes from each donor, from all donors at once. A request contains the
+generation's nonce, so peers of another generation and strangers are refused. Each block has a
+deadline, but the whole transfer, which may be large, has none: it continues as long as it makes
+progress.
 
-If the RPCs use TLS, so does the transfer: the donor's key is derived from the secret that the
-coordinator has given its peers (shoal_common.security.certificates), and the nonce is sent
+If the RPCs use TLS, so does the transfer. The donor's key is derived from the secret that the
+coordinator has sent to its peers (shoal_common.security.certificates), and the nonce is sent
 encrypted.
 
-Framing, all integers big-endian: request = magic, nonce (32 bytes), part, parts (u32 each). Answer
-= header length (u64), header (JSON: structure, tensors, digest), its xxh3-64, then the part's bytes
+Framing, with big-endian integers. Request: magic, nonce (32 bytes), part, parts (u32 each). Answer:
+header length (u64), header (JSON: structure, tensors, digest), its xxh3-64, then the part's bytes
 in blocks, each followed by its xxh3-64.
 """
 
@@ -63,18 +64,18 @@ _log = logging.getLogger(__name__)
 _MAGIC = b"SHOALST1"
 _REQUEST = struct.Struct("!32sII")
 PROBE = bytes(len(_MAGIC))
-"""An empty request that only tests whether a donor can be reached; answered by closing the
+"""Empty request that only tests whether a donor can be reached. The donor answers by closing the
 connection."""
 _U64 = struct.Struct("!Q")
 _BLOCK = 4 << 20
 _LARGEST_HEADER = 256 << 20
 _BLOCK_TIMEOUT_S = 30.0
-"""Maximum time for one block of 4 MiB, so a transfer slower than 0.14 MB/s is abandoned."""
+"""Maximum time for one block of 4 MiB; a transfer slower than 0.14 MB/s is abandoned."""
 _REQUEST_TIMEOUT_S = 5.0
-"""Maximum time for a client to send its request."""
+"""Maximum time in which a client must send its request."""
 _MOST_CONNECTIONS = 256
-"""Maximum number of connections served at a time, each by a thread; more wait in the listener's
-queue."""
+"""Maximum number of connections served at a time, each by a thread. Further connections wait in the
+listener's queue."""
 _DTYPES = {
     str(dtype).removeprefix("torch."): dtype
     for dtype in vars(torch).values()
@@ -87,18 +88,18 @@ class _Offer:
     nonce: bytes
     header: bytes
     pieces: tuple[torch.Tensor, ...]
-    """Bytes of each tensor in their original memory, possibly on a device."""
+    """Bytes of each tensor, in the tensor's own memory, possibly on a device."""
 
 
 class StateDonor:
-    """Listens for peers that need this member's state."""
+    """Server from which peers fetch this member's state."""
 
     def __init__(self, host: str, *, announced: str = "", secure: bool = False) -> None:
         """Binds to `host` on a port chosen by the system. `announced`: address for peers, if
-        different. `secure`: clients must use TLS."""
+        different. `secure`: require TLS from clients."""
         self.key = secrets.token_hex(16)
-        """Name for offers independent of the generation. Known only to members, which identify this
-        donor by it."""
+        """Nonce for offers outside of a generation, and key of this donor for TLS. Known only to
+        members."""
         self._tls = PairContexts.listener(self.key) if secure else None
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, dualstack_ipv6=host == "::")
@@ -119,20 +120,20 @@ class StateDonor:
 
     @property
     def is_secure(self) -> bool:
-        """True if this member and its peers use TLS with each other."""
+        """True if transfers use TLS."""
         return self._tls is not None
 
     def expect(self, nonce: str) -> None:
-        """Lets only requests for `nonce` wait for an offer, until the next call. Before the first
-        call, any may."""
+        """Refuses requests without an offer, except requests for `nonce`, which wait for one. Valid
+        until the next call. Before the first call, any request may wait."""
         with self._changed:
             self._expected = nonce.encode()
             self._changed.notify_all()
 
     @contextlib.contextmanager
     def offering(self, state: object, nonce: str) -> Iterator[None]:
-        """Offers `state` to peers that send `nonce` within the block. The caller must not change
-        its tensors meanwhile. Transfers that are incomplete at the end are cut off."""
+        """Offers `state` to peers that send `nonce`, within the block. The caller must not change
+        the state's tensors meanwhile. Transfers that are incomplete at the end are cut off."""
         structure, tensors = flatten(state)
         resolved = {
             name: t.resolve_conj().resolve_neg().contiguous() for name, t in tensors.items()
@@ -140,7 +141,7 @@ class StateDonor:
         header = _encode_header(structure, resolved)
         for device in {t.device for t in resolved.values()}:
             if (lane := device_reader.lane_of(device)) is not None:
-                lane.fence()()  # the threads that serve read what has been computed
+                lane.fence()()  # the serving threads must read finished values
         with self._changed:
             self._offer = _Offer(
                 nonce=nonce.encode(),
@@ -155,14 +156,14 @@ class StateDonor:
                 self._offer = None
                 for connection in self._serving:
                     shut_down(connection)
-                # The tensors may change from here on: nobody may still read them.
+                # The tensors may change from here on, so no thread may still read them.
                 if not self._changed.wait_for(lambda: not self._serving, _BLOCK_TIMEOUT_S):
                     raise InternalError(
                         "a thread is still sending state from tensors that are about to be modified"
                     )
 
     def close(self) -> None:
-        """Stops listening."""
+        """Stops listening for peers."""
         self._closed.set()
         with contextlib.suppress(OSError):  # the receiver has closed it
             self._listener.shutdown(socket.SHUT_RDWR)
@@ -179,7 +180,7 @@ class StateDonor:
                     target=self._serve, args=(connection,), name="shoal-donate", daemon=True
                 ).start()
             except (OSError, RuntimeError) as error:
-                # closed; or out of descriptors, or of threads, which passes
+                # closed; or out of file descriptors or threads, which is temporary
                 self._free.release()
                 if not self._closed.wait(0.1) and not complained:
                     complained = True
@@ -208,8 +209,8 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _greeted(self, connection: socket.socket) -> Iterator[socket.socket]:
-        """Yields the socket for the peer's bytes. Raises _Refused for a peer that does not use TLS
-        although it must."""
+        """Yields the socket for the peer's bytes, after the TLS handshake if TLS is required.
+        Raises _Refused if the handshake fails."""
         if self._tls is None:
             with connection:
                 yield connection
@@ -225,11 +226,11 @@ class StateDonor:
 
     @contextlib.contextmanager
     def _entered(self, connection: socket.socket, nonce: bytes) -> Iterator[_Offer]:
-        """Serves the offer of `nonce` to `connection` within the block. Waits for it, since a
-        receiver may be faster than the donor.
+        """Yields the offer of `nonce` and registers `connection` with it within the block. Waits
+        for the offer, because a receiver may be faster than the donor.
 
         Raises:
-            _Refused: there is no such offer, or will be none.
+            _Refused: there is no offer of `nonce`, and there will be none.
         """
 
         def decided() -> bool:
@@ -260,19 +261,19 @@ class StateDonor:
 
 
 def shut_down(connection: socket.socket) -> None:
-    """Ends another thread's use of the connection. With SSLSocket's own method that thread would
-    continue in plain text."""
+    """Shuts down a connection that another thread uses. SSLSocket's own method would let that
+    thread continue in plain text."""
     with contextlib.suppress(OSError):  # its peer has closed it
         socket.socket.shutdown(connection, socket.SHUT_RDWR)
 
 
 class _Refused(Exception):
-    """The client is refused."""
+    """Raised to close a client's connection without an answer."""
 
 
 def _read_request(connection: socket.socket) -> tuple[bytes, int, int]:
-    """Returns (nonce, part, parts). Raises _Refused as soon as the request is invalid, or when it
-    does not arrive in time."""
+    """Reads a request and returns (nonce, part, parts). Raises _Refused as soon as the request is
+    invalid, or if it does not arrive in time."""
     deadline = time.monotonic() + _REQUEST_TIMEOUT_S
     try:
         if _receive(connection, len(_MAGIC), deadline) != _MAGIC:
@@ -293,15 +294,15 @@ def take_state(
     keys: Sequence[str] = (),
     guard: Callable[[socket.socket], None] = lambda connection: None,
 ) -> tuple[Any, int]:
-    """Fetches the state that the `donors` (host:port) offer under `nonce`; returns it and its size
-    in bytes. Changes nothing here.
+    """Fetches the state that the `donors` (host:port) offer under `nonce`. Returns the state and
+    its size in bytes. Does not change this process's state.
 
-    `keys`: that of each donor (`StateDonor.key`), to use TLS with it; empty: plain text. `guard`:
-    receives each connection when it is made; shutting the connection down ends the transfer.
-    `timeout`: until all donors have begun to answer; after that each block has its own deadline.
+    `keys`: each donor's key (`StateDonor.key`), for TLS; empty: plain text. `guard`: receives each
+    new connection; shutting a connection down ends the transfer. `timeout`: time until all donors
+    have begun to answer; after that, each block has its own deadline.
 
     Raises:
-        UnavailableError: a donor went away, or sends too slowly.
+        UnavailableError: a donor failed, or sends too slowly.
         CorruptDataError: a wrong checksum, or invalid data.
     """
     failpoint("transfer.before_taking")
@@ -345,7 +346,7 @@ def take_state(
 
 
 class _Part:
-    """One donor's share of a transfer."""
+    """One donor's part of a transfer."""
 
     def __init__(
         self,
@@ -393,8 +394,9 @@ class _Part:
         return _Header.parse(raw, self._address)
 
     def _connected(self) -> socket.socket:
-        """Connects to the donor. Raises UnavailableError if nobody accepts the connection; OSError;
-        ssl.SSLError, a subclass, for a donor that does not know its key."""
+        """Connects to the donor, with TLS if there is a key. Raises UnavailableError if the
+        connection is refused, OSError on other failures, and ssl.SSLError, a subclass, if the donor
+        does not know its key."""
         host, _, port = self._address.rpartition(":")
         try:
             connection = socket.create_connection(
@@ -439,18 +441,18 @@ class _Part:
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    """Header sent before the bytes."""
+    """Description of the state, sent before its bytes."""
 
     structure: Any
     tensors: tuple[tuple[str, torch.dtype, tuple[int, ...]], ...]
-    """Name, dtype and shape of each tensor, in the order of their bytes."""
+    """Name, dtype and shape of each tensor, in the order in which the bytes are sent."""
     digest: tuple[str, str]
-    """Digest of the state, and the device of its tensors: a device computes a different digest of
+    """Digest of the state, and the devices of its tensors. A device computes a different digest of
     equal tensors than the host does."""
 
     @classmethod
     def parse(cls, raw: bytes | bytearray, address: str) -> _Header:
-        """Raises CorruptDataError when it is none."""
+        """Parses a header. Raises CorruptDataError if `raw` is not a valid one."""
         try:
             header = json.loads(raw)
             tensors = tuple(
@@ -498,8 +500,8 @@ def _send_part(connection: socket.socket, offer: _Offer, part: int, parts: int) 
 
 
 def _blocks(pieces: Sequence[torch.Tensor], part: int, parts: int) -> Iterator[torch.Tensor]:
-    """Yields every `parts`-th block of all pieces, from block `part` on: the same division on both
-    sides."""
+    """Yields every `parts`-th block of all pieces, beginning with block `part`. Sender and receiver
+    divide the bytes equally."""
     index = 0
     for piece in pieces:
         for offset in range(0, len(piece), _BLOCK):
@@ -529,8 +531,8 @@ def _receive(connection: socket.socket, length: int, deadline: float) -> bytearr
 
 
 def _receive_into(connection: socket.socket, target: memoryview, deadline: float) -> None:
-    """Raises OSError when the connection ends, or `deadline` (monotonic) passes, before `target` is
-    full."""
+    """Fills `target` from the connection. Raises OSError if the connection ends, or `deadline`
+    (monotonic) passes, before that."""
     while target:
         connection.settimeout(max(0.001, deadline - time.monotonic()))
         received = connection.recv_into(target)
@@ -540,21 +542,19 @@ def _receive_into(connection: socket.socket, target: memoryview, deadline: float
 
 
 # --------------------------------------------------------------------- between the ranks of a group
-#
-# State between the ranks of a group: those that hold it give it, those that lack it take it, and
-# all leave together.
-#
-# Giving and taking end with an exchange on the group, so that nobody changes its tensors while
-# another reads them. The donor's own threads serve the bytes (`StateDonor`); all of it runs on the
-# training thread.
 
 MOST_DONORS: Final = 16
-"""Maximum number of donors used by one receiver. More do not increase the throughput, and each
-costs a thread, a connection and a description of the entire state."""
+"""Maximum number of donors used by one receiver. More donors do not increase the throughput, and
+each costs a thread, a connection and a description of the entire state."""
 
 
 class StateExchange:
-    """This rank's side of transfers."""
+    """This rank's side of state transfers between the ranks of a group.
+
+    A transfer ends with an exchange on the group, so that no rank changes its tensors while another
+    reads them. The donor's threads serve the bytes (`StateDonor`). The training thread calls all
+    methods.
+    """
 
     def __init__(self, donor: StateDonor, settings: WorkerSettings, metrics: WorkerMetrics) -> None:
         self._donor = donor
@@ -562,12 +562,12 @@ class StateExchange:
         self._metrics = metrics
 
     def expect(self, group: Group) -> None:
-        """Lets only peers of `group` request state from here on."""
+        """Restricts requests for state to peers of `group` from here on."""
         self._donor.expect(group.generation.nonce)
 
     def give(self, group: Group, captured: object, *, until: Callable[[], object]) -> None:
-        """Offers `captured` to the group's ranks while `until`, which waits for the receivers,
-        runs.
+        """Offers `captured` to the group's ranks while `until` runs. `until`: waits for the
+        receivers.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -576,11 +576,12 @@ class StateExchange:
             until()
 
     def take(self, group: Group, donors: Sequence[int]) -> Any:
-        """Fetches the state from the ranks `donors`. Changes nothing here.
+        """Fetches the state from the ranks `donors` and returns it. Does not change this process's
+        state.
 
         Raises:
-            UnavailableError: a donor went away, or damaged data arrived: the peers' state is
-                intact, so ask again.
+            UnavailableError: a donor failed, or damaged data arrived. The peers' state is intact,
+                so the request can be repeated.
             MembershipChanged: the group has ended.
         """
         started = time.monotonic()
@@ -590,8 +591,8 @@ class StateExchange:
         keys = [peer.donor_key for peer in peers] if self._settings.calling_tls is not None else []
         try:
             with group.guarding() as guard:
-                # On another thread: where ranks take turns, a donor may need its turn to offer what
-                # this one waits for.
+                # On another thread: if ranks take turns, a donor may need its turn to offer the
+                # state for which this rank waits.
                 state, size = run_aside(
                     lambda: take_state(
                         addresses,
@@ -616,12 +617,12 @@ class StateExchange:
         return state
 
     def close(self) -> None:
-        """Stops giving."""
+        """Stops offering state."""
         self._donor.close()
 
 
 def share_of(donors: Sequence[int], *, receiver: int) -> Sequence[int]:
-    """Returns the donors used by `receiver`: at most MOST_DONORS, distinct for different receivers
-    as far as possible."""
+    """Returns the donors that `receiver` uses: at most MOST_DONORS, and as far as possible
+    different ones for different receivers."""
     first = receiver * MOST_DONORS % len(donors)
     return (*donors[first:], *donors[:first])[:MOST_DONORS]

@@ -1,9 +1,9 @@
-"""Current wait of a group's training thread, and the notes that ranks exchange about it outside of
-their collectives.
+"""Current wait of a group's training thread, and the notes that ranks exchange about their waits
+outside of collectives.
 
-At one position of the run, after a step or an operation, all ranks whose scripts agree wait in the
-same thing: the next step, or the next operation. Only an operation in the middle of a step, after
-collectives of that step, differs from other waits at its position; it is therefore not compared.
+At one position of the run, after a step or an operation, all ranks whose scripts agree wait for the
+same thing: the next step, or the next operation. An operation in the middle of a step, after
+collectives of that step, is an exception and is therefore not compared.
 """
 
 from __future__ import annotations
@@ -22,48 +22,48 @@ from shoal_worker.store.redis_store import RedisStore
 # ------------------------------------------------------------------------------- what is waited for
 
 At = tuple[int, int]
-"""Committed steps of the run, and operations between steps since the last one."""
+"""Number of committed steps of the run, and number of operations since the last step."""
 
 _VERDICT: Final = "verdict"
 _NONE: Final = "-"
 
 
 class Where(NamedTuple):
-    """Position of a script that waits for its peers, with the kind of its wait."""
+    """Position of a script that waits for its peers, with the kind of the wait."""
 
     at: At
     operation: str | None
-    """Kind of the operation that it is in; None: a step."""
+    """Kind of the operation that the script is in; None: a step."""
     source: StepSource | None = None
     """Loader of the step; None: a loop without a Shoal loader."""
 
     @property
     def what(self) -> str:
-        """Description such as "evaluate", or "a step of loader 'loader'"."""
+        """Description of the wait, such as "evaluate" or "a step of loader 'loader'"."""
         if self.operation is not None:
             return self.operation
         return f"a step of loader {self.source.name!r}" if self.source is not None else "a step"
 
 
 class Wait(NamedTuple):
-    """A wait in progress."""
+    """A wait in progress, with its start and the script's position."""
 
     since: float
-    """Start, by time.monotonic()."""
+    """Start of the wait, by time.monotonic()."""
     where: Where
 
 
 class Waiting:
-    """Waits of the training thread in one group and its parts. That thread enters and leaves it
-    around each wait; another may read it."""
+    """Waits of the training thread in one group and its parts. The training thread enters and
+    leaves this context manager around each wait. Another thread may read `now`."""
 
     def __init__(self, store: RedisStore | None) -> None:
-        """`store`: the group's, whose prefix contains the notes; None: this group has none, and
-        nothing is compared."""
+        """`store`: the group's store, in which ranks leave notes about their waits. None: the group
+        has no store, and waits are not compared."""
         self.now: Wait | None = None
-        """Current wait, if it can be compared with others'."""
+        """Current wait, if it can be compared with other ranks' waits."""
         self.where: Callable[[], Where | None] = lambda: None
-        """Returns the script's position; None at a step boundary, where nothing is compared."""
+        """Returns the script's position; None at a step boundary, where waits are not compared."""
         self._stepped_at: At | None = None
         """Last position at which the script was in a step's collectives."""
         self._notes = store.with_prefix(f"{store.prefix}:notes") if store is not None else None
@@ -81,24 +81,24 @@ class Waiting:
         self.now = None
 
     def note(self, at: At, text: str, among: str = "") -> str:
-        """Writes `text` for a position unless a rank has already written one. `among`: names the
-        ranks that compare it; empty: all. Returns the stored text. Raises StoreError,
-        ShoalError."""
+        """Stores `text` for a position, unless a rank has already stored a text. Returns the stored
+        text. `among`: name of the set of ranks that compare the text; empty: all. Raises
+        StoreError, ShoalError."""
         if self._notes is None:
             return text
         return self._notes.compare_set(f"{at[0]}/{at[1]}/{among}", "", text).decode()
 
     def condemn(self, verdict: str) -> None:
-        """Ends the group with this error on all ranks that learn of it."""
+        """Ends the group with the error `verdict` on all ranks that learn of it."""
         self._verdict = verdict
         if self._notes is not None:
             with contextlib.suppress(ShoalError, RuntimeError):
-                # the store is away: this rank has its error all the same
+                # the store is unavailable; this rank raises its error nevertheless
                 self._notes.set(_VERDICT, verdict)
 
     @property
     def verdict(self) -> str | None:
-        """Error with which a rank ended the group; None if it ended otherwise. Asks the store
+        """Error with which a rank ended the group; None if there is none. Queries the store
         once."""
         if self._verdict is None and self._notes is not None:
             notes, self._notes = self._notes, None
@@ -109,9 +109,6 @@ class Waiting:
 
 
 # --------------------------------------------------------------------------------- lines in the log
-#
-# A line in the log every ten seconds while a thread waits: for what, for how long, and why it is
-# not there.
 
 _log = logging.getLogger(__name__)
 
@@ -119,18 +116,19 @@ EVERY_S: Final = 10.0
 
 
 class WaitingLines:
-    """Log lines of one wait; belongs to the waiting thread."""
+    """Log lines about one wait: what the thread waits for, how long, and why. At most one line per
+    ten seconds. Used only by the waiting thread."""
 
     def __init__(self, *, waited_s: float = 0.0, first_in_s: float | None = None) -> None:
-        """The wait began `waited_s` ago; the first line is due in `first_in_s` (None: like the
-        others)."""
+        """`waited_s`: how long ago the wait began. `first_in_s`: time until the first line; None:
+        like later lines."""
         now = time.monotonic()
         self._started = now - waited_s
         self._said = now - EVERY_S + (EVERY_S if first_in_s is None else first_in_s)
 
     def say(self, what: str, why: Callable[[], str]) -> None:
-        """Logs the wait if a line is due. Called repeatedly. `why`: called only when a line is
-        due."""
+        """Logs the wait if a line is due. Called repeatedly. `why`: returns the reason; called only
+        if a line is due."""
         now = time.monotonic()
         if now >= self._said + EVERY_S:
             self._said = now

@@ -3,5 +3,6 @@
 - `step_lifecycle`: begins and ends steps. `step_commit`: the commit protocol, the same under every
   strategy. `step_boundaries`: membership between two steps.
 - `formation`: forms the next generation of survivors and joiners. `joiner_state`: the state that
-  joiners receive. `return_to_checkpoint`: the way back if no rank holds the state any more.
+  joiners receive. `return_to_checkpoint`: restores a checkpoint if no rank has the whole state any
+  more.
 """

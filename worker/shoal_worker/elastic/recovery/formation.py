@@ -1,20 +1,21 @@
 """Forms generations until one is established, and admits joiners.
 
-- The ranks of a new generation first *meet*: each sends its status, and all draw the same
-  conclusion (`reconcile.py`). If they agree on the state, the generation is *established*, and
+- The ranks of a new generation first *meet*: each rank sends its status, and all ranks make the
+  same decision (`reconcile.py`). If they agree on the state, the generation is *established*, and
   sharded state is distributed over its ranks. Otherwise some ranks have to advance first, each in
   its own script. They receive what they need for that: the commit all-reduce of a step whose
   outcome they do not know, or results of operations. This group is then abandoned, and the other
   ranks wait for the next one. Therefore the scripts of all members of an established generation
   have received the same outcomes.
 - Only two kinds of ranks receive state from peers: joiners, and ranks whose peers have loaded a
-  checkpoint that they have not. A rank that does not know a step's outcome applies its own step.
-- A rank may be cut off while its peers take steps without it. When it meets them again, it leaves,
-  and its process ends and is replaced, because its script is in an operation or a step that the
+  checkpoint that they have not loaded. A rank that does not know a step's outcome applies its own
+  step.
+- A rank may be cut off while its peers take steps without it. When it meets its peers again, it
+  leaves, and its process ends and is replaced. Its script is in an operation or a step that the
   peers finished long ago.
-- A joiner is a learner of its first generation until all others are at a step boundary, where it
-  receives the state. It therefore never receives a state from between two steps, while user code
-  may be changing it.
+- A joiner is a learner of its first generation until all other ranks are at a step boundary, where
+  the joiner receives the state. It therefore never receives a state from between two steps, which
+  user code may be changing.
 
 Owns whether the group is established, the set of learners, whether a step boundary is due, and the
 time of the last failure. Everything runs on the training thread, except that a collective's
@@ -66,15 +67,15 @@ from shoal_worker.state.digest import state_digest
 _log = logging.getLogger(__name__)
 
 GROUP_LOST = (MembershipChanged, UnavailableError)
-"""Errors of a collective or a transfer whose group has ended: the remedy is a new generation."""
+"""Errors of a collective or a transfer whose group has ended. A new generation must be formed."""
 
 _BRINGING, _TOGETHER = "bringing together", "together"
 _SPARE_LOOK = timedelta(seconds=0.2)
-"""Interval at which a spare looks for its peers."""
+"""Interval at which a spare checks whether it still has its peers."""
 
 
 class Formation:
-    """The ranks that currently work together, and the process by which they were formed."""
+    """The ranks that currently work together, and the process that forms their generations."""
 
     def __init__(
         self,
@@ -92,16 +93,16 @@ class Formation:
             held, exchange, allow_restart=settings.allow_restart_from_scratch
         )
         self.where: Callable[[], Where | None] = lambda: None
-        """Returns the current location; see `Waiting.where`."""
+        """Returns the script's current position; see `Waiting.where`."""
         self.boundary_due = False
-        """True if there is a newer generation to adopt at the next step boundary, according to the
-        last step vote, the same on all ranks."""
+        """True if the last step vote showed a newer generation, which is adopted at the next step
+        boundary; the same on all ranks."""
         self.stop_due = False
         """True if training ends at the next step boundary on all ranks, according to the last step
         vote."""
         self.preempted = False
-        """True if it ends because all ranks were asked to leave, so that the run is not
-        finished."""
+        """True if training ends because all ranks were asked to leave. The run is then
+        unfinished."""
         self._held = held
         self._exchange = exchange
         self._settings = settings
@@ -109,16 +110,17 @@ class Formation:
         self._progress = progress
         self._learners: tuple[int, ...] = ()
         self.group: Group | None = None
-        """The last established group, or the one about to be; it may have ended. None before the
-        first. Strategies know no other: a group whose ranks have only met belongs to the
-        membership."""
+        """The last established group, or the group about to be established; it may have ended. None
+        before the first. Strategies see no other group: a group whose ranks have only met belongs
+        to the membership."""
         self._stands = False
-        """True if sharded state is distributed over the ranks of the group."""
+        """True if the group is established: sharded state is distributed over its ranks."""
         self._met = False
-        """True if the ranks of the membership's group agree on the state but the group is not
-        established yet."""
+        """True if the ranks of the membership's group agree on the state, but the group is not yet
+        established."""
         self._outcomes_due = 0
-        """Maximum number of outcomes known to any rank at the last rendezvous."""
+        """Number of outcomes that all scripts must have received, according to the last
+        rendezvous."""
         self._rendezvous_began = 0.0
         self._failed_at: float | None = None
 
@@ -127,7 +129,7 @@ class Formation:
     @property
     def working(self) -> Group | None:
         """Ranks of the group that take steps and run operations together: all except spares. While
-        some ranks have yet to receive the state, all ranks count."""
+        some ranks have yet to receive the state, all ranks are included."""
         group, held = self.group, self._held
         return (
             held.engine.working(group)
@@ -137,20 +139,20 @@ class Formation:
 
     @property
     def generation(self) -> Generation | None:
-        """Generation of this process; None before the first."""
+        """Generation in which this process works; None before the first."""
         if self.group is not None:
             return self.group.generation
         return self.membership.link.newest_generation if self._held.phase.holds_state else None
 
     @property
     def members(self) -> list[str]:
-        """Ids of the members of the last established group that hold the state. Raises
-        MembershipChanged, UnavailableError: see `AskedPeers`."""
+        """Ids of the members of the last established group that have the state. Raises
+        MembershipChanged and UnavailableError like `AskedPeers`."""
         peers = self.group.generation.peers if self.group is not None else ()
         return [peer.member_id for peer in peers if peer.rank not in self._learners]
 
     def peers_have(self, step: int) -> bool:
-        """Returns whether all state holders in the last established group are known to have
+        """Returns whether every rank with the state in the last established group is known to have
         committed `step`."""
         return self.group is None or self.membership.all_have(
             self.group.generation, self._learners, step
@@ -158,8 +160,8 @@ class Formation:
 
     @property
     def is_first(self) -> bool:
-        """True if this is the lowest rank that holds the state, which acts for all. Rank 0 may be a
-        joiner without the state."""
+        """True if this rank is the lowest rank with the state. That rank acts for all; rank 0 may
+        be a joiner without the state."""
         generation = self.generation
         members = (
             (r for r in range(generation.world_size) if r not in self._learners)
@@ -170,17 +172,17 @@ class Formation:
 
     @property
     def healthy(self) -> bool:
-        """True if a group is established and no collective has failed on it."""
+        """True if a group is established and no collective has failed in it."""
         return self._stands and self.group is not None and self.group.broken is None
 
     @property
     def must_move(self) -> bool:
-        """True if no generation can be established before this rank's script has received further
-        outcomes: the step that it begins next is aborted."""
+        """True if this rank's script must receive further outcomes before a generation can be
+        established. The step that the script begins next is then aborted."""
         return self._held.outcomes < self._outcomes_due
 
     def channel(self, kind: str) -> GroupChannel:
-        """Returns the channel to the members of the group, for one operation.
+        """Returns a channel to the members of the group, for one operation.
 
         Raises:
             MembershipChanged: there is no group.
@@ -190,27 +192,29 @@ class Formation:
     # ------------------------------------------------------------------------------ new generations
 
     def failed_now(self) -> None:
-        """Records the time of a failure; recovery is timed from the first one."""
+        """Records the time of a failure, unless an earlier failure was recorded. Recovery is timed
+        from the first failure."""
         self._failed_at = self._failed_at or time.monotonic()
 
     def committed(self, *, boundary_due: bool, stop_due: bool, preempted: bool) -> None:
-        """Records a committed step, whose step vote asked for a boundary, for the end, or for
-        nothing."""
+        """Records the requests in a committed step's vote, and observes the recovery time if there
+        was a failure. `boundary_due`: a newer generation is waiting. `stop_due`: training ends.
+        `preempted`: all ranks were asked to leave."""
         self.boundary_due, self.stop_due, self.preempted = boundary_due, stop_due, preempted
         if self._failed_at is not None:
             self._metrics.recovery_seconds.observe(time.monotonic() - self._failed_at)
             self._failed_at = None
 
     def recover(self, error: BaseException, *, in_operation: bool | None = None) -> None:
-        """Ends a failed group and re-forms. Raises like `reform`. `in_operation`: see
-        `end_group`."""
+        """Ends a failed group and forms a new one. `in_operation`: see `end_group`. Raises like
+        `reform`."""
         self.end_group(error, in_operation=in_operation)
         self.reform()
 
     def end_group(self, error: BaseException, *, in_operation: bool | None) -> None:
-        """Ends and reports a failed group, so that no peer waits in it. `in_operation`: True in an
-        operation between steps; False in a step; None in neither. Raises MembershipChanged if there
-        will be no other group."""
+        """Ends a failed group and reports the failure, so that no peer keeps waiting in the group.
+        `in_operation`: True in an operation between steps; False in a step; None outside of both.
+        Raises MembershipChanged if no further group will be formed."""
         self.failed_now()
         self._stands = self._met = False
         self._held.interrupted = None
@@ -223,9 +227,9 @@ class Formation:
         self.membership.failed(error)
 
     def settle(self, *, updated: bool = False) -> None:
-        """Returns when the group is established, or when this rank's script has to advance first.
-        `updated`: the state has changed since the ranks met, and sharded parts must be
-        consolidated. Raises like `reform`."""
+        """Forms and establishes a group if necessary. Returns when the group is established, or
+        when this rank's script has to advance first. `updated`: the state has changed since the
+        ranks met, so that sharded parts must be consolidated. Raises like `reform`."""
         if self.healthy or (self.must_move and not updated):
             return
         if self._met:
@@ -240,8 +244,8 @@ class Formation:
         )
 
     def went_back(self) -> None:
-        """Establishes the group after all of its ranks have replaced a lost state with a
-        checkpoint's."""
+        """Records that all ranks of the group have replaced a lost state with a checkpoint's, so
+        that the group can be established."""
         group = self.group
         self._met = (
             not self._stands
@@ -253,7 +257,7 @@ class Formation:
             self.boundary_due = False  # this is the generation that was due
 
     def take_newest(self) -> None:
-        """Forms the generation that was due at the boundary, unless one was formed here since.
+        """Forms the generation that was due at the boundary, unless a newer one was formed since.
         Raises like `reform`."""
         if self.boundary_due:
             self.reform()
@@ -266,7 +270,7 @@ class Formation:
 
         Raises:
             StopTraining: the job is stopped, or this member must leave.
-            DeadlineError: none formed within the rendezvous timeout.
+            DeadlineError: no generation formed within the rendezvous timeout.
             PreconditionError: the state is lost, or this member was evicted.
         """
         while self.rendezvous():
@@ -274,10 +278,10 @@ class Formation:
                 return
 
     def rendezvous(self) -> bool:
-        """Forms newer generations until the ranks of one agree on the state, and returns True.
-        Returns False, after giving up the group, if this rank's script has to advance first. Raises
-        like `reform`."""
-        # from the first failure on: waiting for a generation has a deadline of its own
+        """Forms newer generations until the ranks of one agree on the state, and returns True. If
+        this rank's script has to advance first, abandons the group and returns False. Raises like
+        `reform`."""
+        # measured from the first failure: waiting for a generation has a deadline of its own
         give_up_at: float | None = None
         self._stands = self._met = False
         while True:
@@ -285,7 +289,7 @@ class Formation:
             try:
                 group = self.membership.form()
                 if self._exchange is not None:
-                    # before the first exchange, in which a receiver asks for it
+                    # before the first exchange, after which a receiver requests the state
                     self._exchange.expect(group)
                 plan = self._reconcile(group)
                 if plan.moving:
@@ -313,8 +317,8 @@ class Formation:
                 return False
 
     def stand(self) -> bool:
-        """Establishes a group whose ranks have met: reshards the state for them. A collective.
-        Returns False if the group was lost meanwhile."""
+        """Establishes a group whose ranks have met, and reshards the state for its ranks. A
+        collective. Returns False if the group was lost meanwhile."""
         held, group = self._held, self.membership.group
         self._met = False
         try:
@@ -345,8 +349,9 @@ class Formation:
         return True
 
     def _cut_for(self, group: Group) -> None:
-        """Reshards the state for these ranks once all hold it: joiners receive it at the next step
-        boundary. A collective."""
+        """Reshards the state for the ranks of `group` once all of them have it. While there are
+        joiners, consolidates the state instead: joiners receive it at the next step boundary. A
+        collective."""
         self.group = group
         held = self._held
         if not self._learners:
@@ -364,7 +369,7 @@ class Formation:
                 ):
                     held.engine.consolidate(channel)
                     held.engine.keep_two_copies(channel)
-            except StateLostError as error:  # on all members alike
+            except StateLostError as error:  # on all members
                 lost = error
             GroupChannel(group, _TOGETHER, self._learners).exchange(b"")
             if lost is not None:
@@ -373,25 +378,26 @@ class Formation:
             follow_as_learner(group, self._learners, _TOGETHER)
 
     def _let_move(self, group: Group, plan: Reconciliation) -> None:
-        """Lets some ranks advance first. Returns when they have everything they need. The group is
-        then given up, because data in flight would be lost."""
+        """Waits until the ranks that must advance first have everything they need for that. The
+        caller then abandons the group, because data in flight would be lost."""
         if not plan.decided:
             with contextlib.suppress(StateLostError):
-                # the next generation finds the same, when all have moved
+                # the next generation reaches the same result once all ranks have advanced
                 self._consolidate(group)
         try:
             group.exchange(b"")
         except GROUP_LOST:
             if group.rank not in plan.moving:
                 raise
-            # It has all, and another has left already.
+            # This rank has everything, and another rank has already left.
 
     def _consolidate(self, group: Group) -> None:
-        """Consolidates the state of the ranks that agree on it, while others must first lose a step
-        before this group can be established. Until then the scripts of the former see this state,
-        so the owners' updates are sent to all holders. A collective."""
+        """Consolidates the state of the ranks that agree on it, before the group is abandoned
+        because other ranks must first lose a step. Until the next group, the scripts of the
+        agreeing ranks work with this state, so its owners' updates are sent to all ranks that hold
+        it. A collective."""
         held = self._held
-        step, held.step = held.step, None  # else nothing would be sent, in a step that is lost
+        step, held.step = held.step, None  # otherwise nothing would be sent: the step is lost
         try:
             if step is not None and step.unresolved:
                 step.abort()
@@ -401,7 +407,8 @@ class Formation:
             held.step = step
 
     def _reconcile(self, group: Group) -> Reconciliation:
-        """Exchanges the ranks' status, and transfers results or state accordingly."""
+        """Exchanges the ranks' status, and transfers results or state where needed. Returns the
+        decision."""
         failpoint("session.before_reconcile")
         held = self._held
         gathered = group.all_gather_integers(held.status().encode())
@@ -431,7 +438,7 @@ class Formation:
             results = group.exchange(
                 held.operations.encode() if group.rank == plan.results_from else b""
             )[plan.results_from]
-        # The following does not communicate: it is done on all ranks, or on none.
+        # The rest does not communicate: all ranks do it, or none.
         if group.rank in plan.decided:
             held.decide(commit_payload)
             held.operations.await_results(results)
@@ -441,15 +448,16 @@ class Formation:
             held.operations.extend(results)
         if group.rank not in plan.learners:
             if group.rank in plan.behind:
-                # its script is in an operation, after all outcomes that the others have received
+                # its script is in an operation, and has received all outcomes that the others have
                 held.outcomes = plan.outcomes
             self._outcomes_due = plan.outcomes
         self._learners = plan.learners
         return plan
 
     def _replace_overtaken(self, group: Group, plan: Reconciliation) -> NoReturn:
-        """Raises PreconditionError on a rank whose peers took steps without it, which has left by
-        then, and MembershipChanged on the others, which continue in the next generation."""
+        """Replaces ranks whose peers took steps without them. Such a rank leaves the job and
+        raises PreconditionError. The others raise MembershipChanged and continue in the next
+        generation."""
         if group.rank in plan.overtaken:
             assert plan.newest is not None
             self.membership.give_up_place(
@@ -476,11 +484,11 @@ class Formation:
             group.exchange(b"")
 
     def stand_by(self) -> None:
-        """Waits as a spare for the next generation, which it enters as a joiner. Raises like
+        """Waits as a spare for the next generation, which this rank enters as a joiner. Raises like
         `reform`."""
         self._held.phase.set_aside()
         self.membership.link.stands_by()
-        self._outcomes_due = 0  # its count of outcomes will come with the peers' state
+        self._outcomes_due = 0  # the count of outcomes will arrive with the peers' state
         _log.info(
             "there are too few ranks for another replica that includes this rank; it is a spare "
             "until the membership changes"
@@ -488,10 +496,10 @@ class Formation:
         self._await_more(Drained)
 
     def await_ranks(self) -> None:
-        """Waits for the next generation because there are too few ranks for a replica, while each
-        has the entire state. Raises like `reform`."""
+        """Waits for the next generation, because there are too few ranks for a replica and each
+        rank has the entire state. Raises like `reform`."""
         alone = self.group is None or self.group.world_size == 1
-        # a rank that is alone may be about to save the state
+        # a rank without peers may be about to save the state
         self._await_more(StopTraining if alone else Drained)
 
     def _await_more(self, drained: type[StopTraining]) -> None:
@@ -507,7 +515,7 @@ class Formation:
                 break
             group = self.group
             if group is not None and group.ended:
-                # a peer is gone, or finished its script: the coordinator says which
+                # a peer is gone, or its script has finished: the coordinator knows which
                 self.recover(
                     MembershipChanged(
                         "a peer left the group while this rank was waiting for more ranks"
@@ -537,17 +545,18 @@ class Formation:
     # ------------------------------------------------------------------------------ the first state
 
     def synchronize_first(self) -> None:
-        """Gives all ranks the first one's weights; forms the first group if there is none. Raises
-        as `reform`."""
+        """Sends the first rank's weights to all ranks. Forms the first group if there is none.
+        Raises like `reform`."""
         if self.group is None:
             self.reform()
         while self._held.name is None:
-            # once it has one, an established generation provides the same as the exchange below
+            # once the state has a name, an established generation replaces the exchange below
             group = self._require_group()
             channel = GroupChannel(group, "attach", self._learners)
             try:
                 self._equal_weights(group, channel)
-                # a rank that passes this knows that all have the weights, and may shard its own
+                # a rank that passes this exchange knows that all ranks have the weights, and may
+                # shard its own
                 channel.exchange(b"")
             except GROUP_LOST as error:
                 self.recover(error)
@@ -578,8 +587,8 @@ class Formation:
         self._held.begin(group.generation.number, group.generation.nonce)
 
     def replace_state(self, channel: GroupChannel, captured: object) -> None:
-        """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on
-        the others). Part of an operation."""
+        """Sends the state that the first rank has read from a checkpoint to all ranks. `captured`:
+        that state; None on the other ranks. Part of an operation."""
         group, held = self._require_group(), self._held
         if channel.rank == 0:
             self._require_exchange().give(group, captured, until=lambda: channel.exchange(b""))
@@ -595,14 +604,14 @@ class Formation:
 
     @property
     def joiners_wait(self) -> bool:
-        """True if there are joiners, this process or others, that receive the state at the next
-        boundary."""
+        """True if some ranks, possibly including this one, are joiners that receive the state at
+        the next boundary."""
         return bool(self._learners)
 
     def let_joiners_in(self, place: ScriptPosition) -> ScriptPosition | None:
-        """At a step boundary, sends the state to joiners, which are members from then on. `place`:
-        this process's position in the script. Returns the peers' position if this process is a
-        joiner and has peers, otherwise None. Raises like `reform`."""
+        """At a step boundary, sends the state to joiners, which become members. `place`: this
+        process's position in the script. Returns the peers' position if this process is a joiner
+        with peers, otherwise None. Raises like `reform`."""
         peers_at = None
         while self._learners and not self.must_move:
             group = self._require_group()
@@ -614,7 +623,7 @@ class Formation:
             except StateLostError:
                 if group.rank not in self._learners:
                     raise
-                # The members go back to a checkpoint, and reach this boundary again with a complete
+                # The members return to a checkpoint, and reach this boundary again with a complete
                 # state.
             else:
                 self._learners, self._outcomes_due = (), self._held.outcomes

@@ -1,7 +1,7 @@
-"""Sends the state to joiners at a step boundary: chooses who sends it and who receives it, and
-handles the case that nobody has it.
+"""Transfers the state to joiners at a step boundary: selects senders and receivers, and recovers if
+no rank has the state.
 
-Each rank announces what it can send; all ranks draw the same conclusion from all announcements.
+Each rank announces what it can send, and all ranks make the same decision from all announcements.
 Everything runs on the training thread.
 """
 
@@ -31,52 +31,52 @@ _BOUNDARY = "border"
 
 
 class _Offer(enum.IntEnum):
-    """Announcement of a rank about the state that it can send."""
+    """State that a rank announces it can send."""
 
     NOTHING = 0
     STATE = 1
     NOTHING_DONE = 2
-    """The script's initial state, since the job's state is lost."""
+    """The initial state of a script that has trained nothing, because the job's state is lost."""
     UNREADABLE = 3
-    """Nothing: the checkpoint that should replace the state could not be read."""
+    """No state: the checkpoint that should replace the lost state could not be read."""
     FED = 4
-    """A peer's state that it received itself and has taken no step with: its script may be slightly
-    behind the others'."""
+    """A state that this rank itself received from a peer and has not trained since. Its script may
+    be slightly behind the others."""
     LEFT_OVER = 5
-    """Nothing: it is or was about to become a spare, and its script runs with a state that is
-    lost."""
+    """No state: the rank is a spare, or about to become one, and its script runs with a state that
+    is lost."""
 
 
 class JoinerState:
-    """This rank's part in sending the state to joiners."""
+    """This rank's part in transferring the state to joiners."""
 
     def __init__(
         self, held: CommittedState, exchange: StateExchange | None, *, allow_restart: bool
     ) -> None:
-        """`exchange`: None for strategies without a process group, which send no state.
-        `allow_restart`: all progress may be lost."""
+        """`exchange`: None for strategies without a process group, which transfer no state.
+        `allow_restart`: training may restart from scratch if the state is lost."""
         self.fallback: Callable[[], bool] | None = None
-        """Loads the newest checkpoint into this process and returns whether there was one; called
-        if every process that held the state is gone."""
+        """Loads the newest checkpoint into this process and returns whether there was one. Called
+        if every process with the state is gone."""
         self._held = held
         self._exchange = exchange
         self._allow_restart = allow_restart
         self._unreadable: ShoalError | None = None
-        """Reason why the checkpoint could not be read, if this rank had to."""
+        """Reason why this rank could not read the checkpoint."""
 
     def sync(
         self, group: Group, learners: Sequence[int], place: ScriptPosition
     ) -> ScriptPosition | None:
-        """Sends the state to the ranks `learners`, or receives it. Called by all ranks of
-        `group`. `place`: this process's position in the script.
+        """Transfers the state to the ranks `learners`: sends or receives it, or waits for the
+        transfer. Called by all ranks of `group`. `place`: this process's position in the script.
 
         Returns the peers' position if this process is a joiner and has peers, otherwise None.
 
         Raises:
             MembershipChanged: the group has ended, or spares leave it.
             StateLostError: no rank holds some part of the state.
-            LeftOver: this process is a spare to which nobody can send the state.
-            PreconditionError: there is no state, or the scripts diverged; on all ranks.
+            LeftOver: this process is a spare to which no rank can send the state.
+            PreconditionError: no rank has a state, or the scripts diverged; on all ranks.
         """
         held = self._held
         offer = self._rendezvous(group, learners, place)
@@ -132,11 +132,12 @@ class JoinerState:
         held.engine.reshard(group)
         held.phase.sync()
         if len(learners) == group.world_size:
-            held.phase.arrive()  # there are no others that it would have to come to
+            held.phase.arrive()  # no peers are ahead of its script
         return peers_at
 
     def _rendezvous(self, group: Group, learners: Sequence[int], place: ScriptPosition) -> _Offer:
-        """Waits until all members are at the step boundary. Returns this rank's announcement."""
+        """Waits until all members are at the step boundary, and returns this rank's
+        announcement."""
         if group.rank not in learners:
             places = [
                 json.loads(reply)
@@ -152,8 +153,8 @@ class JoinerState:
         if len(learners) < group.world_size:
             follow_as_learner(group, tuple(learners), _BOUNDARY)
             return _Offer.NOTHING
-        # No holder of the state is left: the lowest rank starts again, from the newest checkpoint
-        # if the script resumes from one.
+        # No rank with the state is left. The lowest rank restarts from the newest checkpoint if the
+        # script resumes from one.
         if self._held.engine.is_sharded:
             return _Offer.LEFT_OVER
         if group.rank == learners[0]:
@@ -166,8 +167,8 @@ class JoinerState:
         return _Offer.NOTHING_DONE
 
     def _check_may_begin_anew(self) -> None:
-        """Raises PreconditionError (PROGRESS_LOST) on all ranks, unless starting over is
-        allowed."""
+        """Checks whether training may restart from scratch. Otherwise raises PreconditionError
+        (PROGRESS_LOST), on all ranks."""
         what = (
             "no worker with the run's state is left, and no checkpoint was loaded: training "
             "restarts at step 0"

@@ -1,4 +1,4 @@
-"""Returns to the newest checkpoint when the remaining ranks hold only part of the state.
+"""Returns all ranks to the newest checkpoint if together they hold only part of the state.
 
 Everything runs on the training thread.
 """
@@ -16,23 +16,23 @@ _log = logging.getLogger(__name__)
 
 
 class ReturnToCheckpoint:
-    """This process's part in a return to a checkpoint."""
+    """This process's part in the ranks' return to a checkpoint."""
 
     def __init__(self, held: CommittedState, boundaries: StepBoundaries) -> None:
         self.load: Callable[[], str | None] | None = None
-        """Replaces a lost state with the newest checkpoint, together with all ranks. Returns why it
-        cannot; None on success. The attribute is None if there is no checkpoint to return to."""
+        """Replaces a lost state with the newest checkpoint, together with all ranks. Returns None,
+        or the reason for a failure. The attribute itself is None if there is no checkpoint."""
         self.under_way = False
-        """True if the ranks are replacing a lost state with a checkpoint's."""
+        """True while the ranks are replacing a lost state with a checkpoint's."""
         self._held = held
         self._boundaries = boundaries
 
     def go_back(self, lost: StateLostError) -> None:
-        """Goes back to the newest checkpoint: the steps since then are undone, and the loader deals
-        their samples again.
+        """Returns to the newest checkpoint. The steps since then are undone, and the loader repeats
+        their samples.
 
         Raises:
-            StateLostError: there is no checkpoint to go back to.
+            StateLostError: there is no checkpoint to which the ranks can return.
         """
         if self.load is None or self.under_way:
             raise lost
@@ -50,11 +50,12 @@ class ReturnToCheckpoint:
             )
 
     def _load(self, load: Callable[[], str | None]) -> str | None:
-        """Loads the checkpoint, again if the ranks change meanwhile: each change finds the state
-        lost again, and ranks that have read it are ahead."""
+        """Loads the checkpoint. Repeats this if the ranks change meanwhile: the state is then lost
+        again, and only some ranks have already read the checkpoint. Returns None, or the reason for
+        a failure."""
         while True:
-            # It is the first operation for all: ranks' earlier results would be taken for its
-            # answer.
+            # It must be the first operation on all ranks. Otherwise results of earlier operations
+            # would be mistaken for its results.
             self._held.operations.restart(b"", passed=False)
             try:
                 why_not = load()
@@ -64,6 +65,6 @@ class ReturnToCheckpoint:
                 self._boundaries.went_back()
                 step = self._held.step
                 if step is not None and step.lost is None and why_not is None:
-                    # a pass before an operation has begun it, with the state that is lost
+                    # a pass before an operation has begun the step with the lost state
                     step.abort()
                 return why_not

@@ -1,12 +1,12 @@
-"""Step boundaries: only there do joiners enter, drained members leave, and broken groups re-form.
+"""Step boundaries. Joiners enter, drained members leave and broken groups re-form only there.
 
 A member that is asked to leave continues for a moment (SHOAL_DRAIN_GRACE_S). If all ranks are asked
-within that time, as when an allocation is reclaimed, all stop together: their scripts continue, and
-can save their joint state. Otherwise the member leaves by itself, unless it holds state that no
-remaining rank has (`who_leaves`).
+within that time, for example because an allocation is reclaimed, all stop together. Their scripts
+continue and can save their joint state. Otherwise the member leaves alone, unless it has state that
+no remaining rank has (`who_leaves`).
 
-Holds the `Formation` until the process leaves its job, and owns the place of the peers when this
-joiner received the state, and the time since which this process is asked to leave. It takes no
+Uses the `Formation` until the process leaves its job. Owns two values: the peers' position when
+this joiner received the state, and the time at which this process was asked to leave. Takes no
 steps. Everything runs on the training thread, except `failed`, which a collective's callback may
 call.
 """
@@ -41,33 +41,21 @@ from shoal_worker.elastic.recovery.formation import GROUP_LOST, Formation
 from shoal_worker.elastic.state.committed_state import CommittedState
 
 # ----------------------------------------------------------------------------- how a process leaves
-#
-# How this process's part in the run ends: with its job, by being drained, or with its script.
-#
-# Owns what has to be done before the leave message. All of it runs on the training thread, or at
-# the process's end.
-#
-# Here is also, as pure functions, which of the ranks that were asked to leave go at a border: as
-# many as can while ranks that stay hold all of the state. Each rank tells all others what it holds
-# and whether it was asked to leave. Where two ranks hold the only copies of a shard, one goes now;
-# the ranks that are left cut the state anew, and then nobody misses the other. If none can go, as
-# when a model's last replica loses a rank, all stop together: their scripts run on, and can save
-# what they hold between them.
 
 
 @dataclass(frozen=True, kw_only=True)
 class BoundaryMessage:
-    """One rank's message about itself at a step boundary."""
+    """Message that each rank sends about itself at a step boundary."""
 
     asked: bool
     """True if this rank was asked to leave."""
     excluded: bool
-    """True if the coordinator has written a generation without it, so that it leaves at this
+    """True if the coordinator has formed a generation without this rank, so that it leaves at this
     boundary."""
     holds: Sequence[str]
-    """Parts of the state that it holds, by names that are the same on all ranks."""
+    """Names of this rank's parts of the state; equal parts have equal names on all ranks."""
     stopping: bool
-    """True if this rank knows that the job stops. In such a job all ranks leave at one boundary,
+    """True if this rank knows that the job stops. All ranks of such a job leave at one boundary,
     determined by the next commit all-reduce."""
     joiners: bool
     """True if this rank knows of a newer generation with additional members."""
@@ -75,17 +63,25 @@ class BoundaryMessage:
 
 @dataclass(frozen=True, kw_only=True)
 class WhoLeaves:
-    """Decision about who leaves."""
+    """Decision about which ranks leave at a step boundary."""
 
     now: frozenset[int]
     """Ranks that leave at this boundary."""
     stop: bool
-    """True if all must stop because the ranks asked to leave could never leave alone."""
+    """True if all ranks must stop, because the ranks that were asked to leave cannot leave without
+    a loss of state."""
 
 
 def who_leaves(messages: Sequence[BoundaryMessage]) -> WhoLeaves:
-    """Decides who leaves at a step boundary. `messages`: from all ranks, in rank order; the same
-    list on every rank."""
+    """Decides which ranks leave at a step boundary. `messages`: from all ranks, in rank order; the
+    same list on every rank.
+
+    As many ranks leave as possible while the remaining ranks still have the complete state. If two
+    ranks have the only copies of a shard, one leaves now. The remaining ranks reshard the state,
+    and the other can leave at a later boundary. If no rank can leave, for example because the last
+    replica of a model would lose a rank, all ranks stop together. Their scripts continue, and can
+    save the state that they hold together.
+    """
     if any(each.stopping for each in messages):
         return WhoLeaves(now=frozenset(), stop=False)
     copies = Counter(part for each in messages for part in each.holds)
@@ -109,7 +105,8 @@ _log = logging.getLogger(__name__)
 
 
 class Departure:
-    """Records that the run must end, and leaves once."""
+    """End of this process's part in the run: with its job, by draining, or at the end of its
+    script. Records that the run must end, and leaves the job once."""
 
     def __init__(self, membership: Member | None, held: CommittedState) -> None:
         self._membership = membership
@@ -118,22 +115,22 @@ class Departure:
 
     @property
     def stopped(self) -> str | None:
-        """Reason why no further step begins here; None while steps continue. Operations between
-        steps still work."""
+        """Reason why this process begins no further step; None while steps continue. Operations
+        between steps still work."""
         return self._held.phase.stopped
 
     def on_leave(self, callback: Callable[[], None]) -> None:
-        """Registers a callback, called once before this process leaves."""
+        """Registers a callback that runs once, before this process leaves."""
         self._callbacks.append(callback)
 
     def obey(self, stop: StopTraining) -> None:
-        """Records that training stops. If only this member leaves (`Drained`) and training has not
-        stopped before, ends the process.
+        """Records that training stops. Ends the process if only this member leaves (`Drained`) and
+        training had not stopped before.
 
         Raises:
             SystemExit: status 0, drained.
             PreconditionError: MEMBER_BEHIND, the run finished with steps that this process does not
-                have. It has left by then.
+                have. The process has left the job by then.
         """
         self._leave_if_behind()
         if self.stopped is None and isinstance(stop, Drained):
@@ -156,20 +153,20 @@ class Departure:
             )
 
     def exit_drained(self, reason: str) -> NoReturn:
-        """Leaves the job and ends the process with status 0: the remaining members continue with
-        the script. They do not wait for data that this process still writes."""
+        """Leaves the job and ends the process with status 0. The remaining members continue with
+        the script and do not wait for data that this process still writes."""
         self._exit(reason, status=0)
 
     def exit_spare(self, why: str) -> NoReturn:
-        """Ends the process, which is a spare and can do nothing at its script's current position.
-        After a restart it waits at the loop's beginning."""
+        """Ends this process because it is a spare and cannot continue at its script's current
+        position. After its restart, it waits at the beginning of the loop."""
         reason = f"{why}; this process exits to be restarted"
         _log.warning("%s", reason)
         self._exit(reason, status=PUT_OUT)
 
     def _exit(self, reason: str, *, status: int) -> NoReturn:
         _log.info("leaving: %s", reason)
-        self._held.phase.leave(reason)  # at the script's end there is nobody to wait for
+        self._held.phase.leave(reason)  # the script's end must not wait for peers
         for source in self._held.sources:
             source.leaving()
         if self._membership is not None and not (
@@ -180,13 +177,14 @@ class Departure:
         raise SystemExit(status)
 
     def finish(self) -> None:
-        """Runs the callbacks registered for leaving, once."""
+        """Runs the callbacks registered with `on_leave`, once."""
         while self._callbacks:
             self._callbacks.pop()()
 
     def send_leave(self, reason: LeaveReason, detail: str = "", *, alone: bool = False) -> str:
-        """Leaves the job after everything registered with `on_leave`. If it has already left, only
-        does the latter. `alone`: its peers continue. Returns like `Member.leave`."""
+        """Leaves the job after running the callbacks registered with `on_leave`. If this process
+        has already left, only runs the callbacks. `alone`: only this process leaves, and its peers
+        continue. Returns the result of `Member.leave`."""
         self.finish()
         if self._membership is None:
             return ""
@@ -199,11 +197,11 @@ class Departure:
 # -------------------------------------------------------------------------------- step boundaries
 
 ALONE = Placement(generation=0, rank=0, world_size=1)
-"""In a world of one, and before the first generation."""
+"""Placement in a world of one, and before the first generation."""
 
 
 class StepBoundaries:
-    """Settles membership between two steps, and carries the consequences of a step's end to the
+    """Handles membership changes between two steps, and carries requests from a step's end to the
     next boundary."""
 
     def __init__(
@@ -215,8 +213,8 @@ class StepBoundaries:
         self._drain_grace = drain_grace
         self._asked_at: float | None = None
         self._all_leave_in: int | None = None
-        """Generation in which an indispensable rank was asked to leave: all its ranks then act as
-        if they had been."""
+        """Generation in which an indispensable rank was asked to leave. All ranks of that
+        generation then act as if asked too."""
         self._peers_at: ScriptPosition | None = None
 
     @property
@@ -240,26 +238,25 @@ class StepBoundaries:
 
     @property
     def generation(self) -> int:
-        """Number of the generation that this process works in; 0 before the first and in a world of
-        one."""
+        """Number of the generation in which this process works; 0 before the first, and in a world
+        of one."""
         generation = self._formation.generation if self._formation is not None else None
         return 0 if generation is None else generation.number
 
     @property
     def group(self) -> Group | None:
-        """Connected group of the ranks that take steps in this generation; None in a world of
-        one."""
+        """Connected ranks that take steps in this generation; None in a world of one."""
         return self._formation.working if self._formation is not None else None
 
     def peers_elsewhere(self, source: StepSource, epoch: int) -> bool:
-        """Returns whether the peers were in a loop other than `epoch` of `source` when they sent
-        this joiner the state; False without peers."""
+        """Returns whether the peers were in another loop than epoch `epoch` of `source` when they
+        sent the state to this joiner; False without peers."""
         at = self._peers_at
         return at is not None and (at.loader, at.epoch) != (source.name, epoch)
 
     def settle(self, source: StepSource | None) -> None:
-        """Settles everything that has come up since the last step boundary, before a step of
-        `source`. Waits while this process is a spare.
+        """Handles everything that has come up since the last step boundary, before a step of
+        `source`: joins, failures, drains and stops. Waits while this process is a spare.
 
         Raises:
             StopTraining: the job is stopped, or (`Drained`) this member leaves it.
@@ -270,7 +267,8 @@ class StepBoundaries:
             return
         link = formation.membership.link
         if self._held.engine.asynchronous:
-            # Within a round nobody leaves regularly: the changes of its steps would be lost.
+            # Within a round no rank leaves voluntarily: the changes of the round's steps would be
+            # lost.
             if link.refused is not None or not self._held.engine.within_round:
                 self._leave_if_asked(formation, stop=link.stopped)
             return
@@ -278,15 +276,15 @@ class StepBoundaries:
             self._await_ranks(formation, source)
             return
         if self._held.in_round or formation.must_move:
-            # all ranks finish a round in any case; and a step that is aborted here as well has to
-            # begin
+            # all ranks finish a round in any case, and a step that is aborted here as well must
+            # begin first
             return
         if not self._held.phase.holds_state:
             link.ready()
             formation.reform()
         elif formation.stop_due:
-            # A stop that only this rank knows of does not count: others may not know it, and would
-            # continue.
+            # A stop that only this rank knows of does not count: other ranks may not know it, and
+            # would continue.
             self._leave_if_asked(
                 formation, stop=link.stopped or link.draining or "the job is stopped"
             )
@@ -299,8 +297,8 @@ class StepBoundaries:
         self._await_ranks(formation, source)
 
     def _await_ranks(self, formation: Formation, source: StepSource | None) -> None:
-        """Waits while no complete replica can be formed with this rank, if another step follows. If
-        the received state is that of the run's end, none does, and a rank admitted then would
+        """Waits while no complete replica can be formed with this rank, unless no step follows. No
+        step follows if the received state is the final state of the run. A rank admitted then would
         finish its script without a step."""
         engine = self._held.engine
         while engine.idle or (
@@ -317,20 +315,20 @@ class StepBoundaries:
     def _let_joiners_in(self, formation: Formation, source: StepSource | None) -> None:
         if formation.joiners_wait:
             # A joiner's script is behind the peers that sent it the state, and no step was taken
-            # since: to others it appears to be with them.
+            # since. To other ranks it appears to be at the peers' position.
             arriving = self._peers_at if self._held.phase.now is Phase.ARRIVING else None
             fed = formation.let_joiners_in(arriving or self._held.place(source))
             if fed is not None:
                 self._peers_at = fed
 
     def settled(self, placement: Placement) -> bool:
-        """Returns whether nothing has happened since `placement` was given at this boundary. An
+        """Returns whether nothing has changed since `placement` was returned at this boundary. An
         operation in between may have re-formed the group."""
         formation = self._formation
         if formation is None:
             return True
         if self._held.engine.asynchronous:
-            # Called repeatedly while it waits for a batch.
+            # Called repeatedly while the rank waits for a batch.
             link = formation.membership.link
             healthy = link.stopped is None and link.draining is None
         else:
@@ -339,8 +337,8 @@ class StepBoundaries:
         return self._held.phase.holds_state and quiet and placement == self.placement
 
     def step_vote(self, step: Step) -> list[float]:
-        """Returns this rank's part of the step vote: what the next boundary has to settle as far as
-        this rank knows, and its position in the script."""
+        """Returns this rank's part of the step vote: its requests for the next boundary, and its
+        position in the script."""
         place, settings = self._held.place(step.source), self._held.registered.settings_digest()
         if step.of:
             place = place._replace(
@@ -370,8 +368,8 @@ class StepBoundaries:
 
     @property
     def _leaves_alone(self) -> bool:
-        """True if this process was asked to leave, long enough ago for its peers to have been asked
-        as well."""
+        """True if this process was asked to leave, and its peers would meanwhile have been asked
+        too."""
         if self._formation is None or self._formation.membership.link.draining is None:
             return False
         if self._asked_at is None:
@@ -379,8 +377,8 @@ class StepBoundaries:
         return time.monotonic() - self._asked_at >= self._drain_grace.total_seconds()
 
     def committed(self, step: Step) -> None:
-        """Handles a committed step: its step vote says what is due at the next boundary. A joiner
-        has caught up with its peers."""
+        """Records a committed step and its vote's requests for the next boundary. A joiner has
+        caught up with its peers."""
         self._peers_at = None
         if self._formation is not None:
             stops = step.stop_announced or step.all_leave
@@ -391,53 +389,54 @@ class StepBoundaries:
             )
 
     def failed(self, reason: str) -> None:
-        """Marks the group as failed, including for the step's end. May be called from a
-        collective's callback."""
+        """Marks the group as failed, so that the failure is also handled at the step's end. A
+        collective's callback may call this."""
         if self._formation is not None:
             self._formation.failed_now()
             if self._formation.group is not None:
                 self._formation.group.abort(reason)
 
     def ask(self, reason: str) -> None:
-        """Forms the next generation after the current step's group failed, in order to learn
-        whether the step counts. Returns when this rank knows. Raises StopTraining."""
+        """Forms the next generation after the current step's group failed. The ranks then tell each
+        other whether the step counts. Returns when this rank knows. Raises StopTraining."""
         formation = self._formation
         if formation is not None:
             formation.end_group(MembershipChanged(reason), in_operation=False)
             formation.rendezvous()
 
     def step_ended(self, *, updated: bool) -> None:
-        """Re-forms if the step's group failed, before the script learns the step's outcome.
-        `updated`: the step counts. Raises StopTraining."""
+        """Re-forms the group if it failed in the step, before the script receives the step's
+        outcome. `updated`: the step counts. Raises StopTraining."""
         formation = self._formation
         if formation is not None and not self._held.engine.asynchronous and not self._held.in_round:
             formation.settle(updated=updated and self._held.engine.is_sharded)
 
     @property
     def finished_steps(self) -> int:
-        """Committed steps of a peer whose script finished; 0 if none has, as far as this rank
-        knows."""
+        """Number of committed steps of a peer whose script has finished; 0 if no peer has finished,
+        as far as this rank knows."""
         return self._formation.membership.link.finished_steps if self._formation is not None else 0
 
     def went_back(self) -> None:
-        """Handles that all ranks have replaced a lost state with that of a checkpoint."""
+        """Records that all ranks have replaced a lost state with a checkpoint's."""
         if self._formation is not None:
             self._formation.went_back()
 
     def leave_peers(self) -> None:
-        """Switches to a world of one after this process left its job."""
+        """Switches to a world of one after this process has left its job."""
         self._formation = None
 
     def _leave_in_turn(self, formation: Formation) -> None:
-        """Leaves if it was asked to and may. With a sharded state, ranks asked at once leave one
-        after another, so that the remaining ones hold all of it; see `who_leaves`. Raises Drained,
-        and ShoalError if this member was evicted."""
+        """Leaves if this process was asked to and may leave. If the state is sharded, ranks that
+        were asked at the same time leave one after another, so that the remaining ranks keep the
+        complete state; see `who_leaves`. Raises Drained, or ShoalError if this member was
+        evicted."""
         engine, link = self._held.engine, formation.membership.link
         if not engine.is_sharded or link.refused is not None:
             self._leave_if_asked(formation, stop=None)
             return
         if not formation.healthy:
-            return  # a peer is gone, and what this rank holds may be the only copy
+            return  # a peer is gone, and this rank may have the only copy of its part
         try:
             mine = BoundaryMessage(
                 asked=self._leaves_alone or link.excluded,
@@ -475,7 +474,7 @@ class StepBoundaries:
         if channel.rank in plan.now:
             raise Drained(link.draining or "")
         if not plan.now and not any(each.joiners for each in messages):
-            formation.boundary_due = False  # no other generation comes
+            formation.boundary_due = False  # no other generation will form
 
     def _leave_if_asked(self, formation: Formation, *, stop: str | None) -> None:
         membership = formation.membership
@@ -491,5 +490,5 @@ class StepBoundaries:
 
 
 def _has_others(newest: Generation | None, members: Collection[str]) -> bool:
-    """Returns whether a generation has members besides these. Raises GROUP_LOST."""
+    """Returns whether generation `newest` has members other than `members`. Raises GROUP_LOST."""
     return newest is not None and any(peer.member_id not in members for peer in newest.peers)

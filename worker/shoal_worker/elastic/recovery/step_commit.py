@@ -1,9 +1,9 @@
-"""Commits a step, the same under every strategy: reduce, vote, commit, settle.
+"""Commits a step, in the same way under every strategy: reduce, vote, commit, settle.
 
-An engine says how gradients are summed (`reduce`), which numbers travel with the step vote and over
-which ranks (`sum_commit`), and what the result means (`take_commit`). A rank that missed the commit
-all-reduce receives the result from a peer, by the same `take_commit` (`formation.py`). Runs on the
-training thread, outside of passes or at their end.
+An engine defines how gradients are summed (`reduce`), which numbers are sent with the step vote and
+to which ranks (`sum_commit`), and how the result is used (`take_commit`). A rank that missed the
+commit all-reduce receives the result from a peer and passes it to the same `take_commit`
+(`formation.py`). Runs on the training thread, outside of passes or at their end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from shoal_worker.elastic.state.strategy_interface import TrainingEngine
 
 
 class StepOwner(Protocol):
-    """The owner of a step: the run's session, or that of one of several models."""
+    """Owner of a step: the run's session, or the session of one of several models."""
 
     @property
     def step(self) -> Step | None: ...
@@ -30,9 +30,9 @@ class StepOwner(Protocol):
 
 
 def reduce_and_commit(owner: StepOwner, engine: TrainingEngine) -> None:
-    """Returns when the outcome of the current step is known: the gradients of all ranks are summed
-    and the commit all-reduce is done, or the survivors agree that the step is aborted. Called
-    again, it checks that no gradients were added since. Raises ShoalError."""
+    """Reduces and commits the current step, and returns when its outcome is known. Either all
+    gradients are summed and the commit all-reduce is done, or the survivors agree that the step is
+    aborted. If called again, checks that no gradients were added since. Raises ShoalError."""
     step = owner.step
     if step is not None and step.share is not None and step.lost is None:
         engine.reduce(step)
@@ -42,7 +42,8 @@ def reduce_and_commit(owner: StepOwner, engine: TrainingEngine) -> None:
 
 
 def _commit(owner: StepOwner, engine: TrainingEngine, step: Step) -> None:
-    """Runs the commit all-reduce of a prepared step."""
+    """Runs the commit all-reduce of a prepared step and passes its result to `owner` and `engine`.
+    On failure, marks the step as lost."""
     vote = owner.step_vote()
     try:
         summed, payload = engine.sum_commit(step, vote)

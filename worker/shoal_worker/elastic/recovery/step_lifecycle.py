@@ -1,7 +1,7 @@
-"""The run's steps: begins them at step boundaries, commits those to which every rank has
-contributed, and aborts the others.
+"""Begins the run's steps at step boundaries, commits steps to which every rank has contributed, and
+aborts the others.
 
-- A step begins at a step boundary (`step_boundaries.py`). If the last step vote says so, the
+- A step begins at a step boundary (`step_boundaries.py`). If the last step vote requests it, the
   membership changes there, on all ranks.
 - A step is committed if at least one surviving rank has seen its commit all-reduce (`step.py`).
   Then every survivor applies it, and its script receives COMMITTED. Otherwise no rank applies it,
@@ -10,10 +10,10 @@ contributed, and aborts the others.
   outcome is needed (`reduce_and_commit`), the survivors form the next generation and tell each
   other what they have seen (`formation.py`). `finish` returns when that generation is established.
 
-Implements the `LoaderSession` of the loaders; engines reach it through the session
+Implements the interface `LoaderSession` for loaders. Engines call it through the session
 (`strategy_interface.py`). `CommittedState` owns the step in progress and the script's phase.
-Everything runs on the training thread, except `mark_lost` and the writes of a collective's callback
-to the step.
+Everything runs on the training thread, except `mark_lost`, and a collective's callback that changes
+the step.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class StepLifecycle:
         metrics: WorkerMetrics,
         drain_grace: timedelta = timedelta(0),
     ) -> None:
-        """`formation`: None in a world of one. `operation(kind)`: returns when all ranks have
-        called it. `drain_grace`: see `StepBoundaries`."""
+        """`formation`: None in a world of one. `operation`: runs an operation of the given kind,
+        which returns when all ranks have called it. `drain_grace`: see `StepBoundaries`."""
         self._held = held
         self._elastic = formation is not None
         self._state_checked = False
@@ -84,11 +84,11 @@ class StepLifecycle:
         self.returning = ReturnToCheckpoint(held, self._boundaries)
         self._departure = departure
         self.before_step: Callable[[], None] = lambda: None
-        """Called whenever a step begins."""
+        """Callback that runs whenever a step begins."""
         self._stop: StopTraining | None = None
-        """Stop received while the survivors reconciled the current step."""
+        """Stop received while the survivors decided about the current step."""
         self.diverged: str | None = None
-        """Difference found in state that ranks should have in common: no further step counts, even
+        """Difference found in state that ranks should have in common. No further step counts, even
         if the script catches the error."""
         self._operation = operation
         self._progress = progress
@@ -102,18 +102,18 @@ class StepLifecycle:
     # ------------------------------------------------------------------- LoaderSession: the loaders
 
     def register_source(self, source: StepSource) -> None:
-        """Implements `LoaderSession.register_source`."""
+        """Registers a training loader (`LoaderSession.register_source`)."""
         self._held.add_source(source)
 
     def begin_step(self, source: StepSource | None) -> Placement:
-        """Implements `LoaderSession.begin_step`. `source`: None: the user's own loop without a
-        Shoal loader."""
+        """Begins a step at a step boundary (`LoaderSession.begin_step`). `source`: the loader; None
+        in a loop without a Shoal loader."""
         if self.diverged is not None:
             raise self._divergence(self.diverged)
         step = self.step
         if step is not None and (step.left or (step.source is None and source is not None)):
             # A batch that was only looked at, or a forward pass before the loop (a dry run, a
-            # summary): nobody intends to finish it.
+            # summary): the script does not intend to finish that step.
             if not step.left and self._held.engine.partly_updated:
                 raise PreconditionError(
                     "an optimizer was stepped twice for one batch, or before the loop began: "
@@ -133,13 +133,13 @@ class StepLifecycle:
             return step.placement
         step = self._begin(source)
         while self._held.engine.idle:
-            # the run's first step divides the ranks, and this one is left over
+            # the run's first step assigns the ranks, and this rank is a spare
             step = self._begin(source)
         self._progress.entered()
         return step.placement
 
     def _begin(self, source: StepSource | None) -> Step:
-        """Settles the step boundary, and begins a step."""
+        """Handles the step boundary, and begins a step of `source`."""
         self._held.step = None
         self._held.registered.put_back_again()
         self.before_step()
@@ -151,7 +151,7 @@ class StepLifecycle:
             self._departure.exit_spare(str(alone))
         except StopTraining as stop:
             if self._held.phase.replaying or self._held.engine.idle:
-                # it holds no state, so the rest of its script has nothing to report
+                # it has no state, so the rest of its script has nothing to report
                 self._departure.exit_drained(str(stop))
             if not self._peers_have_ended or source is None:
                 self._departure.obey(stop)
@@ -168,7 +168,7 @@ class StepLifecycle:
         return step
 
     def enter_epochs(self, source: StepSource) -> int:
-        """Implements `LoaderSession.enter_epochs`."""
+        """Enters a loop over epochs and returns its first epoch (`LoaderSession.enter_epochs`)."""
         if self._departure.stopped is not None:
             raise StopTraining(self._departure.stopped)
         if not self._held.phase.holds_state or self._held.engine.asynchronous:
@@ -176,7 +176,7 @@ class StepLifecycle:
         return self._held.enter_epochs(source)
 
     def epoch_opens(self, source: StepSource, epoch: int, *, epochs: int) -> None:
-        """Implements `LoaderSession.epoch_opens`."""
+        """Records that a loop hands out `epoch` (`LoaderSession.epoch_opens`)."""
         self._held.epoch_opens(source, epoch)
         self._progress.takes_own_steps = self._held.engine.asynchronous
         self._progress.steps_in_all = self._held.steps_in_all(
@@ -184,11 +184,12 @@ class StepLifecycle:
         )
 
     def is_elsewhere(self, source: StepSource, epoch: int) -> bool:
-        """Implements `LoaderSession.is_elsewhere`."""
+        """Returns whether a joiner's script must skip this iteration
+        (`LoaderSession.is_elsewhere`)."""
         return self._held.phase.replaying and self._boundaries.peers_elsewhere(source, epoch)
 
     def assign(self, share: Share) -> None:
-        """Implements `LoaderSession.assign`."""
+        """Stores this rank's share of the step that has begun (`LoaderSession.assign`)."""
         step = self.require()
         if (
             share.total_weight is None
@@ -211,7 +212,7 @@ class StepLifecycle:
             self._held.arrived(step.source)
 
     def sum_numbers(self, values: Sequence[float], *, or_own: bool = False) -> list[float] | None:
-        """Implements `LoaderSession.sum_numbers`."""
+        """Sums numbers over all ranks (`LoaderSession.sum_numbers`)."""
         if self._held.engine.steps_alone and not or_own:
             raise ConfigurationError(
                 "a ShardedStream needs an exchange between ranks in every step, but under this "
@@ -232,7 +233,7 @@ class StepLifecycle:
     def begin_micro_batch(
         self, *, index: int, weight: float, key: Sequence[int], weigh: WeighRows | None
     ) -> None:
-        """Implements `LoaderSession.begin_micro_batch`."""
+        """Begins a micro-batch before it is handed out (`LoaderSession.begin_micro_batch`)."""
         step = self.require()
         step.handed_out = True
         step.taken += 1
@@ -244,7 +245,8 @@ class StepLifecycle:
             self._held.engine.batch_begins()
 
     def end_micro_batch(self) -> None:
-        """Implements `LoaderSession.end_micro_batch`."""
+        """Ends the current micro-batch after its backward pass
+        (`LoaderSession.end_micro_batch`)."""
         step = self.step
         if step is None or step.micro_batch is None:
             return
@@ -254,7 +256,8 @@ class StepLifecycle:
             self._held.engine.micro_batch_ends(weight)
 
     def finish_batches(self) -> None:
-        """Implements `LoaderSession.finish_batches`."""
+        """Reduces the gradients after the inner loop over micro-batches
+        (`LoaderSession.finish_batches`)."""
         if self.step is None:
             raise PreconditionError(
                 "the step ended inside its inner loop; call optimizer.step() after the inner loop"
@@ -263,7 +266,7 @@ class StepLifecycle:
         self.reduce_and_commit()
 
     def loop_left(self, source: StepSource) -> None:
-        """Implements `LoaderSession.loop_left`."""
+        """Marks the current step as left with its loop (`LoaderSession.loop_left`)."""
         step = self.step
         if step is not None and step.source is source and step.handed_out:
             if step.first_live and not step.left:
@@ -275,28 +278,30 @@ class StepLifecycle:
             self._held.registered.put_back_again()
 
     def loop_ended(self) -> None:
-        """Implements `LoaderSession.loop_ended`."""
+        """Takes digests of the state at the end of a loop (`LoaderSession.loop_ended`)."""
         note_last_state(self._held, self._boundaries.group)
 
     def drop_partly_updated(self) -> None:
-        """Undoes the updates of several models in the current step, which nobody will finish."""
+        """Undoes updates of only some of several models in the current step, which will not be
+        finished."""
         if self.step is not None and self._held.engine.partly_updated:
             self._held.registered.step_undone()
             self._held.engine.discard_step()
             self._held.step = None
 
     def batch_passed(self, source: StepSource) -> None:
-        """Implements `LoaderSession.batch_passed`."""
+        """Ends a step in which only some of several models were updated
+        (`LoaderSession.batch_passed`)."""
         step = self.step
         if step is not None and step.source is source and self._held.engine.partly_updated:
             self.finish(lambda: None)
 
     def passed_over(self, source: StepSource) -> None:
-        """Implements `LoaderSession.passed_over`."""
+        """Records that an iteration ended without steps (`LoaderSession.passed_over`)."""
         self._held.registered.passed_over()
 
     def end_epoch(self, source: StepSource) -> None:
-        """Implements `LoaderSession.end_epoch`."""
+        """Waits until all ranks have ended the epoch (`LoaderSession.end_epoch`)."""
         if (
             self._held.has_engine
             and not self._held.engine.asynchronous
@@ -314,7 +319,8 @@ class StepLifecycle:
         want: int,
         at_hand: int | None = None,
     ) -> Leases:
-        """Implements `LoaderSession.lease_batches`."""
+        """Leases batches for this rank (`LoaderSession.lease_batches`). Stops the run here if the
+        job has stopped."""
         try:
             return self._held.engine.lease_batches(
                 loader=loader,
@@ -329,7 +335,7 @@ class StepLifecycle:
             raise
 
     def wait_for_others(self, what: str | None) -> None:
-        """Implements `LoaderSession.wait_for_others`."""
+        """Reports what this rank waits for (`LoaderSession.wait_for_others`)."""
         self._progress.waits.hold(what)
 
     # --------------------------------------------------------------------------------- the strategy
@@ -344,10 +350,11 @@ class StepLifecycle:
         return self.step
 
     def ensure(self) -> Step:
-        """Returns the current step; begins one in a user's own loop, where no loader does.
+        """Returns the current step. In a loop without a Shoal loader, begins a step if there is
+        none.
 
-        In a joiner whose script has loaders, returns a step that does not count, because this pass
-        precedes the script's loop.
+        If a joiner's script has loaders but has not reached its loop, returns a step that does not
+        count.
         """
         if self._rehearsing:
             return Step(
@@ -361,22 +368,22 @@ class StepLifecycle:
             except StopTraining:
                 if self._peers_have_ended:
                     raise self._apart_from_the_end() from None
-                sys.exit(0)  # in the user's own loop there is no loader that could end it
+                sys.exit(0)  # no loader could end the user's own loop
             self.assign(
                 Share(weight=1.0, total_weight=float(placement.world_size), micro_batches=None)
             )
         return self.require()
 
     def step_vote(self, step: Step | None = None) -> list[float]:
-        """Returns this rank's part of the step vote. `step`: that of one model within it, if there
-        are several. Raises PreconditionError if its part of the step is incomplete."""
+        """Returns this rank's part of the step vote. `step`: one model's step, if there are several
+        models. Raises PreconditionError if this rank's part of the step is incomplete."""
         step = step or self.require()
         step.check_whole()
         step.evaluated = self._held.evaluations.digest
         return self._boundaries.step_vote(step)
 
     def settle_collectives(self) -> None:
-        """Returns when all collectives issued in the step have ended (`Group.settle`). If one has
+        """Waits until all collectives issued in the step have ended (`Group.settle`). If one has
         failed, marks the step as lost."""
         group = self._boundaries.group
         if group is not None and self.require().lost is None:
@@ -386,26 +393,26 @@ class StepLifecycle:
                 self.mark_lost(error)
 
     def mark_lost(self, error: BaseException) -> None:
-        """Marks the step as lost because a collective failed. May be called from a collective's
-        callback."""
+        """Marks the step as lost because a collective failed. A collective's callback may call
+        this."""
         step = self.step
         if step is not None:
             step.fail(str(error))
             self._boundaries.failed(str(error))
 
     def take_step_vote(self, summed: Sequence[float]) -> None:
-        """Handles the result of the commit all-reduce: the step counts, whatever fails
-        afterwards."""
+        """Commits the current step with the result of its commit all-reduce. The step counts,
+        whatever fails afterwards."""
         self.require().decide(summed)
 
     def settle_step(self) -> None:
         """Waits until the outcome of the current step is known. If its group failed before this
-        rank saw the commit all-reduce, forms the next generation and asks there: the step is
-        committed if a survivor saw the result, otherwise aborted. Raises ShoalError."""
+        rank saw the commit all-reduce, forms the next generation and asks the peers there. The step
+        is committed if a survivor saw the result, otherwise aborted. Raises ShoalError."""
         step = self.step
         if step is None or not step.unresolved or self._stop is not None:
             return
-        # Peers may receive the committed state meanwhile.
+        # Meanwhile peers may receive the committed state.
         self._held.registered.withdraw()
         self._held.engine.withdraw_updates()
         try:
@@ -422,17 +429,18 @@ class StepLifecycle:
             self._held.registered.reinstate()
 
     def reduce_and_commit(self) -> None:
-        """Implements `StrategySession.reduce_and_commit`."""
+        """Sums the gradients and commits the step (`StrategySession.reduce_and_commit`)."""
         reduce_and_commit(self, self._held.engine)
 
     def reduce_if_whole(self) -> None:
-        """Commits the step if, inside one plain batch, the backward pass completed this rank's
-        part."""
+        """Commits the step if the backward pass completed this rank's only batch. Does nothing in a
+        step with micro-batches."""
         if not self._rehearsing and not self.require().in_micro_batches:
             self.reduce_and_commit()
 
     def finish(self, apply: Callable[[], None]) -> StepStatus:
-        """Applies the step if every member's part is included; otherwise re-forms.
+        """Ends the current step. If it is committed, calls `apply` and returns COMMITTED. If it is
+        lost, re-forms the group and returns LOST.
 
         `apply` updates the parameters. If it raises, this rank's state is torn: the error
         propagates, and the rank never sends its state to others.
@@ -473,15 +481,15 @@ class StepLifecycle:
         return StepStatus.COMMITTED
 
     def apply_within(self, apply: Callable[[], None]) -> None:
-        """Updates one of several models in a step that is not known to count. If `apply` raises,
-        this rank's state is torn."""
+        """Updates one of several models in a step whose outcome is not yet known. If `apply`
+        raises, this rank's state is torn."""
         self._check_sound()
         self._apply(apply)
 
     def _check_sound(self) -> None:
-        """Prepares for a change of the state. Raises PreconditionError if it is torn."""
+        """Checks that the state may change. Raises PreconditionError if the state is torn."""
         if self._held.phase.now is Phase.ARRIVING:
-            # its first live batch was not only looked at: the script finishes the step after its
+            # the first live batch was not only looked at: the script finishes the step after its
             # loop
             self._held.phase.arrive()
         if self._held.phase.now is Phase.TORN:
@@ -495,7 +503,7 @@ class StepLifecycle:
         held = self._held
         held.registered.check_groups()
         failpoint("session.before_apply")
-        here = not held.engine.asynchronous  # else the servers change, or nothing does
+        here = not held.engine.asynchronous  # otherwise only the servers' values change, if any
         if here:
             held.phase.tear()  # it stays torn if what follows raises
         held.registered.applying = True
@@ -508,9 +516,9 @@ class StepLifecycle:
             held.phase.mend()
 
     def _check_state_travels(self) -> None:
-        """Checks, after this process's first committed step has created the optimizer's state, that
-        the state can be sent to joiners. Raises ConfigurationError (STATE_UNSUPPORTED) otherwise,
-        because this rank would fail when a joiner needs the state."""
+        """Checks that the state can be sent to joiners. Called after this process's first committed
+        step, which creates the optimizer's state. Raises ConfigurationError (STATE_UNSUPPORTED) if
+        it cannot, instead of failing when a joiner needs the state."""
         if self._state_checked or not self._elastic or self._held.engine.asynchronous:
             return
         self._state_checked = True
@@ -525,15 +533,15 @@ class StepLifecycle:
             ) from error
 
     def steps_apart(self, step: Step) -> PreconditionError:
-        """Returns the error for ranks that are in different steps, or in the steps of different
-        models. Called by all ranks."""
+        """Returns the error for ranks that are in different steps, or in steps of different models.
+        Called by all ranks."""
         return steps_apart(
             self._held.place(step.source), step.source, self._boundaries.group, step.of
         )
 
     def note_inputs(self, inputs: Any) -> None:
-        """Records the inputs of a training call of the model in the current step, or before one
-        begins. Inputs from a Shoal loader are distributed already."""
+        """Records the model's inputs in a training call, for comparison with other ranks' inputs.
+        Inputs from a Shoal loader are not recorded, because the loader distributes them."""
         held, step = self._held, self.step
         if step is not None:
             step.touched = True
@@ -555,7 +563,7 @@ class StepLifecycle:
         )
 
     def _compare_batches(self, step: Step) -> None:
-        """Compares batches after the first steps of a loop without loaders. Raises
+        """Compares the ranks' batches in the first steps of a loop without a Shoal loader. Raises
         PreconditionError (SAME_BATCHES), on all ranks."""
         group = self._boundaries.group
         if (
@@ -567,8 +575,8 @@ class StepLifecycle:
             self._held.batches.compare(group, step.placement)
 
     def note_evaluated(self, inputs: Any) -> None:
-        """Records that the model was called with `inputs`, but not to train. In a step this is no
-        evaluation, but a teacher, for example."""
+        """Records the model's inputs in a call outside of training. Within a step, such a call is
+        not recorded: it is no evaluation, but runs a teacher model, for example."""
         evaluations = self._held.evaluations
         if (
             evaluations.due
@@ -588,9 +596,9 @@ class StepLifecycle:
         )
 
     def compare_before_update(self, whole: Mapping[str, Mapping[str, torch.Tensor]]) -> None:
-        """Compares the state before an update if ranks differ in their writes between steps; the
-        values may still be equal. `whole`: their state. Raises PreconditionError
-        (REPLICAS_DIVERGED) on all ranks."""
+        """Compares the ranks' state before an update, because they recorded different writes
+        between steps. The values may still be equal. `whole`: the unsharded state. Raises
+        PreconditionError (REPLICAS_DIVERGED), on all ranks."""
         group = self._boundaries.group
         if group is None or group.world_size == 1 or self._held.engine.consistency_check_every == 0:
             return
@@ -599,8 +607,8 @@ class StepLifecycle:
             raise self._divergence(self.diverged)
 
     def _compare_replicas(self) -> None:
-        """Compares replicas after some steps. Raises PreconditionError (REPLICAS_DIVERGED), on all
-        ranks."""
+        """Compares the ranks' state every few steps. Raises PreconditionError (REPLICAS_DIVERGED),
+        on all ranks."""
         self.diverged = compare_after_step(self._held, self._boundaries.group)
         if self.diverged is not None:
             raise self._divergence(self.diverged)
@@ -610,20 +618,20 @@ class StepLifecycle:
         return PreconditionError(said, reason="REPLICAS_DIVERGED")
 
     def give_up(self, stop: StopTraining) -> StepStatus:
-        """Gives up the current step of asynchronous training because the run ended for this
-        member."""
+        """Aborts the current step of asynchronous training, because the run has ended for this
+        member. Returns LOST."""
         self._abort()
         self._departure.obey(stop)
         return StepStatus.LOST
 
     @property
     def _rehearsing(self) -> bool:
-        """True if this is a joiner's script before its loop. Without Shoal loaders its first step
-        begins with a call of the model."""
+        """True in a joiner's script before its loop. Without Shoal loaders, the first step begins
+        with a call of the model."""
         return self._held.phase.replaying and self.step is None and bool(self._held.sources)
 
     def leave_peers(self) -> None:
-        """Switches to a world of one after this process left its job."""
+        """Switches to a world of one after this process has left its job."""
         self._boundaries.leave_peers()
         self._held.phase.be_alone()
 
@@ -652,7 +660,7 @@ class StepLifecycle:
         self._boundaries.committed(step)
 
     def _lose(self, step: Step) -> None:
-        """Aborts the step, on this rank as on all."""
+        """Aborts the step, as all other ranks do."""
         held = self._held
         _log.warning("step %d is lost: %s", held.steps, step.lost)
         self._progress.lost()
@@ -662,12 +670,12 @@ class StepLifecycle:
         self._end(updated=False)
 
     def _end(self, *, updated: bool) -> None:
-        """Ends the step. If its group failed, re-forms before the script learns the outcome.
-        `updated`: it counts.
+        """Ends the step. If its group failed, re-forms before the script receives the outcome.
+        `updated`: the step counts.
 
-        If the state is found lost, it is replaced with that of a checkpoint, and steps are
-        repeated. The outcome remains: peers whose scripts had passed this step's end when the group
-        failed have already received it.
+        If the state turns out to be lost, it is replaced with a checkpoint's, and steps are
+        repeated. The step's outcome does not change, because peers whose scripts were past this
+        step when the group failed have already received it.
         """
         stop, self._stop = self._stop, None
         if not updated and self._peers_have_ended and not self._held.engine.asynchronous:
@@ -683,15 +691,16 @@ class StepLifecycle:
 
     @property
     def _peers_have_ended(self) -> bool:
-        """True if a peer's script finished with no more steps than are committed here."""
+        """True if a peer's script has finished with at most as many steps as this process has
+        committed."""
         return 0 < self._boundaries.finished_steps <= self._held.steps
 
     def _apart_from_the_end(self) -> PreconditionError:
         return ends_apart(self._boundaries.finished_steps, self._held.steps + 1)
 
     def _settle(self, source: StepSource | None) -> None:
-        """Settles the boundary like `StepBoundaries.settle`. Returns to a checkpoint first if the
-        state is lost. Also raises StateLostError."""
+        """Handles the step boundary with `StepBoundaries.settle`. If the state is lost, first
+        returns to a checkpoint, or raises StateLostError."""
         try:
             self._boundaries.settle(source)
         except StateLostError as lost:

@@ -1,7 +1,7 @@
-"""Shortens Shoal's errors for users: the error's sentence, then the lines of the script that led to
-it.
+"""Shortens Shoal's errors for users: the error message, then the lines of the script that led to
+the error.
 
-Shoal's own lines say nothing about a mistake in a script. `SHOAL_FULL_TRACEBACKS=1` shows them.
+Shoal's own lines do not help to find a mistake in a script. `SHOAL_FULL_TRACEBACKS=1` shows them.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ _HINT = "(SHOAL_FULL_TRACEBACKS=1 shows Shoal's own lines as well)\n"
 
 
 def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
-    """Returns the error without lines of libraries. Returns None if the whole traceback is needed:
-    for an exception of another package, a bug in Shoal, or an error that no line of the script has
-    caused."""
+    """Returns the error's message and traceback without lines of libraries. Returns None if the
+    whole traceback is needed: for an exception of another package, a bug in Shoal, or an error that
+    no line of the script has caused."""
     if not isinstance(error, ShoalError) or isinstance(error, InternalError):
         return None
-    with suppress(ConfigurationError):  # which may be the error to be shown
+    with suppress(ConfigurationError):  # may itself be the error to show
         if WorkerSettings.load().full_tracebacks:
             return None
     foreign = libraries()
@@ -39,6 +39,6 @@ def brief(error: BaseException, traceback: TracebackType | None) -> str | None:
 
 
 def on_screen(error: BaseException, traceback: TracebackType | None) -> str | None:
-    """Returns `brief`, with a hint at how to see the full traceback."""
+    """Returns the result of `brief`, with a hint at how to see the full traceback."""
     text = brief(error, traceback)
     return None if text is None else text + _HINT

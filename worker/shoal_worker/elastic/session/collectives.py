@@ -1,9 +1,10 @@
-"""Collectives between steps for scripts: values of all ranks, their sums, or one rank's value.
+"""Collectives between steps for scripts: gather, all-reduce, broadcast and barrier for plain
+values.
 
-Each is an operation of all ranks (`operations.py`): after a fault it is repeated with the remaining
-ranks, and a rank that already had the result sends it to the others. Values are sent as JSON with
-their tensors as safetensors; no pickle. All ranks get the same result to the last bit: each adds
-the same values on the CPU in rank order.
+Each call is an operation of all ranks (`operations.py`). After a fault it is repeated with the
+remaining ranks, and a rank that already had the result sends it to the others. Values are sent as
+JSON, and their tensors as safetensors, without pickle. The results are bitwise equal on all ranks,
+because each rank combines the same values on the CPU in rank order.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ OPERATIONS: Final[Mapping[str, Callable[[torch.Tensor], torch.Tensor]]] = {
 dimension."""
 
 _WHOLE: Final[Mapping[str, Callable[[Sequence[int]], int]]] = {"sum": sum, "max": max, "min": min}
-"""Reductions of `all_reduce` for Python integers, which stay exact whatever their size."""
+"""Reductions of `all_reduce` for Python integers, exact for integers of any size."""
 
 _KINDS: Final = "plain tensors, numbers, strings, None, and lists, tuples and dictionaries of them"
 
@@ -40,7 +41,7 @@ def gather(
     session: Session, value: Any, *, kind: str = "gather", source: int | None = None
 ) -> list[Any]:
     """Returns the `value` of each rank, in rank order. `source`: if given, only this rank's value
-    is sent, and the others are None."""
+    is sent, and the other entries are None."""
     if session.elastic and session.is_asynchronous:
         raise PreconditionError(
             f"{kind} with strategy='async_sgd': its workers take steps independently and have no "
@@ -50,8 +51,8 @@ def gather(
     data = packed(value, kind)
 
     def body(channel: Channel) -> list[str]:
-        # A world of one answers by itself: a single process, or one that is not at its peers'
-        # position (see `Session.operation`).
+        # A world of one returns its own value: a single process, or a process that is not at its
+        # peers' position (see `Session.operation`).
         sends = source is None or channel.rank == source or channel.world_size == 1
         return [
             base64.b64encode(each).decode() for each in channel.exchange(data if sends else b"")
@@ -61,14 +62,15 @@ def gather(
 
 
 def all_reduce(session: Session, value: Any, op: str) -> Any:
-    """Implements `shoal.all_reduce`."""
+    """Combines `value` of all ranks by the reduction `op` (`shoal.all_reduce`). The same on all
+    ranks."""
     if op not in OPERATIONS:
         raise ConfigurationError(f"all_reduce(op={op!r}): expected one of {', '.join(OPERATIONS)}")
     return _reduced(gather(session, value, kind=f"all_reduce {op}"), value, op, "value")
 
 
 def broadcast(session: Session, value: Any, from_rank: int) -> Any:
-    """Implements `shoal.broadcast`."""
+    """Returns the `value` of rank `from_rank`, on all ranks (`shoal.broadcast`)."""
     if from_rank < 0 or (from_rank >= session.world_size and not session.is_joining):
         raise ConfigurationError(
             f"broadcast(from_rank={from_rank}): expected 0 to {session.world_size - 1}"
@@ -76,7 +78,7 @@ def broadcast(session: Session, value: Any, from_rank: int) -> Any:
     everyones = gather(session, value, kind="broadcast", source=from_rank)
     if len(everyones) == 1:
         return everyones[0]
-    if from_rank >= len(everyones):  # it was there when this began
+    if from_rank >= len(everyones):  # the rank existed when this began
         raise PreconditionError(
             f"broadcast(from_rank={from_rank}): that rank was lost, and only {len(everyones)} "
             "ranks are left; broadcast from rank 0, which always exists",
@@ -86,12 +88,12 @@ def broadcast(session: Session, value: Any, from_rank: int) -> Any:
 
 
 def barrier(session: Session) -> None:
-    """Implements `shoal.barrier`."""
+    """Waits until all ranks have called it (`shoal.barrier`)."""
     gather(session, None, kind="barrier")
 
 
 def packed(value: Any, kind: str) -> bytes:
-    """Returns a value as bytes. `kind`: name of the value in errors.
+    """Encodes a value as bytes. `kind`: name of the operation in errors.
 
     Raises:
         ConfigurationError: a value that `gather` does not support.
@@ -101,7 +103,7 @@ def packed(value: Any, kind: str) -> bytes:
 
 
 def unpacked(payload: bytes) -> Any:
-    """Restores the value from the result of `packed`; None from empty bytes."""
+    """Decodes a value from the result of `packed`; None from empty bytes."""
     if not payload:
         return None
     tensors, document = load_tensors(payload)
@@ -109,7 +111,7 @@ def unpacked(payload: bytes) -> Any:
 
 
 def _plain(value: Any, tensors: dict[str, torch.Tensor], kind: str) -> Any:
-    """Converts the value to JSON, in which each item is a list that begins with its kind. Adds its
+    """Converts a value to JSON in which each item is a list that begins with its kind. Moves
     tensors to `tensors`, by number."""
     if (
         type(value) in (torch.Tensor, torch.nn.Parameter)
@@ -140,13 +142,13 @@ def _rebuilt(plain: Any, tensors: Mapping[str, torch.Tensor]) -> Any:
 
 
 def _reduced(everyones: Sequence[Any], own: Any, op: str, where: str) -> Any:
-    """Returns the ranks' values combined by `op`, of the same kind and on the same device as this
-    rank's own."""
+    """Returns the ranks' values combined by `op`. The result is of the same kind, and on the same
+    device, as this rank's own value."""
     if isinstance(own, torch.Tensor):
         _check_alike([_shape(each) for each in everyones], op, where)
         stacked = torch.stack(list(everyones))
         if not stacked.is_floating_point() and not stacked.is_complex():
-            # of small types, and of truth values, a sum must not wrap
+            # for small integer types and bools, a sum must not overflow
             stacked = stacked.double() if op == "mean" else stacked.long()
         return OPERATIONS[op](stacked).to(own.device)
     if type(own) in (bool, int, float):
@@ -190,7 +192,8 @@ def _structure(value: Any) -> str:
 
 
 def _check_alike(descriptions: Sequence[str], op: str, where: str) -> None:
-    """Raises PreconditionError on all ranks unless all passed the same kind of value."""
+    """Checks that all ranks passed the same kind of value; otherwise raises PreconditionError, on
+    all ranks."""
     if len(set(descriptions)) > 1:
         other = next(number for number, each in enumerate(descriptions) if each != descriptions[0])
         raise PreconditionError(

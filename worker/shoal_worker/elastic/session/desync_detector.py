@@ -1,14 +1,14 @@
-"""Detects ranks that wait for each other because their scripts diverged, long before a collective's
-timeout.
+"""Detects ranks that wait for each other because their scripts diverged, long before the timeout of
+their collectives.
 
 If one rank evaluates while another takes a step, each waits in a collective that the other does not
-issue. This looks like a slow peer, so nothing is checked while nobody waits. A rank that has waited
-for a second writes its position and its collective to the group's store, and reads what the first
-rank waiting at that position has written. If the collectives differ, the wait is in vain: the group
-ends with RANKS_DIVERGED, which lists the ranks' collectives. For ranks in the same step, the traces
-of collectives are compared as far as both have come (`collective_trace.py`). A step only pays for
-recording the trace, and each wait of more than a second costs one or two small messages to the
-store.
+issue. Such a wait looks like a slow peer, so the detector checks nothing before a rank has waited
+for a second. The rank then writes its position and its collective to the group's store, and reads
+the note of the first rank that waited at that position. If the collectives differ, the wait can
+never end. The group is aborted with RANKS_DIVERGED and a list of the ranks' collectives. For ranks
+in the same step, the traces of collectives are compared as far as both ranks have come
+(`collective_trace.py`). A step only costs the recording of the trace. A wait of more than a second
+costs one or two small messages to the store.
 
 Runs on a separate thread and reads the training thread's position, which does not change during a
 wait.
@@ -34,11 +34,11 @@ if TYPE_CHECKING:
 
 _LOOK_S: Final = 0.25
 _PATIENCE_S: Final = 1.0
-"""Minimum wait before the check."""
+"""Minimum duration of a wait that is checked, in seconds."""
 
 
 class DesyncDetector:
-    """Checks the waits of one session with peers."""
+    """Thread that checks the waits of one session with peers."""
 
     def __init__(self, session: Session) -> None:
         session.on_waiting(self._where)
@@ -64,7 +64,7 @@ class DesyncDetector:
             self.look(time.monotonic())
 
     def look(self, now: float) -> None:
-        """Checks once. `now`: time.monotonic()."""
+        """Checks the current wait once. `now`: the value of time.monotonic()."""
         group = self._session.group
         wait = group.waiting.now if group is not None and group.broken is None else None
         if (
@@ -76,11 +76,11 @@ class DesyncDetector:
             return
         self._reported = wait
         with contextlib.suppress(ShoalError, RuntimeError):
-            # the store is away, or the group has ended: the wait continues
+            # the store is unavailable, or the group has ended: the wait continues
             self._compare(group, wait)
 
     def _where(self) -> Where | None:
-        """Implements `Waiting.where`. On the training thread."""
+        """Returns the script's position, for `Waiting.where`. Called on the training thread."""
         session = self._session
         operations, step = session.operations, session.step
         at = session.steps, operations.position
@@ -102,16 +102,16 @@ class DesyncDetector:
 
     @staticmethod
     def _tell(group: Group, wait: Wait, mine: dict[str, Any]) -> dict[str, Any]:
-        """Returns the message of the first rank waiting at the same position. Raises
-        PreconditionError if that rank waits in another collective."""
+        """Exchanges notes: returns the note of the first rank that waits at the same position.
+        Raises PreconditionError if that rank waits in another collective."""
         first: dict[str, Any] = json.loads(group.waiting.note(wait.where.at, json.dumps(mine)))
         if first["what"] != mine["what"]:
             raise waits_apart(first, mine)
         return first
 
     def _compare_in_step(self, group: Group, wait: Wait, mine: dict[str, Any]) -> None:
-        """Raises PreconditionError if this rank and another have issued different collectives in
-        their common step."""
+        """Compares this rank's collectives in the current step with another rank's. Raises
+        PreconditionError if they differ."""
         engine, step = self._session.engine, self._session.step
         trace, passes_with = (
             step.trace if step is not None else CollectiveTrace(),
@@ -120,7 +120,8 @@ class DesyncDetector:
         mine |= {"issued": engine.issued().decode(), "course": trace.encode(passes=not passes_with)}
         own = {"rank": group.rank, "course": trace.encode(passes=True)}
         if group.waiting.now is not wait:
-            # it has continued, perhaps to the next step, whose trace must not be written here
+            # the training thread has continued, perhaps to the next step, whose trace must not be
+            # written here
             return
         first = self._tell(group, wait, mine)
         engine.compare_issued([first["issued"].encode(), mine["issued"].encode()])

@@ -1,13 +1,13 @@
-"""Joint operations between steps: evaluation, early stopping, and the decision when they happen
-(every k steps).
+"""Operations of all ranks between steps: evaluation and early stopping. Also decides whether an
+action every k steps is due.
 
-Each batch is evaluated once, even if a rank dies meanwhile: every rank keeps the sums of its
-batches, and when the membership changes, only the batches lost with a rank are redistributed. The
+Each batch is evaluated once, even if a rank fails meanwhile. Every rank keeps the results of its
+batches, and when the membership changes, only the failed ranks' batches are redistributed. The
 totals are added in the order of the batches, so they do not depend on the number of ranks.
 
-Early stopping is kept in the session, so that joiners and checkpoints carry it. Actions every k
-steps (`every_steps=`) use the committed steps of the run, since a counter in the script starts from
-zero in a joining process.
+The state of early stopping is part of the session, so that joiners receive it and checkpoints
+contain it. Actions every k steps (`every_steps=`) count the run's committed steps, because a
+counter in the script starts from zero in a joining process.
 """
 
 from __future__ import annotations
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
 
 
 def is_due(session: Session, every_steps: int, what: str) -> bool:
-    """Returns whether `what` happens now: the script's last step was committed, and its number in
-    the run is a multiple of `every_steps`. This holds on all ranks, including one that joined, and
-    not again when the following step was lost.
+    """Returns whether the action `what` is due. That is the case if the script's last step was
+    committed, and its number in the run is a multiple of `every_steps`. The result is the same on
+    all ranks, including joiners, and an action is not due again after a lost step.
 
     Raises:
         ConfigurationError: `every_steps` is not an integer of at least 1.
@@ -60,8 +60,7 @@ def is_due(session: Session, every_steps: int, what: str) -> bool:
     step = session.step
     if step is not None and step.source is not None and step.handed_out:
         if step.left:
-            # of a batch that was only looked at; a rank that joined here has finished no step
-            # before it
+            # the batch was only looked at; a rank that joined here has finished no step before it
             return False
         raise PreconditionError(
             f"{what}(every_steps={every_steps}) was called inside a step; call it between "
@@ -79,16 +78,18 @@ _NAME = "shoal.early_stop"
 
 
 class Patience:
-    """Number of consecutive calls in which a metric did not improve."""
+    """State of early stopping: the best metric, and the number of calls since the metric
+    improved."""
 
     def __init__(self) -> None:
         self.best: float | None = None
         self.bad_calls = 0
         self.site: object = None
-        """Position in the script to which it applies; None if not known yet."""
+        """Position in the script that makes these calls; None if not yet known."""
 
     def observe(self, metric: float, *, mode: str, patience: int, min_delta: float) -> bool:
-        """Counts one value; True if it is time to stop. NaN never improves."""
+        """Records a metric. Returns whether it has not improved in `patience` consecutive calls.
+        NaN never counts as an improvement."""
         gain = (
             math.inf
             if self.best is None
@@ -106,7 +107,7 @@ class Patience:
         return {"best": self.best, "bad_calls": self.bad_calls}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the result of `state_dict`."""
+        """Restores a state returned by `state_dict`."""
         self.best, self.bad_calls = state["best"], state["bad_calls"]
 
 
@@ -121,8 +122,9 @@ def should_early_stop(
     optimizer: int,
     site: object,
 ) -> bool:
-    """Implements `ShardedOptimizer.should_early_stop`. `optimizer`: its number among the run's;
-    `site`: the script's position of the call."""
+    """Averages the metric over the ranks, and returns whether to stop early
+    (`ShardedOptimizer.should_early_stop`). `optimizer`: index of the optimizer in the run. `site`:
+    position of the call in the script."""
     if mode not in ("min", "max"):
         raise ConfigurationError(f'should_early_stop(mode={mode!r}): expected "min" or "max"')
     if patience < 1:
@@ -165,11 +167,11 @@ Sums = dict[str, float]
 
 
 class Batches(Protocol):
-    """Batches by number."""
+    """Batches that can be read by number."""
 
     @property
     def dealing(self) -> str:
-        """Determines the batches, as a JSON object: the same on all ranks."""
+        """JSON object that determines the batches; the same on all ranks."""
         ...
 
     def __len__(self) -> int:
@@ -183,22 +185,22 @@ class Batches(Protocol):
 
 @runtime_checkable
 class StreamedBatches(Protocol):
-    """Batches of a stream, whose numbers have gaps: their count is known only at the end."""
+    """Batches of a stream. Their numbers have gaps, and their count is known only at the end."""
 
     @property
     def dealing(self) -> str:
-        """Determines the batches, as in `Batches`."""
+        """JSON object that determines the batches; the same on all ranks."""
         ...
 
     @property
     def ended(self) -> str:
-        """Sources read to their end on this rank, as a JSON object: source -> its size, and values
-        that must be the same on all ranks that read it."""
+        """Sources that this rank has read to their end, as a JSON object: source -> its size, and
+        values that must be the same on all ranks that read the source."""
         ...
 
     def deal(self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int) -> Any:
-        """Returns the part to be computed by `rank`, for `read`. `held`: numbers of batches already
-        computed by a rank. `ended`: that of each rank."""
+        """Returns the part that `rank` must compute, for `read`. `held`: numbers of batches that a
+        rank has already computed. `ended`: each rank's `ended`."""
         ...
 
     def read(self, parts: Any) -> Iterator[tuple[int, Any]]:
@@ -207,8 +209,8 @@ class StreamedBatches(Protocol):
 
 
 def _order_of(loader: Any) -> str | None:
-    """Returns a digest of the order of a torch DataLoader's samples; None if it is the dataset's,
-    or for another kind of loader.
+    """Returns a digest of the order in which a torch DataLoader draws its samples. None if that is
+    the order of the dataset, or if the loader is of another kind.
 
     Raises:
         ConfigurationError: the order changes each time.
@@ -227,7 +229,7 @@ def _order_of(loader: Any) -> str | None:
     known_to_draw = isinstance(
         samples, (RandomSampler, SubsetRandomSampler, WeightedRandomSampler, DistributedSampler)
     )
-    with generators_kept():  # but for between the two draws
+    with generators_kept():  # restored only after both draws
         orders = [] if known_to_draw else [_drawn_from(drawn) for _ in range(2)]
     if len(set(orders)) != 1:
         raise ConfigurationError(
@@ -247,8 +249,8 @@ def _drawn_from(sampler: Iterable[Any]) -> str:
 
 
 class IteratedBatches:
-    """Batches of any iterable with a length, such as a torch DataLoader; unwanted ones are
-    skipped."""
+    """Batches of any iterable with a length, such as a torch DataLoader. Reading skips the batches
+    that this rank does not need."""
 
     def __init__(self, loader: Any) -> None:
         if not hasattr(loader, "__len__"):
@@ -267,10 +269,10 @@ class IteratedBatches:
         return len(self._loader)
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Reads batches, as in `Batches`.
+        """Yields (number, batch) for each of the given numbers, in ascending order.
 
         Raises:
-            ConfigurationError: there is another batch after the last one.
+            ConfigurationError: the loader yields more batches than its length.
         """
         wanted = set(numbers)
         for number, batch in enumerate(self._loader):
@@ -293,12 +295,12 @@ def evaluate(
     batches: Batches | StreamedBatches,
     fn: Callable[[nn.Module, Any], Mapping[str, Any]],
 ) -> Sums:
-    """Sums the results of `fn(model, batch)` over all `batches`. The model is in evaluation mode
-    meanwhile, without gradients.
+    """Returns the sums of the results of `fn(model, batch)` over all `batches`. Meanwhile the model
+    is in evaluation mode, without gradients.
 
-    In a joiner that still replays its script only the first batch is computed, since nobody uses
-    the result. Random numbers drawn by `fn` depend on the evaluation and the batch's number, not on
-    the rank that computes it. The script's own random state is unaffected.
+    A joiner that still replays its script computes only the first batch, because its result is not
+    used. Random numbers drawn by `fn` depend on the evaluation and the batch's number, not on the
+    rank that computes the batch. The script's own random state is unaffected.
     """
     key = (session.steps, session.operations.position)
     results: dict[int, Sums] = {}
@@ -313,7 +315,7 @@ def evaluate(
 
     def compute(wanted: Any, most: int | None = None) -> None:
         with generators_kept():
-            seed_generators(key)  # datasets may draw, too: every rank reads a plain loader alike
+            seed_generators(key)  # datasets may draw too: all ranks must read the same batches
             for number, batch in itertools.islice(batches.read(wanted), most):
                 with generators_kept():
                     seed_generators((*key, number))
@@ -326,8 +328,7 @@ def evaluate(
     def body(channel: Channel) -> Sums:
         nonlocal computed_at
         if computed_at != session.steps:
-            # the ranks went back to a checkpoint meanwhile: existing results belong to another
-            # model
+            # the ranks returned to a checkpoint meanwhile: existing results belong to another model
             results.clear()
             computed_at = session.steps
         own = json.dumps([batches.dealing, sorted(results), ended()]).encode()
@@ -361,8 +362,9 @@ def evaluate(
 
 
 def _check_ends(ends: Sequence[Mapping[str, Any]]) -> None:
-    """Raises PreconditionError (RANKS_DIVERGED) if ranks that read the same source to its end found
-    different contents. `ends`: that of each rank."""
+    """Checks that ranks that have read the same source to its end found the same contents.
+    Otherwise raises PreconditionError (RANKS_DIVERGED). `ends`: the sources that each rank has
+    read."""
     for name in {name: None for each in ends for name in each}:
         first = next(each[name] for each in ends if name in each)
         found = [each.get(name, first) for each in ends]

@@ -1,15 +1,15 @@
-"""Detects files that several ranks of a machine write at the same time, so that each overwrites the
-others' content.
+"""Detects files that several ranks of a machine write at the same time, so that each rank
+overwrites the others' content.
 
 A rank that opens a file to replace its content (`open(path, "w")`, `torch.save`) writes a note into
-a directory shared by a launcher's workers, and reads the previous rank's note about this file. If
-two ranks opened it in the same generation and after the same number of steps, one warning per
-machine says so. No rank waits for another, and nothing is sent over the network.
+a directory shared by a launcher's workers, and reads the previous rank's note about the same file.
+If two ranks opened the file in the same generation and after the same number of steps, one warning
+is logged per machine. No rank waits for another, and nothing is sent over the network.
 
-Not detected: files opened by compiled code (safetensors, HDF5), ranks on different machines, and
-writes before `shoal.init()`. Ignored, because they may be intended: appending, exclusive creation,
-devices, writes by threads other than the script's, a joiner that replays its script, and hidden
-files and directories, in which libraries keep caches that have their own locks.
+Not detected: files opened by compiled code (safetensors, HDF5), writes by ranks on different
+machines, and writes before `shoal.init()`. Some writes may be intended and are ignored: appending,
+exclusive creation, devices, writes by threads other than the script's, and a joiner that replays
+its script. So are hidden files and directories, where libraries keep caches with their own locks.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ import xxhash
 _log = logging.getLogger(__name__)
 
 MOST: Final = 256
-"""Maximum number of files per process that are checked, since a script may write one for each
+"""Maximum number of files that are checked per process, because a script may write one file per
 sample."""
 
 
 class WhenWritten(NamedTuple):
-    """Writer and time of a file. Two ranks write at the same time if their values differ only in
-    the rank."""
+    """Rank, generation and step in which a file was written. Two ranks write at the same time if
+    their values differ only in the rank."""
 
     rank: int
     generation: int
@@ -46,11 +46,12 @@ class WhenWritten(NamedTuple):
 
 
 class WrittenFiles:
-    """Files written by this process. Used by the script's thread."""
+    """Files that this process has written. Used by the script's thread."""
 
     def __init__(self, directory: Path, now: Callable[[], WhenWritten | None]) -> None:
         """`directory`: directory of the notes, shared by all ranks of the machine. `now`: returns
-        None while the script's actions are not part of the run."""
+        the current rank, generation and step; None while the script's actions are not part of the
+        run."""
         self._directory = directory
         self._now = now
         self._left = MOST
@@ -58,7 +59,8 @@ class WrittenFiles:
         self._process, self._thread = os.getpid(), threading.get_ident()
 
     def writes(self, path: str | bytes | os.PathLike[Any]) -> None:
-        """Handles that a file is about to be replaced."""
+        """Records that a file is about to be replaced. Warns if another rank has just written it
+        too."""
         if os.getpid() != self._process or threading.get_ident() != self._thread:
             return
         where = os.path.realpath(os.fsdecode(path))
@@ -68,13 +70,14 @@ class WrittenFiles:
         if where not in self._known:
             self._known.add(where)
             self._left -= 1
-        with contextlib.suppress(OSError, ValueError):  # the notes are gone, or full: no harm
+        with contextlib.suppress(OSError, ValueError):  # the notes' directory is gone or full
             before = self._note(where, now)
             if before is not None and before._replace(rank=now.rank) == now != before:
                 self._warn(where, sorted((before.rank, now.rank)), now.steps)
 
     def _note(self, where: str, now: WhenWritten) -> WhenWritten | None:
-        """Writes a note, and returns the previous one."""
+        """Writes a note about the file `where`, and returns the previous note; None if there is
+        none."""
         self._directory.mkdir(exist_ok=True)
         name = self._directory / xxhash.xxh3_64_hexdigest(where.encode(errors="surrogateescape"))
         descriptor = os.open(name, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
@@ -110,27 +113,29 @@ def _is_left_out(where: str) -> bool:
 
 
 _noticing: list[WrittenFiles] = []
-"""The instance of this process, if any."""
+"""The `WrittenFiles` of this process, if any."""
 
 
 def notice_files(files: WrittenFiles) -> None:
-    """Makes `files` receive the paths that this process writes. Called once per process."""
+    """Begins to report the files that this process writes to `files`. Called once per process."""
     _noticing.append(files)
     sys.addaudithook(_hear)
     torch.save = _telling(torch.save)
 
 
 def _hear(event: str, args: tuple[Any, ...]) -> None:
-    """Receives each audit event of Python (`sys.addaudithook`) and handles `open`."""
+    """Reports a file that is opened for replacement. An audit hook of Python
+    (`sys.addaudithook`)."""
     if event == "open":
         path, mode, flags = args
-        # descriptors have a path already, and os.open, without a mode, makes locks
+        # descriptors have a path already, and os.open, without a mode, creates locks
         if mode is not None and flags & os.O_TRUNC and not isinstance(path, int):
             _noticing[-1].writes(path)
 
 
 def _telling(save: Callable[..., None]) -> Callable[..., None]:
-    """Wraps `torch.save`, which opens files in compiled code, without an audit event."""
+    """Returns `torch.save` wrapped so that it reports its file. `torch.save` opens files in
+    compiled code, without an audit event."""
 
     @functools.wraps(save)
     def telling(obj: object, f: Any, *args: Any, **kwargs: Any) -> None:

@@ -1,9 +1,10 @@
-"""Work that one process of a machine does before the others: for example, download a data set or
-fill a cache.
+"""Work that one process of a machine does before the machine's other processes, such as downloading
+a data set or filling a cache.
 
-A kernel file lock decides, without messages between ranks: it is released as soon as its holder
-ends for any reason, and nobody waits for it in a collective, where a long wait would look like a
-hung process. Each block of a script has its own file, and a new one each time it is reached.
+A kernel file lock selects the first process, without messages between ranks. The kernel releases
+the lock as soon as its holder ends for any reason. No rank waits for it in a collective, where a
+long wait would look like a hung process. Each block of a script has its own file, and a new one
+each time the script reaches the block.
 """
 
 from __future__ import annotations
@@ -30,19 +31,20 @@ _LOOK_S: Final = 0.05
 
 
 class _Passed(threading.local):
-    """Thread-local, since a rank may be a thread."""
+    """Counts of the positions that a rank has reached. Thread-local, because ranks may be
+    threads."""
 
     def __init__(self) -> None:
         self.times: Counter[str] = Counter()
-        """Position in a script -> number of times this rank has reached it."""
+        """Position in a script -> number of times that this rank has reached the position."""
 
 
 _passed: Final = _Passed()
 
 
 def next_block(called: FrameType | None) -> str:
-    """Returns a name for the block that the caller of `called`'s function is about to enter, the
-    same in all processes that run the script."""
+    """Returns the name of the block that the script is about to enter, the same in all processes
+    that run the script. `called`: frame of the function that the script called."""
     place = (
         ""
         if called is None or called.f_back is None
@@ -54,17 +56,18 @@ def next_block(called: FrameType | None) -> str:
 
 @contextlib.contextmanager
 def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterator[bool]:
-    """Lets the first process of this machine and user that arrives for a `scope` run the block
-    alone, yielding True. The others run it afterwards, concurrently, yielding False; if the first
-    one fails, another becomes first.
+    """Runs the block first in one process of this machine and user. The first process that arrives
+    for a `scope` runs the block alone, and the context manager yields True. The others run it
+    afterwards, concurrently, and receive False. If the first process fails, another becomes the
+    first.
 
     Args:
-        once: a process that arrives after all others have left does not become first again, if one
-            has completed before.
+        once: a process that arrives after all others have left does not run the block first again
+            if another process has completed it.
 
     Raises:
-        DeadlineError: the first one took longer than `timeout`.
-        ConfigurationError: there is no place for a lock that others could not remove.
+        DeadlineError: the first process took longer than `timeout`.
+        ConfigurationError: the directory of the locks belongs to another user.
     """
     descriptor = os.open(_lock_file(scope), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     _held.add(descriptor)
@@ -72,18 +75,18 @@ def main_first(scope: str, *, timeout: timedelta, once: bool = False) -> Iterato
         is_first = _wait_for_turn(descriptor, timeout, once=once)
         if is_first:
             os.ftruncate(descriptor, 0)
-        yield is_first  # alone; or beside others: then the lock is shared
+        yield is_first  # alone, or concurrently with a shared lock
         if is_first:
             os.pwrite(descriptor, _DONE, 0)
     finally:
         _held.discard(descriptor)
-        # closing is not enough: a child forked meanwhile holds the lock too
+        # closing is not enough, because a child process forked meanwhile holds the lock too
         fcntl.flock(descriptor, fcntl.LOCK_UN)
         os.close(descriptor)
 
 
 _held: Final[set[int]] = set()
-"""Descriptors of locks held by any thread."""
+"""File descriptors of the locks held by any thread."""
 
 
 def _let_go_in_child() -> None:
@@ -96,8 +99,8 @@ os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _wait_for_turn(descriptor: int, timeout: timedelta, *, once: bool) -> bool:
-    """Returns True if this process is the first one and holds the lock exclusively; False if the
-    first one has finished and the lock is shared."""
+    """Waits for the lock. Returns True if this process is the first and holds the lock exclusively;
+    False if the first process has finished and the lock is shared."""
     deadline = time.monotonic() + timeout.total_seconds()
     waited = once
     while True:

@@ -1,12 +1,12 @@
-"""Determines whether this process's script ended well or badly, as far as Python reveals it. Asked
-once, during interpreter shutdown.
+"""Determines whether this process's script succeeded or failed, as far as Python reveals it.
+Queried once, during interpreter shutdown.
 
-An uncaught exception passes through `sys.excepthook`; SystemExit does not, and its status is
-unavailable afterwards. `sys.exit` is therefore wrapped to record its argument. The script's
-outermost frame shows whether that call ended the script or was caught: the frame has returned, or
-an exception left it. A SystemExit raised directly by the script (`raise SystemExit(main())`,
-`exit(0)`) leaves no trace of its status and counts as a normal end. The launcher sees the status,
-and the peers see whether it came before theirs.
+An uncaught exception passes through `sys.excepthook`. SystemExit does not, and its status is
+unavailable afterwards, so `sys.exit` is wrapped to record its argument. The script's outermost
+frame shows whether that call ended the script or was caught: the frame has returned, or an
+exception left it. If a script raises SystemExit directly (`raise SystemExit(main())`, `exit(0)`),
+its status is unknown and the end counts as success. The launcher sees the status, and the peers see
+whether this process ended before them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NoReturn
 
 
 class ScriptEnd:
-    """Records how the script ends, from `install` on."""
+    """Records how the script ends. Active after `install`."""
 
     def __init__(
         self,
@@ -32,20 +32,22 @@ class ScriptEnd:
             [BaseException, TracebackType | None], str | None
         ] = lambda error, traceback: None,
     ) -> None:
-        """Args:
-        account_for: called with an uncaught exception, after its traceback was printed; the
-            process takes its status from a SystemExit that it raises.
-        in_backward: returns whether the calling thread runs a backward pass. On CUDA that is a
-            thread of autograd's, whose exceptions are raised in the thread that called
-            `backward`.
-        shown: returns the text of an uncaught exception; None: its traceback is printed.
+        """Prepares the record, without installing it.
+
+        Args:
+            account_for: called with an uncaught exception, after its traceback was printed. If it
+                raises SystemExit, the process ends with that status.
+            in_backward: returns whether the calling thread runs a backward pass. On CUDA, autograd
+                uses a thread of its own for that, whose exceptions are raised in the thread that
+                called `backward`.
+            shown: returns the text to print for an uncaught exception; None: its traceback.
         """
         self._account_for = account_for
         self._shown = shown
         self._in_backward = in_backward
         self._uncaught: str | None = None
         self._exit: str | None = None
-        """Last argument of sys.exit; empty: a normal end; None: it was not called."""
+        """Last argument of sys.exit; empty: success; None: sys.exit was not called."""
         self._outermost = _outermost_frame(
             sys._current_frames()[threading.main_thread().ident or 0]
         )
@@ -53,15 +55,15 @@ class ScriptEnd:
         self._sys_exit = sys.exit
 
     def install(self) -> None:
-        """Hooks into uncaught exceptions and sys.exit."""
+        """Installs hooks for uncaught exceptions and sys.exit."""
         sys.excepthook = self._note_uncaught
         sys.exit = self._note_exit
 
     def failure(self) -> str | None:
-        """Returns why the script failed; None if it did not fail, or has not ended."""
+        """Returns why the script failed; None if it succeeded or has not ended."""
         if self._uncaught is not None:
             return self._uncaught
-        # a program that continues after the script, such as a test's
+        # the program continues after the script, as a test does
         running = _outermost_frame(sys._getframe()) is self._outermost
         if not running and _has_returned(self._outermost):
             return None
@@ -71,7 +73,7 @@ class ScriptEnd:
         self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
         self._uncaught = f"{kind.__name__}: {value}"
-        # a hook of the script's own may do more than print
+        # a hook of the script's own may do more than print the exception
         text = self._shown(value, traceback) if self._excepthook is sys.__excepthook__ else None
         if text is not None:
             sys.stderr.write(text)
@@ -80,7 +82,7 @@ class ScriptEnd:
         self._account_for(value, traceback)
 
     def _note_exit(self, status: Any = None, /) -> NoReturn:
-        # Elsewhere it ends only the thread.
+        # in any other thread, sys.exit ends only that thread
         if threading.current_thread() is threading.main_thread() or self._in_backward():
             self._exit = "" if status is None or status == 0 else f"sys.exit({status!r})"
         self._sys_exit(status)
@@ -93,5 +95,5 @@ def _outermost_frame(frame: FrameType) -> FrameType:
 
 
 def _has_returned(frame: FrameType) -> bool:
-    """Returns whether a frame has returned, in which case it is at its last instruction."""
+    """Returns whether a frame has returned. Such a frame is at a return instruction."""
     return dis.opname[frame.f_code.co_code[frame.f_lasti]].startswith("RETURN")

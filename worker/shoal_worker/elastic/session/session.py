@@ -1,20 +1,22 @@
 """The elastic session: this process's training run, alone or as a member of a job.
 
-It combines parts, which make the decisions:
+The session combines parts that make the decisions:
 
 - `step_lifecycle.py`: begins, commits and aborts steps. Called by loaders (`loader_interface.py`),
   and by engines through the session (`strategy_interface.py`).
-- `step_boundaries.py`: what happens between two steps, and how this process's part in the run ends.
-- `formation.py`: forms generations, and brings their ranks to the same state.
-- `committed_state.py`: the state that this process holds.
-- `member.py`: its place among the ranks. `membership.py` and `link.py` get it from a coordinator,
-  `fixed.py` from `shoal.launch`.
+- `step_boundaries.py`: handles changes between two steps, and the end of this process's part in the
+  run.
+- `formation.py`: forms generations, and ensures that their ranks have the same state.
+- `committed_state.py`: the state of the run in this process.
+- `member.py`: this process's membership, assigned by a coordinator (`membership.py`, `link.py`) or
+  by `shoal.launch` (`fixed.py`).
 
-Here: opening and closing, identity, operations between steps, and the end of a run, which no rank
-leaves while a peer may be in doubt about the last step. Operations are run again on a new group
-until they succeed, unless a peer that finished them still has the result. Everything runs on the
-training thread, except what `Membership`, `CoordinatorLink` and `StateDonor` do on theirs,
-`mark_lost`, `is_gone`, and the check that `fence` gives.
+The session itself opens and closes the run, knows this process's rank, and runs operations between
+steps. At the end of a run, no rank leaves while a peer may be in doubt about the last step. An
+operation is repeated on a new group until it succeeds, unless a peer that finished it still has the
+result. Everything runs on the training thread, except the threads of `Membership`,
+`CoordinatorLink` and `StateDonor`, and the methods `mark_lost`, `is_gone` and the check returned by
+`fence`.
 """
 
 from __future__ import annotations
@@ -62,13 +64,13 @@ _log = logging.getLogger(__name__)
 
 LAST_STEP_PATIENCE: Final = timedelta(seconds=30)
 _LOOK: Final = timedelta(seconds=0.05)
-"""Interval at which a leaving rank checks whether its peers have committed the last step, which
-they report in heartbeats."""
+"""Interval at which a leaving rank checks whether its peers have committed the last step. Peers
+report that in heartbeats."""
 
 
 def await_last_step(formation: Formation, held: CommittedState) -> None:
-    """Returns when all peers have committed the last step. A peer that is in doubt about it asks in
-    the next generation, which this rank forms with it. Waits no longer than LAST_STEP_PATIENCE
+    """Waits until all peers have committed the last step. A peer that is in doubt about the step
+    asks in the next generation, which this rank helps to form. Waits at most LAST_STEP_PATIENCE
     while the coordinator is unreachable."""
     give_up_at = time.monotonic() + LAST_STEP_PATIENCE.total_seconds()
     while not formation.must_move and not formation.peers_have(held.steps):
@@ -85,8 +87,8 @@ def await_last_step(formation: Formation, held: CommittedState) -> None:
 
 
 class Session:
-    """Training run of one process. The `StrategySession` of its strategy; `lifecycle` is the
-    `LoaderSession` of its loaders."""
+    """Training run of one process. Implements `StrategySession` for the strategy; `lifecycle`
+    implements `LoaderSession` for the loaders."""
 
     def __init__(
         self,
@@ -96,7 +98,7 @@ class Session:
         metrics: WorkerMetrics,
     ) -> None:
         """`membership` and `donor`: both None in a world of one. If only `donor` is None, no state
-        is sent (async_sgd)."""
+        is sent to peers (async_sgd)."""
         self.settings = settings
         self.metrics = metrics
         self.progress = ProgressMeter(metrics)
@@ -104,15 +106,17 @@ class Session:
         self._held = CommittedState(live=membership is None)
         self._exchange = StateExchange(donor, settings, metrics) if donor is not None else None
         self.donor = donor
-        """Sends state to peers; None in a world of one."""
+        """Server from which peers fetch the state; None in a world of one."""
         self.missed: str | None = None
-        """Reason why this process's end is a failure although its script considers it good."""
+        """Reason why this process failed although its script ended with success; None if it did not
+        fail."""
         self.outcome: StepStatus | None = None
-        """Outcome of the last step that the script finished."""
+        """Outcome of the last step that the script has finished."""
         self._left_from: Generation | None = None
-        """The generation in which this process sent its leave message."""
+        """Generation in which this process sent its leave message."""
         self._left_as_first = True
-        """True if it was the first of that generation, or of no generation."""
+        """True if this process was the first rank of the generation in which it left, or left
+        without one."""
         self._formation: Formation | None = None
         if membership is not None:
             membership.observe(self.progress)
@@ -139,12 +143,13 @@ class Session:
 
     @property
     def elastic(self) -> bool:
-        """True if this is a member of a job or a rank of a launch; False in a world of one."""
+        """True if this process is a member of a job or a rank of a launch; False in a world of
+        one."""
         return self._membership is not None
 
     @property
     def membership(self) -> Member | None:
-        """Membership among the ranks; None in a world of one."""
+        """Membership of this process; None in a world of one."""
         return self._membership
 
     @property
@@ -154,7 +159,7 @@ class Session:
 
     @property
     def engine(self) -> TrainingEngine:
-        """Engine of the run's model. Used while a step is in progress."""
+        """Engine of the run's model. Raises PreconditionError before `as_distributed`."""
         return self._held.engine
 
     @property
@@ -164,25 +169,25 @@ class Session:
 
     @property
     def is_joining(self) -> bool:
-        """True if this process replays its script and has not reached its first live batch, or is a
-        spare and will."""
+        """True if this process replays its script and has not reached its first live batch, or if
+        it is a spare that will do so."""
         return self._held.phase.replaying or (self._held.has_engine and self._held.engine.idle)
 
     @property
     def is_redoing(self) -> bool:
-        """True if committed steps were undone, and this process's script, ahead of its state, has
-        not reached the loader's next one."""
+        """True if committed steps were undone and this process's script is ahead of its state. It
+        becomes False with the loader's next step."""
         return self._held.phase.now is Phase.RETURNED
 
     @property
     def has_left(self) -> bool:
-        """True if this process has left its job, which continues without it, so that its state
-        counts for nothing."""
+        """True if this process has left its job and the job continues, so that this process's state
+        no longer counts."""
         return self._held.phase.now is Phase.LEFT
 
     @property
     def group(self) -> Group | None:
-        """Connected ranks of this generation; None in a world of one and before the first."""
+        """Connected ranks of this generation; None in a world of one, and before the first."""
         return self._formation.group if self._formation is not None else None
 
     @property
@@ -199,9 +204,9 @@ class Session:
 
     @property
     def script_place(self) -> tuple[int, int]:
-        """(rank, number of ranks) for scripts; (-1, -1) while this process replays its script and
-        has neither, as in torch for a process that belongs to no group. After `close` the last
-        values remain: a script that has left its job must not mistake itself for rank 0."""
+        """Rank and number of ranks, for scripts. (-1, -1) while this process replays its script and
+        has no rank, as in torch for a process outside of a group. After `close` the last values
+        remain, so that a script that has left its job does not mistake itself for rank 0."""
         left = self._left_from
         if left is not None:
             return left.rank, left.world_size
@@ -209,8 +214,8 @@ class Session:
 
     @property
     def when_written(self) -> WhenWritten | None:
-        """Writer and time of a file written now, also after `close`; None if the script's actions
-        do not belong to the run."""
+        """Rank, generation and step for a file that is written now, also after `close`. None if the
+        script's actions are not part of the run."""
         generation = self._left_from or self._generation
         if generation is None or self.is_joining or self.is_redoing:
             return None
@@ -218,38 +223,38 @@ class Session:
 
     @property
     def is_first(self) -> bool:
-        """True if this process acts for all ranks, for example to write files: it has the state,
-        and no lower rank has."""
+        """True if this process acts for all ranks, for example to write files: it is the lowest
+        rank that has the state."""
         if self._formation is None:
             return self._left_as_first
         return not self.is_joining and self._formation.is_first
 
     @property
     def generation(self) -> int:
-        """Number of the generation that this process works in; 0 before the first and in a world of
-        one."""
+        """Number of the generation in which this process works; 0 before the first, and in a world
+        of one."""
         generation = self._generation
         return generation.number if generation is not None else 0
 
     @property
     def ranks_may_come(self) -> bool:
-        """True if ranks may join, as in `StrategySession`."""
+        """True if further processes may join the job."""
         return self._membership is not None and self._membership.only_backend is None
 
     @property
     def begins(self) -> bool:
-        """True if the ranks are those that the run was started with: none has left or joined
+        """True if the ranks are those with which the run was started: no rank has left or joined
         yet."""
         generation = self._generation
         return generation is None or generation.begins_run
 
     @property
     def steps(self) -> int:
-        """Committed steps of the run."""
+        """Number of committed steps of the run."""
         return self._held.steps
 
     def on_waiting(self, where: Callable[[], Where | None]) -> None:
-        """Sets the function that returns the script's position when it waits for its peers: see
+        """Sets the function that returns the script's position when it waits for its peers; see
         `Waiting.where`."""
         if self._formation is not None:
             self._formation.where = where
@@ -261,14 +266,14 @@ class Session:
 
     @property
     def device(self) -> torch.device:
-        """The device of this rank."""
+        """Device on which this rank computes."""
         if not torch.cuda.is_available():
             return torch.device("cpu")
         return torch.device("cuda", self.settings.local_index % torch.cuda.device_count())
 
     @property
     def default_backend(self) -> str:
-        """Backend of groups if the user names none."""
+        """Communication backend that is used if the user selects none."""
         only = self._membership.only_backend if self._membership is not None else None
         return only or ("nccl" if self.device.type == "cuda" else "gloo")
 
@@ -279,8 +284,8 @@ class Session:
     # ------------------------------------------------------------------------------------ beginning
 
     def join(self) -> None:
-        """Opens the session with the coordinator. In a new job, waits for a rank; a joiner of a
-        running one first replays its script."""
+        """Joins the job. In a new job, waits for a rank. In a running job, returns at once, and
+        this process replays its script first."""
         membership = self._membership
         assert membership is not None
         try:
@@ -297,8 +302,8 @@ class Session:
             return
         self._await_rank(membership)
         generation = membership.link.newest_generation
-        # A member without a rank in the first generation joins a later one, whose other members
-        # have begun.
+        # A member without a rank in the first generation joins a later one, in which other members
+        # have already begun.
         if (
             generation is None
             or len(generation.joining) == generation.world_size
@@ -307,10 +312,10 @@ class Session:
             self._held.phase.begin()
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Adds `engine` to the session and gives all ranks the first one's weights.
+        """Sets the session's engine, and sends the first rank's weights to all ranks.
 
         Raises:
-            PreconditionError: there is one already.
+            PreconditionError: the session already has an engine.
         """
         held, membership, formation = self._held, self._membership, self._formation
         held.set_engine(engine)
@@ -324,7 +329,7 @@ class Session:
             if not held.phase.holds_state:
                 self._await_rank(membership)
                 held.phase.begin()
-            held.begin(0, self.settings.job_id)  # its workers begin at any time
+            held.begin(0, self.settings.job_id)  # workers of async_sgd begin at any time
         elif held.phase.holds_state:
             try:
                 formation.synchronize_first()
@@ -336,11 +341,11 @@ class Session:
         try:
             membership.await_generation()
         except StopTraining as stop:
-            # it never took part in the run, so its script has nothing to do
+            # this process never took part in the run, so its script has nothing to do
             self._departure.exit_drained(str(stop))
 
     def trains(self, engine: object) -> bool:
-        """Returns whether `engine` is the run's model; a clone of it is not."""
+        """Returns whether `engine` trains the run's model; the engine of a clone does not."""
         return self._held.has_engine and self._held.engine is engine
 
     # ----------------------------------------------------------------- steps: see `StrategySession`
@@ -351,16 +356,16 @@ class Session:
         return self._held.step
 
     def ensure_step(self) -> Step:
-        """Returns the current step; begins one in a user's own loop, where no loader does."""
+        """Returns the current step. In a loop without a Shoal loader, begins a step if there is
+        none."""
         return self.lifecycle.ensure()
 
     def note_inputs(self, *inputs: Any) -> None:
-        """Records the inputs of a training call of the model. See `BatchComparison`."""
+        """Records the model's inputs in a training call; see `BatchComparison`."""
         self.lifecycle.note_inputs(inputs)
 
     def note_evaluated(self, *inputs: Any) -> None:
-        """Records that the model was called with `inputs`, but not to train. See
-        `EvaluationComparison`."""
+        """Records the model's inputs in a call outside of training; see `EvaluationComparison`."""
         self.lifecycle.note_evaluated(inputs)
 
     @property
@@ -369,11 +374,12 @@ class Session:
         return self._held.evaluations
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Implements `StrategySession.note_trained`."""
+        """Records which parameters of the model require gradients from now on."""
         self._held.registered.note_trained(trained)
 
     def settle_collectives(self) -> None:
-        """Implements `StepLifecycle.settle_collectives`."""
+        """Waits until all collectives issued in the step have ended. If one has failed, marks the
+        step as lost."""
         self.lifecycle.settle_collectives()
 
     def prepare_step(self) -> None:
@@ -383,56 +389,59 @@ class Session:
         self.lifecycle.require().prepare()
 
     def mark_lost(self, error: BaseException) -> None:
-        """Marks the step as lost because a collective failed. May be called from a collective's
-        callback."""
+        """Marks the step as lost because a collective failed. A collective's callback may call
+        this."""
         self.lifecycle.mark_lost(error)
 
     def abort_step(self, reason: str) -> None:
-        """Aborts the current step, as every rank concludes by itself."""
+        """Aborts the current step. Every rank reaches this decision by itself."""
         step = self.lifecycle.require()
         step.fail(reason)
         step.abort()
 
     def reduce_and_commit(self) -> None:
-        """Implements `StrategySession.reduce_and_commit`."""
+        """Sums the gradients and commits the step, or aborts it
+        (`StrategySession.reduce_and_commit`)."""
         self.lifecycle.reduce_and_commit()
 
     def reduce_if_whole(self) -> None:
-        """Implements `StrategySession.reduce_if_whole`."""
+        """Commits the step if the backward pass that just ended completed this rank's part of
+        it."""
         self.lifecycle.reduce_if_whole()
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Applies the step if every member's part is included; otherwise re-forms. See
-        `StepLifecycle.finish`."""
+        """Ends the current step. If it is committed, calls `apply`, which updates the parameters.
+        Returns the outcome; see `StepLifecycle.finish`."""
         self.outcome = self.lifecycle.finish(apply)
         return self.outcome
 
     def give_up_step(self, stop: StopTraining) -> StepStatus:
-        """Gives up the current step of asynchronous training because the run ended for this
-        member."""
+        """Aborts the current step of asynchronous training, because the run has ended for this
+        member. Returns LOST."""
         self.outcome = self.lifecycle.give_up(stop)
         return self.outcome
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Keeps the state so that the steps committed from now on are undone if the group fails
-        before `release`. See `CommittedState.keep`."""
+        """Copies the state, so that steps committed from now on can be undone if the group fails
+        before `release`; see `CommittedState.keep`."""
         self._held.keep(replica)
 
     def release(self) -> None:
-        """Confirms the steps since `keep` on all ranks."""
+        """Confirms the steps since `keep` on all ranks, so that they are never undone."""
         self._held.release()
 
     # ----------------------------------------------------------------------------------- operations
 
     def operation(self, kind: str, body: Body, *, answers: bool = True) -> Any:
-        """Runs `body` on all ranks and returns its result, which must be the same JSON value on
-        every rank.
+        """Runs `body` on all ranks and returns its result, a JSON value that is the same on every
+        rank.
 
-        Repeats it if the membership changes meanwhile. A joiner runs it alone. After steps were
-        undone, every rank runs it alone: all ranks have the same state, but their scripts reach
-        this point again at different times. This may also happen during the operation, if the state
-        is found lost. If this process has become a spare, it cannot return an answer: the process
-        ends (SystemExit), unless `answers` is False because nobody uses the answer.
+        Repeats `body` if the membership changes meanwhile. A joiner runs it alone. After committed
+        steps were undone, every rank runs it alone: all ranks have the same state, but their
+        scripts reach this operation again at different times. This may also happen during the
+        operation, if the state turns out to be lost. A process that has become a spare cannot
+        compute the answer and ends (SystemExit), unless `answers` is False because the answer is
+        not used.
         """
         self._check_between_steps(kind)
         formation = self._formation
@@ -450,7 +459,7 @@ class Session:
         while self.lifecycle.returning.under_way or not self.is_redoing:
             if self._held.engine.idle:
                 if answers:
-                    # Its answer would not be the run's.
+                    # The answer of a spare would not be the run's.
                     self._departure.exit_spare(
                         "there are too few ranks for another replica that includes this rank, "
                         f"and its script has reached {kind}"
@@ -461,8 +470,8 @@ class Session:
                 return result
             try:
                 if self.row_store is not None:
-                    # A rank that leaves may wait for rows that only this one pushes, and comes to
-                    # this operation with them. An error of a server is not one of the group.
+                    # A rank that leaves may wait for rows that only this rank pushes, and reaches
+                    # this operation with them. An error of a server is not an error of the group.
                     self.row_store.settle()
                 try:
                     channel = formation.channel(kind)
@@ -473,7 +482,7 @@ class Session:
                     formation.recover(error, in_operation=True)
                     continue
             except StopTraining as stop:
-                # The job is stopped and the group is gone: there is no other to do it with.
+                # The job is stopped and the group is gone, so no other group can run the operation.
                 self._departure.obey(stop)
                 return body(LocalChannel())
             except StateLostError as lost:
@@ -486,10 +495,10 @@ class Session:
         return body(LocalChannel())
 
     def _check_between_steps(self, kind: str) -> None:
-        """Raises PreconditionError in the middle of a step: a fault in the operation would require
-        repeating it, and the step's gradients could not be kept."""
+        """Checks that no step is in progress; otherwise raises PreconditionError. A fault in the
+        operation would require repeating it, and the step's gradients could not be kept."""
         step = self._held.step
-        # The step of a user's own loop begins with any forward pass.
+        # In a loop without a Shoal loader, any forward pass begins a step.
         own_loop = (
             step is not None
             and step.source is None
@@ -517,22 +526,23 @@ class Session:
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
         """Returns the complete committed state: model, optimizer (see `TrainingEngine`), registered
-        objects, cursors. May share memory with them. Part of an operation."""
+        objects and cursors. The result may share memory with these. Part of an operation."""
         return self._held.capture(self._held.engine.assemble(channel))
 
     def part(self, channel: Channel) -> StatePart | None:
-        """Returns this rank's part of the result of `assemble`; None if the state is not sharded.
-        Part of an operation."""
+        """Returns this rank's part of the state that `assemble` returns; None if the state is not
+        sharded. Part of an operation."""
         part = self._held.engine.part(channel)
         return replace(part, state=self._held.capture(part.state)) if part is not None else None
 
     def warn_of_given_up(self) -> None:
-        """Warns like `CommittedState.warn_of_given_up`."""
+        """Warns if a state saved at this point abandons the rest of an epoch, or repeats a part of
+        it."""
         self._held.warn_of_given_up()
 
     @property
     def row_store(self) -> RowStore | None:
-        """Rows of the model's sparse tables; None if it has none."""
+        """Rows of the model's sparse tables; None if there are none."""
         return self._held.engine.row_store if self._held.has_engine else None
 
     @property
@@ -542,13 +552,13 @@ class Session:
 
     @property
     def is_asynchronous(self) -> bool:
-        """True if workers of this session's job begin and end at any time and take independent
+        """True if workers of this session's job join and leave at any time and take independent
         steps (`async_sgd`)."""
         return self._held.has_engine and self._held.engine.asynchronous
 
     @property
     def member_id(self) -> str:
-        """This process's name in its generation; empty in a world of one."""
+        """Id of this process as a member of its generation; empty in a world of one."""
         generation = self._generation
         return generation.me.member_id if generation is not None else ""
 
@@ -559,32 +569,32 @@ class Session:
         return membership is not None and membership.has_left(member_id)
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """Lets this rank compute with the unsharded model, without its peers, within the block. All
-        ranks of an operation enter it."""
+        """Unshards the model within the block, so that this rank can compute with it without its
+        peers. All ranks of an operation enter the block."""
         return self._held.engine.whole_for(channel) if self._held.has_engine else nullcontext()
 
     def replace_state(self, channel: Channel, captured: Mapping[str, Any] | None) -> None:
-        """Gives all ranks the state that the first one read from a checkpoint (`captured`; None on
-        the others). Part of an operation."""
+        """Sends the state that the first rank has read from a checkpoint to all ranks. `captured`:
+        that state; None on the other ranks. Part of an operation."""
         if captured is not None:
-            # of a checkpoint: the script may draw its batches differently from the one that saved
-            # it
+            # a resumed script may draw its batches differently from the script that saved the
+            # checkpoint
             captured = {**self._held.with_own_tables(captured), "batches_compared": 0}
         if self._formation is not None and isinstance(channel, GroupChannel):
             self._formation.replace_state(channel, captured)
-        elif captured is not None:  # in this process alone; peers will get it from here
+        elif captured is not None:  # only in this process, which sends it to peers later
             self._held.restore(captured)
             self._held.name = StateName(self.generation, int(captured["steps"]))
 
     def on_state_lost(self, fallback: Callable[[], bool]) -> None:
-        """Sets the function that loads the newest checkpoint here and returns whether there was
-        one. Called if all holders of the state are gone."""
+        """Sets the function that loads the newest checkpoint into this process and returns whether
+        there was one. Called if all ranks with the state are gone."""
         if self._formation is not None:
             self._formation.syncing.fallback = fallback
 
     def go_back_by(self, load: Callable[[], str | None]) -> None:
-        """Sets the function that replaces the state with the newest checkpoint, together with all
-        ranks, and returns why it cannot, or None. Called in a step when the remaining ranks hold
+        """Sets the function that replaces a lost state with the newest checkpoint, on all ranks. It
+        returns None, or the reason for a failure. Called in a step when the remaining ranks have
         only part of the state."""
         self.lifecycle.returning.load = load
 
@@ -594,8 +604,9 @@ class Session:
         return self._held.cannot_return(captured)
 
     def fence(self) -> Callable[[], None]:
-        """Returns a check that this process may still publish its current state: it raises
-        StaleGenerationError if the process was evicted since."""
+        """Returns a function that checks whether this process may still publish its current state.
+        The function raises StaleGenerationError if the process was evicted since `fence` was
+        called."""
         membership, generation = self._membership, self.generation
         return (
             (lambda: membership.check_current(generation))
@@ -606,17 +617,18 @@ class Session:
     # -------------------------------------------------------------------------------------- the end
 
     def on_close(self, callback: Callable[[], None]) -> None:
-        """Registers a callback, called once before this process leaves its job."""
+        """Registers a callback that runs once, before this process leaves its job."""
         self._departure.on_leave(callback)
 
     def close(self, *, failed: str | None = None) -> None:
-        """Leaves the job: finished, or failed with a reason. Later calls find a world of one."""
+        """Leaves the job. `failed`: reason for a failure; None: the script succeeded. Later calls
+        behave as in a world of one."""
         if failed is None:
             self.lifecycle.drop_partly_updated()
         if self._membership is not None:
             if self._held.phase.now is Phase.ARRIVING and failed is None:
-                # It has a rank, and its peers wait for it. If this counted as a normal end of the
-                # script, the run would be over for all.
+                # It has a rank, and its peers wait for it. If this counted as success, the run
+                # would be over for all ranks.
                 failed = self.missed = (
                     "the script finished without reaching the training loop that its peers are in"
                 )
@@ -674,10 +686,10 @@ class Session:
             if held.engine.is_sharded and (self._departure.stopped is None or formation.healthy):
                 self._confirm("end of the run")
             elif held.operations.finished == 0:
-                # otherwise all have ended the last step, or could not have taken part
+                # otherwise all ranks have ended the last step, or could not have taken part
                 await_last_step(formation, held)
         except (ShoalError, StopTraining) as error:
-            # what was to be kept together is no longer needed
+            # the ranks need each other's state no longer
             if isinstance(error, ShoalError) and error.reason == "RANKS_DIVERGED":
                 self.missed = str(error)
             _log.info("the ranks did not finish together: %s", error)

@@ -1,19 +1,20 @@
-"""`shoal.process_group()`: a torch process group whose calls, between steps, are operations of all
-ranks that survive faults.
+"""Implements `shoal.process_group()`: a torch process group for calls between steps. Each call is
+an operation of all ranks and survives faults.
 
-Each call of `torch.distributed` with this group is one operation (`operations.py`): all ranks'
+Each call of `torch.distributed` with this group is one operation (`operations.py`). All ranks'
 tensors are exchanged, and every rank computes the same results, or the same error, from the same
-bytes. After a fault it is repeated by the remaining ranks.
+bytes. After a fault the remaining ranks repeat the operation.
 
-A script may use its rank or the number of ranks in the data that it sends: a buffer filled by one
-rank, a list with one entry per rank, a value divided by their number. torch itself asks for them
-while gathering objects. The first answer therefore stays in force. When it is no longer true, the
-next call gives no result but MembershipChanged on all ranks, and all start over: the script asks
-again. This happens even if nobody used an answer: an outdated one is never used unnoticed.
+The data that a script sends may depend on its rank or on the number of ranks: a buffer filled by
+one rank, a list with one entry per rank, a value divided by the number of ranks. torch itself reads
+both while gathering objects. The group therefore keeps returning its first answer. When that answer
+is outdated, the next call returns no result but raises MembershipChanged on all ranks, and the
+script must ask again. This happens even if the script did not use the answer, so that an outdated
+answer never has an effect unnoticed.
 
-Everything runs on the training thread. Inside a step calls are refused, since a fault there would
-destroy the gradients. Messages between two ranks are refused as well, since they could not be
-repeated with anyone after a fault.
+Everything runs on the training thread. Calls inside a step are refused, because a fault there would
+destroy the gradients. Messages between two ranks are refused as well, because they could not be
+repeated after a fault of one of them.
 """
 
 from __future__ import annotations
@@ -47,16 +48,17 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.session.session import Session
 
 REDUCTIONS: Final = ("SUM", "AVG", "MAX", "MIN", "PRODUCT")
-"""Supported reductions, by torch's names."""
+"""Names of the supported reductions, as in torch."""
 
 
 def process_group(session: Session) -> SurvivingGroup:
-    """Implements `shoal.process_group`."""
+    """Returns the process group of a session, and registers it with torch
+    (`shoal.process_group`)."""
     for group in c10d._world.pg_map:
         if isinstance(group, SurvivingGroup) and group.session is session:
             return group
     default = c10d._world.default_pg
-    if isinstance(default, SurvivingGroup):  # of a session that has ended
+    if isinstance(default, SurvivingGroup):  # belongs to a session that has ended
         default = None
     own = (session.rank, session.world_size)
     if default is not None and (session.ranks_may_come or (default.rank(), default.size()) != own):
@@ -73,7 +75,7 @@ def process_group(session: Session) -> SurvivingGroup:
 
 
 class SurvivingGroup(PythonGroup):
-    """All ranks of a session, whichever they currently are."""
+    """torch process group of a session's current ranks. Its members change with the membership."""
 
     backend_name: ClassVar[str] = "shoal_surviving"
 
@@ -82,18 +84,19 @@ class SurvivingGroup(PythonGroup):
         super().__init__(session.rank, session.world_size, "shoal_surviving")
         self.session = session
         self._asked: tuple[int, int] | None = None
-        """(rank, number of ranks) first returned to this process; None if it has not asked since
-        the last announced change."""
+        """Rank and number of ranks first returned to the script; None if the script has not asked
+        since the last announced change."""
         self._answered: tuple[int, tuple[int, int]] | None = None
-        """(committed steps at that time, (rank, number of ranks)) of the last operation."""
+        """Number of committed steps at the last operation, and (rank, number of ranks) in that
+        operation."""
 
-    # --- who is here
+    # --- rank and size
 
     def rank(self) -> int:
-        """Returns this process's rank: the one in the last call since the last step, or the current
-        one. Returns -1 if the script is not at its peers' position, so that it does not mistake
-        itself for rank 0. torch's own code, which asks within its calls, sees a world of one in
-        that case."""
+        """Returns this process's rank in the last call since the last step, otherwise the current
+        rank. Returns -1 to a script that is not at its peers' position, so that the script does not
+        mistake itself for rank 0. torch's own code, which asks within its calls, then sees a world
+        of one."""
         if (
             self.session.elastic
             and not self.session.has_left
@@ -104,7 +107,8 @@ class SurvivingGroup(PythonGroup):
         return self._script_place()[0]
 
     def size(self) -> int:
-        """Returns the number of ranks, likewise: after a call, the number of participants."""
+        """Returns the number of ranks that took part in the last call since the last step,
+        otherwise the current number."""
         return self._script_place()[1]
 
     def _script_place(self) -> tuple[int, int]:
@@ -115,7 +119,8 @@ class SurvivingGroup(PythonGroup):
 
     @property
     def place(self) -> tuple[int, int]:
-        """Returns the same values as `rank` and `size`, without recording them as answered."""
+        """Rank and number of ranks, as returned by `rank` and `size`, but without recording that
+        the script has asked."""
         session = self.session
         if not session.elastic or session.has_left or self._by_itself:
             return 0, 1
@@ -125,11 +130,11 @@ class SurvivingGroup(PythonGroup):
 
     @property
     def _by_itself(self) -> bool:
-        """True if the script is not at its peers' position and answers itself (see
-        `Session.operation`)."""
+        """True if the script is not at its peers' position, so that its calls are answered locally
+        (see `Session.operation`)."""
         return self.session.is_joining or self.session.is_redoing
 
-    # --- what torch's calls come down to
+    # --- collectives
 
     def _issue(self, call: Collective) -> Work:
         name = call.kind.value
@@ -198,7 +203,8 @@ class SurvivingGroup(PythonGroup):
         name: str,
         received: Sequence[tuple[Mapping[str, Any], Mapping[str, torch.Tensor]]],
     ) -> None:
-        """Writes this rank's results, or raises what all ranks raise."""
+        """Stores this rank's results in the call's outputs. Raises an error if the ranks have
+        changed or do not agree; all ranks then raise it."""
         documents = [document for document, _ in received]
         size = len(received)
         own = next(
@@ -249,7 +255,7 @@ class SurvivingGroup(PythonGroup):
         return rank
 
     def _by_rank(self, parts: Sequence[torch.Tensor], field: str) -> Tensors:
-        return list(parts)  # how many there are is checked on all ranks alike, in the operation
+        return list(parts)  # the operation checks their number, on all ranks
 
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
         size = self.place[1]
@@ -261,8 +267,8 @@ class SurvivingGroup(PythonGroup):
 
 
 def _is_torch(caller: FrameType | None) -> bool:
-    """Returns whether code of `torch.distributed` asks for its own purposes, and not on behalf of a
-    script that called `get_rank`."""
+    """Returns whether `torch.distributed` itself asks for a rank, and not a script through
+    `get_rank`. `caller`: the calling frame."""
     if caller is not None and caller.f_code is dist.get_rank.__code__:
         caller = caller.f_back
     return caller is not None and str(caller.f_globals.get("__name__")).startswith(
@@ -271,40 +277,40 @@ def _is_torch(caller: FrameType | None) -> bool:
 
 
 class CompletedWork(Work):
-    """Work that is done when it is returned."""
+    """`Work` of a call that has completed before it returns."""
 
     def __init__(self, result: Any) -> None:
         super().__init__()
         self._result = result
 
     def wait(self, timeout: Any = None) -> bool:
-        """Returns True."""
+        """Returns True: the call has completed."""
         return True
 
     def is_completed(self) -> bool:
-        """Returns True."""
+        """Returns True: the call has completed."""
         return True
 
     def is_success(self) -> bool:
-        """Returns True."""
+        """Returns True: the call has succeeded."""
         return True
 
     def exception(self) -> None:
-        """Returns None."""
+        """Returns None: the call has succeeded."""
 
     def result(self) -> Any:
-        """Returns the caller's tensors."""
+        """Returns the caller's output tensors."""
         return self._result
 
     def get_future(self) -> Any:
-        """Returns a completed future with the tensors."""
+        """Returns a completed future with the output tensors."""
         future: torch.futures.Future[Any] = torch.futures.Future()
         future.set_result(self._result)
         return future
 
 
 class _SameRanks(Mapping[int, int]):
-    """Ranks of a default process group: those of the surviving group, whose number changes."""
+    """Ranks of the group as torch's mapping of group ranks: each current rank maps to itself."""
 
     def __init__(self, group: SurvivingGroup) -> None:
         self._group = group
@@ -322,8 +328,9 @@ class _SameRanks(Mapping[int, int]):
 
 
 def _make_known(group: SurvivingGroup, *, default: bool) -> None:
-    """Registers the group with torch's Python code: `torch.distributed.get_rank(group)` first looks
-    for a default group, regardless of `group`."""
+    """Registers the group with torch's Python code. Makes it the default group if `default`,
+    because `torch.distributed.get_rank(group)` first looks for a default group, regardless of
+    `group`."""
     world: Any = c10d._world
     world.pg_map[group] = (group.backend_name, None)
     world.pg_names[group] = group.group_name
@@ -343,8 +350,8 @@ def _unpacked(payload: str) -> tuple[Mapping[str, Any], Mapping[str, torch.Tenso
 
 
 def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) -> bool:
-    """Returns whether a rank, the `number`-th of `size`, made its part of the call for a different
-    set of ranks."""
+    """Returns whether a rank made its part of the call for a different set of ranks. `number`,
+    `size`: the rank's actual number, and the number of ranks."""
     actual = [number, size]
     if document["asked"] is not None and document["asked"] != actual:
         return True
@@ -352,7 +359,8 @@ def _has_moved(document: Mapping[str, Any], number: int, size: int, kind: Kind) 
 
 
 def _check_alike(name: str, kind: Kind, documents: Sequence[Mapping[str, Any]], size: int) -> None:
-    """Raises UnmatchedCollectiveError on all ranks unless the ranks' parts belong together."""
+    """Checks that the ranks' parts of a call match. Otherwise raises UnmatchedCollectiveError, on
+    all ranks."""
     like = kind in (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.REDUCE_SCATTER)
     first = documents[0]
     for number, each in enumerate(documents):
@@ -400,13 +408,13 @@ _COUNTS: Final[Mapping[Kind, Any]] = {
     Kind.ALL_TO_ALL: lambda given, taken, size, is_root: given == taken == size,
     Kind.BARRIER: lambda given, taken, size, is_root: True,
 }
-"""Returns whether a rank's number of inputs and outputs is correct, by kind."""
+"""Returns whether a rank's numbers of inputs and outputs are correct, by kind of call."""
 
 
 def _rebuilt(
     own: Collective, document: Mapping[str, Any], tensors: Mapping[str, torch.Tensor]
 ) -> Collective:
-    """Returns a rank's call with the data that it sent, and with room for its results."""
+    """Returns another rank's call, with the data that it sent and with memory for its results."""
     inputs = [
         tensors[str(n)] if document["sends"] else _room(said)
         for n, said in enumerate(document["inputs"])

@@ -1,5 +1,5 @@
 """Opens the session of a process: reads the environment, joins the job, and ensures that the
-process leaves it when it ends."""
+process leaves the job when it ends."""
 
 from __future__ import annotations
 
@@ -71,18 +71,13 @@ from shoal_worker.settings import WorkerSettings, check_not_torchrun, error_file
 from shoal_worker.torch_internals import in_backward
 
 # --------------------------------------------------------------------------- this process's session
-#
-# The session of this process, where it has one; `current_session` makes one where it has none.
-#
-# Where ranks are threads of one process (`shoal.launch`), each has a session of its own. It is kept
-# with the rank's world, as what torch keeps per process is: so the threads that a rank starts find
-# it too, and a rank never finds another's, or the process's.
 
 _process: list[Session] = []
 
 
 def find_session() -> Session | None:
-    """Returns the session, if there is one."""
+    """Returns the session of this process or, in `shoal.launch`, of this rank's threads; None if
+    there is none."""
     world = own_world()
     if world is not None:
         found: Session | None = world.session
@@ -91,7 +86,7 @@ def find_session() -> Session | None:
 
 
 def set_session(session: Session | None) -> None:
-    """Makes `session` the current one, or forgets it with None."""
+    """Makes `session` the current session. None removes the current session."""
     world = own_world()
     if world is not None:
         world.session = session
@@ -102,12 +97,6 @@ def set_session(session: Session | None) -> None:
 
 
 # ------------------------------------------------------------------ what is left about an exception
-#
-# What a process leaves behind about the exception that ended it, and whether that exception is the
-# cause of anything.
-#
-# A launcher has to know what a script did from what happened to it: the one would happen again in a
-# replacement, the other not.
 
 _HAPPENED: Final = (
     "MEMBER_REPLACED",
@@ -116,18 +105,18 @@ _HAPPENED: Final = (
     "MEMBER_STALLED",
     UnavailableError.default_reason,
 )
-"""Reasons for which the coordinator ends the membership of a live process, and reasons for an
-unreachable service."""
+"""Reasons for which the coordinator ends the membership of a live process, and the reason of an
+unavailable service. A replacement would not fail in the same way."""
 
 
 _VERDICTS: Final = ("RANKS_DIVERGED", "REPLICAS_DIVERGED", "SAME_BATCHES")
-"""Reasons that concern scripts or machines. A failed collective may have caused them, but repeating
-it would fail in the same way."""
+"""Reasons for errors of scripts or machines. A failed collective may precede them, but a
+replacement would fail in the same way."""
 
 
 def is_consequence(error: BaseException) -> bool:
-    """Returns whether this exception, or one that led to it, means that peers or services went away
-    or that this process was evicted."""
+    """Returns whether an exception, or a cause in its chain, means that peers or services failed or
+    that this process was evicted."""
     chain = list(_chain(error))
     if any(isinstance(cause, ShoalError) and cause.reason in _VERDICTS for cause in chain):
         return False
@@ -139,8 +128,8 @@ def is_consequence(error: BaseException) -> bool:
 
 
 def account_for(error: BaseException, traceback: TracebackType | None) -> None:
-    """Handles an uncaught exception. If events elsewhere caused it, ends the process with PUT_OUT;
-    otherwise writes the exception for the launcher.
+    """Ends the process after an uncaught exception with status PUT_OUT if events elsewhere caused
+    the exception. Otherwise writes the exception to a file for the launcher.
 
     Raises:
         SystemExit: status PUT_OUT.
@@ -151,8 +140,8 @@ def account_for(error: BaseException, traceback: TracebackType | None) -> None:
 
 
 def leave_account(error: BaseException, traceback: TracebackType | None) -> None:
-    """Writes the exception to the file used by torchrun's workers (TORCHELASTIC_ERROR_FILE), in the
-    same format, if a launcher has named one."""
+    """Writes an exception to the file that a launcher has named, if any. The file is the one used
+    by torchrun's workers (TORCHELASTIC_ERROR_FILE), in the same format."""
     path = error_file()
     if path is None:
         return
@@ -174,7 +163,7 @@ def leave_account(error: BaseException, traceback: TracebackType | None) -> None
         },
     }
     with contextlib.suppress(OSError):
-        # e.g. a full disk: the traceback is on standard error already
+        # for example a full disk: the traceback is on standard error already
         path.write_text(json.dumps(content))
 
 
@@ -200,23 +189,23 @@ _LOOPBACK: Final = OwnAddress(announced="127.0.0.1", bound="127.0.0.1")
 
 
 def current_session() -> Session:
-    """Returns the session of this process, which `shoal.init()` creates; calls it if the script has
-    not."""
+    """Returns the session of this process. Creates it as `shoal.init()` does if the script has not
+    called that."""
     return find_session() or open_session()
 
 
 def current_loader_session() -> LoaderSession:
-    """Returns the current session as a loader sees it."""
+    """Returns the current session's interface for loaders."""
     return current_session().lifecycle
 
 
 def open_session(settings: WorkerSettings | None = None) -> Session:
-    """Creates the session of this process, from its environment unless `settings` are given, and
-    makes it the current one.
+    """Creates the session of this process and makes it the current one. The settings come from the
+    environment unless `settings` are given.
 
-    With a coordinator: blocks until this member is accepted and, in a new job, until it has a rank.
-    Without: becomes a rank of MPI's world under `mpiexec`, otherwise a world of one. In a rank of
-    `shoal.launch`: becomes that rank, whatever the environment says.
+    With a coordinator, blocks until this member is accepted and, in a new job, until it has a rank.
+    Without a coordinator, becomes a rank of MPI's world under `mpiexec`, otherwise a world of one.
+    In a rank of `shoal.launch`, becomes that rank, regardless of the environment.
 
     Raises:
         ConfigurationError: the environment contradicts itself, or this process is a data worker.
@@ -227,7 +216,7 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
         return open_fixed(world.seat)
     check_not_imported_again()
     settings = settings or WorkerSettings.load()
-    take_secrets()  # what the script starts has no use for them
+    take_secrets()  # processes that the script starts do not need them
     if settings.coordinator is not None or mpi_world_size() > 1:
         # gradients, and an optimizer's temporaries, are allocated and freed in every step
         keep_freed_memory()
@@ -252,8 +241,8 @@ def open_session(settings: WorkerSettings | None = None) -> Session:
 
 
 def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetrics) -> Session:
-    """Returns the session of a member of a job. Resources opened for it are closed again on
-    failure, since the script may retry."""
+    """Creates the session of a member of a job. If this fails, closes all resources that it has
+    opened, because the script may retry."""
     with contextlib.suppress(ConfigurationError, OSError):
         # a script need not have data workers of its own
         keep_socket_paths_short()
@@ -291,7 +280,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         session.progress.tally_writer = _tally(settings)
         at_end = _Exit(session, membership, http)
         before = signal.getsignal(signal.SIGTERM)
-        if at_end.hear_sigterm():  # before it has a rank: one that waits for others leaves as well
+        if at_end.hear_sigterm():  # before it has a rank, so that a waiting worker can leave
             undo.callback(signal.signal, signal.SIGTERM, before)
             session.lifecycle.before_step = at_end.check_sigterm
         try:
@@ -299,7 +288,7 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
         except UnavailableError as error:
             if not settings.launcher_id:
                 raise
-            # no fault of the script's: its launcher lets the others go on
+            # not the script's fault: the launcher lets the other workers continue
             leave_account(error, error.__traceback__)
             _log.error("%s", error)
             raise SystemExit(PUT_OUT) from error
@@ -316,8 +305,8 @@ def _open_member(settings: WorkerSettings, coordinator: str, metrics: WorkerMetr
 
 
 def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
-    """Serves this worker's metrics if `listen` is given. If no port is available, training
-    continues without them."""
+    """Serves this worker's metrics over HTTP if `listen` is given. If no port is available, returns
+    None, and training continues without them."""
     if listen is None:
         return None
     try:
@@ -332,8 +321,8 @@ def _serve(listen: str | None, metrics: WorkerMetrics) -> HttpServer | None:
 
 
 def _tally(settings: WorkerSettings) -> TallyWriter | None:
-    """Opens the launcher's tally file if requested. If there is no space for it, training continues
-    without it."""
+    """Opens the launcher's tally file, if the launcher requested one. If there is no space for it,
+    returns None, and training continues without it."""
     if settings.tally_file is None:
         return None
     try:
@@ -344,7 +333,7 @@ def _tally(settings: WorkerSettings) -> TallyWriter | None:
 
 
 def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Session:
-    """Creates the session of one of a fixed set of ranks, and makes it the current one. The caller
+    """Creates the session of one rank of a fixed set, and makes it the current one. The caller
     closes it.
 
     `own`: address of this rank for its peers; `host`: name of the machine, if ranks run on several.
@@ -365,7 +354,8 @@ def open_fixed(seat: Seat, *, own: OwnAddress = _LOOPBACK, host: str = "") -> Se
 
 
 def _end(session: Session, script: ScriptEnd) -> None:
-    """Ends the session with the process; does nothing if `shoal.shutdown()` was called."""
+    """Closes the session at the end of the process. Does nothing if `shoal.shutdown()` has closed
+    it."""
     if find_session() is session:
         set_session(None)
     session.close(failed=script.failure())
@@ -375,14 +365,16 @@ def _end(session: Session, script: ScriptEnd) -> None:
 
 @functools.cache
 def _script_end() -> ScriptEnd:
-    """Returns the process's only instance; sessions come and go in a notebook or a test."""
+    """Returns the `ScriptEnd` of this process. It outlives sessions, of which a notebook or a test
+    may open several."""
     script = ScriptEnd(in_backward=in_backward)
     script.install()
     return script
 
 
 def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
-    """Ends a world of one with the process; does nothing if `shoal.shutdown()` was called."""
+    """Closes the session of a world of one at the end of the process. Does nothing if
+    `shoal.shutdown()` has closed it."""
     session = reference()
     if session is None or find_session() is not session:
         return
@@ -393,7 +385,7 @@ def _end_alone(reference: weakref.ref[Session], script: ScriptEnd) -> None:
 
 
 class _Exit:
-    """Actions at the end of the process, however it ends."""
+    """Leaves the job at the end of the process, however the process ends, and on SIGTERM."""
 
     def __init__(self, session: Session, membership: Membership, http: HttpServer | None) -> None:
         self._session = session
@@ -403,13 +395,13 @@ class _Exit:
         self._excepthook = sys.excepthook
         self._asked_at: float | None = None
         self._handler = self._drain
-        """A single object for the lifetime of this one, so that it can be recognized."""
+        """The bound method, stored once so that the installed handler can be compared with it."""
         self._before: Callable[[int, FrameType | None], Any] | None = None
-        """The script's own handler of SIGTERM."""
+        """The handler of SIGTERM that the script had set before."""
         self._hears = False
 
     def install(self) -> None:
-        """Hooks into exceptions and exit."""
+        """Installs hooks for uncaught exceptions and for the exit of the interpreter."""
         self._script.install()
         report_dead_threads(self._end_without)
         self._excepthook, sys.excepthook = sys.excepthook, self._note_uncaught
@@ -417,7 +409,7 @@ class _Exit:
 
     def _end_without(self, said: str) -> None:
         """Ends the process because one of its threads has failed. Does nothing if the process has
-        left its job, since the rest of the script does not need the thread."""
+        left its job, because the rest of the script does not need the thread."""
         if find_session() is self._session:
             end_now(
                 PUT_OUT,
@@ -425,8 +417,9 @@ class _Exit:
             )
 
     def hear_sigterm(self) -> bool:
-        """Makes SIGTERM ask the member to leave, and then call the script's earlier handler.
-        Returns False if the script ignores the signal, or this is not the main thread."""
+        """Installs a handler with which SIGTERM asks the member to leave, and then calls the
+        script's earlier handler. Returns False if the script ignores the signal, or if this is not
+        the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return False
         before = signal.getsignal(signal.SIGTERM)
@@ -444,8 +437,8 @@ class _Exit:
         return True
 
     def check_sigterm(self) -> None:
-        """Warns once if the script has replaced this handler with its own. Called before each
-        step."""
+        """Warns once if the script has replaced the handler of SIGTERM with its own. Called before
+        each step."""
         if self._hears and (now := signal.getsignal(signal.SIGTERM)) is not self._handler:
             self._hears = False
             _log.warning(
@@ -482,14 +475,14 @@ class _Exit:
     def _note_uncaught(
         self, kind: type[BaseException], value: BaseException, traceback: TracebackType | None
     ) -> None:
-        """Omits the traceback if the coordinator has evicted this member, since the script is not
-        at fault; `_leave` reports the eviction."""
+        """Omits the traceback of an uncaught exception if the coordinator has evicted this member,
+        because the script is not at fault. `_leave` reports the eviction."""
         if not (isinstance(value, ShoalError) and self._membership.link.put_out is not None):
             self._excepthook(kind, value, traceback)
 
     def _end_if_put_out(self) -> None:
-        """Ends the process with a special status after an eviction, however its script ended, since
-        its state is not the run's result."""
+        """Ends the process with a special status after an eviction, however its script ended,
+        because the evicted member's state is not the result of the run."""
         refused = self._membership.link.put_out
         if refused is None:
             return
@@ -501,9 +494,9 @@ class _Exit:
         )
 
     def _drain(self, number: int, _frame: FrameType | None) -> None:
-        """Handles SIGTERM: the first one asks the member to leave. Another ends the process at
-        once, unless it arrives right after the first: a batch system signals the workers, and their
-        launcher signals them as well."""
+        """Handles SIGTERM. The first signal asks the member to leave. A later one ends the process
+        at once, unless it arrives right after the first: a batch system signals the workers, and
+        their launcher signals them as well."""
         now = time.monotonic()
         if self._asked_at is None:
             self._asked_at = now
@@ -516,8 +509,8 @@ class _Exit:
 
 
 def _address_outwards(settings: WorkerSettings) -> OwnAddress:
-    """Returns this machine's address for other machines if no coordinator is known; loopback if
-    there is no route."""
+    """Returns this machine's address for other machines if there is no coordinator; loopback if
+    there is no route to other machines."""
     towards = next(
         (each for each in ELSEWHERE if route_towards(*each) is not None), ("127.0.0.1", 9)
     )
@@ -525,8 +518,8 @@ def _address_outwards(settings: WorkerSettings) -> OwnAddress:
 
 
 def _endpoint(coordinator: str) -> tuple[str, int]:
-    """Returns host and port. Raises ConfigurationError unless it is host:port with a host that this
-    machine can resolve and reach."""
+    """Returns the coordinator's host and port. Raises ConfigurationError unless the address is
+    host:port."""
     try:
         endpoint = parse_address(coordinator)
     except ConfigurationError as error:
@@ -535,8 +528,8 @@ def _endpoint(coordinator: str) -> tuple[str, int]:
 
 
 def metrics_address(listen: str | None, port: int, own: OwnAddress) -> str:
-    """Returns the address announced to Prometheus, derived from the address on which metrics are
-    served; empty if Prometheus could not reach it."""
+    """Returns the address of this worker's metrics for Prometheus, derived from the address on
+    which they are served; empty if Prometheus could not reach it."""
     host = (listen or "").rpartition(":")[0].strip("[]")
     if is_unspecified(host):
         return str(Address(own.announced, port))

@@ -1,4 +1,4 @@
-"""State of a run that this process holds, and the checks that compare it between ranks.
+"""The run's state in this process, and the checks that compare it between ranks.
 
 - `strategy_interface`: interface between the session and an engine, in both directions.
 - `committed_state`: the state after the last committed step.

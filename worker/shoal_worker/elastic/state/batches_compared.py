@@ -1,20 +1,20 @@
-"""Compares the batches on which ranks train in their first steps if the script has no loader of
-Shoal, and the batches on which they evaluate outside of `shoal.evaluate`.
+"""Compares the batches of different ranks: training batches in the first steps of a script without
+a Shoal loader, and evaluation batches outside of `shoal.evaluate`.
 
-Nobody distributes the batches of a plain DataLoader: with `torch.manual_seed` at the top and
-`shuffle=True`, every rank trains on the same batches, and additional ranks only repeat the work.
-Shoal cannot see how a script draws its batches, so it compares digests of the models' inputs. Ranks
-of one replica (`tensor`, `pipeline`) share a batch by design and count as one.
+A plain DataLoader does not distribute its batches over the ranks. With `torch.manual_seed` at the
+top and `shuffle=True`, every rank trains on the same batches, and additional ranks only repeat the
+work. Shoal cannot see how a script draws its batches, so it compares digests of the models' inputs.
+Ranks of one replica (`tensor`, `pipeline`) share a batch by design and count as one.
 
 Equal batches may be intended. If they never change, the script trains on all of its data or
-overfits one batch, and nothing is reported. An error requires proof: the batches change, and on
-every rank a DataLoader with one of torch's own samplers iterates over more data than was compared.
-Anything less gives a warning: a tiny or constant dataset, a custom sampler, batches drawn in the
-loop.
+overfits one batch, and nothing is reported. An error requires two conditions: the batches change,
+and on every rank a DataLoader with one of torch's own samplers iterates over more data than was
+compared. In all other cases there is only a warning: a tiny or constant dataset, a custom sampler,
+or batches drawn in the loop.
 
-If each rank evaluates the whole validation set, the figures are right but no rank saves time; a
-warning says so. Digests of the first passes are part of the next step vote, so the comparison costs
-no message. Evaluations after the last step are not compared.
+If each rank evaluates the whole validation set, the results are right but no rank saves time, so a
+warning is logged. Digests of the first passes are part of the next step vote, so the comparison
+needs no extra message. Evaluations after the last step are not compared.
 
 Used by the training thread.
 """
@@ -39,7 +39,7 @@ from shoal_worker.torch_internals import iterates_undealt_dataloader, pytree
 _log = logging.getLogger(__name__)
 
 CHECKED: Final = 3
-"""Number of steps compared. That many equal batches in a row are no coincidence."""
+"""Number of steps compared. So many equal batches in a row are no coincidence."""
 
 
 def _digests(inputs: Any) -> list[int]:
@@ -56,7 +56,7 @@ def _digests(inputs: Any) -> list[int]:
 
 
 class BatchComparison:
-    """Batches of this rank in the run's first steps."""
+    """Batches on which this rank trained in the run's first steps."""
 
     def __init__(self) -> None:
         self.checked = 0
@@ -74,12 +74,13 @@ class BatchComparison:
         return self.checked < CHECKED
 
     def begin(self, checked: int) -> None:
-        """Continues after `checked` compared steps, from a loaded state or from peers."""
+        """Restarts the comparison with `checked` steps already compared, according to a loaded or
+        received state."""
         self.checked = checked
         self._inputs, self._batches = [], [None] * checked
 
     def note(self, inputs: Any) -> None:
-        """Records the inputs of a call of the model in the current step."""
+        """Records the model's inputs in one call of the current step."""
         self._inputs += _digests(inputs)
 
     def drop(self) -> None:
@@ -87,7 +88,8 @@ class BatchComparison:
         self._inputs = []
 
     def compare(self, group: Group, placement: Placement) -> None:
-        """Ends a compared step. Called by all ranks after the same steps, with the same result.
+        """Records the current step's batch, and compares the ranks' batches after the last of
+        `CHECKED` steps. Called by all ranks after the same steps, with the same result.
 
         Raises:
             PreconditionError (SAME_BATCHES): all replicas have trained on the same, changing
@@ -114,7 +116,7 @@ class BatchComparison:
             certain = len(set(batches)) == len(batches) and all(
                 map(json.loads, group.exchange(undealt))
             )
-        except MembershipChanged:  # the step counts all the same; its end notices the failure
+        except MembershipChanged:  # the step still counts; its end notices the failure
             return
         what = (
             f"all {len(replicas)} ranks trained on the same batches in each of the first "
@@ -133,8 +135,8 @@ class BatchComparison:
 
 
 class EvaluationComparison:
-    """Batches on which this rank evaluated the model by itself since the last step. Ends with the
-    first evaluation that was compared."""
+    """Batches on which this rank evaluated the model on its own since the last step. Ranks compare
+    only one evaluation per run."""
 
     def __init__(self) -> None:
         self._passes: list[int] = []
@@ -149,7 +151,7 @@ class EvaluationComparison:
 
     @contextlib.contextmanager
     def dealt(self) -> Iterator[None]:
-        """Marks passes within the block as those of `shoal.evaluate`, which distributes the batches
+        """Marks passes within the block as part of `shoal.evaluate`, which distributes the batches
         over the ranks."""
         before, self._dealt = self._dealt, True
         try:
@@ -158,20 +160,21 @@ class EvaluationComparison:
             self._dealt = before
 
     def note(self, inputs: Any) -> None:
-        """Records the inputs of a call of the model that does not train."""
+        """Records the model's inputs in one call outside of training."""
         self._passes.append(xxhash.xxh3_64_intdigest(repr(_digests(inputs)).encode()))
 
     @property
     def digest(self) -> int:
-        """Digest of the first passes; 0 if there are too few to distinguish an evaluation from a
-        look at some samples, or if they are all equal."""
+        """Digest of the first passes. 0 if all are equal, or if there are too few to distinguish an
+        evaluation from a look at some samples."""
         if self._over or len(self._passes) < CHECKED or len(set(self._passes)) == 1:
             return 0
         return xxhash.xxh3_64_intdigest(repr(self._passes).encode())
 
     def conclude(self, digest: int, *, replicas: int, alike: bool, warns: bool) -> None:
-        """Handles a committed step whose step vote contained `digest`. `alike`: all ranks had the
-        same digest. `warns`: this rank warns on behalf of all."""
+        """Ends the comparison after a committed step with `digest` in its step vote, and warns if
+        the ranks evaluated the same batches. `alike`: all ranks had the same digest. `warns`: this
+        rank logs the warning on behalf of all."""
         self._passes = []
         if digest == 0 or replicas == 1:
             return

@@ -1,8 +1,8 @@
-"""The run's state in this process: model and optimizer, registered objects, loaders' cursors, and
-the state's name.
+"""The run's state in this process: model and optimizer, registered objects, the loaders' cursors,
+and the state's name.
 
-The captured state is what joiners receive, checkpoints contain and a rank that fell behind takes
-over. This module transfers no bytes and knows no peers. Only the training thread uses it.
+Joiners and ranks that fell behind receive the captured state, and checkpoints contain it. This
+module transfers no bytes and knows no peers. Only the training thread uses it.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from shoal_worker.state.tree import flatten, unflatten
 _log = logging.getLogger(__name__)
 
 _MOST_STEPS: Final = 2**62
-"""Numbers of steps from here on mean no end, as in `epochs(sys.maxsize)`."""
+"""Step counts from this number on mean that training has no end, as with `epochs(sys.maxsize)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Kept:
-    """State that can be restored."""
+    """Copy of the state, for restoring it after aborted steps."""
 
     name: StateName | None
     captured: dict[str, Any]
@@ -47,18 +47,18 @@ class _Kept:
 
 
 class CommittedState:
-    """The state from which this process continues."""
+    """The state of the run from which this process continues."""
 
     def __init__(self, *, live: bool) -> None:
         self.phase = ScriptPhase(live=live)
         self.name: StateName | None = None
-        """None: the state has no name yet, so it counts for nothing."""
+        """Name of the state; None: no name yet, so the state counts for nothing."""
         self.run = ""
-        """Run to which the state belongs, kept across joins and checkpoints. Empty if training has
-        not begun, or a checkpoint does not say."""
+        """Run to which the state belongs, kept across joins and checkpoints. Empty before training
+        begins, or after loading a checkpoint without a run."""
         self.samples = 0
-        """Samples of the run's committed steps over all ranks; only this rank's if ranks take
-        independent steps. Part of the state."""
+        """Number of samples in the run's committed steps over all ranks; only this rank's samples
+        if ranks take independent steps. Part of the state."""
         self.interrupted: Interrupted | None = None
         """Interruption of the last group, until the next one is formed; see `RankStatus`."""
         self.step: Step | None = None
@@ -66,17 +66,18 @@ class CommittedState:
         self._trace = CollectiveTrace()
         self.outcomes = 0
         """Number of steps whose outcome the script has received. A joiner continues from its peers'
-        count."""
+        number."""
         self.compared = 0
         """Number of committed steps at the last commit all-reduce: see
         `StepLifecycle._compare_replicas`."""
         self.agreed = 0
-        """Step after which this rank last found all ranks in agreement; 0 if never. Not part of the
-        state: when a comparison fails, only some ranks know its result."""
+        """Step after which this rank last found that all ranks agree; 0 if never. Not part of the
+        state, because after a failed comparison only some ranks know the result."""
         self.last_state: LastState | None = None
-        """Taken when the script left its last loop, for the comparison at the end of the run."""
+        """Digests taken when the script left its last loop, for the comparison at the end of the
+        run."""
         self.control: list[float] = []
-        """Step vote of the last step committed here."""
+        """Step vote of the last step committed in this process."""
         self.registered = RegisteredState()
         self.operations = Operations()
         self.batches = BatchComparison()
@@ -86,16 +87,16 @@ class CommittedState:
         self._waiting: dict[str, Any] = {}
         """Cursors of loaders that the script has not created yet."""
         self._ended: dict[str, Any] = {}
-        """Last cursors of loaders that the script has released: a resumed script creates them again
-        and must not repeat their training."""
+        """Last cursors of loaders that the script has released. A resumed script creates these
+        loaders again and must not repeat their training."""
         self._warned = set[str]()
-        """Loaders with a warning about an abandoned epoch."""
+        """Names of loaders for which a warning about an abandoned epoch was logged."""
         self._own_loop_began = False
         """True if a step without a Shoal loader was committed."""
         self._numbers: dict[str, int] = {}
         self._loops: dict[str, Any] = {}
-        """Loader whose `epochs()` was entered -> its epoch, and the others' starting counts when
-        that epoch opened."""
+        """Loader whose `epochs()` was entered -> the loop's epoch, and the iteration counts of the
+        other loaders when that epoch began."""
         self._loops_to_enter: dict[str, Any] = {}
         self._kept: _Kept | None = None
 
@@ -103,7 +104,7 @@ class CommittedState:
 
     @property
     def engine(self) -> TrainingEngine:
-        """Model and optimizer. Raises PreconditionError before `as_distributed`."""
+        """The engine with model and optimizer. Raises PreconditionError before `as_distributed`."""
         if self._engine is None:
             raise PreconditionError(
                 "call shoal.as_distributed(model, optimizer, ...) before the training loop"
@@ -112,11 +113,11 @@ class CommittedState:
 
     @property
     def has_engine(self) -> bool:
-        """True if `as_distributed` was called."""
+        """True after `as_distributed` was called."""
         return self._engine is not None
 
     def set_engine(self, engine: TrainingEngine) -> None:
-        """Sets model and optimizer. Raises PreconditionError if they are set already."""
+        """Sets the engine. Raises PreconditionError if there already is one."""
         if self._engine is not None:
             raise PreconditionError(
                 "as_distributed was called twice; call it once per process. For several models "
@@ -136,7 +137,7 @@ class CommittedState:
         return list(self._sources.values())
 
     def add_source(self, source: StepSource) -> None:
-        """Implements `LoaderSession.register_source`."""
+        """Registers a training loader, as `LoaderSession.register_source` describes."""
         if self._sources.get(source.name, source) is not source:
             raise ConfigurationError(
                 f"two training loaders are named {source.name!r}; give each loader its own name: "
@@ -161,8 +162,9 @@ class CommittedState:
     # ---------------------------------------------------------------------------------------- steps
 
     def begin(self, generation: int, run: str | None) -> StateName:
-        """Begins training from scratch. `run`: a unique name, the same on all ranks; None: begin
-        again, over the saved state. Returns the name of the state."""
+        """Begins training from scratch. `run`: a unique name, the same on all ranks. None: training
+        restarts in an existing run and may save over newer checkpoints, so the run has no name.
+        Returns the state's name."""
         self.name, self.run = (
             StateName(generation, 0),
             "" if run is None else f"{xxhash.xxh3_64_intdigest(run.encode()):016x}",
@@ -171,8 +173,8 @@ class CommittedState:
 
     @property
     def in_round(self) -> bool:
-        """True if steps were committed that only this rank has taken, until the end of the round
-        (see `keep`)."""
+        """True if this rank has committed steps on its own since `keep`, in a round that has not
+        ended."""
         return self._kept is not None and self._kept.name != self.name
 
     def begin_step(self, placement: Placement, source: StepSource | None) -> Step:
@@ -182,7 +184,7 @@ class CommittedState:
         return self.step
 
     def committed(self, step: Step) -> None:
-        """Names the state after `step` was applied."""
+        """Records that `step` was applied: names the resulting state and updates the counts."""
         self.name = StateName(step.placement.generation, self.steps + 1)
         self.step, self.control = None, step.control or self.control
         self.last_state = None
@@ -191,12 +193,12 @@ class CommittedState:
         self.outcomes += 1
 
     def lost(self) -> None:
-        """Handles an aborted step."""
+        """Records that the current step was aborted."""
         self.step = None
         self.outcomes += 1
 
     def commit_payload(self) -> bytes:
-        """Returns the data of the last committed step's commit all-reduce, for a rank that missed
+        """Returns the result of the last committed step's commit all-reduce, for a rank that missed
         it."""
         structure, tensors = flatten(
             {"control": self.control, "closing": self.engine.commit_payload()}
@@ -204,8 +206,8 @@ class CommittedState:
         return dump_tensors(tensors, {"structure": structure})
 
     def decide(self, commit_payload: bytes) -> None:
-        """Commits the current step with the data of `commit_payload` from a peer that saw the
-        commit all-reduce."""
+        """Commits the current step. `commit_payload`: result of the commit all-reduce, from a peer
+        that received it."""
         assert self.step is not None
         tensors, metadata = load_tensors(commit_payload)
         result = unflatten(metadata["structure"], tensors)
@@ -215,7 +217,7 @@ class CommittedState:
     # ---------------------------------------------------------------------------------------- place
 
     def place(self, source: StepSource | None) -> ScriptPosition:
-        """Returns the script's position when it takes a step of `source`."""
+        """Returns the script's position in a step of `source`."""
         if source is None:
             return ScriptPosition("", 0, 0, 0)
         dealing = xxhash.xxh3_64_intdigest(f"{source.dealing} {source.step}".encode())
@@ -225,7 +227,7 @@ class CommittedState:
 
     def place_in_epochs(self) -> Place:
         """Returns the script's position in its loops over epochs, as far as a resumed script and a
-        joiner reach it too."""
+        joiner reach the same position."""
         inside = [
             source
             for source in sorted(self.sources, key=lambda each: each.name)
@@ -242,8 +244,8 @@ class CommittedState:
         )
 
     def warn_of_given_up(self) -> None:
-        """Warns, once per loader, that a state saved now abandons the rest of an epoch, or repeats
-        its finished part."""
+        """Warns, once per loader, that a state saved at this point abandons the rest of an epoch,
+        or repeats its finished part."""
         for source in self.sources:
             if source.repeats is not None and source.name not in self._warned:
                 self._warned.add(source.name)
@@ -273,11 +275,10 @@ class CommittedState:
                 )
 
     def enter_epochs(self, source: StepSource) -> int:
-        """Handles the entry of a loop over epochs of `source`. Returns the epoch with which the
-        loop begins.
+        """Enters a loop over epochs of `source` and returns the loop's first epoch.
 
-        If the loop had reached a later epoch in a loaded state, other loaders count their
-        iterations from their positions at that time, since earlier ones belong to skipped epochs.
+        If the loop had reached a later epoch in a loaded state, other loaders resume the iteration
+        counts saved with that epoch, because earlier iterations belong to skipped epochs.
         """
         loop = self._loops_to_enter.pop(source.name, None)
         if loop is None:
@@ -289,15 +290,15 @@ class CommittedState:
         return first
 
     def epoch_opens(self, source: StepSource, epoch: int) -> None:
-        """Handles the next epoch of a loop over epochs of `source`."""
+        """Records that the next epoch in a loop over epochs of `source` begins."""
         others = {other.name: other.next_epoch for other in self.sources if other is not source}
         self._loops[source.name] = {"epoch": epoch, "others": others}
 
     def steps_in_all(self, source: StepSource, epochs: int, *, known: int) -> int:
-        """Returns the total number of steps after `epochs` epochs of `source`, whose loop opens an
-        epoch; 0 if unknown, because other loaders take steps too, or a stream has no known end.
-        `known`: the last value, which stays valid if ranks take independent steps, since it covers
-        all ranks."""
+        """Returns the total number of steps after `epochs` epochs of `source`, whose loop begins an
+        epoch. 0 if unknown, because other loaders take steps too, or a stream has no known end.
+        `known`: the previous result; it stays valid if ranks take independent steps, because it
+        covers all ranks."""
         if len(self._sources) != 1:
             return 0
         until = source.steps_until(epochs)
@@ -306,8 +307,8 @@ class CommittedState:
         return known or until if self.engine.asynchronous else self.steps + until
 
     def arrived(self, at: StepSource | None) -> None:
-        """Handles a joiner's arrival at its peers' position, a step of `at`: skipped iterations of
-        other loaders are counted as theirs."""
+        """Records that a joiner has reached its peers' position, a step of loader `at`. Other
+        loaders restore the iteration counts in the state loaded last."""
         for source in self.sources:
             if source is not at:
                 source.count_from(None)
@@ -316,13 +317,13 @@ class CommittedState:
 
     @property
     def steps(self) -> int:
-        """Number of committed steps of the run."""
+        """Number of steps that the run has committed."""
         return self.name.step if self.name is not None else 0
 
     def capture(self, replica: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the committed state, which shares memory with its parts. `replica`: state of
-        model and optimizer; None: this rank's own."""
-        # Otherwise the script appears to be between two epochs, in none of its loops.
+        """Returns the committed state, which shares memory with the model and other objects.
+        `replica`: state of model and optimizer; None: this rank's own."""
+        # Without a loop in progress, the script appears to be between two epochs.
         inside = any(source.under_way for source in self.sources)
         return {
             "replica": replica if replica is not None else self.engine.capture(),
@@ -330,8 +331,8 @@ class CommittedState:
             "sources": self._ended
             | {source.name: source.state_dict() for source in self.sources}
             | self._waiting,
-            # A loaded loop that this script has not entered yet is kept as loaded: peers must enter
-            # it as this script will.
+            # A loaded loop that this script has not entered yet is captured as loaded: peers must
+            # enter it as this script will.
             "loops": {
                 name: self._loops_to_enter.get(name, loop | {"inside": inside})
                 for name, loop in self._loops.items()
@@ -343,8 +344,8 @@ class CommittedState:
         }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
-        """Adopts a captured state except for its name. If a part is refused, the entire state stays
-        as it was."""
+        """Loads a captured state, except its name. If an object or loader refuses its part, the
+        previous state is restored."""
         with contextlib.ExitStack() as undo:
             undo.callback(self.registered.restoring())
             self.registered.restore(captured["registered"])
@@ -352,8 +353,8 @@ class CommittedState:
             undo.pop_all()
 
     def _restore_rest(self, captured: Mapping[str, Any], undo: contextlib.ExitStack) -> None:
-        """Restores everything except the registered objects. The replica comes last, since only it
-        is too large to be put back."""
+        """Restores everything except the registered objects. The replica is restored last: it is
+        too large to keep a copy for undoing."""
         waiting = dict(captured["sources"])
         for source in self.sources:
             if source.name in waiting:
@@ -368,14 +369,14 @@ class CommittedState:
         self.compared, self.run = captured["steps"], captured.get("run", "")
         self.agreed = min(self.agreed, self.compared)
         self.last_state = None
-        self.samples = captured.get("samples", 0)  # checkpoints of earlier releases do not say
+        self.samples = captured.get("samples", 0)  # missing in checkpoints of earlier releases
         self._waiting, self._ended = waiting, {}
         self._loops, self._loops_to_enter = dict(captured["loops"]), dict(captured["loops"])
 
     def with_own_tables(self, captured: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns a checkpoint's state with this process's non-persistent buffers
-        (persistent=False) in place of its own, if any: as in plain torch they come from the script,
-        and all ranks must have the same."""
+        """Returns the checkpoint's state with its non-persistent buffers (persistent=False)
+        replaced by this process's own. As in plain torch, the script provides their values, and all
+        ranks must have the same."""
         if self.engine.asynchronous or not self.engine.has_values():
             return captured
         own, replica = self.engine.capture(), captured["replica"]
@@ -400,8 +401,8 @@ class CommittedState:
             )
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state so that it can be restored when a step is aborted, until
-        `release`. `replica`: this rank's model and optimizer."""
+        """Copies the committed state, so that it can be restored when a step is aborted. The copy
+        is kept until `release`. `replica`: this rank's model and optimizer."""
         self._kept = _Kept(
             name=self.name,
             captured=copy.deepcopy(self.capture(replica)),
@@ -409,11 +410,12 @@ class CommittedState:
         )
 
     def release(self) -> None:
-        """Confirms the steps since `keep` on all ranks: they will not be undone."""
+        """Discards the copy made by `keep`, because all ranks have confirmed the steps since
+        then."""
         self._kept = None
 
     def go_back(self) -> None:
-        """Restores the kept state, if there is one, after an aborted step. Every rank does so at
+        """Restores the state copied by `keep`, if any, after an aborted step. Every rank does so at
         the same position in its script."""
         kept, loops = self._kept, self._loops_to_enter
         if kept is None:
@@ -425,9 +427,9 @@ class CommittedState:
         self.name = kept.name
 
     def cannot_return(self, captured: Mapping[str, Any]) -> str | None:
-        """Returns why the script cannot continue from an earlier captured state; None if it can. It
-        can only repeat steps of the loop that it is in; if the state is the current one, there are
-        none to repeat."""
+        """Returns why the script cannot continue from an earlier captured state; None if it can. A
+        script can only repeat steps of the loop that it is in. If the captured state is the current
+        one, there are no steps to repeat."""
         if captured["steps"] == self.steps:
             return None
         if not any(source.under_way for source in self.sources):
@@ -445,8 +447,9 @@ class CommittedState:
 
     @contextlib.contextmanager
     def going_back(self) -> Iterator[None]:
-        """Restores a state that the script has already passed. The script keeps its position: in
-        its loops, and at the end of a step that it must repeat, if it is in one."""
+        """Marks a block that restores a state which the script has already passed. The script keeps
+        its position in its loops. If it is in a step, it continues at the end of that step and
+        repeats it."""
         loops = self._loops_to_enter
         yield
         self._loops_to_enter = loops
@@ -455,14 +458,14 @@ class CommittedState:
         self.phase.go_back()
 
     def unclaimed(self) -> list[str]:
-        """Returns the names of objects in the loaded state that the script has not created."""
+        """Returns the names in the loaded state for which the script has not created an object."""
         return [
             *self.registered.unclaimed(),
             *(f"the loader {name!r}" for name in sorted(self._waiting)),
         ]
 
     def status(self) -> RankStatus:
-        """Returns this rank's status for the formation of a generation."""
+        """Returns this rank's status, for the formation of a generation."""
         step, name = self.step, self._kept.name if self._kept is not None else self.name
         in_doubt = step is not None and step.in_doubt
         return RankStatus(
@@ -483,7 +486,8 @@ class CommittedState:
 def _note_end(
     held: weakref.ref[CommittedState], name: str, read_cursor: Callable[[], dict[str, Any]]
 ) -> None:
-    """Records that the script has released the loader `name`."""
+    """Records the last cursor of a loader that the script has released. `name`: name of the
+    loader."""
     if (state := held()) is not None and (cursor := read_cursor()).get("global_step"):
         state._ended[name] = cursor
 

@@ -1,15 +1,15 @@
-"""Compares state that several ranks should have in common, and names differences.
+"""Compares the state that several ranks should have in common, and describes differences.
 
 Ranks diverge when a script changes values on only some of them, or when memory or arithmetic fails
-on one machine. They compare after every `consistency_check_every` steps, and before an update if a
-script has written to parameters or buffers on only some ranks, as detected by torch's write
-counters or by samples of each parameter's elements. Digests of groups of tensors are compared
-first. If they differ, ranks exchange digests of each tensor in the group, then of parts of the
-first differing tensor, which distinguish the causes.
+on one machine. They compare after every `consistency_check_every` steps. They also compare before
+an update if a script has written to parameters or buffers on only some ranks, which is detected
+from torch's write counters or from samples of each parameter's elements. Digests of groups of
+tensors are compared first. If these differ, ranks exchange digests of each tensor in the group,
+then of parts of the first differing tensor. The parts distinguish the causes.
 
-After the last step there is no further exchange: a rank may run alone for minutes, and may change
+After the last step ranks do not compare, because a rank may run alone for minutes and may change
 its own copy. Each rank therefore takes digests when its script leaves the loop over a loader, and
-reports them when it leaves, at which point they are compared
+reports them when it leaves the job, where the coordinator compares them
 (docs/explanation/consistency.md#replicas).
 
 Used by the training thread.
@@ -33,13 +33,13 @@ from shoal_worker.elastic.state.strategy_interface import BUFFERS
 from shoal_worker.state.digest import digest_in_place, digest_of
 
 _PARTS: Final = 64
-"""Number of parts of a tensor. A difference in only one of them means that one or a few elements
-are wrong."""
+"""Number of parts into which a tensor is divided. A difference in only one part means that one or a
+few elements are wrong."""
 
 
 def note_last_state(held: CommittedState, group: Group | None) -> None:
-    """Takes digests of the state after the last committed step, unless ranks have compared that
-    state. The script must have done nothing since its loop's last iteration."""
+    """Records digests of the state after the last committed step, unless ranks have already
+    compared that state. The script must have done nothing since its loop's last iteration."""
     if (
         group is None
         or group.world_size == 1
@@ -55,8 +55,8 @@ def note_last_state(held: CommittedState, group: Group | None) -> None:
     if held.name is None or held.name.generation != group.generation.number:
         return  # ranks of another generation hold other parts of the state
     if step is not None and step.touched:
-        return  # its passes have changed the model
-    # In a step that was begun, passes that bypass `model(...)` may have changed buffers.
+        return  # the step's passes have changed the model
+    # If a step has begun, passes that bypass `model(...)` may have changed buffers.
     in_common = {
         name: tensors
         for name, tensors in engine.in_common().items()
@@ -73,8 +73,8 @@ def note_last_state(held: CommittedState, group: Group | None) -> None:
 
 
 def apart_at_the_end(what: str) -> str:
-    """Returns the error for a rank whose last state differs. `what`: the difference found by the
-    coordinator or a peer."""
+    """Returns the error text for a rank whose last state differs. `what`: the difference found by
+    the coordinator or a peer."""
     return (
         f"{what}. At least one of these models is wrong: find out which one before you use "
         f"either. {_MANY}. If no script does, memory or arithmetic has failed on a machine. "
@@ -83,12 +83,12 @@ def apart_at_the_end(what: str) -> str:
 
 
 Exchange = Callable[[bytes], Sequence[bytes]]
-"""Sends a message to all ranks and returns every rank's, by rank."""
+"""Sends a message to all ranks and returns every rank's message, in rank order."""
 
 
 def compare_after_step(held: CommittedState, group: Group | None) -> str | None:
-    """Compares if a comparison is due since the last call. Returns the difference, the same on all
-    ranks; None if none is known."""
+    """Compares the ranks' state if a comparison has become due since the last call. Returns the
+    difference, the same on all ranks, or None if none was found."""
     every, before = held.engine.consistency_check_every, held.compared
     held.compared = held.steps
     if (
@@ -101,14 +101,14 @@ def compare_after_step(held: CommittedState, group: Group | None) -> str | None:
     try:
         return _compare(held, held.engine.in_common(), group.exchange)
     except MembershipChanged:
-        return None  # the step counts all the same; its end notices the failure
+        return None  # the step still counts; its end notices the failure
 
 
 def compare_before_update(
     held: CommittedState, whole: Mapping[str, Mapping[str, torch.Tensor]], group: Group
 ) -> str | None:
-    """Compares state held unsharded by all ranks, in a step that all are about to apply. Returns
-    like `compare_after_step`."""
+    """Compares unsharded state of all ranks, in a step that all ranks are about to apply. `whole`:
+    tensors by group and name. Returns the difference, or None if none was found."""
     try:
         return _compare(held, whole, group.exchange)
     except MembershipChanged:
@@ -128,7 +128,7 @@ def _compare(
     if not apart:
         held.agreed = held.steps
         return None
-    agreed = max(each["agreed"] for each in received)  # whoever found it had the digests of all
+    agreed = max(each["agreed"] for each in received)  # from all ranks' digests
     since = (
         f"All ranks agreed after step {agreed}; return to a checkpoint of that step or an earlier "
         "one"
@@ -151,8 +151,8 @@ def _describe(
     apart: Sequence[str],
     exchange: Exchange,
 ) -> str:
-    """Returns the differing tensor, the affected ranks, and the likely cause. `apart`: the groups
-    that differ."""
+    """Describes a difference: the tensor, the affected ranks, and the likely cause. `apart`: the
+    groups of tensors that differ."""
     own = {
         group: {name: digest_in_place(tensor) for name, tensor in in_common.get(group, {}).items()}
         for group in apart
@@ -175,7 +175,7 @@ def _describe(
 
 
 def _parts_of(tensor: torch.Tensor) -> Sequence[torch.Tensor]:
-    """Returns neighbouring elements of the tensor in `_PARTS` parts, if it has that many
+    """Splits the tensor into `_PARTS` parts of neighbouring elements, or into fewer if it has fewer
     elements."""
     return tensor.reshape(-1).tensor_split(max(1, min(_PARTS, tensor.numel())))
 
@@ -194,8 +194,8 @@ _OFTEN: Final = "consistency_check_every= sets how often ranks compare"
 
 
 def differing(values: Sequence[Mapping[str, int]], all_have: Sequence[int] = ()) -> list[str]:
-    """Returns the names whose values differ between ranks, in order. `values`: values by name, for
-    each rank. `all_have`: ranks that should have every name."""
+    """Returns the names whose values differ between ranks, in order. `values`: each rank's values
+    by name. `all_have`: ranks that must have every name."""
     names = dict.fromkeys(name for each in values for name in each)
     return [
         name
@@ -208,7 +208,7 @@ def differing(values: Sequence[Mapping[str, int]], all_have: Sequence[int] = ())
 
 
 def disagreement(values: Mapping[int, int | None], name: str, group: str) -> str:
-    """Describes which ranks hold different values of the tensor `name` than the rest. `values`:
+    """Describes which ranks have other values of the tensor `name` than most ranks. `values`:
     digests by rank, not all equal."""
     most, number = Counter(values.values()).most_common(1)[0]
     others = [rank for rank, digest in values.items() if digest != most]

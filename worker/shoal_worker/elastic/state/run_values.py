@@ -25,26 +25,26 @@ _PLAIN: Final = (
     np.ndarray,
     np.generic,
 )
-"""Kinds of values that need no object around them."""
+"""Types of values that are registered as they are, without a stateful object."""
 
 
 class RunValue:
-    """One value, as an object that can be registered."""
+    """A plain value wrapped as an object that can be registered."""
 
     def __init__(self, value: Any) -> None:
         self.value = value
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the value, by the key `load_state_dict` expects."""
+        """Returns the value in a dict, for `load_state_dict`."""
         return {"value": self.value}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Loads the value of a peer or a checkpoint."""
+        """Loads the value received from a peer or read from a checkpoint."""
         self.value = state_dict["value"]
 
 
 class RunValues:
-    """Values by name, read and written as attributes: `run.best = max(run.best, accuracy)`."""
+    """Registered values, read and written as attributes: `run.best = max(run.best, accuracy)`."""
 
     def __init__(self, values: Mapping[str, RunValue]) -> None:
         object.__setattr__(self, "_values", dict(values))
@@ -73,7 +73,7 @@ class RunValues:
 
 
 def values_in(objects: Mapping[str, object]) -> dict[str, RunValue]:
-    """Returns the plain values among `objects`, each as an object that can be registered."""
+    """Returns the plain values among `objects`, each wrapped in a `RunValue`."""
     return {
         name: RunValue(one)
         for name, one in objects.items()

@@ -1,32 +1,33 @@
-"""Registered user state: sent to joiners and saved in checkpoints. Schedulers of the run's
-optimizers, gradient scalers and averaged models are registered automatically. Parameters that a
-script adds to an optimizer's groups later are detected here, too.
+"""Registered user state, which is sent to joiners and saved in checkpoints. Schedulers of the run's
+optimizers, gradient scalers and averaged models are registered automatically. This module also
+detects parameters that a script later adds to an optimizer's groups.
 
 Schedulers and similar objects advance by a call in the user's loop, usually after
-`optimizer.step()`. The call must have no effect if the step was lost, or if the script repeats it
-for a skipped epoch after a resume or in a joiner; a call made before the step was found lost is
-undone. Their `step` (scheduler), `update` (scaler) or `update_parameters` (averaged model) is
-therefore wrapped at registration, and the wrapper asks `RegisteredState`. Any other registered
-object is restored to its state at the time the script got the batch of the lost step: when the step
-is found lost, and again when it is repeated. In a loop without a Shoal loader it is restored once
-to its state at the beginning of the step: the batch is not repeated, and later changes may belong
-to the next one. Everything runs on the training thread.
+`optimizer.step()`. The call must have no effect in two cases: the step was lost, or the script
+repeats the call for a skipped epoch after a resume or in a joiner. A call made before the loss was
+found is undone. The method that advances an object is therefore wrapped at registration: `step` of
+a scheduler, `update` of a scaler, `update_parameters` of an averaged model. The wrapper asks
+`RegisteredState` whether the call counts. Any other registered object is restored to its state at
+the time when the script received the lost step's batch: once when the loss is found, and again when
+the step is repeated. In a loop without a Shoal loader, it is restored only once, to its state at
+the beginning of the step. The batch is not repeated there, and later changes may belong to the next
+batch. Everything runs on the training thread.
 
-They are found automatically because a script that forgot `register_state` would train its joiners
-with wrong learning rates. torch does not announce new objects, so `__new__` of their classes
-records each one here with a number that counts objects of its kind in creation order, which is the
-same on every rank. The session registers those that belong to its model or optimizer when the next
-step begins, by which time they are complete.
+Registration is automatic because a script that forgot `register_state` would train its joiners with
+wrong learning rates. torch does not announce new objects, so `__new__` of their classes records
+each new object here. Its number counts the objects of its kind in creation order, which is the same
+on every rank. When the next step begins, the objects are complete, and the session registers those
+that belong to its model or optimizer.
 
 A resumed script and a joiner enter `loader.epochs(n)` at the run's current epoch, so an object
-created in such a loop is numbered within its epoch. One created between two batches would get its
-state too late, in the middle of a step: it is refused unless `register_state` names it. A state
-that no object has claimed by the first committed step is dropped with a warning; a later object
-must not receive it.
+created in such a loop is numbered within its epoch. An object created between two batches would
+receive its state too late, in the middle of a step. It is refused unless `register_state` names it.
+A state that no object has claimed by the first committed step is dropped with a warning, so that no
+later object receives it.
 
-Copies (e.g. `copy.deepcopy` of the best average so far) belong to the user and are not recorded.
-torch's classes are modified once per process, when this module is imported; their behaviour stays
-the same.
+Copies (for example `copy.deepcopy` of the best average so far) belong to the user and are not
+recorded. torch's classes are modified once per process, when this module is imported. Their
+behaviour stays the same.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ from shoal_worker.torch_internals import scales
 
 
 class GroupMembers(list[torch.Tensor]):
-    """List that a strategy assigns to `group["params"]`. It detects added parameters."""
+    """List of parameters that a strategy assigns to `group["params"]`. Detects parameters added
+    later."""
 
     def __init__(self, members: Iterable[torch.Tensor]) -> None:
         super().__init__(members)
@@ -63,25 +65,25 @@ class GroupMembers(list[torch.Tensor]):
 
 
 class Memberships:
-    """Latest parameters of the groups of a run's optimizers as set by a strategy.
+    """Parameters that a strategy has assigned to the groups of a run's optimizers.
 
-    From `as_distributed` on, a strategy knows what an optimizer updates: the model's parameters, or
-    this rank's pieces of them. Parameters that a script adds later would be updated by this rank
-    alone, with a gradient that nobody has summed.
+    After `as_distributed`, a strategy knows what an optimizer updates: the model's parameters, or
+    this rank's pieces of them. A parameter that a script adds later would be updated by this rank
+    alone, with a gradient that was not summed over the ranks.
     """
 
     def __init__(self) -> None:
         self._groups: list[GroupMembers] = []
 
     def begin(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Adopts the groups as the user created them."""
+        """Records the groups' parameters as the user created them."""
         for group in groups:
             group["params"] = GroupMembers(group["params"])
         self._groups = [group["params"] for group in groups]
 
     def check(self, groups: Sequence[dict[str, Any]]) -> None:
-        """Raises ConfigurationError if a script has added parameters to a group or removed some.
-        Cheap enough for each step."""
+        """Checks that a script has neither added parameters to a group nor removed any; otherwise
+        raises ConfigurationError. Cheap enough for each step."""
         for number, (group, members) in enumerate(zip(groups, self._groups, strict=False)):
             now = group["params"]
             if isinstance(now, GroupMembers) and now is not members:
@@ -119,21 +121,21 @@ NAMES: Final[dict[type[Any], str]] = {
     torch.amp.GradScaler: "scaler",
     AveragedModel: "averaged",
 }
-"""Registered names by class, completed by a number."""
+"""Prefixes of registered names by class; a number is appended."""
 _AUTOMATIC: Final = "shoal."
-"""Prefix of automatic names."""
+"""Prefix of the names of automatically registered objects."""
 
 
 class Place(NamedTuple):
-    """Position of the script when it creates an object."""
+    """Position of the script in its loops when it creates an object."""
 
     epochs: str = ""
     """Epochs of the enclosing `epochs()` loops, such as "loader@3"; empty outside of them."""
     after_batches: bool = False
     """True if the epoch's iteration over the batches has ended."""
     within_batches: bool = False
-    """True if a batch was handed out and its loop has not ended, so that a resumed script may not
-    pass this position."""
+    """True if a batch was handed out and its loop has not ended. A resumed script may not reach
+    such a position."""
 
 
 class Made(NamedTuple):
@@ -145,7 +147,7 @@ class Made(NamedTuple):
 
 
 class _Thread(threading.local):
-    """Thread-local, since ranks may be threads."""
+    """Numbers and recent objects of one thread; thread-local, because ranks may be threads."""
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
@@ -167,7 +169,7 @@ def newly_made() -> list[Made]:
 
 
 def _automatic_name(kind: str, place: Place) -> str:
-    """Returns the name that a resumed script and a joiner give to the object created at this
+    """Returns the name that a resumed script and a joiner also give to the object created at this
     position."""
     where = f"{place.epochs}{'+' if place.after_batches else ''}." if place.epochs else ""
     prefix = f"{_AUTOMATIC}{kind}.{where}"
@@ -197,20 +199,20 @@ _log = logging.getLogger(__name__)
 
 _NO_SETTINGS: Final = frozenset({"params", "param_names"})
 _MOST_KEPT: Final = 64 << 20
-"""Maximum bytes of an object's tensors for which it is copied in every step, to be restored after a
+"""Maximum bytes of tensors in an object that is copied in each step, to be restored after a
 loss."""
 _MOST_TEXT: Final = 256 << 10
-"""Maximum characters of JSON of the rest of its state: some 10,000 numbers, which take 10 ms to
-copy."""
+"""Maximum characters of JSON for the rest of a copied object's state. That is about 10,000 numbers,
+which take 10 ms to copy."""
 _FIXED: Final = frozenset({bool, float, int, str, type(None)})
 """Values of these types do not change in place."""
 _ADVANCES: Final = {"get_scale": "update", "update_parameters": "update_parameters", "": "step"}
-"""Characteristic attribute of a kind -> method that advances the object."""
+"""Characteristic attribute of a kind of object -> method that advances the object."""
 
 
 @runtime_checkable
 class Stateful(Protocol):
-    """Interface of registered objects."""
+    """Interface that registered objects must have."""
 
     def state_dict(self) -> dict[str, Any]: ...
     def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
@@ -227,7 +229,7 @@ class _Before:
 
 
 class RegisteredState:
-    """Named stateful objects and their gates."""
+    """Named stateful objects, and the gates that decide whether their advances count."""
 
     def __init__(self) -> None:
         self._objects: dict[str, Stateful] = {}
@@ -235,79 +237,81 @@ class RegisteredState:
         self._void = False
         """True if the last step was aborted: advances are ignored until the next step begins."""
         self._open = False
-        """True if a step has begun whose outcome is unknown."""
+        """True if a step has begun and its outcome is unknown."""
         self._early: dict[str, _Before] = {}
-        """Earlier states of objects that advanced in it."""
+        """States of objects before they advanced in the current step."""
         self._again: dict[str, _Before] = {}
-        """States of objects without a gate before the lost step, until it is repeated."""
+        """States of objects without a gate before the lost step, until the step is repeated."""
         self._comes_again = True
-        """True if the batch of the current step is repeated if it is lost, because it came from a
+        """True if the current step's batch will be repeated after a loss, because it came from a
         Shoal loader."""
         self._copied: set[str] = set()
-        """Objects whose state is copied in each step."""
+        """Names of objects whose state is copied in each step."""
         self._too_large: set[str] = set()
-        """Objects that are too large to be copied in each step, which was warned about."""
+        """Names of objects that are too large to be copied in each step. A warning was logged for
+        each."""
         self._advanced: (
             tuple[dict[str, dict[str, Any]], list[dict[str, Any]], dict[str, int], float | None]
             | None
         ) = None
-        """States after advancing by name, with the optimizers' settings, the advances and the
-        scale, while the advances are withdrawn."""
+        """States of the objects after they advanced, while the advances are withdrawn. Also the
+        optimizers' settings, the numbers of advances, and the scale at that time."""
         self._advances: dict[str, int] = {}
         """Number of advances of each object in the run."""
         self._passing = False
         """True if the script has just skipped an iteration of a loader."""
         self._passed: dict[str, int] = {}
-        """Advances requested during skipped iterations since a state was loaded, which repeat those
-        of the run."""
+        """Number of advances requested during skipped iterations since a state was loaded. They
+        repeat advances of the run."""
         self._loaded: dict[str, int] = {}
-        """Number of advances of each object in that state."""
+        """Number of advances of each object in the loaded state."""
         self._loaded_settings: list[dict[str, Any]] | None = None
-        """The optimizers' settings in it, until a step begins: creating a scheduler whose state is
-        waiting changes them."""
+        """The optimizers' settings in the loaded state, until a step begins. A scheduler that is
+        created before its state is loaded changes them."""
         self._optimizers: list[torch.optim.Optimizer] = []
         """The run's optimizers as created by the user, one per model."""
         self._found: weakref.WeakValueDictionary[str, Any] = weakref.WeakValueDictionary()
-        """Automatically registered objects, as long as the script holds them."""
+        """Automatically registered objects that the script still references."""
         self._undecided: list[Made] = []
         """Objects created before an optimizer was known."""
         self._unnamed: list[Made] = []
-        """Objects created between batches, where a number does not identify them."""
+        """Objects created between two batches, where a number does not identify an object."""
         self._unchecked = False
-        """True if a state was loaded and no step committed since."""
+        """True if a state was loaded and no step has been committed since."""
         self._loaded_place = ""
-        """Epochs whose batches the script had passed when the loaded state was captured."""
+        """Epochs whose loop over the batches had ended when the loaded state was captured."""
         self.applying = False
-        """True if one of the run's optimizers is in its step, so that other optimizers' steps are
-        part of it."""
+        """True while one of the run's optimizers executes its step. Steps of other optimizers are
+        then part of it."""
         self._model: dict[int, weakref.ref[torch.Tensor]] = {}
         """The models' parameters as created by the user, by id."""
         self._groups: list[list[int]] = []
         """Numbers of the models' parameters in each of the optimizers' groups, as created by the
         user."""
         self._memberships = Memberships()
-        """Current parameters of the groups."""
+        """Current parameters of the optimizers' groups."""
         self._parameters = ""
-        """Digest of the groups and of which parameters are trained."""
+        """Digest of the groups' parameters and of which parameters are trained."""
         self._last_scale: float | None = None
-        """Factor by which a GradScaler, known here or not, multiplied the loss of the last step."""
+        """Factor by which a GradScaler, registered or not, multiplied the loss of the last step."""
         self._scale_before: float | None = None
-        """The same for the step before the current one."""
+        """Value of `_last_scale` before the current step."""
         self._digest = 0
         self._digested: list[Any] = []
-        """Values covered by `_digest`, alternating names and numbers; empty if it must be
+        """Values covered by `_digest`, alternating names and values; empty if the digest must be
         recomputed."""
 
     def advance_with(self, optimizer: torch.optim.Optimizer) -> None:
-        """Adds one of the run's optimizers as created by the user: its schedulers are registered
-        automatically."""
+        """Adds one of the run's optimizers as created by the user, so that its schedulers are
+        registered automatically."""
         if all(known is not optimizer for known in self._optimizers):
             self._optimizers.append(optimizer)
 
     def made_from(
         self, parameters: Iterable[torch.Tensor], *optimizers: torch.optim.Optimizer | None
     ) -> None:
-        """Sets the optimizers as created by the user, with these parameters of the models."""
+        """Sets the run's optimizers as created by the user. `parameters`: all parameters of the
+        models."""
         self._optimizers = []
         known = list(parameters)
         numbers = {id(parameter): number for number, parameter in enumerate(known)}
@@ -325,25 +329,26 @@ class RegisteredState:
         self.note_trained([parameter.requires_grad for parameter in known])
 
     def number_by(self, place: Callable[[], Place]) -> None:
-        """Sets the function that returns the script's position, for numbering this thread's objects
-        from now on."""
+        """Sets the function that returns the script's position. The position becomes part of the
+        numbers of objects that this thread creates from now on."""
         _own.place = place
 
     def let_go(self) -> None:
-        """Releases the model at the end of the run: later changes to it are the script's own."""
+        """Releases the model at the end of the run. Later changes to the model are the script's
+        own."""
         self._model = {}
         _own.place = Place
         if not _own.made:
-            # the next run of this process numbers its objects from 0, as a process of its own would
+            # the next run of this process numbers its objects from 0, as a new process would
             _own.counts.clear()
 
     def unclaimed(self) -> list[str]:
-        """Names in the loaded state that the script has registered no object for."""
+        """Names in the loaded state for which the script has registered no object."""
         return sorted(self._pending)
 
     def check_groups(self) -> None:
-        """Raises ConfigurationError if the run's optimizers have got groups, or parameters in them,
-        that no strategy knows of."""
+        """Checks that the script has not added groups or parameters to the run's optimizers since
+        `as_distributed`; otherwise raises ConfigurationError."""
         groups = self._param_groups
         if self._groups and len(groups) > len(self._groups):
             raise ConfigurationError(
@@ -355,8 +360,8 @@ class RegisteredState:
         self._memberships.check(groups)
 
     def check_alone(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raises ConfigurationError if `optimizer`, which is about to step, is not one of the run's
-        but changes one of its models."""
+        """Checks an optimizer that is about to step. Raises ConfigurationError if it changes one of
+        the run's models without being one of the run's optimizers."""
         if not self._optimizers or self.applying or self._is_own(optimizer):
             return
         for parameter in (
@@ -373,7 +378,7 @@ class RegisteredState:
                 )
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Records which of the model's parameters require gradients from now on."""
+        """Records which parameters of the model require gradients from now on."""
         self._parameters = (
             f"{xxhash.xxh3_64_intdigest(repr((self._groups, list(trained))).encode()):016x}"
         )
@@ -383,21 +388,23 @@ class RegisteredState:
         return [group for optimizer in self._optimizers for group in optimizer.param_groups]
 
     def number_of(self, optimizer: torch.optim.Optimizer) -> int:
-        """Returns its index among the run's optimizers, in the order of `as_distributed`."""
+        """Returns the optimizer's index among the run's optimizers, in the order of
+        `as_distributed`."""
         return next(
             (number for number, known in enumerate(self._optimizers) if known is optimizer), 0
         )
 
     def _is_own(self, optimizer: Any) -> bool:
-        """Returns whether it is one of the run's optimizers, or the user's wrapper of one."""
+        """Returns whether `optimizer` is one of the run's optimizers, or the user's wrapper of
+        one."""
         own = getattr(optimizer, "optimizer", optimizer)
         return any(known is own for known in self._optimizers)
 
     @property
     def settings(self) -> list[dict[str, Any]]:
         """Hyperparameters of the run's optimizers by group, the last loss scale, and a digest of
-        the groups' parameters and the trained ones: the same on all ranks. Only plain values, since
-        others may look different on two ranks."""
+        the groups' parameters and of those trained; the same on all ranks. Contains only plain
+        values, because other values may look different on two ranks."""
         plain = [
             {
                 name: plain
@@ -409,8 +416,8 @@ class RegisteredState:
         return [*plain, {"loss scale": self._last_scale, "parameters": self._parameters}]
 
     def settings_digest(self) -> int:
-        """Returns a digest of `settings`, the same for equal numbers of any type. It is recomputed
-        when a value has changed, and always if one may change in place."""
+        """Returns a digest of `settings`, the same for equal numbers of any type. Recomputed if a
+        value has changed, or always if a value may change in place."""
         now: list[Any] = [self._last_scale, self._parameters]
         kinds = set[type]()
         for group in self._param_groups:
@@ -429,12 +436,13 @@ class RegisteredState:
         self._last_scale = scale
 
     def register(self, name: str, value: object, *, copied: bool = False) -> None:
-        """Adds `value` under `name` and loads a waiting state of that name into it. `copied`: its
-        state is copied in each step, and restored if the step is lost.
+        """Registers `value` under `name`. If a loaded state contains that name, its value is loaded
+        into the object. `copied`: the object's state is copied in each step and restored if the
+        step is lost.
 
         Raises:
-            ConfigurationError: it has no state_dict/load_state_dict, its state cannot be stored, or
-                the name belongs to another object.
+            ConfigurationError: `value` lacks state_dict or load_state_dict, its state cannot be
+                stored, or the name belongs to another object.
         """
         if not isinstance(value, Stateful):
             raise ConfigurationError(
@@ -451,12 +459,13 @@ class RegisteredState:
         for known in [known for known, one in self._found.items() if one is value]:
             del self._found[known]
         self._take(name, value, self._objects)
-        # Schedulers and scalers have a gate; a loader's state takes effect at its next iteration.
+        # Schedulers and scalers have a gate; a loader's state has an effect only in its next
+        # iteration.
         if copied and not isinstance(value, (*NAMES, Iterable)):
             self._copied.add(name)
 
     def _take(self, name: str, value: Any, where: MutableMapping[str, Any]) -> None:
-        flatten({name: value.state_dict()})  # says now what could not be sent or saved later
+        flatten({name: value.state_dict()})  # raises now if the state cannot be sent or saved later
         where[name] = value
         advance = next(
             method for marker, method in _ADVANCES.items() if hasattr(value, marker) or not marker
@@ -473,12 +482,12 @@ class RegisteredState:
         return {**self._objects, **self._found}
 
     def find(self, name: str) -> Stateful | None:
-        """Returns the object registered under `name`."""
+        """Returns the object registered under `name`, or None."""
         return self._objects.get(name)
 
     def loss_scale(self, scaler: str | None) -> float:
-        """Returns the current loss scale of a registered GradScaler. `scaler`: its name; empty:
-        there is none; None: all of them."""
+        """Returns the current loss scale of a registered GradScaler. `scaler`: its name; empty: no
+        scaler; None: the product over all scalers."""
         scalers = {
             name: value
             for name, value in self._all.items()
@@ -487,8 +496,8 @@ class RegisteredState:
         return math.prod(float(value.get_scale()) for value in scalers.values())
 
     def scaler_of(self, optimizer: object) -> str:
-        """Returns the name of the registered GradScaler that steps an optimizer; empty: none
-        does."""
+        """Returns the name of the registered GradScaler that steps `optimizer`; empty if there is
+        none."""
         return next(
             (
                 name
@@ -499,7 +508,7 @@ class RegisteredState:
         )
 
     def capture(self) -> dict[str, Any]:
-        """Returns the state of all objects."""
+        """Returns the state of all registered objects."""
         self.find_new()
         states = {name: value.state_dict() for name, value in self._all.items()} | self._pending
         states |= {name: before.state for name, before in self._again.items()}
@@ -512,7 +521,8 @@ class RegisteredState:
         }
 
     def restore(self, captured: Mapping[str, Any]) -> None:
-        """Loads a captured state. States of names that are not registered yet wait for them."""
+        """Loads a captured state into the registered objects. States of other names are kept until
+        objects are registered for them."""
         self.find_new()
         states = dict(captured["states"])
         for name, value in self._all.items():
@@ -527,12 +537,12 @@ class RegisteredState:
         self._again = self._copies() if self._void and self._comes_again else {}
 
     def restored(self) -> None:
-        """Records the optimizers' settings that belong to the last restored state."""
+        """Records the optimizers' settings that belong to the state restored last."""
         self._loaded_settings = self._copied_settings()
 
     def restoring(self) -> Callable[[], None]:
-        """Returns a call that restores the current state of all objects, as far as they accept it,
-        after a refused `restore`."""
+        """Returns a function that undoes a refused `restore`: it restores the current state of all
+        objects that accept it."""
         self.find_new()
         objects = self._all
         before = {name: copy.deepcopy(value.state_dict()) for name, value in objects.items()}
@@ -543,7 +553,7 @@ class RegisteredState:
             for name, state in before.items():
                 try:
                     objects[name].load_state_dict(state)
-                except Exception as error:  # a user's own; the others are put back all the same
+                except Exception as error:  # of the user's; other objects are still restored
                     _log.warning("the registered state %r could not be restored: %s", name, error)
             self._pending, self._last_scale = pending, scale
             self._advances, self._passed, self._loaded = counts
@@ -551,19 +561,19 @@ class RegisteredState:
         return put_back
 
     def keep_for_redo(self) -> None:
-        """Keeps the current state because steps that the script has taken will be repeated from
-        it."""
+        """Keeps a copy of the current state, because the script will repeat steps from this
+        state."""
         self._again = self._copies(limited=False)
 
     def put_back_again(self) -> None:
-        """Undoes the script's changes to objects since the lost step, which is about to be repeated
-        with the same batch."""
+        """Undoes the script's changes to objects since the lost step. That step is about to be
+        repeated with the same batch."""
         again, self._again = self._again, {}
         for before in again.values():
             before.value.load_state_dict(copy.deepcopy(before.state))
 
     def step_begins(self) -> None:
-        """Begins a step: advances count again."""
+        """Begins a step. From here on, advances count again."""
         self._void = False
         self._open, self._early, self._advanced = True, {}, None
         self._scale_before = self._last_scale
@@ -571,11 +581,11 @@ class RegisteredState:
         self._refuse_unnamed()
 
     def step_taken(self, *, may_be_lost: bool = False, comes_again: bool = True) -> None:
-        """Handles that the script gets its part of the step and so has caught up with the run.
-        `may_be_lost`: copy objects, to restore them then. `comes_again`: the same batch is handed
-        out again in that case."""
-        # a joiner's first step begins at the head of its loop over epochs, before it creates the
-        # epoch's objects
+        """Records that the script receives its part of the step and so has caught up with the run.
+        `may_be_lost`: copy objects, to restore them if the step is lost. `comes_again`: after a
+        loss the same batch is handed out again."""
+        # A joiner's first step begins at the start of its loop over epochs, before it creates the
+        # epoch's objects.
         self.find_new()
         self._refuse_unnamed()
         self._passing, self._loaded = False, {}
@@ -584,8 +594,7 @@ class RegisteredState:
             self._early |= self._copies()
 
     def _copies(self, *, limited: bool = True) -> dict[str, _Before]:
-        """Returns copies of the state of registered objects; with `limited` not of the large
-        ones."""
+        """Returns copies of the state of registered objects. `limited`: omit large objects."""
         copies = {
             name: self._copy(name, value, limited=limited)
             for name, value in self._objects.items()
@@ -628,8 +637,8 @@ class RegisteredState:
             self._drop_unclaimed()
 
     def _drop_unclaimed(self) -> None:
-        """Warns about automatic names that no object has claimed. An object created later is a
-        different one."""
+        """Drops the loaded states of automatic names that no object has claimed, with a warning. An
+        object created later is a different one."""
         dropped = [
             name
             for name in self._pending
@@ -638,7 +647,7 @@ class RegisteredState:
         for name in dropped:
             del self._pending[name]
         over = f".{self._loaded_place}." if self._loaded_place else None
-        # otherwise its epoch was over when it was saved
+        # otherwise the object's epoch was over when the state was saved
         lost = [name for name in dropped if over is None or over not in name]
         if lost:
             _log.warning(
@@ -650,8 +659,8 @@ class RegisteredState:
             )
 
     def _refuse_unnamed(self) -> None:
-        """Raises ConfigurationError if an object was created between batches, where no number
-        identifies it in a resumed script."""
+        """Checks that no object was created between batches, where no number identifies it in a
+        resumed script; otherwise raises ConfigurationError."""
         unnamed, self._unnamed = self._unnamed, []
         named = list(self._objects.values())
         for made in unnamed:
@@ -665,12 +674,12 @@ class RegisteredState:
                 )
 
     def passed_over(self) -> None:
-        """Handles that the script has skipped an iteration of a loader, and may repeat the run's
-        actions after it."""
+        """Records that the script has skipped an iteration of a loader. Advances that follow may
+        repeat advances of the run."""
         self._passing = True
 
     def find_new(self) -> None:
-        """Registers objects that the script has created and that belong to the run."""
+        """Registers newly created objects that belong to the run."""
         made = newly_made()
         if not made and (not self._undecided or not self._optimizers):
             return
@@ -696,7 +705,7 @@ class RegisteredState:
         return optimizer is not None and self._is_own(optimizer)
 
     def step_aborted(self) -> None:
-        """Discards the advances of a lost step."""
+        """Discards the advances made in a lost step."""
         self.find_new()
         self._void = True
         if self._comes_again:
@@ -706,7 +715,7 @@ class RegisteredState:
         self.step_undone()
 
     def step_undone(self) -> None:
-        """Undoes the advances in the current step; later ones count."""
+        """Undoes the advances made in the current step. Later advances count."""
         self.find_new()
         if self._open:
             self._last_scale = self._scale_before
@@ -714,9 +723,8 @@ class RegisteredState:
         self._open, self._early, self._advanced = False, {}, None
 
     def withdraw(self) -> None:
-        """Restores objects that have advanced in the current step to their earlier state while its
-        outcome is unknown, since their state may be sent to peers. `reinstate` or `step_aborted`
-        follows."""
+        """Undoes the advances in the current step while its outcome is unknown, because the state
+        may be sent to peers. `reinstate` or `step_aborted` follows."""
         if self._advanced is None:
             after = {
                 name: copy.deepcopy(before.value.state_dict())
@@ -727,7 +735,7 @@ class RegisteredState:
             self._last_scale = self._scale_before
 
     def reinstate(self) -> None:
-        """Reinstates the advances, since the step counts."""
+        """Restores the advances undone by `withdraw`, because the step counts."""
         if self._advanced is not None:
             after, settings, self._advances, self._last_scale = self._advanced
             self._advanced = None
@@ -756,8 +764,8 @@ class RegisteredState:
             group.update(copy.deepcopy(own))
 
     def _counts(self, name: str, value: Any) -> bool:
-        """Returns whether a requested advance counts as one of the run's; records what it will
-        change."""
+        """Returns whether a requested advance counts as an advance of the run. If so, keeps the
+        object's earlier state."""
         if self._void:
             return False
         if self._passing and self._passed.get(name, 0) < self._loaded.get(name, 0):
@@ -777,12 +785,12 @@ class RegisteredState:
 
         @functools.wraps(advance)
         def gated(own: Any, *args: Any, **kwargs: Any) -> Any:
-            if own is not gate():  # a copy of it, which is nobody's but the user's
+            if own is not gate():  # a copy, which belongs to the user
                 return advance(own, *args, **kwargs)
             if not self._counts(name, own):
                 if method == "update":
-                    # As its update() ends, or the next step would count as the second. One that is
-                    # not enabled has none.
+                    # As update() does at its end. Otherwise the next step would count as the second
+                    # one. A scaler that is not enabled has none.
                     getattr(own, "_per_optimizer_states", {}).clear()
                 return None
             return advance(own, *args, **kwargs)
@@ -791,15 +799,15 @@ class RegisteredState:
         # instance attributes into state_dict().
         members = {method: gated, "__module__": kind.__module__, "__qualname__": kind.__qualname__}
         if not hasattr(value, "__dict__"):
-            # its class has __slots__, and accepts only a class with the same
+            # its class has __slots__ and can be replaced only by a class with the same slots
             members["__slots__"] = ()
         value.__class__ = type(kind.__name__, (kind,), members)
 
 
 def _load(value: Stateful, state: dict[str, Any]) -> None:
-    """Loads another process's state into `value`. An averaged model holds a copy of its source: on
-    a rank with the entire model that is a `ShardedModel`, whose keys have one more "module." than
-    those of the plain module elsewhere."""
+    """Loads a state received from another process into `value`. Renames the keys of an averaged
+    model if necessary. On a rank with the entire model, its source is a `ShardedModel`, whose keys
+    have one more "module." than the plain module's."""
     if isinstance(value, AveragedModel):
         own = value.state_dict().keys()
         once, twice = "module.", "module.module."
@@ -818,7 +826,8 @@ def _load(value: Stateful, state: dict[str, Any]) -> None:
 
 
 def _plain(value: Any) -> Any:
-    """Returns `value` if equal values look the same everywhere; otherwise None."""
+    """Returns `value` in a form that is equal on all ranks for equal values; None if it has
+    none."""
     if isinstance(value, torch.Tensor):
         return value.tolist()
     if isinstance(value, list | tuple):
@@ -828,7 +837,7 @@ def _plain(value: Any) -> Any:
 
 
 def _canonical(settings: Any) -> Any:
-    """Returns `settings` with one form for equal numbers: 1, True and 1.0 are the same, as are 0.0
+    """Returns `settings` with equal numbers in one form: 1, True and 1.0 become equal, as do 0.0
     and -0.0."""
     if isinstance(settings, Mapping):
         return {name: _canonical(value) for name, value in settings.items()}
@@ -838,9 +847,9 @@ def _canonical(settings: Any) -> Any:
 
 
 def _reference(value: Any) -> Callable[[], Any]:
-    """Returns a call that returns the object as long as the script holds it, or always if its class
-    has `__slots__` without weak references. A strong reference would keep it alive, through its own
-    class, until a garbage collection."""
+    """Returns a function that returns the object while the script references it, or always if its
+    class has `__slots__` and no weak references. A strong reference would keep the object alive,
+    through its own class, until a garbage collection."""
     try:
         return weakref.ref(value)
     except TypeError:

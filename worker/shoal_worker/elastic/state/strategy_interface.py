@@ -1,27 +1,27 @@
-"""The seam between the session and an engine, from both sides.
+"""Interface between the session and a strategy's engine, in both directions.
 
-A strategy's engine is a `TrainingEngine`: what the session calls. Of the session it calls what
-`StrategySession` has, and nothing else (but async_sgd's, which has no common step, and opens a job
-of its own). So a new engine is written against this file and its base class (`engine/base.py`);
-loaders stand on the other side of the session, behind `loader_interface.py`, and know no strategy.
+The session calls the engine by `TrainingEngine`, and the engine calls the session only by
+`StrategySession`. (The engine of async_sgd, which has no common step, also opens a job of its own.)
+A new engine therefore depends only on this file and its base class (`engine/base.py`). Loaders use
+another interface of the session, `loader_interface.py`, and know no strategy.
 
 The order of calls in one step, all on the training thread:
 
     step_begins
-      micro_batch_begins, [forward and backward], micro_batch_ends(weight)
-          once per micro-batch of this rank, perhaps never
-      reduce, sum_commit, take_commit
-          at the end (`recovery/step_commit.py`); `take_commit` alone where only a peer saw the
-          commit all-reduce
+    micro_batch_begins, [forward and backward], micro_batch_ends(weight)
+        once per micro-batch of this rank, possibly never
+    reduce, sum_commit, take_commit
+        at the end (`recovery/step_commit.py`); only `take_commit` if a peer saw the commit
+        all-reduce and this rank did not
     commit_step
         after `apply` returned, or
     discard_step
-        when the step is aborted or was not meant
+        if the step is aborted or was not intended
 
-In between a strategy asks for `session.step`, reduces over `session.group`, and marks the step lost
-when a collective fails, instead of raising out of a backward pass. When the sums are there it calls
-`prepare_step`. Whenever it needs the final gradients (to clip them, say) it calls
-`session.reduce_and_commit`. Its optimizer's `step()` is `session.finish_step(apply)`.
+In between, the strategy asks for `session.step` and reduces over `session.group`. When a collective
+fails, it marks the step as lost instead of raising out of a backward pass. Once it has the sums, it
+calls `prepare_step`. To get the final gradients earlier, for example to clip them, it calls
+`session.reduce_and_commit`. Its optimizer's `step()` calls `session.finish_step(apply)`.
 """
 
 from __future__ import annotations
@@ -44,58 +44,57 @@ from shoal_worker.elastic.state.schedulers_and_scalers import RegisteredState
 from shoal_worker.state.tree import StatePart
 
 BUFFERS: Final = "the buffers"
-"""Name of the group of a model's buffers in `TrainingEngine.in_common`."""
+"""Name of the group that contains a model's buffers, in `TrainingEngine.in_common`."""
 
 
 class TrainingEngine(abc.ABC):
     """A strategy's engine, with its model and optimizer, from the session's perspective. The
-    defaults are those of one model that every rank holds unsharded, and of ranks that take steps
-    together."""
+    defaults suit one model that every rank holds unsharded, and ranks that take steps together."""
 
     asynchronous: ClassVar[bool] = False
-    """True if there is no process group and every iteration is a separate step (async_sgd)."""
+    """True if there is no process group and ranks take independent steps (async_sgd)."""
     strategy: str
     """Name of the strategy."""
     backend_name: str
     least_samples: int
-    """Minimum samples, as in `Placement`; the same on all ranks."""
+    """Minimum number of samples, as in `Placement`; the same on all ranks."""
 
     @property
     def models(self) -> int:
-        """Number of models that it trains, each with an optimizer."""
+        """Number of models that the engine trains, each with an optimizer."""
         return 1
 
     @property
     @abc.abstractmethod
     def data_parallel_rank(self) -> int:
-        """Index of the model replica that this rank belongs to, which determines its samples."""
+        """Index of this rank's model replica, which determines its samples."""
 
     @property
     @abc.abstractmethod
     def data_parallel_size(self) -> int:
-        """Number of replicas."""
+        """Number of model replicas."""
 
     @property
     def leads_replica(self) -> bool:
-        """True if this rank is the first of those that hold its replica of the model."""
+        """True if this rank is the first of the ranks that hold its replica of the model."""
         return True
 
     @property
     def idle(self) -> bool:
-        """True if this rank is a spare: it has no part in the model, and takes no steps until a
-        newer generation gives it one."""
+        """True if this rank is a spare. A spare has no part in the model and takes no steps until a
+        later generation assigns it one."""
         return False
 
     @property
     def lacks_ranks(self) -> bool:
-        """True if there are fewer ranks than one replica of the model needs, while this one has the
-        entire state: no step begins before more arrive."""
+        """True if this rank has the entire state, but there are too few ranks for one replica of
+        the model. No step begins before more ranks join."""
         return False
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that hold one replica of the model together, if others are spares; 1 if
-        there are none."""
+        """Number of ranks that together hold one replica of the model, if surplus ranks become
+        spares; 1 if there are never spares."""
         return 1
 
     def issued(self) -> bytes:
@@ -104,18 +103,18 @@ class TrainingEngine(abc.ABC):
         return b""
 
     def compare_issued(self, issued: Sequence[bytes]) -> None:
-        """Compares the ranks' traces. Raises PreconditionError if they would wait for each other
-        forever."""
+        """Compares the ranks' traces. Raises PreconditionError if the ranks would wait for each
+        other forever."""
 
     @property
     def passes_with(self) -> str:
-        """Names the ranks that go through the model's passes together with this one; empty: all
-        do."""
+        """Name of the set of ranks that run the model's passes together with this rank; empty: all
+        ranks."""
         return ""
 
     def working(self, group: Group) -> Group:
-        """Returns the ranks of `group`, for which the model was resharded, that are not spares.
-        Called only on those."""
+        """Returns the ranks of `group` that are not spares. The model was resharded for `group`.
+        Never called on spares."""
         return group
 
     @property
@@ -125,18 +124,18 @@ class TrainingEngine(abc.ABC):
 
     @property
     def holds(self) -> Sequence[str]:
-        """Names of the parts of the state that this rank holds, the same on all ranks that hold
-        them; empty if the state is not sharded."""
+        """Names of this rank's parts of the state, the same on all ranks with the same part; empty
+        if the state is not sharded."""
         return ()
 
     @property
     def steps_alone(self) -> bool:
-        """True if ranks take independent steps that need nothing of other ranks."""
+        """True if ranks take independent steps that need nothing from other ranks."""
         return False
 
     @property
     def within_round(self) -> bool:
-        """True if steps were committed here that count only with a later one, after which this
+        """True if this rank has committed steps that count only with a later step, after which this
         worker may leave. Only for asynchronous engines; others use `StrategySession.keep`."""
         return False
 
@@ -147,65 +146,66 @@ class TrainingEngine(abc.ABC):
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
         """Returns state that this rank and others have in common after a step applied by all:
-        tensors by name, in groups that a rank holds entirely or not at all. Shares memory with the
-        state."""
+        tensors by name, in groups. A rank has all tensors of a group or none. The tensors share
+        memory with the state."""
         return {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns committed parameters and buffers that every rank holds unsharded until an update:
-        tensors by name, in groups. Shares memory with the state."""
+        """Returns committed parameters and buffers that are unsharded on every rank until an
+        update: tensors by name, in groups. The tensors share memory with the state."""
         return {}
 
     @abc.abstractmethod
     def check_optimizer_state(self) -> None:
-        """Raises ConfigurationError (STATE_UNSUPPORTED), which names the parameter and the entry:
-        the optimizer keeps something that cannot be sent to a rank that joins, or saved."""
+        """Checks that the optimizer's state can be sent to a joiner and saved. Otherwise raises
+        ConfigurationError (STATE_UNSUPPORTED) with the parameter and the entry."""
 
     @abc.abstractmethod
     def capture(self) -> dict[str, Any]:
-        """Returns the committed state of model and optimizer, including buffers. Shares memory with
-        them."""
+        """Returns the committed state of model and optimizer, including buffers. The result shares
+        memory with both."""
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the complete committed state of model and optimizer, as on a single process, on
-        the first rank of `channel` and possibly nothing on others: for checkpoints. Part of an
-        operation. May share memory with the state."""
+        """Returns the complete committed state of model and optimizer as on a single process, for
+        checkpoints. Part of an operation. Only the first rank of `channel` is sure to receive the
+        state. The result may share memory with the model."""
         return self.capture()
 
     def part(self, channel: Channel) -> StatePart | None:
-        """Returns this rank's part of the result of `assemble`, for a checkpoint that the ranks
-        write together; None, on all ranks: use `assemble`. Part of an operation. Shares memory with
-        the state."""
+        """Returns this rank's part of the state that `assemble` returns, for a checkpoint that the
+        ranks write together. None, on all ranks: use `assemble`. Part of an operation. The part
+        shares memory with the state."""
         return None
 
     def whole_for(self, channel: Channel) -> AbstractContextManager[None]:
-        """Lets this rank compute with the model without its peers within the block. Entered by all
-        ranks of an operation."""
+        """Unshards the model within the block, so that this rank can compute with it without its
+        peers. Entered by all ranks of an operation."""
         return nullcontext()
 
     @abc.abstractmethod
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Takes over a captured or an assembled state."""
+        """Loads a captured or an assembled state."""
 
     def reshard(self, group: Group) -> None:
-        """Reshards the state for a newly established group, all of whose ranks hold the same steps.
-        A collective."""
+        """Reshards the state for a newly established group, in which all ranks have the same
+        committed steps. A collective."""
 
     def consolidate(self, channel: Channel) -> None:
-        """Makes state that every rank holds unsharded between steps complete and current again on
-        all of `channel`, whose group may contain further ranks without shards. An operation."""
+        """Makes state that every rank holds unsharded between steps complete and current on all
+        ranks of `channel`. The channel's group may contain further ranks without shards. Part of an
+        operation."""
 
     def keep_two_copies(self, channel: Channel, leaving: Collection[int] = ()) -> None:
-        """Copies each part of the state held by only one rank of `channel` to another rank, which
-        keeps it until the state is resharded, so that the next death loses nothing. An operation;
-        when it returns, all ranks have their copies.
+        """Copies each part of the state that only one rank of `channel` has to another rank, so
+        that the next failure loses nothing. The copy is kept until the state is resharded. Part of
+        an operation; on return, all ranks have their copies.
 
         `leaving`: ranks about to leave, whose copies do not count.
         """
 
     @property
     def row_store(self) -> RowStore | None:
-        """Rows of the model's sparse tables; None if it has none."""
+        """Rows of the model's sparse tables; None if there are none."""
         return None
 
     @abc.abstractmethod
@@ -234,67 +234,67 @@ class TrainingEngine(abc.ABC):
         )
 
     def batch_begins(self) -> None:
-        """Handles that the script gets this rank's batch of a step without micro-batches."""
+        """Announces that the script receives this rank's batch of a step without micro-batches."""
 
     @abc.abstractmethod
     def micro_batch_begins(self) -> None:
-        """Starts the next micro-batch from the committed buffers and without gradient."""
+        """Starts the next micro-batch with the committed buffers and without gradients."""
 
     @abc.abstractmethod
     def micro_batch_ends(self, weight: float) -> None:
-        """Ends the backward pass of a micro-batch of that weight."""
+        """Ends the backward pass of a micro-batch. `weight`: the weight of the micro-batch."""
 
     @abc.abstractmethod
     def reduce(self, step: Step) -> None:
-        """Sums the gradients of all ranks, makes everything available that is needed to apply the
-        step, and prepares it (`StrategySession.prepare_step`); or the step is marked lost. For a
-        step that is prepared or committed already, checks that no gradients were added."""
+        """Sums the gradients of all ranks, obtains everything needed to apply the step, and
+        prepares the step (`StrategySession.prepare_step`). On failure the step is marked as lost.
+        For a step that is already prepared or committed, checks that no gradients were added."""
 
     @abc.abstractmethod
     def sum_commit(
         self, step: Step, vote: Sequence[float]
     ) -> tuple[list[float], Mapping[str, Any]]:
-        """Runs the commit all-reduce of a prepared step over the ranks that take it. Returns the
-        sum of `vote`, and the payload of the commit: the same on all ranks, for `take_commit`.
-        Raises MembershipChanged if it failed: the step is lost, or in doubt."""
+        """Runs the commit all-reduce of a prepared step over the ranks that take part in it.
+        Returns the sum of `vote`, and a payload for `take_commit` that is the same on all ranks. If
+        the all-reduce fails, raises MembershipChanged, and the step is lost or in doubt."""
 
     def take_commit(self, payload: Mapping[str, Any]) -> None:
-        """Takes the payload of the current step's commit, from `sum_commit` or from a peer that saw
-        it after the group had ended."""
+        """Applies the payload of the current step's commit to the engine. The payload is from
+        `sum_commit`, or from a peer that received it if the group ended too early here."""
 
     def commit_payload(self) -> dict[str, Any]:
-        """Returns the payload of the last committed step, for a rank that prepared the step and
+        """Returns the payload of the last committed step, for a rank that prepared the step but
         missed the commit all-reduce."""
         return {}
 
     @property
     def partly_updated(self) -> bool:
-        """True if some of several models were updated in the current step, and others were not
+        """True if only some of several models were updated in the current step
         (`features/several_models.py`)."""
         return False
 
     def withdraw_updates(self) -> None:
-        """Undoes the current step's updates while its outcome is unknown, since the state may be
-        sent to peers or saved. `reinstate_updates` or `discard_step` follows; or neither, if the
+        """Undoes the current step's updates while its outcome is unknown, because the state may be
+        sent to peers or saved. `reinstate_updates` or `discard_step` follows, or neither if the
         step is never finished."""
 
     def reinstate_updates(self) -> None:
-        """Restores withdrawn updates because the step continues or counts. Does nothing if there
-        are none."""
+        """Repeats the updates undone by `withdraw_updates`, because the step continues or counts.
+        Without such updates, does nothing."""
 
     def writes_apart(self) -> ShoalError:
-        """Returns the error for ranks whose passes have written different values to parameters.
-        Raised by all ranks. By default an internal error, since passes may write none."""
+        """Returns the error for ranks whose passes have written different values to parameters. All
+        ranks raise it. By default an internal error, because passes may not write to parameters."""
         return InternalError("ranks that do not compare written parameters reported a difference")
 
     @abc.abstractmethod
     def discard_step(self) -> None:
-        """Restores what the step changed: buffers, written parameters, attributes and extra state
-        of modules, gradients."""
+        """Undoes the step's changes to buffers, written parameters, module attributes, extra state
+        and gradients."""
 
     @abc.abstractmethod
     def commit_step(self) -> None:
-        """Makes the buffers after an applied step the committed state."""
+        """Makes the buffers after an applied step part of the committed state."""
 
 
 class StrategySession(Protocol):
@@ -308,7 +308,7 @@ class StrategySession(Protocol):
 
     @property
     def group(self) -> Group | None:
-        """Connected ranks of this generation. Another object after each re-forming."""
+        """Connected ranks of this generation. A different object after each re-forming."""
         ...
 
     @property
@@ -322,7 +322,7 @@ class StrategySession(Protocol):
     def world_size(self) -> int: ...
     @property
     def begins(self) -> bool:
-        """True if the ranks are those that the run was started with: none has left or joined
+        """True if the ranks are those with which the run was started: no rank has left or joined
         yet."""
         ...
 
@@ -333,13 +333,13 @@ class StrategySession(Protocol):
 
     @property
     def steps(self) -> int:
-        """Committed steps of the run."""
+        """Number of committed steps of the run."""
         ...
 
     @property
     def is_joining(self) -> bool:
-        """True if this process replays its script: steps are not begun, collectives are answered
-        locally."""
+        """True if this process replays its script. Steps are not begun, and collectives are
+        answered locally."""
         ...
 
     @property
@@ -349,74 +349,74 @@ class StrategySession(Protocol):
 
     @property
     def registered(self) -> RegisteredState:
-        """Objects registered by the loop besides model and optimizer."""
+        """Objects registered by the script besides model and optimizer."""
         ...
 
     def trains(self, engine: object) -> bool:
-        """Returns whether `engine` is the run's model; a clone of it is not."""
+        """Returns whether `engine` trains the run's model; the engine of a clone does not."""
         ...
 
     def attach(self, engine: TrainingEngine) -> None:
-        """Makes `engine` the run's, and gives all ranks the first rank's weights. Call once, before
-        anything else."""
+        """Makes `engine` the run's engine, and sends the first rank's weights to all ranks. Called
+        once, before anything else."""
         ...
 
     def ensure_step(self) -> Step:
-        """Returns the current step; begins one in a user's own loop, where no loader does. Called
-        by each forward pass in training."""
+        """Returns the current step. In a loop without a Shoal loader, begins a step if there is
+        none. Called by each forward pass in training."""
         ...
 
     def note_trained(self, trained: Sequence[bool]) -> None:
-        """Records which of the model's parameters require gradients from this step on, which must
-        agree on all ranks at the step's end."""
+        """Records which parameters of the model require gradients from this step on. All ranks must
+        agree at the step's end."""
         ...
 
     def settle_collectives(self) -> None:
-        """Returns when all collectives ordered in the step have ended; if not all did well it is
-        marked lost. On a device a failure is heard of no earlier."""
+        """Waits until all collectives ordered in the step have ended. If one failed, the step is
+        marked as lost. On a device, a failure is noticed only here."""
         ...
 
     def prepare_step(self) -> None:
         """Marks the step as prepared: the gradients are summed, and this rank has everything needed
-        to apply it. Waits for all ordered collectives (`Group.settle`); if any failed, the step is
-        marked lost instead."""
+        to apply the step. Waits for all ordered collectives (`Group.settle`). If one failed, marks
+        the step as lost instead."""
         ...
 
     def mark_lost(self, error: BaseException) -> None:
-        """Marks the step as lost because a collective failed: nothing more is sent in it. Changes
-        nothing once the commit all-reduce was seen. Thread-safe."""
+        """Marks the step as lost because a collective failed. Nothing more is sent in the step.
+        Changes nothing once this rank has seen the commit all-reduce. Thread-safe."""
         ...
 
     def abort_step(self, reason: str) -> None:
-        """Aborts the current step, as every rank concludes by itself."""
+        """Aborts the current step. Every rank reaches this decision by itself."""
         ...
 
     def reduce_and_commit(self) -> None:
-        """Returns when the outcome of the current step is known (`recovery/step_commit.py`). On the
-        training thread, outside of passes."""
+        """Finishes the step's sums and runs its commit all-reduce (`recovery/step_commit.py`). On
+        return, the step's outcome is known. Called on the training thread, outside of passes."""
         ...
 
     def reduce_if_whole(self) -> None:
-        """Commits the step after a backward pass if it completed this rank's part of the
-        step."""
+        """Commits the step if the backward pass that just ended completed this rank's part of
+        it."""
         ...
 
     def finish_step(self, apply: Callable[[], None]) -> StepStatus:
-        """Ends the step: calls `apply`, which updates the parameters, if the step counts. Every
-        survivor gets the same answer."""
+        """Ends the step. If the step counts, calls `apply`, which updates the parameters. Every
+        survivor returns the same status."""
         ...
 
     def keep(self, replica: Mapping[str, Any]) -> None:
-        """Copies the committed state. Steps committed from here on are this rank's alone, and are
-        undone by the next aborted step, until `release`: the loader repeats their samples.
-        `replica`: this rank's model and optimizer, for `restore`. Call in `step_begins`."""
+        """Copies the committed state. Until `release`, steps are committed on this rank alone, and
+        the next aborted step undoes them: the loader repeats their samples. `replica`: this rank's
+        model and optimizer, for `restore`. Called in `step_begins`."""
         ...
 
     def release(self) -> None:
-        """Confirms the steps since `keep` on all ranks. Call in `commit_step` of a step that all
-        ranks took part in."""
+        """Confirms the steps since `keep` on all ranks. Called in `commit_step` of a step in which
+        all ranks took part."""
         ...
 
     def operation(self, kind: str, body: Body) -> Any:
-        """Runs something on all ranks between steps, again if the membership changes meanwhile."""
+        """Runs `body` on all ranks between steps, and again if the membership changes meanwhile."""
         ...

@@ -1,10 +1,11 @@
-"""Buffers with minima and maxima, as kept by observers of quantization-aware training.
+"""Buffers with minima and maxima, as in observers of quantization-aware training.
 
 A buffer is a minimum if all its elements are infinite at `as_distributed`, and a maximum if all are
-negative infinity; `min_val` and `max_val` of torch's observers always are. The ranks exchange
-theirs in every step before its commit all-reduce, and all adopt the minimum or maximum over all
-ranks' passes. For a running minimum, and for its moving average, this equals one process's result
-for the entire batch. `scale` and `zero_point` of torch's fake quantization follow from them.
+negative infinity. `min_val` and `max_val` of torch's observers always are. In every step, the ranks
+exchange these buffers before the commit all-reduce, and all ranks store the minimum or maximum over
+all ranks' passes. For a running minimum or maximum, and for its moving average, the result equals
+that of one process for the entire batch. `scale` and `zero_point` of torch's fake quantization are
+computed from these buffers.
 """
 
 from __future__ import annotations
@@ -51,8 +52,7 @@ def _kind(owner: nn.Module, name: str, buffer: torch.Tensor | None) -> Kind | No
 
 
 def _is_observer(owner: object) -> bool:
-    """Returns True for torch's observers. Histograms over the range that a rank has seen are
-    others."""
+    """Returns True for torch's observers, except histograms over the range that a rank has seen."""
     names = {f"{each.__module__}.{each.__name__}" for each in type(owner).__mro__}
     observer = "torch.ao.quantization.observer."
     return (
@@ -62,13 +62,14 @@ def _is_observer(owner: object) -> bool:
 
 
 def follows_extremes(owner: nn.Module, name: str) -> bool:
-    """Returns True for buffers that torch's fake quantization computes from its observer's."""
+    """Returns True for buffers that torch's fake quantization computes from the extremes of its
+    observer."""
     return name in _FOLLOWS and _is_observer(getattr(owner, "activation_post_process", None))
 
 
 class Extremes:
-    """Extreme-value buffers of a module, or of this rank's part of it. Owned by the training
-    thread."""
+    """Buffers with minima and maxima of a module, or of this rank's part of a module. Owned by the
+    training thread."""
 
     def __init__(
         self,
@@ -76,15 +77,15 @@ class Extremes:
         kinds: Mapping[str, Kind],
         followers: Iterable[nn.Module],
     ) -> None:
-        """`places`: their names, owners, and local names. `followers`: modules of fake
-        quantization."""
+        """`places`: full name, owner and local name of each buffer. `kinds`: minimum or maximum, by
+        full name. `followers`: modules of fake quantization."""
         self._places = list(places)
         self._kinds = kinds
         self._shapes = {path: owner._buffers[name].shape for path, owner, name in self._places}  # type: ignore[union-attr]
         self._followers = list(dict.fromkeys(followers))
         self._folded: dict[str, torch.Tensor] | None = None
-        """Minima and maxima of this rank's micro-batches in the step; None before the first one
-        ends."""
+        """Minima and maxima over this rank's finished micro-batches of the step; None before the
+        first has ended."""
         self._agreed: dict[str, torch.Tensor] = {}
         """Minima and maxima over all ranks in the step."""
 
@@ -92,8 +93,8 @@ class Extremes:
         return bool(self._places)
 
     def refuse_other_shapes(self, strategy: str) -> None:
-        """Raises ConfigurationError if a pass has changed a buffer's shape since `as_distributed`,
-        on which the layout of the ranks of `strategy` depends."""
+        """Checks that no pass has changed a buffer's shape since `as_distributed`; otherwise raises
+        ConfigurationError. The layout of the ranks under `strategy` depends on the shapes."""
         for path, owner, name in self._places:
             buffer = owner._buffers[name]
             if buffer is not None and buffer.shape != self._shapes[path]:
@@ -106,18 +107,18 @@ class Extremes:
                 )
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step: discards the extremes of earlier passes."""
         self._folded, self._agreed = None, {}
 
     def micro_batch_ends(self) -> None:
-        """Ends the passes of a micro-batch that counts."""
+        """Includes the passes of a finished micro-batch that counts."""
         if self._places:
             now = self._now()
             self._folded = now if self._folded is None else self._merged([self._folded, now])
 
     def made(self, *, counted: bool) -> bytes:
-        """Returns the extremes of this rank's passes, for `agree`. `counted`: the plain batch has a
-        nonzero weight."""
+        """Returns the extremes of this rank's passes, encoded for `agree`. `counted`: True if the
+        batch, without micro-batches, has a nonzero weight."""
         own = self._folded if self._folded is not None else self._now() if counted else {}
         return json.dumps(
             {
@@ -127,7 +128,8 @@ class Extremes:
         ).encode()
 
     def agree(self, received: Sequence[bytes]) -> None:
-        """Combines the ranks' extremes. Raises ConfigurationError on all ranks if shapes differ."""
+        """Combines the extremes of all ranks. Raises ConfigurationError on all ranks if shapes
+        differ. `received`: each rank's result of `made`."""
         ranks: list[dict[str, Any]] = [json.loads(each) for each in received]
         made = [
             {
@@ -139,7 +141,7 @@ class Extremes:
         self._agreed = self._merged([each for each in made if each])
 
     def write(self) -> None:
-        """Writes the extremes of a committed step."""
+        """Writes the combined extremes to the buffers of a committed step."""
         for path, owner, name in self._places:
             value, buffer = self._agreed.get(path), owner._buffers[name]
             if value is None or buffer is None:
@@ -154,8 +156,8 @@ class Extremes:
 
     @staticmethod
     def _follow(owner: Any) -> None:
-        """Updates fake quantization from its extremes, as a pass would, if its observer is
-        enabled."""
+        """Updates a fake quantization from its observer's extremes, as a pass would, if the
+        observer is enabled."""
         observer = owner.activation_post_process
         least, largest = observer.min_val, observer.max_val
         if int(owner.observer_enabled[0]) != 1 or not least.numel() or bool(least.isinf().any()):

@@ -1,19 +1,19 @@
-"""Placeholders for parameters and gradients that are not at torch's usual place, so that torch's
-own calls raise instead of giving wrong results.
+"""Placeholders for parameters and gradients that are not at torch's usual place. They make torch's
+own calls raise instead of returning wrong results.
 
-A module's parameters stay the same objects even while their values are freed or sharded, and so do
-those whose gradients are summed into shards. A caller that inspects them then would find nothing:
-an empty state dict, a norm of zero. Their class therefore changes for that time, as for torch's own
-lazy parameters:
+A module's parameters stay the same objects while their values are freed or sharded, or while their
+gradients are summed into shards. A caller that inspects them at that time would find nothing: an
+empty state dict, a norm of zero. Their class is therefore replaced for that time, as for torch's
+own lazy parameters:
 
 - A parameter without values (`hide`) reports its metadata (shape, dtype, number of elements), and
   raises at every use of its values.
 - A parameter without a gradient of its own (`hide_gradient`) computes as usual; its `.grad` exists,
   and raises at every use.
 
-Inside of passes they are plain parameters (`show`), so a step costs two changes of class for each,
-and nothing in the computation. This module does not know how parameters are sharded; its callers
-say when they are elsewhere.
+Inside of passes they are plain parameters (`show`). A step costs two changes of class per
+parameter, and no time in the computation. This module does not know how parameters are sharded; the
+callers decide when to hide them.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from shoal_worker.torch_internals import DisableTorchFunctionSubclass, pytree
 
 _ATTRIBUTE: Final = "_shoal_place"
 _GRADIENT: Final[Any] = torch.Tensor.grad
-"""torch's own accessor, which subclasses below override."""
+"""torch's own accessor of `.grad`, which subclasses below override."""
 
 inside = DisableTorchFunctionSubclass
-"""Context in which hidden parameters do not raise, for code that handles them."""
+"""Context in which operations on hidden parameters do not raise, for code that handles them."""
 
 
 def want_gradients(parameters: Iterable[torch.Tensor], wanted: bool) -> None:
-    """Sets `requires_grad`, of hidden ones as well."""
+    """Sets `requires_grad` of the parameters, including hidden ones."""
     with inside():
         for parameter in parameters:
             parameter.requires_grad_(wanted)
 
 
 class Whereabouts:
-    """State shared by the hidden parameters of one model."""
+    """State shared by all hidden parameters of one model."""
 
     def __init__(self, strategy: str = "") -> None:
         self.strategy = strategy
         self.pending = False
-        """True if gradients of the current step are in the ranks' sum and no update has used
+        """True if gradients of the current step are part of the ranks' sum and no update has used
         them."""
         self.gradient: Any = torch.empty(0).as_subclass(_Gradient)
-        """Value of `.grad` for a gradient that exists elsewhere."""
+        """Value of `.grad` for a gradient that is elsewhere."""
         self.gradient.whereabouts = self
         self._pieces: list[weakref.ref[torch.Tensor]] = []
 
     def look_at(self, pieces: Iterable[torch.Tensor]) -> None:
-        """Sets the pieces updated by this rank whose gradients user code, such as a GradScaler, may
-        inspect."""
+        """Sets the pieces that this rank updates. User code, such as a GradScaler, may inspect
+        their gradients from now on."""
         own = list(pieces)
         guard_parts(own, guarded=True)
         self._pieces = [weakref.ref(piece) for piece in own]
@@ -69,33 +69,33 @@ class Whereabouts:
             gradient.__dict__[_SEEN] = False
 
     def gradients(self) -> list[torch.Tensor]:
-        """Returns those gradients."""
+        """Returns the gradients of the pieces set by `look_at`."""
         found = (gradient_of(piece) for each in self._pieces if (piece := each()) is not None)
         return [gradient for gradient in found if gradient is not None]
 
 
 class HiddenParameter:
-    """Facts about one parameter while it is hidden."""
+    """Metadata of one parameter while it is hidden."""
 
     __slots__ = ("gradient", "name", "shape", "whereabouts")
 
     def __init__(
         self, name: str, whereabouts: Whereabouts, shape: torch.Size | None = None
     ) -> None:
-        """`shape`: unsharded shape; None: the tensor's own."""
+        """`shape`: unsharded shape; None: the tensor's own shape."""
         self.name = name
         self.whereabouts = whereabouts
         self.shape = shape
         self.gradient = False
-        """True if there is a gradient elsewhere."""
+        """True if the parameter has a gradient elsewhere."""
 
 
 class _Hidden:
-    """A parameter with values or gradient elsewhere."""
+    """A parameter whose values or gradient are elsewhere."""
 
     __slots__ = ()
     shown: ClassVar[type[torch.Tensor]]
-    """Class of the parameter when nothing is hidden."""
+    """Class of the parameter while it is shown."""
 
     @property
     def grad(self) -> Any:
@@ -141,7 +141,7 @@ class _Hidden:
 
 
 class _Absent(_Hidden):
-    """A parameter whose values are elsewhere."""
+    """A parameter without values on this rank. Most operations on it raise."""
 
     __slots__ = ()
 
@@ -170,7 +170,7 @@ class _Absent(_Hidden):
 
 
 class _Gradient(torch.Tensor):
-    """Stands for gradients that are elsewhere."""
+    """Stands for a gradient that is elsewhere, as the value of `.grad`."""
 
     whereabouts: Whereabouts
 
@@ -202,8 +202,8 @@ class _Gradient(torch.Tensor):
 
 
 def _unscale(given: Sequence[torch.Tensor], found_inf: torch.Tensor, inverse: torch.Tensor) -> None:
-    """Unscales gradients for a GradScaler. Some may stand for the gradients that this rank updates
-    with; each of those is unscaled once."""
+    """Unscales gradients for a GradScaler. Some of `given` may stand for the gradients with which
+    this rank updates; each of these is unscaled only once."""
     gradients = {id(each): each for each in given if not isinstance(each, _Gradient)}
     for each in given:
         if isinstance(each, _Gradient):
@@ -227,16 +227,16 @@ _OF_A_SCALER: Final[dict[Any, Callable[[Any], Any]]] = {
     _T.dtype.__get__: lambda gradients: gradients[0].dtype if gradients else torch.float32,
     _T.device.__get__: lambda gradients: gradients[0].device if gradients else torch.device("cpu"),
 }
-"""Properties of gradients used by a GradScaler."""
+"""Properties of gradients that a GradScaler reads."""
 
 
 class _Part(torch.Tensor):
-    """A piece that this rank updates, while user code may inspect it."""
+    """Gradient of a piece that this rank updates, while user code may inspect it."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch._amp_foreach_non_finite_check_and_unscale_:
-            # which a GradScaler does on all ranks
+            # a GradScaler calls this on all ranks
             return _unscale(*args)
         if func not in _TELLS:
             raise PreconditionError(
@@ -278,7 +278,8 @@ def _same(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
 
 
 def _of_shape(tell: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `tell` for a shape other than the tensor's own."""
+    """Returns a function that passes the unsharded shape to `tell` if it differs from the tensor's
+    own; otherwise it calls torch's own function."""
 
     @functools.wraps(tell)
     def answering(place: HiddenParameter, func: Any, args: Any, kwargs: Any) -> Any:
@@ -360,14 +361,14 @@ def _is_own(hook: Any) -> bool:
 
 
 def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) -> None:
-    """Refuses user hooks on the gradients of these parameters, by name: they would be lost, since
-    other tensors replace them in the computation.
+    """Refuses user hooks on the gradients of parameters. The hooks would be lost, because other
+    tensors replace the parameters in the computation.
 
-    From here on their `register_hook` and `register_post_accumulate_grad_hook` raise
-    ConfigurationError.
+    Afterwards `register_hook` and `register_post_accumulate_grad_hook` of these parameters raise
+    ConfigurationError. `parameters`: pairs of name and parameter.
 
     Raises:
-        ConfigurationError: one has such a hook.
+        ConfigurationError: a parameter has such a hook.
     """
     for name, parameter in parameters:
         if hooks_of(parameter):
@@ -379,8 +380,8 @@ def refuse_hooks(parameters: Iterable[tuple[str, torch.Tensor]], strategy: str) 
 def _registering(
     parameter: torch.Tensor, method: str, refusal: ConfigurationError
 ) -> Callable[..., Any]:
-    """Returns the replacement of `parameter.method`. It holds no reference to the parameter, which
-    holds it."""
+    """Returns the replacement of a parameter's method that registers hooks. Keeps only a weak
+    reference to the parameter, because the parameter references the replacement."""
     me, register = weakref.ref(parameter), getattr(torch.Tensor, method)
 
     def registering(hook: Any) -> Any:
@@ -404,7 +405,8 @@ def _no_hooks(name: str, strategy: str) -> ConfigurationError:
 
 
 def guard_parts(pieces: Iterable[torch.Tensor], *, guarded: bool) -> None:
-    """Sets whether user code, or only the optimizer, may inspect the gradients of these pieces."""
+    """Sets whether user code may inspect the gradients of these pieces (guarded), or only the
+    optimizer."""
     for piece in pieces:
         gradient: Any = gradient_of(piece)
         if gradient is not None and isinstance(gradient, _Part) is not guarded:
@@ -421,8 +423,8 @@ def _class(kind: Any, mixed: Any) -> Any:
 
 
 def hide(tensor: Any, place: HiddenParameter) -> None:
-    """Hides the values of a parameter, and its gradient as `place` says. For an already hidden one,
-    only updates `place`."""
+    """Hides a parameter's values, and its gradient if `place.gradient`. If the parameter is already
+    hidden, only updates its metadata."""
     if isinstance(tensor, _Absent):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
     else:
@@ -430,7 +432,7 @@ def hide(tensor: Any, place: HiddenParameter) -> None:
 
 
 def hide_gradient(tensor: Any, place: HiddenParameter) -> None:
-    """Hides the gradient of a parameter as `place` says."""
+    """Hides a parameter's gradient if `place.gradient`; its values remain usable."""
     if isinstance(tensor, _Hidden):
         tensor.__dict__[_ATTRIBUTE].gradient |= place.gradient
     else:
@@ -444,14 +446,14 @@ def _become(tensor: Any, place: HiddenParameter, mixed: Any) -> None:
 
 
 def show(tensor: Any, place: HiddenParameter) -> None:
-    """Shows a parameter if it was hidden with this `place`."""
+    """Makes a parameter plain again if it was hidden with this `place`."""
     if isinstance(tensor, _Hidden) and tensor.__dict__.get(_ATTRIBUTE) is place:
         del tensor.__dict__[_ATTRIBUTE]
         tensor.__class__ = tensor.shown  # type: ignore[assignment]  # one of the same layout
 
 
 def show_gradient(tensor: Any, place: HiddenParameter) -> None:
-    """Shows the gradient of a parameter that has its values."""
+    """Makes the gradient of a parameter plain again if the parameter has its values."""
     if not isinstance(tensor, _Absent):
         show(tensor, place)
 
@@ -462,32 +464,33 @@ class Leaves:
     def __init__(self, leaves: Sequence[torch.Tensor], places: Sequence[HiddenParameter]) -> None:
         self._leaves = list(zip(leaves, places, strict=True))
         self._without_gradients = False
-        """True if the gradients of some are hidden."""
+        """True if some gradients of these parameters are hidden."""
 
     def hide(self) -> None:
-        """Hides the values of all."""
+        """Hides the values of all parameters."""
         for leaf, place in self._leaves:
             hide(leaf, place)
 
     def show(self) -> None:
-        """Shows all of them."""
+        """Makes all parameters plain again."""
         for leaf, place in self._leaves:
             show(leaf, place)
 
     def gradient_taken(self, index: int) -> None:
-        """Records that a parameter's gradient was moved elsewhere."""
+        """Records that the gradient of parameter number `index` was moved elsewhere."""
         self._leaves[index][1].gradient = True
 
     def hide_gradients(self) -> None:
-        """Hides the gradients that were taken, after a backward pass."""
+        """Hides the gradients that were moved elsewhere, after a backward pass."""
         self._without_gradients = True
         for leaf, place in self._leaves:
             if place.gradient:
                 hide_gradient(leaf, place)
 
     def gradients_handed_out(self, present: Sequence[bool]) -> None:
-        """Handles this rank's parts of the summed gradients, including those of parameters that
-        only other ranks have used. `present`: flags by parameter."""
+        """Records that this rank received its parts of the summed gradients, including those of
+        parameters that only other ranks have used. `present`: for each parameter, whether some rank
+        used it."""
         others = [
             place
             for (_, place), here in zip(self._leaves, present, strict=True)
@@ -500,37 +503,37 @@ class Leaves:
 
     @property
     def have_gradients(self) -> bool:
-        """True if some have a gradient elsewhere."""
+        """True if the gradients of some parameters were moved elsewhere."""
         return any(place.gradient for _, place in self._leaves)
 
     def show_gradients(self) -> None:
-        """Shows plain parameters to autograd at the beginning of a pass."""
+        """Makes the parameters plain for autograd at the beginning of a pass."""
         if self._without_gradients:
             self._without_gradients = False
             for leaf, place in self._leaves:
                 show_gradient(leaf, place)
 
     def forget_gradients(self) -> None:
-        """Drops gradients left by autograd that were not taken."""
+        """Removes gradients that autograd has left and that were not moved elsewhere."""
         for leaf, _ in self._leaves:
             if not isinstance(leaf, _Hidden):
                 leaf.grad = None
 
     def drop_gradients(self) -> None:
-        """Drops the gradients elsewhere."""
+        """Discards the gradients that are elsewhere."""
         for leaf, place in self._leaves:
             if place.gradient or isinstance(leaf, _Hidden):
                 drop_gradient(leaf, place)
 
 
 def is_hidden(tensor: Any) -> bool:
-    """Returns whether the values of a parameter are elsewhere."""
+    """Returns whether a parameter's values are elsewhere."""
     return isinstance(tensor, _Absent)
 
 
 def refuse_loading(module: nn.Module) -> None:
-    """Makes `load_state_dict` of the module, or of a part of it, raise before it changes anything
-    if it is given values of hidden parameters."""
+    """Makes `load_state_dict` of the module, or of a part of it, raise if the state dict contains
+    values of hidden parameters. The error is raised before anything changes."""
     for part in module.modules():
         part.register_load_state_dict_pre_hook(_check_loading)
 
@@ -538,12 +541,13 @@ def refuse_loading(module: nn.Module) -> None:
 def _check_loading(module: nn.Module, state_dict: Mapping[str, Any], prefix: str, *_: Any) -> None:
     for name, parameter in module.named_parameters():
         if is_hidden(parameter) and prefix + name in state_dict:
-            # it is one of those
+            # a hidden parameter is an _Absent
             raise _refusal("load_state_dict()", parameter)  # type: ignore[arg-type]
 
 
 def blank_copies(module: nn.Module) -> dict[int, Any]:
-    """Returns parameters without values in place of the hidden ones, for `copy.deepcopy`."""
+    """Returns parameters without values in place of hidden parameters, as the memo of
+    `copy.deepcopy`."""
     with inside():
         return {
             id(p): nn.Parameter(
@@ -555,7 +559,7 @@ def blank_copies(module: nn.Module) -> dict[int, Any]:
 
 
 def gradient_of(tensor: Any) -> torch.Tensor | None:
-    """Returns the gradient left by autograd in a parameter, hidden or not."""
+    """Returns the gradient that autograd has left in a parameter, hidden or not."""
     if not isinstance(tensor, _Hidden):
         return tensor.grad  # type: ignore[no-any-return]  # any tensor's
     with inside():
@@ -563,7 +567,7 @@ def gradient_of(tensor: Any) -> torch.Tensor | None:
 
 
 def drop_gradient(tensor: Any, place: HiddenParameter | None = None) -> None:
-    """Removes a parameter's gradient; with `place`, also the one elsewhere."""
+    """Removes a parameter's gradient. `place`: also remove the gradient that is elsewhere."""
     if place is not None:
         place.gradient = False
         show_gradient(tensor, place)

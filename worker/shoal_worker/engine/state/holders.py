@@ -1,9 +1,9 @@
-"""Maps the shards of a state to the ranks that hold them, and decides which sharding is still
-complete, who sends each shard, and which shards need a copy on another rank.
+"""Maps the shards of a state to the ranks that hold them. Decides which sharding is still complete,
+which rank sends each shard, and which shards need a copy on another rank.
 
-Pure: all ranks compute the same from the exchanged claims. A shard has a *place* by which ranks
-name it: its position, for `sharding`; stage, part and position, for `mesh`. These two implement the
-transfer.
+Pure functions: all ranks compute the same decisions from the exchanged claims. A *place* identifies
+a shard: its position, for `sharding`; its stage, part and position, for `mesh`. Both packages
+implement the transfer.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ Place = TypeVar("Place", int, tuple[int, int, int])
 
 
 class ShardsLostError(StateLostError):
-    """Some shard of the model is no longer held by any rank."""
+    """Raised when no rank holds some shard of the model any more."""
 
     def __init__(self, *, lost: int, shards: int) -> None:
-        """`lost`: number of lost shards out of `shards`."""
+        """`lost`: number of lost shards. `shards`: number of all shards."""
         which = (
             f"{lost} of the model's {shards} shards" if lost < shards else "any shard of the model"
         )
@@ -37,21 +37,21 @@ class ShardsLostError(StateLostError):
 
 @dataclass(frozen=True, kw_only=True)
 class Claim(Generic[Place]):
-    """One rank's shards of one sharding."""
+    """Claim of one rank about the shards that it holds, in one sharding."""
 
     rank: int
     cut: int
-    """Number of the sharding; newer ones have higher numbers."""
+    """Number of the sharding; newer shardings have higher numbers."""
     shards: int
     """Total number of shards on all ranks."""
     places: Collection[Place]
     copied: bool
-    """True if the rank keeps copies of shards held by others."""
+    """True if these shards are copies of shards held by other ranks."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Copy(Generic[Place]):
-    """A shard held by one rank alone, of which another must keep a copy."""
+    """Plan to copy a shard that only one rank holds to another rank."""
 
     place: Place
     sender: int
@@ -60,7 +60,7 @@ class Copy(Generic[Place]):
 
 @dataclass(kw_only=True)
 class ShardHolders(Generic[Place]):
-    """Holders of the shards of one sharding."""
+    """Holders of all shards in one sharding."""
 
     cut: int
     """Number of the sharding."""
@@ -69,15 +69,16 @@ class ShardHolders(Generic[Place]):
     holders: dict[Place, list[int]] = field(default_factory=dict)
     """Ranks that hold each shard, ascending."""
     mirror_holders: dict[Place, list[int]] = field(default_factory=dict)
-    """Ranks that keep a copy of it, ascending."""
+    """Ranks that keep a copy of each shard, ascending."""
 
     @property
     def lost(self) -> int:
-        """Number of shards without a holder or copy."""
+        """Number of shards without a holder and without a copy."""
         return self.shards - len(self.sources())
 
     def sources(self) -> dict[Place, list[int]]:
-        """Returns the ranks that can send each shard: those with a copy if no rank holds it."""
+        """Returns the ranks that can send each shard: its holders, or the ranks with a copy if
+        there is no holder."""
         return self.mirror_holders | self.holders
 
     def having(self, place: Place) -> list[int]:
@@ -85,17 +86,17 @@ class ShardHolders(Generic[Place]):
         return [*self.holders.get(place, ()), *self.mirror_holders.get(place, ())]
 
     def senders(self) -> dict[Place, int]:
-        """Returns the rank that sends each shard if each is sent once."""
+        """Returns the sending rank of each shard, if each shard is sent once."""
         turns = SendingTurns()
         return {place: turns.choose(ranks) for place, ranks in sorted(self.sources().items())}
 
 
 def newest_complete(claims: Iterable[Claim[Place]]) -> ShardHolders[Place]:
-    """Returns the newest sharding of which some rank holds, or has a copy of, every shard.
-    `claims`: of all ranks; each may hold several.
+    """Returns the newest sharding in which every shard has a holder or a copy. `claims`: claims of
+    all ranks; a rank may have several.
 
     Raises:
-        ShardsLostError: none is complete.
+        ShardsLostError: no sharding is complete.
     """
     cuts: dict[int, ShardHolders[Place]] = {}
     for claim in sorted(claims, key=lambda claim: claim.rank):
@@ -119,9 +120,9 @@ def plan_copies(
     *,
     most: int | None = None,
 ) -> list[Copy[Place]]:
-    """Plans copies such that, among the ranks that stay, two have each shard.
+    """Plans copies after which two of the ranks that stay have each shard.
 
-    A shard is left out if all others keep as many copies as they can.
+    A shard is omitted if all other ranks keep as many copies as they can.
 
     Args:
         held: of a complete sharding.
@@ -149,13 +150,14 @@ def plan_copies(
 
 
 class SendingTurns:
-    """Chooses senders among equivalent ranks: the one that has sent least so far."""
+    """Chooses a sender among equivalent ranks: the rank that has sent least so far."""
 
     def __init__(self) -> None:
         self._sent: Counter[int] = Counter()
 
     def choose(self, candidates: Iterable[int], amount: int = 1) -> int:
-        """Returns the next sender. `amount`: amount to be sent, in any unit."""
+        """Returns the next sender and records its amount. `amount`: amount to be sent, in any
+        unit."""
         chosen = min(candidates, key=lambda one: (self._sent[one], one))
         self._sent[chosen] += amount
         return chosen

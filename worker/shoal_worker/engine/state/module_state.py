@@ -1,10 +1,10 @@
 """State of a module: its parameters, its buffers, and the other entries of `state_dict()`, each
-under its name there.
+under its key in the state dict.
 
-`state_dict()` need not use the names of `named_parameters()`: wrappers (activation checkpointing)
-and hooks rename, omit or replace entries. An entry is therefore identified by its tensor, not by
-its name. Entries omitted by hooks belong to the state nevertheless, under their own names: joiners,
-repeated steps and checkpoints need them.
+`state_dict()` need not use the names of `named_parameters()`, because wrappers (activation
+checkpointing) and hooks rename, omit or replace entries. An entry is therefore identified by its
+tensor, not by its name. Entries that hooks omit are part of the state nevertheless, under their own
+names: joiners, repeated steps and checkpoints need them.
 
 Entries that are neither parameters nor buffers (`get_extra_state()`, and those made by a module's
 own `state_dict` hooks) are passed on unchanged to the module's own `load_state_dict`.
@@ -26,7 +26,7 @@ from shoal_worker.state.tree import flatten
 
 
 class ModuleState:
-    """A module's current state; the tensors are the module's own."""
+    """Current state of a module. The tensors are the module's own."""
 
     def __init__(self, module: nn.Module) -> None:
         with inside():
@@ -35,12 +35,11 @@ class ModuleState:
         named = parameters | dict(module.named_buffers(remove_duplicate=False))
         own = {id(tensor) for tensor in named.values()}
         self.tensors: dict[str, torch.Tensor] = {}
-        """Parameters and the buffers that the state has, by key; tied ones under each of their
-        keys."""
+        """Parameters and saved buffers, by key. A tied tensor appears under each of its keys."""
         self.others: dict[str, Any] = {}
         """Extra state, and entries made by hooks, by key."""
         self.replaced: set[str] = set()
-        """Keys for which `state_dict()` has something other than the module's own tensor of that
+        """Keys under which `state_dict()` has something other than the module's own tensor of that
         name."""
         for key, value in self._listed.items():
             if id(value) in own:
@@ -67,19 +66,20 @@ class ModuleState:
         """Name of a parameter or buffer in the module -> its key."""
 
     def captured(self) -> OrderedDict[str, Any]:
-        """Returns the complete result of `state_dict()`: including entries omitted by hooks, and
-        the tensors themselves for replaced ones. Shares memory."""
+        """Returns the complete state: the result of `state_dict()` with the entries that hooks
+        omit, and with the module's own tensors in place of replaced ones. Shares memory with the
+        module."""
         state: OrderedDict[str, Any] = OrderedDict()
         with inside():
             for key in (*self._listed, *self.left_out):
                 state[key] = self.tensors[key].detach() if key in self.tensors else self.others[key]
         if hasattr(self._listed, "_metadata"):
-            # as torch hangs it there
+            # torch attaches this attribute
             state._metadata = self._listed._metadata  # type: ignore[attr-defined]
         return state
 
     def beside_parameters(self) -> dict[str, Any]:
-        """Returns the part of `captured` besides parameters: buffers and extra state."""
+        """Returns the entries of `captured` that are not parameters: buffers and extra state."""
         return {
             key: value
             for key, value in self.captured().items()
@@ -87,8 +87,8 @@ class ModuleState:
         }
 
     def shapes(self, *, listed: bool = False) -> dict[str, torch.Size | None]:
-        """Returns shapes of the tensors; None for entries whose shape need not match. `listed`: as
-        `state_dict()` has them, where hooks may have replaced tensors."""
+        """Returns the shapes of the entries; None for entries whose shape need not match. `listed`:
+        as in `state_dict()`, where hooks may have replaced tensors."""
         shapes: dict[str, torch.Size | None] = {
             key: tensor.shape for key, tensor in self.tensors.items()
         }
@@ -97,8 +97,8 @@ class ModuleState:
         return shapes | dict.fromkeys(self.others)
 
     def shown(self, values: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Returns captured `values` as the module's own `load_state_dict` expects them: for
-        replaced tensors, its current result of `state_dict()`."""
+        """Returns captured `values` in the form that the module's own `load_state_dict` expects.
+        Replaced tensors are given their current entries of `state_dict()`."""
         if self.replaced.isdisjoint(values):
             return values
         given = OrderedDict(values)
@@ -114,9 +114,9 @@ def other_entries(module: nn.Module) -> dict[str, Any]:
 
 
 def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> None:
-    """Raises ConfigurationError if the module's state has an entry that cannot be sent to a joiner
-    or saved; or, unless ranks have the `whole` parameters, one that a hook computes from
-    parameters."""
+    """Checks that every entry of the module's state can be sent to a joiner and saved; otherwise
+    raises ConfigurationError. Unless `whole`, also refuses entries that a hook computes from
+    parameters, because ranks then do not have whole parameters."""
     state = ModuleState(module)
     for key, value in state.others.items():
         try:
@@ -140,8 +140,8 @@ def check_state_can_travel(module: nn.Module, strategy: str, *, whole: bool) -> 
 
 
 def _computed(module: nn.Module, state: ModuleState) -> list[str]:
-    """Returns the keys of entries that change when parameters have no elements, i.e. those that
-    hooks compute from them."""
+    """Returns the keys of entries that hooks compute from parameters. Such entries change when the
+    parameters have no elements."""
     hooked = {key: value for key, value in state.others.items() if not key.endswith("_extra_state")}
     if not hooked or any(tensor.is_meta for tensor in state.tensors.values()):
         return []
@@ -167,11 +167,11 @@ def _shape(value: Any) -> Any:
 def check_model_fits(
     values: Mapping[str, Any], module: nn.Module, shapes: Mapping[str, torch.Size | None]
 ) -> None:
-    """Checks the result of `full_state_dict` of any strategy, or a captured state. `shapes`: the
-    unsharded result of `ModuleState.shapes`.
+    """Checks that a state fits the module. `values`: a captured state, or the result of
+    `full_state_dict` of any strategy. `shapes`: unsharded shapes, from `ModuleState.shapes`.
 
-    Parameters omitted by the module's `state_dict()` may be missing; buffers without elements here
-    may have any shape there.
+    Parameters that the module's `state_dict()` omits may be missing. Buffers that have no elements
+    in this module may have any shape in the state.
 
     Raises:
         CorruptDataError (MODEL_DIFFERS): names or shapes differ.
@@ -216,17 +216,18 @@ def _owner(module: nn.Module, key: str) -> tuple[nn.Module | None, str]:
 
 
 def _is_unset(module: nn.Module, key: str) -> bool:
-    """Returns whether the key belongs to a buffer that is None here and gets a value in the first
-    passes."""
+    """Returns whether the key belongs to a buffer that is still None in this module and gets a
+    value in the first passes."""
     owner, name = _owner(module, key)
     return owner is not None and name in owner._buffers and owner._buffers[name] is None
 
 
 @torch.no_grad()
 def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool = False) -> None:
-    """Gives a module a state that fits: all of it, or some entries. Its hooks see it as torch's own
-    `load_state_dict` shows it to them. `listed`: the values are of `state_dict()`, so these hooks
-    convert what others made for saving; otherwise they are of `captured`."""
+    """Loads a fitting state, or some of its entries, into a module. The module's hooks see the
+    values as in torch's own `load_state_dict`. `listed`: the values are from `state_dict()`, so
+    that the loading hooks convert what the saving hooks made; otherwise they are from
+    `captured`."""
     for owner, name, value in _buffers_to_make(module, values):
         device = next((tensor.device for tensor in module.parameters()), value.device)
         owner._buffers[name] = torch.empty_like(value, device=device)
@@ -243,7 +244,8 @@ def load_captured(module: nn.Module, values: Mapping[str, Any], *, listed: bool 
 def _buffers_to_make(
     module: nn.Module, values: Mapping[str, Any]
 ) -> Iterator[tuple[nn.Module, str, torch.Tensor]]:
-    """Yields the buffers without memory for their value here, with that value."""
+    """Yields the buffers that lack memory for their value in `values`, with their owners and
+    names."""
     for key, value in values.items():
         if not isinstance(value, torch.Tensor):
             continue

@@ -1,5 +1,5 @@
-"""Per-parameter state of an optimizer: distinguishes values that belong to the parameter's
-elements, and loads them."""
+"""Per-parameter state of an optimizer: recognizes values that belong to a parameter's elements, and
+loads state dicts."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 from shoal_worker.state.fits import ELEMENTWISE
 
 _ONE_NUMBER: Final = frozenset({"step", "mu_product", "eta", "mu"})
-"""Names under which optimizers of torch.optim keep one number per parameter. For a parameter
-without dimensions (a temperature, a scale) moments have the same shape, and only the name
+"""Names under which optimizers of torch.optim keep one number per parameter. In a parameter without
+dimensions (a temperature, a scale), moments have the same shape as such a number, and only the name
 distinguishes them."""
 
 _IN_THE_PARAMETERS_DTYPE: Final = ELEMENTWISE | {"Adafactor", "Muon"}
@@ -20,9 +20,9 @@ _IN_THE_PARAMETERS_DTYPE: Final = ELEMENTWISE | {"Adafactor", "Muon"}
 
 
 def is_element(value: object, key: str, shape: torch.Size) -> TypeGuard[torch.Tensor]:
-    """Returns whether a value of the optimizer's state belongs to the elements of a tensor (a
-    moment) and is sharded with it, unlike e.g. step counts. `key`: its name in the state. `shape`:
-    of the parameter, or of the local part."""
+    """Returns whether a value of the optimizer's state belongs to the elements of a parameter and
+    is sharded with it (a moment), unlike a step count. `key`: the value's name in the state.
+    `shape`: shape of the parameter, or of its local part."""
     return (
         isinstance(value, torch.Tensor)
         and value.shape == shape
@@ -31,9 +31,9 @@ def is_element(value: object, key: str, shape: torch.Size) -> TypeGuard[torch.Te
 
 
 def strided_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
-    """Returns `value`, a moment or a gradient with the shape of `parameter`, with that parameter's
-    strides, which a peer or a file does not preserve. On a CPU torch's fused optimizers iterate
-    over a parameter, its gradient and its moments in memory order, whatever their strides."""
+    """Returns `value`, a moment or a gradient, with the strides of `parameter`. Peers and files do
+    not preserve strides. On a CPU, torch's fused optimizers iterate over a parameter, its gradient
+    and its moments in memory order, regardless of their strides."""
     if value.layout is not torch.strided or value.stride() == parameter.stride():
         return value
     return torch.empty_like(
@@ -44,9 +44,9 @@ def strided_like(value: torch.Tensor, parameter: torch.Tensor) -> torch.Tensor:
 def as_made_by(
     optimizer: torch.optim.Optimizer | None, value: Any, key: str, dtype: torch.dtype
 ) -> Any:
-    """Returns a loaded value for a parameter of `dtype`. The state may come from a run with another
-    dtype: optimizers of torch.optim create moments in the parameter's dtype and cannot continue
-    with others. Other optimizers may use any dtype."""
+    """Returns a loaded value converted for a parameter of `dtype`. Optimizers of torch.optim create
+    moments in the parameter's dtype and cannot continue with others, but the state may come from a
+    run with another dtype. Values of other optimizers are returned unchanged."""
     kind = type(optimizer)
     of_torch = (
         kind.__module__.startswith("torch.optim.") and kind.__name__ in _IN_THE_PARAMETERS_DTYPE
@@ -63,9 +63,9 @@ def load_optimizer(
     """Loads a complete state dict into an optimizer of unsharded parameters. Moments get the memory
     layout of their parameters.
 
-    torch converts everything except "step" to the parameter's dtype, whatever the optimizer had
-    created: float32 sums for bfloat16 parameters, integers, a running product. A rank that receives
-    its peers' state must not continue with less precision.
+    torch converts everything except "step" to the parameter's dtype, regardless of the optimizer's
+    own choice: float32 sums for bfloat16 parameters, integers, a running product. A rank that
+    receives its peers' state must not continue with less precision.
 
     Args:
         exact: the state has parameters of the same dtypes, so the optimizer's own dtypes are kept.

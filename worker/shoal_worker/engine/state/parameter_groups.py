@@ -1,7 +1,8 @@
 """Divides parameters into units that are gathered, used and freed together, or reduced together.
+Also recomputes activations in the backward pass.
 
-Small units cost one collective each, large ones memory: with sharded parameters the largest unit is
-unsharded in memory while it computes.
+Small units cost more collectives, large units more memory: with sharded parameters, the largest
+unit is unsharded in memory while it computes.
 """
 
 from __future__ import annotations
@@ -19,12 +20,6 @@ from torch.utils.checkpoint import checkpoint
 T = TypeVar("T")
 
 # -------------------------------------------------------------- activations that are computed again
-#
-# Modules that compute their activations again in the backward pass, instead of keeping them.
-#
-# The module's `forward` is what is checkpointed, so its name, its parameters' names and its class
-# stay, and hooks on it run once: sharded parameters are gathered around the recomputation as around
-# any backward pass.
 
 _FORWARD = "forward"
 
@@ -32,11 +27,12 @@ _FORWARD = "forward"
 def checkpoint_activations(
     module: nn.Module, chosen: bool | Sequence[type[nn.Module]] | Callable[[nn.Module], bool]
 ) -> None:
-    """Checkpoints the submodules that are `chosen`: see
-    `ShardingConfiguration.activation_checkpointing`. Those that are already stay so.
+    """Makes the chosen submodules recompute their activations in the backward pass instead of
+    keeping them. `chosen`: see `ShardingConfiguration.activation_checkpointing`. Submodules that
+    already do so are unchanged.
 
     Raises:
-        ConfigurationError: the model has none of them.
+        ConfigurationError: the model has no such submodule.
     """
     if chosen is False:
         return
@@ -64,8 +60,8 @@ def checkpoint_activations(
 
 
 def own_forward(module: nn.Module) -> Callable[..., Any] | None:
-    """Returns the forward of a module with activation checkpointing without the recomputation; None
-    if it keeps its activations."""
+    """Returns a module's forward pass without activation checkpointing; None if the module has no
+    activation checkpointing."""
     chosen = module.__dict__.get(_FORWARD)
     return (
         chosen.args[0]
@@ -75,11 +71,11 @@ def own_forward(module: nn.Module) -> Callable[..., Any] | None:
 
 
 def check_forward_passes(module: nn.Module, strategy: str) -> None:
-    """Raises ConfigurationError if a part of the module has a forward pass other than its class's
-    (`layer.forward = ...`). Layers are split by what their classes compute, and copies of such a
-    module would compute with the parameters of the first one."""
+    """Checks that all parts of the module use the forward pass of their class; otherwise raises
+    ConfigurationError (after `layer.forward = ...`). Layers are split by what their classes
+    compute, and copies of such a module would compute with the first one's parameters."""
     for name, part in module.named_modules():
-        compiled = "_orig_mod" in part._modules  # torch.compile's, which copies know how to make
+        compiled = "_orig_mod" in part._modules  # by torch.compile; copies can create it
         if _FORWARD in part.__dict__ and own_forward(part) is None and not compiled:
             raise ConfigurationError(
                 f"module {name!r} ({type(part).__name__}) has its own forward() (module.forward = "
@@ -100,7 +96,7 @@ def _forward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ParameterGroup:
-    """Parameters of one future unit."""
+    """Parameters that will form one unit."""
 
     name: str
     """Name of the module, or of its first parameter."""
@@ -112,12 +108,13 @@ class ParameterGroup:
 def by_modules(
     module: nn.Module, shard_modules: Sequence[type[nn.Module] | str] | None, *, at_least: int
 ) -> list[ParameterGroup]:
-    """Returns a group for each module named by `shard_modules` (classes, or names of submodules),
-    and a first one for all other parameters.
+    """Returns a group for each module in `shard_modules` (classes, or names of submodules), after a
+    first group for all other parameters.
 
-    None: the children of containers that repeat a class (the blocks of a transformer), from
-    `at_least` elements on. A shared parameter belongs to the first group. Groups are in the order
-    of `named_modules`; of nested ones each takes what the inner ones leave.
+    None selects the children of containers that repeat a class (the blocks of a transformer), if
+    they have at least `at_least` elements. A parameter shared by several units belongs to the first
+    group. Groups are in the order of `named_modules`. A module's group does not include the
+    parameters of inner modules with their own group.
 
     Raises:
         ConfigurationError: a name or a class that the model lacks.
@@ -132,7 +129,7 @@ def by_modules(
     owner: dict[int, str] = {}
     for name, parameter in module.named_parameters(remove_duplicate=False):
         home = _enclosing(name, chosen)
-        # Shared by several units: belongs to the outermost.
+        # A parameter shared by several units belongs to the outermost one.
         owner[id(parameter)] = home if owner.get(id(parameter), home) == home else ""
     groups = []
     for home in ["", *(name for name in modules if name in chosen)]:
@@ -152,8 +149,8 @@ def by_modules(
 
 
 def in_buckets(items: Iterable[T], size: Callable[[T], int], cap: float) -> list[list[T]]:
-    """Returns items in order, in buckets whose total size is at most `cap`; a larger item has its
-    own bucket."""
+    """Divides items into buckets whose total size is at most `cap`, preserving their order. A
+    larger item has its own bucket."""
     buckets: list[list[T]] = []
     filled = 0
     for item in items:
@@ -166,8 +163,8 @@ def in_buckets(items: Iterable[T], size: Callable[[T], int], cap: float) -> list
 
 
 def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
-    """Returns the parameters in order, in groups of at most `cap` bytes (a larger one has its own
-    group)."""
+    """Divides the parameters into groups of at most `cap` bytes, preserving their order. A larger
+    parameter has its own group."""
     groups = []
     for named in in_buckets(module.named_parameters(), lambda one: one[1].nbytes, cap) or [[]]:
         names, parameters = (
@@ -183,8 +180,8 @@ def by_bytes(module: nn.Module, cap: int) -> list[ParameterGroup]:
 
 
 def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
-    """Splits the group by dtype and by whether it is trained: parameters that can share a vector
-    and a reduction."""
+    """Splits a group by dtype and by whether parameters are trained. Parameters of one result can
+    share a vector and a reduction."""
     kinds: dict[tuple[torch.dtype, bool], list[int]] = {}
     for index, parameter in enumerate(group.parameters):
         kinds.setdefault((parameter.dtype, parameter.requires_grad), []).append(index)
@@ -198,7 +195,8 @@ def alike(group: ParameterGroup) -> Iterable[ParameterGroup]:
 
 
 def _enclosing(name: str, chosen: set[str]) -> str:
-    """Returns the innermost chosen module around a parameter."""
+    """Returns the name of the innermost chosen module that contains a parameter; empty if there is
+    none."""
     path = name.split(".")[:-1]
     while path:
         if ".".join(path) in chosen:
@@ -222,8 +220,8 @@ def _named(modules: dict[str, nn.Module], wanted: Sequence[type[nn.Module] | str
 
 
 def repeated(modules: dict[str, nn.Module], at_least: int) -> Iterable[str]:
-    """Yields the children of containers with several modules of a class, with at least that many
-    elements each: the blocks of a transformer."""
+    """Yields the names of submodules that repeat their class within a container and have at least
+    `at_least` elements each: the blocks of a transformer."""
     for name, module in modules.items():
         if not isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
             continue

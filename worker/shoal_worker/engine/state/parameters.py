@@ -1,9 +1,10 @@
-"""Parameters given by users, and requirements on a model's own before training.
+"""Parameter values given by users, requirements on a model before training, and models built
+without values.
 
-Values given from outside (a file's contents, another model's values) must be the same on all ranks.
-Ranks with copies of one state would not notice a difference: each would train on with its own.
-Given values are therefore checked in an operation in which the ranks compare digests. If one rank
-cannot read them, none uses them.
+Values given from outside, such as a file's contents or another model's values, must be the same on
+all ranks. Ranks with different values would not notice: each would continue to train its own. Given
+values are therefore checked in an operation in which the ranks compare digests. If one rank cannot
+read them, no rank uses them.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ if TYPE_CHECKING:
 def named_values(
     parameters: torch.Tensor | Mapping[str, torch.Tensor], own: Mapping[str, torch.Tensor]
 ) -> Mapping[str, torch.Tensor]:
-    """Returns the argument of `with_parameters` by name; `own`: the model's unsharded parameters in
-    order.
+    """Returns the argument of `with_parameters` as values by name. `own`: the model's unsharded
+    parameters, in order.
 
     Raises:
         ConfigurationError: a name, a shape or the number of elements does not match.
@@ -80,8 +81,8 @@ def _unflatten_vector(
 
 
 def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Raises ConfigurationError if the optimizer holds tensors that are not parameters of the
-    module."""
+    """Checks that all tensors of the optimizer are parameters of the module; otherwise raises
+    ConfigurationError."""
     own = {id(p) for p in module.parameters()}
     foreign = sum(
         1 for group in optimizer.param_groups for p in group["params"] if id(p) not in own
@@ -94,7 +95,8 @@ def check_optimizer_covers(module: nn.Module, optimizer: torch.optim.Optimizer) 
 
 
 def check_trains(module: nn.Module) -> None:
-    """Raises ConfigurationError if no parameter of the module is trained."""
+    """Checks that at least one parameter of the module is trained; otherwise raises
+    ConfigurationError."""
     if not any(p.requires_grad for p in module.parameters()):
         raise ConfigurationError(
             "the model has no parameter with requires_grad=True, so there is nothing to train"
@@ -102,8 +104,8 @@ def check_trains(module: nn.Module) -> None:
 
 
 def check_shaped(module: nn.Module) -> None:
-    """Raises ConfigurationError if a parameter or buffer of the module gets its shape only in the
-    first forward pass."""
+    """Checks that all parameters and buffers of the module have a shape; otherwise raises
+    ConfigurationError. Lazy ones get their shape only in the first forward pass."""
     if any(is_lazy(t) for t in (*module.parameters(), *module.buffers())):
         raise ConfigurationError(
             "the model has lazy parameters or buffers without a shape: run one batch through it "
@@ -112,12 +114,12 @@ def check_shaped(module: nn.Module) -> None:
 
 
 def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> None:
-    """Raises ConfigurationError if two parameters, or a parameter and a buffer, share memory and
-    one is trained.
+    """Checks that no two parameters, and no parameter and buffer, share memory if one of them is
+    trained; otherwise raises ConfigurationError.
 
-    Strategies move each parameter to memory of its own, which would split a shared tensor in two.
-    `kept`: this strategy leaves them in place, so two parameters may overlap; a parameter and a
-    buffer may not, because buffers are written at a step's end.
+    Strategies move each parameter to separate memory, which would split a shared tensor in two.
+    `kept`: the strategy leaves parameters in place, so two parameters may overlap. A parameter and
+    a buffer may not, because buffers are written at a step's end.
     """
     members = [
         _Member(
@@ -159,7 +161,7 @@ def check_memory(modules: Sequence[nn.Module], strategy: str, *, kept: bool) -> 
 
 
 class ModuleMembers:
-    """Parameters of a module, for a strategy that reduces only gradients of known parameters."""
+    """Known parameters of a module, for a strategy that reduces only their gradients."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
@@ -174,8 +176,8 @@ class ModuleMembers:
         self._found = [table[name] for table, name in self._places]
 
     def check(self) -> None:
-        """Raises ConfigurationError if a new parameter requires gradients. A renamed or moved one
-        remains known. Cheap enough for each step."""
+        """Checks that no unknown parameter requires gradients; otherwise raises ConfigurationError.
+        A known parameter may be renamed or moved. Cheap enough for each step."""
         now = [table.get(name) for table, name in self._places]
         if list(map(len, self._tables)) == self._sizes and all(map(operator.is_, now, self._found)):
             return
@@ -192,7 +194,7 @@ class ModuleMembers:
 
 
 class _Member:
-    """A tensor of a model, and its memory."""
+    """A parameter or buffer of a model, with its range of memory."""
 
     def __init__(self, name: str, is_buffer: bool, tensor: torch.Tensor) -> None:
         self.name = name
@@ -201,12 +203,12 @@ class _Member:
         self.extent = 1 + sum(
             (size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)
         )
-        """Number of memory elements from its first to its last."""
+        """Number of memory elements from the tensor's first element to its last."""
         self.begin = tensor.data_ptr()
         self.end = self.begin + self.extent * tensor.element_size()
 
     def matters_beside(self, other: _Member, *, kept: bool) -> bool:
-        """Returns whether it must not overlap with `other`; `kept` as in `check_memory`."""
+        """Returns whether this tensor must not overlap with `other`. `kept`: see `check_memory`."""
         trained = any(not one.is_buffer and one.tensor.requires_grad for one in (self, other))
         return (
             trained
@@ -215,8 +217,8 @@ class _Member:
         )
 
     def shares_elements_with(self, other: _Member) -> bool:
-        """Returns whether it shares an element with `other`, which begins within its range: two
-        columns of a matrix share none."""
+        """Returns whether this tensor shares an element with `other`, which begins within this
+        tensor's range. Two columns of a matrix share none."""
         size, apart = self.tensor.element_size(), other.begin - self.begin
         without_gaps = all(one.extent == one.tensor.numel() for one in (self, other))
         if without_gaps or other.tensor.element_size() != size or apart % size:
@@ -229,8 +231,8 @@ class _Member:
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
-    """Returns whether it consists of elements at an address; not for tensors on the meta device,
-    sparse ones, or wrapper classes."""
+    """Returns whether a tensor consists of elements at an address. False for tensors on the meta
+    device, sparse tensors and wrapper classes."""
     plain = type(tensor).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
     return (
         plain
@@ -245,8 +247,8 @@ T = TypeVar("T")
 
 
 def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
-    """Returns the result of `read` if it is the same on all ranks; an operation. `kind`: the call,
-    for errors. Changes nothing.
+    """Returns the result of `read` if it is the same on all ranks. Runs an operation of all ranks,
+    and changes nothing. `kind`: the user's call, for errors.
 
     Raises:
         ConfigurationError: the ranks have read different values, or another rank could not read
@@ -283,24 +285,18 @@ def agreed(session: StrategySession, kind: str, read: Callable[[], T]) -> T:
 
 
 # ---------------------------------------------------------------------- models built without values
-#
-# Memory for a module that was built on the meta device, before it receives its values.
-#
-# torch makes new tensors for that. An optimizer made from the old parameters would go on with
-# those, and change nothing without a word; modules that shared a tensor would have one each.
-#
-# Buffers that are no part of state_dict (rotary frequencies, masks, random projections) get no
-# value from one: whoever sends state to a peer sends `unsaved_buffers` beside it. Without a value
-# of its own, or drawn at random, a peer's would be another table.
 
 
 def has_values(module: nn.Module) -> bool:
-    """Returns False while any parameter or buffer is on the meta device."""
+    """Returns whether all parameters and buffers have values, so that none is on the meta
+    device."""
     return not any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
 def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns the buffers omitted by state_dict (persistent=False), by name."""
+    """Returns the buffers that state_dict omits (persistent=False), by name. A rank that sends its
+    state sends them too. A peer that has no values, or has drawn random ones, would otherwise
+    compute other results."""
     saved = {id(tensor) for tensor in ModuleState(module).tensors.values()}
     return {
         name: buffer
@@ -310,14 +306,14 @@ def unsaved_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def take_unsaved(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Loads a peer's `unsaved_buffers` into the module as far as they fit: a cache may have any
-    shape."""
+    """Loads a peer's `unsaved_buffers` into the module. Skips buffers of another shape or dtype,
+    because a cache may have any shape."""
     _take_buffers(module, unsaved_buffers(module), buffers)
 
 
 def take_buffers(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> None:
-    """Loads a peer's buffers into the module, both those in state_dict and those omitted by it, as
-    far as they fit."""
+    """Loads a peer's buffers into the module, including those that state_dict omits. Skips buffers
+    of another shape or dtype."""
     _take_buffers(module, dict(module.named_buffers(remove_duplicate=False)), buffers)
 
 
@@ -350,15 +346,16 @@ def materialize(
     *,
     buffers: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Allocates memory on `device` for everything on the meta device, uninitialized, and moves the
-    rest there.
+    """Allocates uninitialized memory on `device` for all tensors on the meta device, and moves all
+    other tensors to `device`.
 
-    `optimizer` gets the new parameters; sharing is preserved. `buffers`: a peer's
-    `unsaved_buffers`, for those on the meta device.
+    torch creates new tensors for this. The new parameters replace the old ones in the optimizer's
+    groups, and modules that shared a tensor still share it. `buffers`: a peer's `unsaved_buffers`,
+    values for those on the meta device.
 
     Raises:
-        ConfigurationError: one of those is missing or has another shape, or a parameter has hooks;
-            nothing is changed.
+        ConfigurationError: one of these buffers is missing or has another shape, or a parameter has
+            hooks; nothing is changed.
     """
     given = _given(module, buffers or {})
     for _, _, tensor in _places(module):
@@ -382,7 +379,7 @@ def materialize(
 
 
 def _given(module: nn.Module, buffers: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Returns values for the buffers that have no other source."""
+    """Returns values for the buffers on the meta device that state_dict omits."""
     wanted = {name: buffer for name, buffer in unsaved_buffers(module).items() if buffer.is_meta}
     for name, buffer in wanted.items():
         if name not in buffers or buffers[name].shape != buffer.shape:
@@ -408,7 +405,8 @@ def _on(device: torch.device, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _places(module: nn.Module) -> list[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Returns the location of each parameter and buffer; a shared one occurs several times."""
+    """Returns the location of each parameter and buffer in the module: its table, name and tensor.
+    A shared tensor occurs several times."""
     return [
         (tensors, name, tensor)
         for owner in module.modules()

@@ -1,7 +1,7 @@
-"""Interface to the state of one model and its optimizer on a rank that need not hold all of it.
+"""Interface to the state of one model and its optimizer, on a rank that need not hold all of it.
 
-The division is implemented by the holders: over the ranks of a group (`sharding/sharded_state.py`),
-or over the axes of a mesh (`mesh/parts.py`). Owned by the training thread.
+Implementations divide the state over the ranks of a group (`sharding/sharded_state.py`), or over
+the axes of a mesh (`mesh/parts.py`). Owned by the training thread.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ Settings = list[dict[str, Any]]
 
 
 class PartitionedState(abc.ABC):
-    """State of one model and of the optimizer over it."""
+    """State of one model and of its optimizer, divided over ranks."""
 
     module: nn.Module
     optimizer: torch.optim.Optimizer | None = None
-    """Optimizer of this rank's part."""
+    """The optimizer, which updates this rank's part."""
 
     @property
     def settings(self) -> Settings:
-        """Current settings of the optimizer."""
+        """Current hyperparameters of the optimizer's groups."""
         groups = self.optimizer.param_groups if self.optimizer is not None else []
         return [{key: value for key, value in group.items() if key != "params"} for group in groups]
 
@@ -43,7 +43,7 @@ class PartitionedState(abc.ABC):
 
     @property
     def optimized(self) -> list[torch.Tensor]:
-        """Tensors updated by the optimizer."""
+        """Tensors that the optimizer updates."""
         return [
             piece
             for group in (self.optimizer.param_groups if self.optimizer is not None else [])
@@ -60,8 +60,8 @@ class PartitionedState(abc.ABC):
         """Returns the unsharded shapes of the parameters in each of the optimizer's groups."""
 
     def check(self, state: Mapping[str, Any]) -> None:
-        """Raises CorruptDataError unless this is a state of the same model and optimizer, as
-        returned by `assemble` of any strategy."""
+        """Checks that `state` belongs to the same model and optimizer; otherwise raises
+        CorruptDataError. `state`: result of `assemble` of any strategy."""
         self._check_values(state["model"])
         if state["optimizer"] is not None:
             self._check_optimizer(state["optimizer"])
@@ -75,12 +75,13 @@ class PartitionedState(abc.ABC):
 
     @abc.abstractmethod
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the optimizer, whose parameters are replaced by this rank's part. Call before the
+        """Sets the optimizer, and replaces its parameters with this rank's part. Called before the
         first sharding."""
 
     @abc.abstractmethod
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns {"model", "optimizer"} as on a single process. Called by every rank of `channel`.
+        """Returns {"model", "optimizer"}, the complete state as on a single process. Called by
+        every rank of `channel`.
 
         Raises:
             StateLostError (SHARDS_LOST): some part is no longer held by any rank.
@@ -89,22 +90,23 @@ class PartitionedState(abc.ABC):
 
     @abc.abstractmethod
     def values(self, channel: Channel) -> dict[str, torch.Tensor]:
-        """Returns the model's complete state dict; may share memory with the state. Called by every
-        rank of `channel`. Raises like `assemble`."""
+        """Returns the model's complete state dict, which may share memory with the state. Called by
+        every rank of `channel`. Raises like `assemble`."""
 
     @abc.abstractmethod
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Loads this rank's part of a complete state dict, the same on every rank; the optimizer's
-        state and the sharding stay.
+        """Loads this rank's part of a complete state dict, which is the same on every rank. The
+        optimizer's state and the sharding stay unchanged.
 
         Raises:
-            CorruptDataError: it belongs to another model; nothing is changed.
+            CorruptDataError: the state belongs to another model; nothing is changed.
         """
 
     @abc.abstractmethod
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
-        """Loads this rank's part of a complete optimizer state dict, the same on every rank.
+        """Loads this rank's part of a complete optimizer state dict, which is the same on every
+        rank.
 
         Raises:
-            CorruptDataError: it belongs to another optimizer; nothing is changed.
+            CorruptDataError: the state belongs to another optimizer; nothing is changed.
         """

@@ -1,7 +1,7 @@
-"""Passes of a step, and the changes that they make besides gradients.
+"""The passes of a step, and the changes that they make besides gradients.
 
-`passes` calls a module and computes its loss; `ranks_in_passes` sends messages to other ranks in a
-pass. `buffers` are changed by a step; `pass_writes` has anything else that a pass changes.
-`compressed` gradients; `failed_collectives`, which make a step lost; and `tentative_update`, which
-restores what changed if a batch does not count.
+`passes`: calls a module and computes its loss. `ranks_in_passes`: communication with other ranks in
+a pass. `buffers`: buffers that a step changes. `pass_writes`: all other changes by a pass.
+`compressed`: compressed gradients. `failed_collectives`: collectives whose failure makes a step
+lost. `tentative_update`: undoes an update if its batch does not count.
 """

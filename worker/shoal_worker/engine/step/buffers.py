@@ -1,20 +1,21 @@
 """A module's buffers, and their values at the last committed step.
 
-A step already changes buffers in its forward pass. If it is lost they are restored; if it is
-committed all ranks must hold the same. The ranks therefore sum the weighted change of each
-floating-point buffer and apply it to the committed value; a buffer that no rank changed keeps its
-bits. A script's later changes in the same step stay local, like its changes between two steps.
+A step already changes buffers in its forward pass. If the step is lost, they are restored. If it is
+committed, all ranks must have the same values. The ranks therefore sum the weighted change of each
+floating-point buffer and add it to the committed value. A buffer that no rank has changed keeps its
+exact value. A script's later changes in the same step stay local, like its changes between two
+steps.
 
-Counters are int64 and stay exact: their changes are summed in float64, and a change too large for
-that is refused, on a device one step later to avoid a wait. A count of steps changes equally on all
-ranks, and once; other changes are summed.
+Counters are int64 buffers and stay exact. Their changes are summed in float64, and a change too
+large for that is refused; on a device, the error is raised one step later to avoid a wait. A count
+of steps changes equally on all ranks and is added once; other changes are summed.
 
-Minima and maxima are in `extremes.py`. All other state (bool, other integers, complex numbers,
-partially infinite tensors) must be changed equally on all ranks: a digest of it is part of the step
+`extremes.py` handles minima and maxima. All other state (bool, other integers, complex numbers,
+partially infinite tensors) must be changed equally on all ranks: its digest is part of the step
 vote.
 
-Buffers are looked up by name each time, since modules also assign new tensors (`self.average = 0.9
-* self.average + ...`).
+Buffers are looked up by name each time, because modules also assign new tensors (`self.average =
+0.9 * self.average + ...`).
 """
 
 from __future__ import annotations
@@ -37,21 +38,23 @@ from shoal_worker.state.digest import digest_of
 _log = logging.getLogger(__name__)
 
 _ROWS: Final = 5
-"""Numbers sent per change of a counter: the change, its remainder, the square of that, whether it
-is the number of samples, and the change again without a weight."""
+"""Number of values sent per change of a counter: the change, its remainder, the square of the
+remainder, whether the change is the number of samples, and the change again without a weight."""
 _MODULUS: Final = 4093
-"""A prime: numbers that differ by a multiple of it count as equal."""
+"""A prime. Changes that differ by a multiple of this number count as equal."""
 _TOLERANCE: Final = 1e-5
-"""Limit for the variance of remainders, which is 0 or at least the smallest weight of a pass."""
+"""Upper limit for the variance of equal remainders. The variance of different ones is at least the
+smallest weight of a pass."""
 _LARGEST_CHANGE: Final = 2.0**40
-"""The mean over 4000 ranks of integers up to this, in float64, is off by less than a half."""
+"""Largest change of a counter. The mean of such integers over 4000 ranks, in float64, is off by
+less than a half."""
 _WATCHED_SUMS: Final = 100
-"""Steps in which counters are looked at, the first ones."""
+"""Number of first steps in which counters are checked for likely mistakes."""
 
 
 class CommittedBuffers:
-    """Buffers and their committed values. Owned by the training thread. Flat tensors hold the
-    floating-point buffers first, then the counters."""
+    """Buffers of a module and their committed values. Owned by the training thread. In flat
+    tensors, the floating-point buffers precede the counters."""
 
     def __init__(self, module: nn.Module, kinds: Mapping[str, Kind] | None = None) -> None:
         """`kinds`: result of `find_extremes` at `as_distributed`."""
@@ -64,26 +67,27 @@ class CommittedBuffers:
         counters: list[tuple[nn.Module, str]] = []
         self._sums_to_watch = self._steps_to_watch = _WATCHED_SUMS
         self._multiples: torch.Tensor | None = None
-        """Elements of counters whose last changes were multiples of this rank's samples."""
+        """Elements of counters whose last changes were multiples of this rank's number of
+        samples."""
         others: list[tuple[nn.Module, str]] = []
         statistics: list[tuple[str, nn.Module, str]] = []
         self._counted: list[tuple[str, nn.Module, str]] = []
-        """Counters in the state."""
+        """Counters that are part of the state."""
         self._exact: list[tuple[str, nn.Module, str]] = []
-        """Buffers of the state that have neither a mean nor a sum."""
+        """Buffers of the state that can neither be averaged nor summed."""
         self._owners = [
             (prefix, owner, frozenset(owner._buffers)) for prefix, owner in module.named_modules()
         ]
-        """All modules with the names of their original buffers."""
+        """All modules, with the names of their original buffers."""
         self._unset: list[tuple[str, nn.Module, str]] = []
-        """Buffers of the state that are None."""
+        """Buffers of the state that were None at `as_distributed`."""
         seen = set()
         for prefix, owner in module.named_modules():
             for name, buffer in owner._buffers.items():
                 if buffer is None and name not in owner._non_persistent_buffers_set:
                     self._unset.append((f"{prefix}.{name}" if prefix else name, owner, name))
                 if buffer is None or buffer.is_meta or id(buffer) in seen:
-                    # on the meta device: not of this rank's part
+                    # on the meta device: not part of this rank's state
                     continue
                 seen.add(id(buffer))
                 saved, place = (
@@ -107,19 +111,21 @@ class CommittedBuffers:
         self._saved = [*statistics, *self._counted, *self._exact, *extremes, *followed]
         """All buffers of the state."""
         self._noted: list[tuple[torch.Tensor | None, int]] = []
-        """The buffers with torch's count of changes to each at the last commit; empty if there was
-        none."""
+        """Saved buffers, each with torch's count of its in-place changes, at the last commit; empty
+        if there was none."""
         self._between: dict[str, int] = {}
-        """Name -> digest of buffers written between the last commit and the step's beginning."""
+        """Name -> digest of each buffer that was written between the last commit and the step's
+        beginning."""
         self.between = 0
-        """Digest of all writes since the last commit; 0 if none. A lost step does not change it."""
+        """Digest of all writes since the last commit; 0 if there were none. A lost step does not
+        change it."""
         self._infinite = [each for each in statistics if _has_infinite(each[1]._buffers[each[2]])]
-        """Floating-point buffers whose committed value has infinite elements: they started that
-        way, and may become finite once."""
+        """Floating-point buffers whose committed value has infinite elements. They began with
+        infinities, and may become finite once."""
         self._marks: list[tuple[torch.Tensor | None, int]] = []
-        """Committed exact buffers with torch's count of changes to each."""
+        """Exact buffers at the last commit, each with torch's count of its in-place changes."""
         self._within: int | None = None
-        """Digest of the first passes' changes to buffers that must change equally."""
+        """Digest of the changes to exact buffers in the step's first micro-batch."""
         self._places = floats + counters + others
         self._floats = slice(0, len(floats))
         self._counters = slice(len(floats), len(floats) + len(counters))
@@ -127,20 +133,21 @@ class CommittedBuffers:
         self._sizes: list[int] = []
         self._shapes: list[torch.Size] = []
         self._base: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Statistics and counters as committed, flat, once they were asked for."""
+        """Committed statistics and counters, flat; computed on first use."""
         self._taken: tuple[torch.Tensor, torch.Tensor] | None = None
-        """Flat statistics and counters at the moment when their changes were read. None: the
-        committed ones."""
+        """Flat statistics and counters when their changes were last read. None: the committed
+        values."""
         self._seen: list[tuple[torch.Tensor | None, int]] = []
-        """Tensors at that time, with torch's count of in-place changes to each."""
+        """Buffers when their changes were last read, each with torch's count of its in-place
+        changes."""
         self._largest: list[tuple[torch.Tensor, torch.Event]] = []
-        """Largest changes of counters being copied from a device; each is available when its event
-        has occurred."""
+        """Largest changes of counters, while they are copied from a device. A value is available
+        once its event has occurred."""
         self.commit()
 
     @property
     def size(self) -> int:
-        """Length of the result of `changes`; 0 without statistics and counters."""
+        """Length of the result of `changes`; 0 if there are no statistics and counters."""
         return (
             sum(self._sizes[self._floats]) + _ROWS * sum(self._sizes[self._counters]) + 1
             if self._sizes
@@ -149,7 +156,7 @@ class CommittedBuffers:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Dtype for summing their changes."""
+        """Dtype in which changes of the buffers are summed."""
         wide = any(
             buffer.dtype in (torch.float64, torch.int64)
             for buffer in self._committed[: self._counters.stop]
@@ -157,8 +164,8 @@ class CommittedBuffers:
         return torch.float64 if wide else torch.float32
 
     def step_begins(self) -> None:
-        """Makes their current values the step's starting values, even if a script has set them
-        since the last one."""
+        """Makes the current values of the buffers the step's starting values, even if a script has
+        changed them since the last step."""
         if self._noted:
             pairs = zip(self._saved, self._noted, _sight(self._saved), strict=True)
             touched = [
@@ -173,13 +180,13 @@ class CommittedBuffers:
         self.commit()
 
     def step_committed(self) -> None:
-        """Commits the step's values."""
+        """Commits the current values of the buffers."""
         self.extremes.write()
         self._noted, self._between, self.between = _sight(self._saved), {}, 0
         self.commit()
 
     def replaced(self) -> None:
-        """Handles values loaded from another state."""
+        """Commits values that were loaded from another state."""
         self._noted, self._between, self.between = [], {}, 0
         self.commit()
 
@@ -188,7 +195,7 @@ class CommittedBuffers:
         return self._now()[self._floats]
 
     def counters(self) -> dict[str, torch.Tensor]:
-        """Returns the counters that the state has, by name."""
+        """Returns the counters that are part of the state, by name."""
         return {
             path: buffer
             for path, owner, name in self._counted
@@ -201,7 +208,7 @@ class CommittedBuffers:
         return digest_of([buffer for buffer in found if buffer is not None])
 
     def kept(self) -> Callable[[], None]:
-        """Returns a call that restores the current values of the state's buffers."""
+        """Returns a function that restores the current values of the state's buffers."""
         places = [(owner, name, owner._buffers.get(name)) for _, owner, name in self._saved]
         values = [None if buffer is None else buffer.clone() for _, _, buffer in places]
 
@@ -214,14 +221,14 @@ class CommittedBuffers:
         return put_back
 
     def begun_from(self) -> dict[str, torch.Tensor]:
-        """Returns the step's starting values of the state's buffers, by name."""
+        """Returns the values of the state's buffers at the step's beginning, by name."""
         return {
             repr(path): self._committed[self._places.index((owner, name))]
             for path, owner, name in self._saved
         }
 
     def commit(self) -> None:
-        """Makes the current values the committed state."""
+        """Makes the current values of the buffers the committed state."""
         self._base = self._taken = self._within = None
         self.extremes.begin()
         if not self._places:
@@ -240,15 +247,15 @@ class CommittedBuffers:
             ]
 
     def put_back(self) -> None:
-        """Restores the values of the last committed step."""
+        """Restores the buffers to their values at the last committed step."""
         self._taken = None
         if self._places:
             self._write(self._committed)
 
     def changes(self, like: torch.Tensor, weight: float, samples: float) -> torch.Tensor:
-        """Returns the buffers' changes in passes of weight `weight` with `samples` samples of this
-        rank: flat, `size` numbers of the dtype and on the device of `like`. Their sum over passes
-        and ranks is the input of `apply`.
+        """Returns the buffers' changes in this rank's passes, flat: `size` numbers of the dtype and
+        on the device of `like`. Their sum over passes and ranks is the input of `apply`. `weight`,
+        `samples`: total weight and number of samples of the passes.
 
         Raises:
             ConfigurationError: a buffer has a new shape, or a counter has changed by more than can
@@ -280,8 +287,8 @@ class CommittedBuffers:
         return torch.cat([mean[:-1], counted, mean[-1:]])
 
     def _count_samples(self, counted: torch.Tensor, samples: float) -> torch.Tensor:
-        """Returns whether changes count the samples of the passes: each element by itself, or a
-        buffer's elements together, as in a histogram."""
+        """Returns, for each element, whether its change is the number of samples of the passes. In
+        a histogram, the elements of a buffer together count the samples."""
         if samples <= 1:
             return torch.zeros_like(counted, dtype=torch.bool)
         found = counted == samples
@@ -295,20 +302,21 @@ class CommittedBuffers:
         return found
 
     def reweighted(self, changes: torch.Tensor, factor: float) -> torch.Tensor:
-        """Returns `changes` as if the passes' weights were multiplied by `factor`."""
+        """Returns `changes` as if the weights of the passes had been multiplied by `factor`."""
         scaled, counted = changes * factor, sum(self._sizes[self._counters])
         if counted:
             scaled[-1 - counted : -1] = changes[-1 - counted : -1]
         return scaled
 
     def leave_out(self, like: torch.Tensor) -> None:
-        """Excludes the changes since the last commit, which come from a pass of weight 0."""
+        """Excludes changes since the last commit from the next result of `changes`. They belong to
+        a pass of weight 0."""
         if self._sizes:
             self._taken, self._seen = self._shared(like), self._in_sight()
 
     @property
     def touched(self) -> bool:
-        """True if a script has changed a buffer since the changes were last taken. Changes through
+        """True if a script has changed a buffer since the changes were last read. Changes through
         `.data`, which torch does not count, may be missed."""
         return self._taken is not None and any(
             then is not now or before != after
@@ -319,16 +327,16 @@ class CommittedBuffers:
         found = [owner._buffers.get(name) for owner, name in self._places[: self._counters.stop]]
         try:
             return [(buffer, 0 if buffer is None else buffer._version) for buffer in found]
-        except RuntimeError:  # one was made in torch.inference_mode(), and has no count
+        except RuntimeError:  # a buffer made in torch.inference_mode() has no count
             return [(buffer, 0) for buffer in found]
 
     def apply(self, changes: torch.Tensor) -> None:
-        """Sets the buffers to the committed values plus the ranks' summed `changes`, plus this
-        rank's changes since those were taken.
+        """Sets the buffers to the committed values plus the summed `changes` of all ranks. Changes
+        that this rank has made since its own changes were read are kept.
 
-        Floating-point buffers change by the weighted mean. Integers of which all passes changed
-        each element equally (a count of steps) change by that amount, unless it is each pass's
-        number of samples; others change by the sum (a count of samples).
+        Floating-point buffers change by the weighted mean. An integer buffer that all passes
+        changed equally (a count of steps) changes by that amount, unless the amount is each pass's
+        number of samples. Other integer buffers change by the sum (a count of samples).
 
         Raises:
             ConfigurationError: a buffer has a new shape.
@@ -368,7 +376,8 @@ class CommittedBuffers:
         )
 
     def _watch_steps(self, steps: torch.Tensor) -> None:
-        """Warns once of counters that may be sums. `steps`: elements whose changes count once."""
+        """Warns once about counters that are added once but may be sums. `steps`: elements whose
+        change is added once."""
         self._steps_to_watch -= 1
         multiples, self._multiples = self._multiples, None
         if multiples is None or not (doubtful := steps & multiples.to(steps.device)).any():
@@ -386,8 +395,8 @@ class CommittedBuffers:
         )
 
     def _watch_sums(self, doubtful: torch.Tensor) -> None:
-        """Warns once of counters that may be none. `doubtful`: elements whose changes are summed,
-        and are not the number of samples."""
+        """Warns once about int64 buffers that may not be counters. `doubtful`: elements whose
+        changes are summed and are not the number of samples."""
         self._sums_to_watch -= 1
         parts = doubtful.split(self._sizes[self._counters]) if doubtful.any() else ()
         pairs = zip(self._counted, parts, strict=False)
@@ -405,9 +414,9 @@ class CommittedBuffers:
     # ------------------------------------------------------------------ what has no mean and no sum
 
     def exact_names(self) -> list[str]:
-        """Returns the names of changed buffers that must have changed equally on all ranks: bool,
-        integers other than int64, complex ones, and floating-point ones with infinite elements in
-        the committed value."""
+        """Returns the names of buffers that have changed and must change equally on all ranks:
+        bool, integers other than int64, complex numbers. Also includes floating-point buffers whose
+        committed value has infinite elements."""
         now = _sight(self._exact)
         pairs = zip(self._exact, self._marks, now, strict=True)
         touched = [
@@ -421,14 +430,15 @@ class CommittedBuffers:
         return [path for path, _, _ in self._exact]
 
     def _is_other(self, owner: nn.Module, name: str) -> bool:
-        """Returns whether a buffer differs from its committed value. Ranks may differ in writes
-        without effect."""
+        """Returns whether a buffer differs from its committed value. Writes without effect do not
+        count, because ranks may differ in these."""
         buffer = owner._buffers.get(name)
         committed = self._committed[self._places.index((owner, name))]
         return buffer is None or not same(buffer, committed)
 
     def exact_digest(self) -> int:
-        """Returns a digest of the passes' changes to those buffers; 0 if nothing has changed."""
+        """Returns a digest of the passes' changes to buffers that must change equally; 0 if nothing
+        has changed."""
         self.refuse_new()
         for path, owner, name in self._unset:
             if owner._buffers.get(name) is not None:
@@ -441,8 +451,8 @@ class CommittedBuffers:
         return self._digest_of_exact() if self._within is None else self._within
 
     def refuse_new(self) -> None:
-        """Raises ConfigurationError if a module has a buffer of the state that did not exist at
-        `as_distributed`."""
+        """Checks that no module has a new buffer in its state since `as_distributed`; otherwise
+        raises ConfigurationError."""
         for prefix, owner, names in self._owners:
             if len(owner._buffers) == len(names):
                 continue
@@ -462,7 +472,7 @@ class CommittedBuffers:
 
     def micro_batch_ends(self) -> None:
         """Ends the passes of a micro-batch that counts. Raises ConfigurationError if buffers that
-        must change equally changed differently in the first one."""
+        must change equally changed differently than in the first micro-batch."""
         self.extremes.micro_batch_ends()
         found = self._digest_of_exact()
         if self._within is not None and found != self._within:
@@ -484,8 +494,8 @@ class CommittedBuffers:
         )
 
     def apart(self, names: Sequence[str] | None = None) -> ConfigurationError:
-        """Returns the error for buffers with different values on ranks or micro-batches. `names`:
-        the candidates."""
+        """Returns the error for buffers that changed differently on ranks or in micro-batches.
+        `names`: names of the candidates."""
         names = self.exact_names() if names is None else names
         what = f"buffers {names[:3]} were changed" if names else "another rank changed a buffer"
         return ConfigurationError(
@@ -498,8 +508,8 @@ class CommittedBuffers:
         )
 
     def _shared(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns current statistics and counters, flat. Raises ConfigurationError if a buffer has
-        a new shape."""
+        """Returns the current statistics and counters, flat. Raises ConfigurationError if a buffer
+        has a new shape."""
         now = self._now()
         if [buffer.shape for buffer in now[: self._counters.stop]] != self._shapes:
             self._refuse_shapes(now)
@@ -520,7 +530,7 @@ class CommittedBuffers:
                 )
 
     def _before(self, like: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns committed statistics and counters, flat. Not to be written to."""
+        """Returns the committed statistics and counters, flat. The caller must not change them."""
         if self._base is None or (self._base[0].dtype, self._base[0].device) != (
             like.dtype,
             like.device,
@@ -533,8 +543,8 @@ class CommittedBuffers:
         return self._base
 
     def _check_exact(self, counted: torch.Tensor) -> None:
-        """Raises ConfigurationError: a counter has moved too far, in this step or, on a device, in
-        one before."""
+        """Checks that no counter has changed by too much; otherwise raises ConfigurationError. On a
+        device, the error may concern an earlier step."""
         if not counted.numel():
             return
         largest = torch.linalg.vector_norm(counted, math.inf)
@@ -595,8 +605,8 @@ def _has_infinite(buffer: torch.Tensor | None) -> bool:
 
 @torch.no_grad()
 def give_memory(module: nn.Module) -> None:
-    """Gives each buffer that is an expanded view memory for each of its elements: such a view
-    cannot be written to, put back or loaded."""
+    """Copies each buffer that is an expanded view, so that every element has its own memory. Such a
+    view cannot be written to, restored or loaded."""
     for owner in module.modules():
         for name, buffer in owner._buffers.items():
             if buffer is None or buffer.is_meta or buffer.layout is not torch.strided:
@@ -609,7 +619,7 @@ def give_memory(module: nn.Module) -> None:
 
 
 def kept_buffers(module: nn.Module) -> Callable[[], None]:
-    """Returns a call that restores the current values of the module's buffers."""
+    """Returns a function that restores the current values of the module's buffers."""
     places = [
         (owner, name, buffer)
         for owner in module.modules()
@@ -621,14 +631,14 @@ def kept_buffers(module: nn.Module) -> Callable[[], None]:
     def put_back() -> None:
         for owner, name, buffer in places:
             owner._buffers[name] = buffer
-        _copy([buffer.data for _, _, buffer in places], values)  # by way of .data, as above
+        _copy([buffer.data for _, _, buffer in places], values)  # through .data, as in `_write`
 
     return put_back
 
 
 def _moved(now: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Returns the difference, zero for equal values: the difference of two infinities or NaNs is
-    not zero. Also zero for elements that were infinite."""
+    """Returns the difference, which is zero for equal values. The plain difference of two
+    infinities or NaNs would not be zero. Also returns zero for elements that were infinite."""
     alike = (now == before) | (now.isnan() & before.isnan()) | before.isinf()
     return torch.where(alike, 0.0, now - before)
 

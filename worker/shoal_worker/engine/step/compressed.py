@@ -1,12 +1,12 @@
-"""Compressed gradients in a session: residuals of the compression count only if a step does, and
-are saved and restored.
+"""Compressed gradients in a session. Residuals of the compression count only if their step counts,
+and are saved and restored.
 
-One object per model with `gradient_compression=`. Engines send their buckets through it (`Flight`,
-sharding's collectives) and report how each step ended: its proposed residuals count if the step
-does (docs/explanation/compression.md#error-feedback).
+There is one object per model with `gradient_compression=`. Engines send their buckets through it
+(`Flight`, sharding's collectives) and report how each step ended. Its proposed residuals are kept
+only if the step is committed (docs/explanation/compression.md#error-feedback).
 
-Belongs to the training thread, or to the thread of a backward pass that the training thread waits
-for.
+Used by the training thread, or by the thread of a backward pass while the training thread waits for
+it.
 """
 
 from __future__ import annotations
@@ -31,36 +31,36 @@ if TYPE_CHECKING:
     from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 _KINDS: Final = ("buckets", "micro-batches", "units")
-"""Ways to split a model's gradients into units of compression; a script may use several."""
+"""Ways in which a model's gradients are divided for compression. A script may use several."""
 _PER_KIND: Final = 1 << 20
 
 
 class GradientCompression:
-    """Compressor of one model on one rank, with its memory."""
+    """Compressor of one model on one rank, with its residuals."""
 
     def __init__(self, compressor: GradientCompressor, session: StrategySession) -> None:
         self.compressor = compressor
         self._session = session
         self._reduction = CompressedReduction(compressor)
         self._layouts: dict[str, str] = {}
-        """Layout of each kind's residuals."""
+        """Layout of the residuals, for each way of dividing gradients."""
         self._numels: dict[int, int] = {}
         """Number of elements of each bucket."""
         self._units = 1.0
         """Scale of the residuals relative to gradients: a GradScaler's scale times the weight by
-        which sums are divided afterwards."""
+        which sums are divided."""
         self._divisor = 1.0
         """Weight by which sums are divided."""
         self._scaler: str | None = None
-        """Name of the GradScaler that steps this model's optimizer; empty if none does, None if not
-        known yet."""
+        """Name of the GradScaler that steps this model's optimizer; empty if none does; None if not
+        yet known."""
 
     # -------------------------------------------------------------------------------------- sending
 
     def laid_out(self, kind: str, layout: object, numels: Sequence[int]) -> None:
-        """Sets the current layout of gradients: `layout` is JSON-able and lists each bucket's
-        parameters, `numels` their numbers of elements including padding. Residuals of another
-        layout are dropped."""
+        """Sets the current layout of the gradients. `layout`: each bucket's parameters, as JSON.
+        `numels`: number of elements of each bucket, including padding. Residuals of another layout
+        are dropped."""
         said = json.dumps(layout)
         if self._layouts.setdefault(kind, said) != said:
             self._layouts[kind] = said
@@ -70,7 +70,7 @@ class GradientCompression:
             self._numels[self._index(kind, number)] = numel
 
     def weigh(self, divisor: float) -> None:
-        """Sets the divisor of the step's sums, before its first bucket."""
+        """Sets the divisor of the step's sums. Called before the step's first bucket."""
         self._divisor = divisor
         units = self._session.registered.loss_scale(self._scaler) * divisor
         if units != self._units and math.isfinite(units) and units > 0:
@@ -78,8 +78,8 @@ class GradientCompression:
             self._units = units
 
     def note_scaler(self, name: str) -> None:
-        """Records the GradScaler that has stepped this model's optimizer; empty: none has. Before
-        that all registered ones are assumed to scale its loss."""
+        """Records the GradScaler that has stepped this model's optimizer; empty: none. Before the
+        first call, all registered scalers are assumed to scale this model's loss."""
         if name != self._scaler:
             self._scaler = name
             self._units = self._session.registered.loss_scale(name) * self._divisor
@@ -92,8 +92,8 @@ class GradientCompression:
         number: int,
         shapes: Sequence[Sequence[int]],
     ) -> Reduction:
-        """Starts to sum a bucket over the group's ranks in place. `shapes`: of its tensors, in
-        memory order.
+        """Starts to sum a bucket over the group's ranks in place. `shapes`: shapes of the bucket's
+        tensors, in memory order.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -105,8 +105,8 @@ class GradientCompression:
             return self._reduction.start(bucket, backend, index=index, step=step, shapes=shapes)
 
     def pay(self, bucket: torch.Tensor, kind: str, number: int) -> None:
-        """Adds the residuals of earlier steps to the gradients in a world of one, where nothing is
-        sent."""
+        """Adds residuals of earlier steps to the gradients of a bucket. For a world of one, where
+        nothing is sent."""
         self._reduction.start(
             bucket, None, index=self._index(kind, number), step=self._session.steps
         ).wait()
@@ -114,8 +114,8 @@ class GradientCompression:
     def start_scatter(
         self, group: Group, shard: torch.Tensor, full: torch.Tensor, number: int
     ) -> Reduction:
-        """Starts to sum the flat `full` over the group's ranks, storing this rank's part of the sum
-        in `shard`.
+        """Starts a reduce-scatter: sums the flat `full` over the group's ranks, and stores this
+        rank's part of the sum in `shard`.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -130,12 +130,12 @@ class GradientCompression:
     # ---------------------------------------------------------------------------------------- steps
 
     def step_begins(self) -> None:
-        """Begins a step: discards residuals that an earlier step proposed but did not commit."""
+        """Begins a step: discards residuals that an earlier step proposed and did not commit."""
         self._reduction.rollback()
 
     def commit(self, *, unusable: bool = False) -> None:
-        """Commits the step. `unusable`: a GradScaler found infinities, and its gradients were not
-        applied anywhere."""
+        """Commits the step's residuals. `unusable`: a GradScaler found infinities, and the step's
+        gradients were not applied; the residuals are then discarded."""
         if unusable:
             self._reduction.rollback()
         else:
@@ -148,7 +148,7 @@ class GradientCompression:
     # ---------------------------------------------------------------------------------------- state
 
     def capture(self) -> dict[str, Any]:
-        """Returns the part that is the same on all ranks, for peers."""
+        """Returns the part of the state that is the same on all ranks, for peers."""
         return {
             "steps": self._session.steps,
             "shared": _nested(self._reduction.shared_state_dict()),
@@ -156,8 +156,9 @@ class GradientCompression:
         }
 
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the state with every rank's residuals, on the channel's first rank, for
-        checkpoints. Proceeds by bucket, so that only the writing rank has everything at once."""
+        """Returns the state with every rank's residuals, on the first rank of `channel`, for
+        checkpoints. Gathers one bucket at a time, so that only the writing rank needs memory for
+        all residuals."""
         own = _nested(self._reduction.state_dict())
         received = [json.loads(each) for each in channel.exchange(json.dumps(sorted(own)).encode())]
         ranks: dict[str, dict[str, dict[str, torch.Tensor]]] = {
@@ -175,8 +176,8 @@ class GradientCompression:
         }
 
     def part(self, whole: StatePart, channel: Channel) -> StatePart:
-        """Returns the state for a checkpoint written jointly by the ranks: one more shard for each
-        rank with residuals."""
+        """Returns the state for a checkpoint that the ranks write together. Adds one shard for each
+        rank with residuals to `whole`."""
         units = json.loads(channel.exchange(json.dumps(self._units).encode())[0])
         self._reduction.rescale(units / self._units)
         self._units = units
@@ -207,11 +208,11 @@ class GradientCompression:
         )
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restores a peer's or a checkpoint's state; None: the checkpoint's run did not use
-        compression.
+        """Restores the state of a peer or a checkpoint. None: the run that saved the checkpoint did
+        not use compression.
 
         From a checkpoint, rank r of n takes the residuals of the saved ranks r, r + n, r + 2n, ...
-        All residuals are therefore kept, and a rank beyond the saved ones has none.
+        All residuals are therefore kept. A rank without a saved counterpart has none.
         """
         self._reduction.rollback()
         if state is not None:
@@ -239,12 +240,13 @@ class GradientCompression:
 def compression_of(
     compressor: GradientCompressor | None, session: StrategySession
 ) -> GradientCompression | None:
-    """Returns None without compression."""
+    """Returns the compression of a model; None if it has no compressor."""
     return None if compressor is None else GradientCompression(compressor, session)
 
 
 def check_floating(name: str, tensors: Sequence[torch.Tensor]) -> None:
-    """Raises ConfigurationError for parameters that cannot be compressed."""
+    """Checks that the parameters can be compressed; otherwise raises ConfigurationError. `name`:
+    name of the compressor."""
     for tensor in tensors:
         if not tensor.is_floating_point():
             raise ConfigurationError(
@@ -254,7 +256,8 @@ def check_floating(name: str, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def memory_order(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Returns the shape of a dense tensor in memory order: largest stride first."""
+    """Returns the shape of a dense tensor in memory order: the dimension with the largest stride
+    first."""
     strides = parameter.stride()
     return tuple(
         parameter.shape[d] for d in sorted(range(parameter.dim()), key=lambda d: -strides[d])

@@ -1,5 +1,5 @@
-"""Waits for collectives of a step, whose failure makes the step lost. (Those of tensor-parallel
-layers are handled by `mesh/step_group.py`.)"""
+"""Waits for collectives of a step, and marks the step as lost if one fails. (For collectives of
+tensor-parallel layers, see `mesh/step_group.py`.)"""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ from shoal_worker.elastic.state.strategy_interface import StrategySession
 
 
 def is_open(session: StrategySession) -> bool:
-    """Returns whether a step is in progress before its commit all-reduce, which waits for all
-    ordered collectives (`Group.settle`); its results are kept only if those succeed."""
+    """Returns whether a step is in progress before its commit all-reduce. That all-reduce waits
+    for all ordered collectives (`Group.settle`), and their results are kept only if all have
+    succeeded."""
     step = session.step
     return step is not None and step.control is None
 
 
 def come_after(session: StrategySession, group: Group, work: dist.Work) -> None:
-    """Orders later computation after a collective of `group`: in an open step the device waits for
-    it, otherwise this thread does.
+    """Makes later computation wait for a collective of `group`. In an open step the device waits
+    for it, otherwise this thread does.
 
-    Not for results that determine control flow on the host, or that are indices. Raises
-    MembershipChanged if it failed.
+    Not for results that determine control flow on the host, nor for indices. Raises
+    MembershipChanged if the collective failed.
     """
     if is_open(session):
         group.order(work)
@@ -34,17 +35,17 @@ def come_after(session: StrategySession, group: Group, work: dist.Work) -> None:
 
 
 class LosingStep:
-    """Context for collectives of the current step: a failure (`MembershipChanged`) marks the step
-    lost without raising into the user's passes.
+    """Context for collectives of the current step. A failure (`MembershipChanged`) marks the step
+    as lost instead of raising into the user's passes.
 
-    `failed` shows afterwards whether that happened.
+    `failed`: True afterwards if a collective failed.
     """
 
     __slots__ = ("_raises_outside", "_session", "failed")
 
     def __init__(self, session: StrategySession, *, raises_outside: bool = False) -> None:
-        """`raises_outside`: raise the failure between steps, in an operation that is repeated as a
-        unit."""
+        """`raises_outside`: raise a failure that occurs between steps, in an operation that is
+        repeated as a unit."""
         self._session: Final = session
         self._raises_outside: Final = raises_outside
         self.failed = False

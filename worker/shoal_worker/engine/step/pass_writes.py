@@ -1,16 +1,16 @@
-"""Other changes made by a pass, besides buffers and gradients: parameters written in `forward()`,
+"""Changes that a pass makes besides buffers and gradients: parameters written in `forward()`,
 tensors and numbers in module attributes, and extra state.
 
-A lost step is repeated, so all of them are restored. Written parameters (momentum encoders,
-initialization from the first batch, weight clipping) must be written equally on all ranks: their
-digest is part of the step vote. If ranks hold parts of parameters, or copies of such parts, a
-pass's writes would be lost, and are refused.
+A lost step is repeated, so all these changes are undone. Written parameters (momentum encoders,
+initialization from the first batch, weight clipping) must be written equally on all ranks, so their
+digest is part of the step vote. If ranks hold only parts of parameters, a pass's writes would be
+lost and are therefore refused.
 
-Writes are detected by torch's count of in-place changes and by a parameter's memory address. Writes
-through `.data` are not counted: digests detect them in the first step of a process, and afterwards
-samples of each parameter's elements do, on the host. From the first write on a copy of a written
-parameter is kept. Before that there is none, unless the model is small, and a lost step that wrote
-cannot be undone, which raises an error.
+Writes are detected from torch's count of in-place changes and from a parameter's memory address.
+torch does not count writes through `.data`: digests detect them in the first step of a process, and
+samples of each parameter's elements on the host do so afterwards. A copy of a parameter is kept
+from its first write on. Before that, copies are kept only of a small model. In a larger one, a lost
+step that was the first to write cannot be undone, which raises an error.
 
 A script's writes between two steps have a separate digest in the step vote. If ranks differ in it,
 they compare all parameters before the step is applied.
@@ -34,9 +34,9 @@ from shoal_worker.state.digest import digest_of
 _log = logging.getLogger(__name__)
 
 _SMALL: Final = 1 << 26
-"""Maximum bytes of a model for which copies are kept in the first step."""
+"""Maximum size in bytes of a model whose parameters are copied in the first step."""
 _SAMPLED: Final = 8
-"""Number of elements sampled per parameter to detect writes that torch does not count."""
+"""Number of elements sampled from each parameter, to detect writes that torch does not count."""
 _BITS: Final = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Size of an element in bytes -> the integer dtype of that size."""
 _NUMBERS: Final = frozenset({int, float})
@@ -44,7 +44,7 @@ _TENSORS: Final = frozenset({torch.Tensor})
 
 
 class WrittenParameters:
-    """Parameters written since the step began. Owned by the training thread."""
+    """Parameters that were written since the step began. Owned by the training thread."""
 
     def __init__(
         self,
@@ -55,26 +55,27 @@ class WrittenParameters:
         compared: bool = True,
         whole: bool = False,
     ) -> None:
-        """`stay`: only the script changes a parameter's memory. `compared`: values exist between
-        passes and can be compared. `whole`: every rank has all of them, also between steps."""
+        """`stay`: only the script changes a parameter's memory address. `compared`: values exist
+        between passes and can be compared. `whole`: every rank has all parameters, also between
+        steps."""
         self._stay = stay
         self._named = [(name, parameter) for name, parameter in parameters if not parameter.is_meta]
         self._strategy = strategy
         self._copies: dict[int, torch.Tensor] = {}
-        """Values at the step's beginning of parameters known to be written."""
+        """Values at the step's beginning, of parameters known to be written."""
         self._digests: list[int] = []
         """Digests of all parameters at the beginning of the process's first step; empty in other
         steps."""
         self._seen: list[tuple[int, int]] = []
-        """Version and memory address of each parameter. Empty: no step has begun that could be
-        lost."""
+        """Version and memory address of each parameter at the step's beginning. Empty if no step
+        has begun that could be lost."""
         self._watched: set[int] = set()
-        """Parameters known to be written."""
+        """Indices of parameters known to be written."""
         self._written: list[int] = []
-        """Parameters written in this step, once determined."""
+        """Indices of parameters written in this step, once determined."""
         self._updating = False
-        """True if an optimizer changes parameters within the step; the passes' writes are then in
-        `_written`."""
+        """True if an optimizer changes parameters within the step. `_written` then lists the
+        passes' writes."""
         self._first = compared
         self._within: int | None = None
         """Digest of the writes of the step's first micro-batch."""
@@ -87,10 +88,11 @@ class WrittenParameters:
         """Versions, addresses and sampled elements of the parameters at the last commit; None if no
         step of this state was committed."""
         self._noted: dict[int, torch.Tensor | None] = {}
-        """Values, at the last commit, of parameters that the script writes between steps (see
-        `overwritten`); None until the first commit after such a write."""
+        """Values at the last commit, of parameters that the script writes between steps (see
+        `overwritten`). None until the first commit after such a write."""
         self.between = 0
-        """Digest of the writes since the last commit; 0 if none. A lost step does not change it."""
+        """Digest of the writes since the last commit; 0 if there were none. A lost step does not
+        change it."""
 
     @property
     def known(self) -> list[str]:
@@ -105,7 +107,8 @@ class WrittenParameters:
 
     @torch.no_grad()
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step: records the parameters' state, and copies the values of parameters known
+        to be written."""
         named, wanted = self._named, self._watched
         self._seen, self._sampled = self._look_between_steps()
         self._within, self._digests, self._written = None, [], []
@@ -123,8 +126,8 @@ class WrittenParameters:
                 self._copies[index] = value.clone()
 
     def _look_between_steps(self) -> tuple[list[tuple[int, int]], torch.Tensor | None]:
-        """Computes the digest of writes since the last commit, if there was one. Returns the
-        parameters' versions and addresses, and sampled elements."""
+        """Updates the digest of writes since the last commit. Returns the parameters' versions and
+        addresses, and sampled elements."""
         now, elements = self._sight(), self._sample()
         if self._committed is not None:
             self.between = self._digest_of_changes(*self._committed, now, elements)
@@ -137,8 +140,8 @@ class WrittenParameters:
         now: list[tuple[int, int]],
         elements: torch.Tensor | None,
     ) -> int:
-        """Returns a digest of the parameters that differ from the earlier observation; 0 if
-        none."""
+        """Returns a digest of the parameters that have changed since an earlier observation; 0 if
+        there are none."""
         if now == seen and _equal(elements, sampled):
             return 0
         changed = {
@@ -169,15 +172,15 @@ class WrittenParameters:
             return self._elements.take()
 
     def _sampled_otherwise(self, before: torch.Tensor | None, now: torch.Tensor | None) -> set[int]:
-        """Returns the indices of parameters with a changed sample; none if they cannot be
-        compared."""
+        """Returns the indices of parameters whose sample has changed; empty if the samples cannot
+        be compared."""
         if before is None or now is None or self._elements is None or before.shape != now.shape:
             return set()
         return self._elements.owners(before != now)
 
     def _changed(self) -> list[int]:
-        """Returns the indices of written parameters; if the earlier values are known, only those
-        with new values, since ranks may differ in writes without effect."""
+        """Returns the indices of written parameters. Omits parameters whose values are known to be
+        unchanged, because ranks may differ in writes without effect."""
         if self._updating:
             return self._written
         if not self._seen:
@@ -207,13 +210,14 @@ class WrittenParameters:
         return sorted(changed)
 
     def names(self) -> list[str]:
-        """Returns the names of written parameters."""
+        """Returns the names of parameters that were written in this step."""
         return [self._named[index][0] for index in self._changed()]
 
     @torch.no_grad()
     def names_beyond_rounding(self) -> list[str]:
-        """Returns the result of `names` without parameters that were changed and restored through
-        `.data`, as sampled elements show it, so that only rounding has left a difference."""
+        """Returns the names of written parameters, except parameters that were changed and restored
+        through `.data`. In these only rounding has left a difference, according to the sampled
+        elements."""
         changed = self._changed()
         if self._elements is None or self._digests or not self._seen:
             return [self._named[index][0] for index in changed]
@@ -227,7 +231,7 @@ class WrittenParameters:
         return [self._named[index][0] for index in changed if index not in restored]
 
     def digest(self) -> int:
-        """Returns a digest of the written parameters and their values; 0 if none."""
+        """Returns a digest of the written parameters and their values; 0 if there are none."""
         changed = self._written = self._changed()
         if not changed:
             return 0
@@ -236,20 +240,21 @@ class WrittenParameters:
 
     @torch.no_grad()
     def micro_batch_begins(self) -> None:
-        """Restores the values with which the first micro-batch started, for the next one."""
+        """Restores the values with which the first micro-batch began, for the next micro-batch."""
         if self._within:
             self._write_back(self._changed())
 
     def micro_batch_ends(self) -> None:
-        """Raises ConfigurationError: the micro-batches of this rank wrote different values."""
+        """Checks that this micro-batch wrote the same values as this rank's earlier ones; otherwise
+        raises ConfigurationError."""
         found = self.digest()
         if self._within is not None and found != self._within:
             raise self.apart(self.names())
         self._within = found
 
     def apart(self, names: list[str]) -> ConfigurationError:
-        """Returns the error for parameters that were not written equally. `names`: of those written
-        by this rank."""
+        """Returns the error for parameters that were not written equally. `names`: names of
+        parameters that this rank has written."""
         what = (
             f"parameters {names[:3]} were written"
             if names
@@ -264,8 +269,9 @@ class WrittenParameters:
         )
 
     def refuse(self, *, unless: Callable[[], bool] = bool) -> None:
-        """Raises ConfigurationError: a parameter was written, and this strategy would lose it.
-        `unless`: it was a collective that failed, and the step is lost."""
+        """Checks that no parameter was written, because this strategy would lose the values;
+        otherwise raises ConfigurationError. `unless`: returns True if a collective failed, so that
+        the step is lost anyway."""
         names = self.names()
         if names and not unless():
             raise written_in_vain(names[0], self._strategy)
@@ -273,11 +279,11 @@ class WrittenParameters:
     @torch.no_grad()
     def overwritten(self) -> list[str]:
         """Returns the names of parameters that a script has written since the last `note`. A value
-        that was changed and restored counts as unchanged, also if rounding has left a difference.
+        that was changed and restored counts as unchanged, even if rounding has left a difference.
 
-        Sampled elements show most writes. If only torch's count of in-place changes shows one, the
-        first of a parameter is warned of, because it may have been undone. From then on all
-        elements of that parameter are compared.
+        Sampled elements show most writes. If only torch's count of in-place changes shows the first
+        write of a parameter, a warning is logged, because the write may have been undone. From then
+        on all elements of that parameter are compared.
         """
         if self._committed is None or self._elements is None:
             return []
@@ -311,14 +317,14 @@ class WrittenParameters:
         return [self._named[index][0] for index in sorted(written)]
 
     def update_begins(self) -> None:
-        """Handles an optimizer step before it is known whether the step counts. Called after
-        `digest`."""
+        """Records that an optimizer step begins before the outcome of the step is known. Called
+        after `digest`."""
         self._updating = True
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restores the values at the step's beginning. Raises PreconditionError if they are
-        unknown."""
+        """Restores the parameters' values at the step's beginning. Raises PreconditionError if
+        these are unknown."""
         changed, self._first = self._changed(), False
         self._write_back(changed)
         self._seen, self._updating, self._committed = [], False, None
@@ -337,49 +343,51 @@ class WrittenParameters:
         self._seen, self._sampled = self._sight(), self._sample()
 
     def commit(self) -> None:
-        """Commits the writes whose digest was taken: copies of those parameters are kept from here
-        on."""
+        """Commits the writes whose digest was computed. From here on, copies of the written
+        parameters are kept."""
         self._watched |= set(self._written)
         self.forget()
         self.note()
 
     @torch.no_grad()
     def note(self) -> None:
-        """Notes the parameters' values. Later writes until the next step are made between steps."""
+        """Records the parameters' values at a commit. Writes after that and before the next step
+        count as made between steps."""
         self._committed, self.between = (self._sight(), self._sample()), 0
         for index, noted in self._noted.items():
             value = self._named[index][1].detach()
             self._noted[index] = value.clone() if noted is None else noted.copy_(value)
 
     def forget(self) -> None:
-        """Makes the parameters' current values the step's starting values."""
+        """Discards what is known about the step's beginning, so that the current values are
+        kept."""
         self._first, self._digests, self._seen = False, [], []
         self._updating = False
 
     def replaced(self) -> None:
-        """Handles parameters loaded from another state."""
+        """Records that the parameters were loaded from another state."""
         self.forget()
         self._committed, self.between = None, 0
 
     @torch.no_grad()
     def moving(self) -> None:
-        """Prepares for a move of parameters to other memory."""
+        """Prepares for a move of the parameters to other memory."""
         self._look_between_steps()
         self._committed = None
 
 
 class SampledElements:
-    """Samples of each tensor's elements on the host. Reading them all is one torch operation."""
+    """A few elements of each tensor on the host, read in one torch operation."""
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
         self._tensors = tensors
         self._addresses: list[int] = []
         self._views: list[torch.Tensor] = []
         self._owners: list[int] = []
-        """Tensor index of each element."""
+        """Index of the tensor to which each sampled element belongs."""
 
     def take(self) -> torch.Tensor:
-        """Returns a copy of the elements' bits, in one dtype."""
+        """Returns a copy of the sampled elements' bits, in one dtype."""
         addresses = [tensor.data_ptr() for tensor in self._tensors]
         if addresses != self._addresses:
             self._addresses, self._views, self._owners = addresses, [], []
@@ -390,7 +398,8 @@ class SampledElements:
         return torch.cat(self._views) if self._views else torch.empty(0, dtype=torch.uint8)
 
     def about_equal(self, index: int, before: Any, now: Any) -> bool:
-        """Returns `about_equal` for two samples of one tensor."""
+        """Returns whether two samples of tensor number `index` are equal except for rounding
+        (`about_equal`)."""
         mine = torch.tensor(self._owners) == index
         dtype = self._tensors[index].dtype
         bits = _BITS[dtype.itemsize]
@@ -398,13 +407,15 @@ class SampledElements:
         return about_equal(one, other)
 
     def owners(self, marked: torch.Tensor) -> set[int]:
-        """Returns the indices of tensors with a marked element."""
+        """Returns the indices of tensors with a marked element. `marked`: flags of sampled
+        elements."""
         return {self._owners[place] for place in marked.nonzero().view(-1).tolist()}
 
 
 def some_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a flat view of the bits of a few elements of a host tensor, spread over its first
-    dimension or, if contiguous, over all. For complex numbers it covers the real parts."""
+    """Returns a flat view of the bits of a few elements of a host tensor. The elements are spread
+    over the whole tensor if it is contiguous, otherwise over its first dimension. For complex
+    numbers, only the real parts are viewed."""
     tensor = tensor.detach()
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided or not tensor.numel():
         return torch.empty(0, dtype=torch.uint8)
@@ -426,7 +437,7 @@ def _equal(tensor: torch.Tensor | None, other: torch.Tensor | None) -> bool:
 
 
 def written_in_vain(name: str, strategy: str) -> ConfigurationError:
-    """Returns the error for a written parameter of which ranks hold parts."""
+    """Returns the error for a parameter that was written although ranks hold only parts of it."""
     return ConfigurationError(
         f"parameter {name!r} was written in the passes of a step (for example by forward()): with "
         f"strategy={strategy!r}, passes use a copy or a part of the parameter, and the written "
@@ -437,14 +448,14 @@ def written_in_vain(name: str, strategy: str) -> ConfigurationError:
 
 
 def joined(writes: int, buffers: int) -> int:
-    """Returns one digest of the passes' writes to parameters and to buffers that must change
-    equally; 0 if none."""
+    """Combines the digests of the passes' writes to parameters and to exact buffers; 0 if both are
+    0."""
     return xxhash.xxh3_64_intdigest(f"{writes} {buffers}".encode()) or 1 if writes or buffers else 0
 
 
 def about_equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Returns whether two tensors of a floating-point dtype differ by no more than the rounding of
-    adding a value of similar size and subtracting it again."""
+    """Returns whether two floating-point tensors are equal except for rounding, as if a value of
+    similar size had been added and subtracted again."""
     if one.shape != other.shape:
         return False
     error = 4 * torch.finfo(one.dtype).eps * one.abs().max()
@@ -459,13 +470,12 @@ def same(value: torch.Tensor, other: torch.Tensor) -> bool:
 
 
 class ModuleAttributes:
-    """Tensors and numbers in plain module attributes, and the modules' extra state, at the step's
-    beginning."""
+    """Tensors and numbers in plain attributes of modules, and the modules' extra state, at the
+    step's beginning."""
 
     def __init__(self, module: nn.Module, *, numbers: bool = True) -> None:
-        """`numbers`: whether the modules' numbers are handled; otherwise they belong to the
-        script."""
-        # torch's own layers keep nothing that a pass changes.
+        """`numbers`: restore the modules' numbers too; otherwise numbers belong to the script."""
+        # torch's own layers have no attributes that a pass changes.
         self._parts = [
             part
             for part in module.modules()
@@ -479,7 +489,7 @@ class ModuleAttributes:
         self._extra: list[tuple[Any, Any]] = []
 
     def begin(self) -> None:
-        """A step begins."""
+        """Begins a step: copies the current attributes and extra state."""
         self._before, known, self._copies = [], self._copies, {}
         self._extra = []
         for part in self._parts:
@@ -497,7 +507,7 @@ class ModuleAttributes:
         self, kept: dict[str, Any], name: str, value: torch.Tensor, known: Mapping[int, Any]
     ) -> None:
         if value.grad_fn is not None or value.is_inference():
-            del kept[name]  # it would hold a pass's memory
+            del kept[name]  # it would keep a pass's memory alive
             return
         before = known.get(id(value))
         if before is not None and before[0] is value and before[1] == value._version:
@@ -507,7 +517,7 @@ class ModuleAttributes:
 
     @torch.no_grad()
     def put_back(self) -> None:
-        """Restores the values after a lost step."""
+        """Restores the attributes and extra state after a lost step."""
         for part, kept in self._before:
             attributes = part.__dict__
             for name in [
@@ -532,5 +542,5 @@ class ModuleAttributes:
             part.set_extra_state(copy.deepcopy(state))
 
     def forget(self) -> None:
-        """Keeps the current values after a committed step."""
+        """Keeps the current attributes and extra state after a committed step."""
         self._before, self._extra = [], []

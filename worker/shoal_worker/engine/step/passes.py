@@ -1,5 +1,5 @@
-"""Passes common to all engines: calling the module, computing its loss, and observing the backward
-pass."""
+"""Functions for passes in all engines: calling the module, computing its loss, and observing the
+backward pass."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ from shoal_worker.elastic.contract.step import Step
 from shoal_worker.torch_internals import pytree
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Computes the loss of an output and its targets: one number, such as the mean over the batch."""
+"""Computes the loss from an output and its targets. Returns one number, such as the mean over the
+batch."""
 
 
 def call_module(module: Callable[..., Any], inputs: Any) -> Any:
@@ -37,7 +38,7 @@ def loss_of(output: Any, targets: Any, loss_fn: Loss | None) -> torch.Tensor:
     """Returns the loss of an output: `loss_fn(output, targets)`, or the output's `.loss`.
 
     Raises:
-        ConfigurationError: there is neither, or it is not a single number.
+        ConfigurationError: the output has no loss, or the loss is not a single number.
     """
     if loss_fn is not None:
         return _one_number(loss_fn(output, targets))
@@ -65,8 +66,8 @@ def _one_number(loss: Any) -> torch.Tensor:
 
 
 def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
-    """Raises ConfigurationError for a step whose result would depend on the number of ranks despite
-    `deterministic=True`."""
+    """Checks that the step's result does not depend on the number of ranks if `deterministic=True`;
+    otherwise raises ConfigurationError."""
     if config.deterministic and not step.in_micro_batches:
         raise ConfigurationError(
             "deterministic=True needs micro-batches, whose results do not depend on the number "
@@ -76,7 +77,8 @@ def check_reproducible(config: ShardingConfiguration, step: Step) -> None:
 
 
 def half_a_pass() -> PreconditionError:
-    """Returns the error for a backward pass that was interrupted by a script that continues."""
+    """Returns the error for a script that continues although its backward pass raised before it was
+    complete."""
     return PreconditionError(
         "a backward pass of this step failed midway: some of its gradients were sent to the "
         "other ranks and others are missing, so this rank can neither finish the step nor undo "
@@ -86,8 +88,8 @@ def half_a_pass() -> PreconditionError:
 
 
 def tensors_in(tree: Any) -> list[torch.Tensor]:
-    """Returns the distinct tensors in a module's inputs or outputs: in containers, dataclasses, and
-    attributes of other objects, nearest first."""
+    """Returns the distinct tensors in a module's inputs or outputs, nearest first. Searches
+    containers, dataclasses, and attributes of other objects."""
     if isinstance(tree, torch.Tensor):
         return [tree]
     found: dict[int, torch.Tensor] = {}
@@ -113,8 +115,8 @@ def tensors_in(tree: Any) -> list[torch.Tensor]:
 
 
 def _items_of(one: Any) -> Iterable[Any] | None:
-    """Returns the items of a container; None for other objects. A mapping other than dict may
-    compute its values or read them from a file."""
+    """Returns the items of a container; None for other objects. Mappings other than dict count as
+    other objects, because they may compute their values or read them from a file."""
     if isinstance(one, dict | MappingProxyType):
         return one.values()
     if isinstance(one, list | tuple | set | frozenset):
@@ -137,7 +139,7 @@ def _attributes_of(one: Any) -> Iterable[Any]:
 
 
 def _mangled(name: str, kind: type) -> str:
-    """Returns the name under which instances have a slot: Python adds the class to private
+    """Returns the name under which instances store a slot. Python adds the class to private
     names."""
     private = name.startswith("__") and not name.endswith("__")
     return f"_{kind.__name__.lstrip('_')}{name}" if private and kind.__name__.strip("_") else name
@@ -157,17 +159,18 @@ _WITHOUT_TENSORS: Final = (
     ),
 )
 _MOST_OF_OBJECTS: Final = 10_000
-"""Maximum number of values in objects that are inspected: an attribute may lead to a dataset."""
+"""Maximum number of values inspected in attributes of objects, because an attribute may lead to a
+dataset."""
 
 
 def when_gradients_come(
     tree: Any, call: Callable[[Any], None], *, mode: Literal["any", "all"]
 ) -> bool:
-    """Calls `call` once in a backward pass: when any, or all, of the tensors in `tree` that require
-    a gradient get theirs. Returns False if `tensors_in` finds none."""
+    """Registers `call` to run once in a backward pass: when any, or all, of the tensors in `tree`
+    that require a gradient have received it. Returns False if `tensors_in` finds no such tensor."""
     found = [tensor for tensor in tensors_in(tree) if tensor.requires_grad]
     if len(found) == 1:
-        found[0].register_hook(call)  # what the other comes down to, at a tenth of its price
+        found[0].register_hook(call)  # equivalent to the other hook, at a tenth of its cost
     elif found:
         torch.autograd.graph.register_multi_grad_hook(found, call, mode=mode)
     return bool(found)

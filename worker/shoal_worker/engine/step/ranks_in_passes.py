@@ -1,13 +1,13 @@
-"""Communication with other ranks in the middle of a pass, for synchronized norms and losses over
-the entire batch.
+"""Communication with other ranks in the middle of a pass, for synchronized norms and for losses
+over the entire batch.
 
-It uses a separate connection for each generation. Gradients are sent during a backward pass in an
-order that may differ between ranks if some use different parameters; on a shared connection a
-gather could be paired with a sum.
+Uses a separate connection in each generation. During a backward pass, gradients are sent in an
+order that may differ between ranks if some ranks use different parameters. On a shared connection,
+a gather could be paired with a sum.
 
-A failed gather makes the step lost without raising into the pass (`failed_collectives.py`).
-Everything runs where passes run: on the training thread, or on torch's thread for a backward pass,
-while the training thread waits.
+A failed gather marks the step as lost without raising into the pass (`failed_collectives.py`). Runs
+where passes run: on the training thread, or on torch's thread for a backward pass, while the
+training thread waits.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ from shoal_worker.engine.step.failed_collectives import LosingStep
 
 
 class RanksInPasses:
-    """Ranks of a step. All of them gather in the same order."""
+    """Ranks of a step that gather tensors from each other in its passes. All ranks gather in the
+    same order."""
 
     def __init__(self, session: StrategySession, name: str) -> None:
-        """`name`: of the connection."""
+        """`name`: name of the connection."""
         self._session = session
         self._name = name
         self._generation: Group | None = None
-        """Group of the generation that `_apart` belongs to."""
+        """Group of the generation to which `_apart` belongs."""
         self._apart: Group | None = None
 
     @property
     def weight(self) -> float | None:
-        """This rank's fraction of the weight of the step's samples, 0 to 1; None if this pass is
-        not in a step with other ranks."""
+        """This rank's fraction of the weight of the step's samples, from 0 to 1. None if this pass
+        does not belong to a step with other ranks."""
         session = self._session
         step = session.step
         if step is None or step.share is None or session.is_joining:
@@ -47,8 +48,8 @@ class RanksInPasses:
 
     @property
     def in_micro_batches(self) -> bool:
-        """True if this pass belongs to one of a step's micro-batches, whose number differs between
-        ranks."""
+        """True if this pass belongs to a micro-batch of a step. The number of micro-batches may
+        differ between ranks."""
         step = self._session.step
         return step is not None and step.in_micro_batches and not self._session.is_joining
 
@@ -57,8 +58,8 @@ class RanksInPasses:
         self, own: torch.Tensor, *, before: Callable[[], None] = lambda: None
     ) -> torch.Tensor | None:
         """Gathers `own`, which has the same number of elements on every rank. Returns one flattened
-        row per rank; None if the step is lost. `before`: called once the ranks are connected; if it
-        raises MembershipChanged, the step is lost."""
+        row per rank, or None if the step is lost. `before`: called once the ranks are connected; if
+        it raises MembershipChanged, the step is lost."""
         step = self._session.step
         if step is None or step.lost is not None:
             return None
@@ -72,7 +73,7 @@ class RanksInPasses:
 
     @property
     def rank(self) -> int:
-        """This rank's row in the last gathered result."""
+        """Index of this rank's row in the last gathered result."""
         return self._apart.rank if self._apart is not None else 0
 
     def _connected(self) -> Group:

@@ -1,4 +1,4 @@
-"""A reversible update of one of several models, in a step that is not known to count."""
+"""A reversible update of one of several models, in a step whose outcome is not yet known."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from shoal_worker.engine.state.hidden_parameters import inside
 
 
 class TentativeUpdate:
-    """Values and state updated by an optimizer on this rank, before one update: doubles their
-    memory. Excludes the settings of its parameter groups. Owned by the training thread."""
+    """Copy of the values and the state that an optimizer updates on this rank, made before an
+    update. Doubles their memory. Excludes the settings of parameter groups. Owned by the training
+    thread."""
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
-        """Copies everything that `optimizer` is about to change; create it just before the
-        update."""
+        """Copies everything that `optimizer` is about to change. Created just before the update."""
         self._optimizer = optimizer
         with inside():
             self._updated = [piece for group in optimizer.param_groups for piece in group["params"]]
@@ -26,7 +26,7 @@ class TentativeUpdate:
         self.withdrawn = False
 
     def exchange(self) -> None:
-        """Restores the state before the update or, if that was done, the state after it."""
+        """Undoes the update or, if it is undone, repeats it."""
         optimizer = self._optimizer
         with inside(), torch.no_grad():
             now = [piece.detach().clone() for piece in self._updated]

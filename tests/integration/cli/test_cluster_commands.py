@@ -216,7 +216,7 @@ def test_ranks_that_nobody_has_yet_are_said_to_come(shared_shell: Shell, cluster
             command, "1", "--job", "starting", "--coordinator", shared_shell.cluster().coordinator
         )
         assert (status, out) == (1, "")
-        assert "rank 1: it has no ranks yet" in err
+        assert "rank 1: no rank is assigned yet" in err
         assert "its workers are still starting" in err
 
 
@@ -236,7 +236,7 @@ def test_of_several_clusters_the_newest_is_shown_and_the_others_are_named(
         assert status == 1
         told, error = err.splitlines()
         assert (
-            told == "shoal: job newest is that of the newest of 2 clusters on this machine; choose "
+            told == "shoal: showing job newest of the newest of 2 clusters on this machine; choose "
             "another with --job digits"
         )
         assert error.startswith("shoal: cannot reach a coordinator at 127.0.0.1:9 (")

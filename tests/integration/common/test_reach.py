@@ -88,7 +88,7 @@ def test_a_closed_port_is_named():
 
 def test_a_name_that_nobody_knows_is_named():
     found = obstacle(1, host="coordinator.invalid")
-    assert "the name 'coordinator.invalid' cannot be resolved" in found.cause
+    assert "the host name 'coordinator.invalid' cannot be resolved" in found.cause
     assert not found.permanent
 
 
@@ -127,7 +127,7 @@ def test_a_certificate_for_another_name_is_named(serve, ours):
         serve(SERVICE(), tls=ours.pair("elsewhere.test")).port,
         tls=TlsSettings(authority=ours.authority),
     )
-    assert "the server's certificate is not for '127.0.0.1'" in found.cause
+    assert "the server's certificate is not valid for '127.0.0.1'" in found.cause
     assert found.permanent
 
 

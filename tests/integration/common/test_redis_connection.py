@@ -113,7 +113,7 @@ def test_an_embedded_url_is_explained():
 
 
 def test_timeouts_are_given_once():
-    with pytest.raises(ConfigurationError, match="twice"):
+    with pytest.raises(ConfigurationError, match="along with RedisSettings"):
         connect(RedisSettings(url="redis://127.0.0.1:1"), command_timeout=timedelta(seconds=1))
     with pytest.raises(ConfigurationError, match="retries=-1"):
         RedisSettings(url="redis://127.0.0.1:1", retries=-1)

@@ -220,7 +220,7 @@ def test_roles_must_be_said_for_exactly_the_services_methods():
         f"/shoal.v1.Coordinator/{m.name}"
         for m in pb.DESCRIPTOR.services_by_name["Coordinator"].methods
     ]
-    with pytest.raises(ConfigurationError, match=r"lacks /shoal\.v1\.Coordinator/CreateJob"):
+    with pytest.raises(ConfigurationError, match=r"is missing /shoal\.v1\.Coordinator/CreateJob"):
         server(dict.fromkeys(names[1:], frozenset()))
     with pytest.raises(ConfigurationError, match=r"does not have: /shoal\.v1\.Coordinator/Typo"):
         server(dict.fromkeys([*names, "/shoal.v1.Coordinator/Typo"], frozenset()))

@@ -242,7 +242,7 @@ def test_a_join_is_checked_field_by_field(channel: grpc.Channel, field: str, val
     status, reason, message = outcome_of(channel, "JoinSession", join.SerializeToString())
     assert (status, reason) == (grpc.StatusCode.INVALID_ARGUMENT, "REQUEST_INVALID")
     assert message.startswith(
-        f"join.{field} of 32 characters" if field == "donor_key" else f"join.{field}="
+        f"join.{field} has 32 characters" if field == "donor_key" else f"join.{field}="
     )
 
 

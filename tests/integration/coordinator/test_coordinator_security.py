@@ -136,7 +136,7 @@ def test_a_token_for_one_job_does_nothing_in_another(channel: grpc.Channel, meth
     metadata = ("authorization", f"Bearer {role}-of-mine")
     status, details = status_and_details(channel, method, _naming(method, "theirs"), metadata)
     assert status is grpc.StatusCode.PERMISSION_DENIED, details
-    assert "is for job 'mine', not for 'theirs'" in details
+    assert "is for job 'mine', not 'theirs'" in details
     for own in ("mine", "mine.nodes"):
         status, details = status_and_details(channel, method, _naming(method, own), metadata)
         assert status is not grpc.StatusCode.PERMISSION_DENIED, details

@@ -315,7 +315,7 @@ def test_a_token_for_one_job_shows_that_one_alone(guarded: Coordinator) -> None:
     for path in ("/api/job", "/api/events"):
         assert told(guarded, f"{path}?job=train", token="t-token")
         status, text, _ = answer(guarded, f"{path}?job=another", token="t-token")
-        assert (status, "for job 'train', not for 'another'" in text) == (
+        assert (status, "for job 'train', not 'another'" in text) == (
             HTTPStatus.FORBIDDEN,
             True,
         ), text

@@ -187,7 +187,7 @@ def test_a_preempted_run_says_so_and_names_those_who_did_not_leave_in_time(shell
     assert command.stdout.count("heard") == 1
     assert "again" not in command.stderr
     assert re.search(
-        r"killing rank 0 \(pid \d+\) after 1 s \(--shutdown-timeout\): a checkpoint that is still",
+        r"killing rank 0 \(pid \d+\) after 1 s \(--shutdown-timeout\); a checkpoint that is still",
         command.stderr,
     )
 

@@ -252,7 +252,7 @@ def test_a_machine_that_is_started_again_early_waits_for_the_others_to_leave(
         lambda: "run 1 of job default was completed" in early.stderr,
         "its word on whom it waits for",
     )
-    assert "1 of its members are still there" in early.stderr
+    assert "1 of its members have not left yet" in early.stderr
     os.kill(stopped.pid, signal.SIGCONT)
     assert nodes[1].wait() == 0, nodes[1].stderr
     other = shell.start(

@@ -254,7 +254,7 @@ def test_each_error_is_told_once_and_says_what_to_do(drive: Any) -> None:
     assert not_sent[0] == "ConfigurationError"
     assert "cannot pickle the function or its arguments" in not_sent[2]
     assert not_returned[0] == "ConfigurationError"
-    assert "returned (lock) cannot be pickled" in not_returned[2]
+    assert "cannot pickle the return value of" in not_returned[2]
     assert no_script[0] == "ConfigurationError"
     assert "'nowhere.py'" in no_script[2]
 

@@ -261,7 +261,7 @@ def test_a_run_trains_over_tls_and_a_replacement_takes_its_state(cluster: Cluste
     assert {job["job_id"] for job in json.loads(out)} >= {"ddp"}, err
     for holder, said in (
         ("viewer", "role viewer may not call"),
-        ("worker@async", "is for job 'async', not for 'ddp'"),
+        ("worker@async", "is for job 'async', not 'ddp'"),
     ):
         status, _, err = cluster.asked(
             holder, "status" if "@" in holder else "stop", "--job", "ddp"

@@ -278,7 +278,7 @@ def test_workers_start_fresh_when_the_warm_process_is_stopped(
         (stopped,) = set(psutil.Process().children()) - others
         stopped.send_signal(signal.SIGSTOP)
         assert ended(both.start(script)) == (ExitStatus(0), "ran\n", "")
-        assert "the warm process did not answer: TimeoutError" in both.notes[0]
+        assert "the warm process did not respond: TimeoutError" in both.notes[0]
     finally:
         both.close()
     assert not stopped.is_running()

@@ -91,7 +91,7 @@ def test_a_loss_that_is_no_number_and_an_output_without_one_are_refused() -> Non
 
     with pytest.raises(
         ConfigurationError,
-        match=r"the loss of a micro-batch is \(2,\): expected a tensor of one element",
+        match=r"the loss of a micro-batch is \(2,\); expected a tensor of one element",
     ):
         run_line(2, unreduced)
     with pytest.raises(

@@ -166,7 +166,7 @@ def test_rows_that_cannot_be_of_the_bucket_are_refused(member: TableMember) -> N
     image = read_bucket(memoryview(read(member.client, 0)))
     rows = image.rows
     wrong = {
-        "each once": replace(rows, ids=rows.ids[::-1].copy()),
+        "unique ids": replace(rows, ids=rows.ids[::-1].copy()),
         "another bucket": replace(rows, ids=np.arange(len(rows.ids))),
         "NaN or infinity": replace(rows, values=np.full_like(rows.values, np.inf)),
         "rows is": replace(rows, values=rows.values[:, 1:].copy()),

@@ -582,7 +582,7 @@ def test_a_whole_fit_stops_when_the_metric_does_not_improve(session: Session) ->
 
 def test_closures_are_refused(session: Session) -> None:
     _, optimizer = distributed()
-    with pytest.raises(ConfigurationError, match="closures"):
+    with pytest.raises(ConfigurationError, match="a closure would run the backward pass again"):
         optimizer.step(lambda: None)
 
 
@@ -601,7 +601,9 @@ def test_accumulating_over_batches_is_refused_with_a_remedy_for_leased_batches(
     batches = iter(shoal.ElasticDataLoader(problem(), batch_size=8))
     next(batches)
     backward(model)
-    with pytest.raises(PreconditionError, match=r"take a larger batch_size= and run a pass on"):
+    with pytest.raises(
+        PreconditionError, match=r"pass a larger batch_size= to the loader and run a pass on"
+    ):
         next(batches)
 
 

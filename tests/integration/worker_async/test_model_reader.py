@@ -192,7 +192,7 @@ def test_closing_a_reader_ends_the_call_that_waits() -> None:
         reader.close()
         with pytest.raises(UnavailableError, match="this reader is closed"):
             waiting.result(timeout=30)
-    with pytest.raises(UnavailableError, match="make a new one"):
+    with pytest.raises(UnavailableError, match="create a new one"):
         reader.state_dict()
 
 

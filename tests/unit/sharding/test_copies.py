@@ -83,7 +83,7 @@ def test_a_shard_that_is_copied_already_is_not_copied_again() -> None:
 
 
 def test_a_cut_that_has_lost_a_shard_is_lost() -> None:
-    with pytest.raises(ShardsLostError, match="nobody holds 1 of the model's 4 shards"):
+    with pytest.raises(ShardsLostError, match="no rank holds 1 of the model's 4 shards"):
         holders_of(4, gone=[1, 2])
 
 

@@ -59,7 +59,7 @@ def test_a_new_optimizer_is_a_declaration() -> None:
         built.step(own.grad)
     assert there.equal(own.detach())
     assert {name for name, *_ in built.state()} <= settings.state_names
-    with pytest.raises(InvalidRequestError, match="momentum_decay decides which state nadam keeps"):
+    with pytest.raises(InvalidRequestError, match="momentum_decay determines the state of nadam"):
         settings.changed({"momentum_decay": 0.0}, [])
 
 

@@ -272,5 +272,5 @@ def test_a_shard_that_neither_its_rank_nor_its_mirror_holds_any_more_is_lost() -
         shards=3,
         mirrored=2,
     )
-    with pytest.raises(StateLostError, match="nobody holds 1 of the model's 3 shards"):
+    with pytest.raises(StateLostError, match="no rank holds 1 of the model's 3 shards"):
         next(gather(LocalChannel(), [RankParts(cut=cut, runs={})], unused))

@@ -97,7 +97,7 @@ LINEAR = nn.Linear(2, 2)
         ),
         (
             lambda: train_with(lambda out, y: 0.5),
-            "the loss is 0.5: expected a tensor of one element",
+            "the loss is 0.5; expected a tensor of one element",
         ),
         (lambda: evaluate_with(3), "evaluate: fn returned 3; expected a dict of sums"),
         (lambda: evaluate_with({"right": X}), "expected a dict of sums"),

@@ -36,7 +36,7 @@ def test_the_next_rank_goes_on_when_the_one_that_writes_is_killed(
     assert {step for step, _ in losses} == set(range(1, STEPS + 1)) - {KILLED}, (
         "it was killed before it told that one"
     )
-    assert [step for step, text in texts(tmp_path / "runs") if "2 ranks, 3 before" in text] == [
+    assert [step for step, text in texts(tmp_path / "runs") if "2 ranks, previously 3" in text] == [
         KILLED + 1
     ]
 

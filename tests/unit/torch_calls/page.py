@@ -59,10 +59,10 @@ computation over these parameters behaves as over `model.parameters()`: it is ri
 error that names the replacement. `model.gather_full_parameters()` returns full values on every
 rank, and `optimizer.state_dict()` the full state.
 
-If a rank has only the state of its pieces, `optimizer.state[p]` raises. Step hooks, of one
-optimizer or of all (`torch.optim.optimizer.register_optimizer_step_post_hook`), would receive the
-optimizer of the pieces, so `optimizer.step()` raises if there are any. See
-[why](explanation/consistency.md#parameters-whose-values-are-elsewhere).
+If a rank has only the state of its pieces, `optimizer.state[p]` raises. If there are step hooks,
+for one optimizer or for all (`torch.optim.optimizer.register_optimizer_step_post_hook`),
+`optimizer.step()` raises, because the hooks would receive the optimizer of the pieces
+([why](explanation/consistency.md#parameters-whose-values-are-elsewhere)).
 
 Make calls that change values (`load_state_dict`, `p.mul_`, `nn.init`) on every rank in the same
 way, as in torch's own data parallelism.

@@ -27,7 +27,7 @@ class Strategy:
     sent: str
     """Traffic of a rank in a step."""
     a_death: str
-    """Effect of a rank's death: "a rank that dies ..."."""
+    """Effect of a rank's death."""
     options: frozenset[str] = frozenset()
     """Keyword arguments of `as_distributed` specific to this strategy."""
     settings: frozenset[str] = frozenset()

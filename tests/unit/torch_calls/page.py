@@ -125,9 +125,9 @@ way, as in torch's own data parallelism.
   Shoal detects the write if it changes one of a few compared elements in host memory. If only
   torch's count of in-place changes reveals the write, Shoal warns once and then compares all
   elements. Writes within a round of inner steps are part of what the round pushes.
-- If a step is aborted, everything that its passes changed is restored: buffers, written parameters,
-  extra state, and tensors and numbers in attributes of modules (under `tensor`, `pipeline` and
-  `hybrid`, only tensors).
+- If a step is aborted, Shoal restores everything that its passes changed: buffers, written
+  parameters, extra state, and tensors and numbers in attributes of modules (under `tensor`,
+  `pipeline` and `hybrid`, only tensors).
 - A joiner does not receive attributes of modules: they have the values that the constructor set.
   The same is true after `shoal.resume`, as in plain torch. If a pass changes an attribute and later
   passes use it, make it a buffer or return it from `get_extra_state()`.

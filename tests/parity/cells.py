@@ -20,8 +20,8 @@ BACKENDS: Final = ("inmemory", "gloo", "mpi")
 CHECKS: Final = {
     "float64": "in float64, the parameters agree with those of one process to 1e-10",
     "float32": "in float32, they agree to 1e-5",
-    "bitwise": "with `deterministic=True`, float32 parameters and buffers are bitwise those of a world "
-    "of one",
+    "bitwise": "with `deterministic=True`, float32 parameters and buffers are bitwise those of a "
+    "world of one",
 }
 
 

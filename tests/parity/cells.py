@@ -18,9 +18,9 @@ WORLDS: Final = (2, 3, 4)
 BACKENDS: Final = ("inmemory", "gloo", "mpi")
 """Backends that need no GPU."""
 CHECKS: Final = {
-    "float64": "in float64 the parameters are those of one process, to 1e-10",
-    "float32": "in float32 they are, to 1e-5",
-    "bitwise": "with `deterministic=True` parameters and buffers in float32 are bitwise those of a "
+    "float64": "in float64, the parameters agree with those of one process to 1e-10",
+    "float32": "in float32, they agree to 1e-5",
+    "bitwise": "with `deterministic=True`, float32 parameters and buffers are bitwise those of a "
     "world of one",
 }
 
@@ -64,7 +64,7 @@ ROWS: Final[Mapping[str, Row]] = {
     "fsdp": Row(strategy="fsdp"),
     "hsdp": Row(
         strategy="hsdp",
-        says="2 ranks a replica, of 3 one",
+        says="2 ranks per replica, or 1 if there are 3",
         options={"shard_size": 2},
         by_world={3: {"shard_size": 1}},
     ),
@@ -94,7 +94,7 @@ ROWS: Final[Mapping[str, Row]] = {
     ),
     "hybrid": Row(
         strategy="hybrid",
-        says="2 stages, in 4 also split in 2",
+        says="2 stages, with 4 ranks also 2 tensor-parallel parts",
         options={"pipeline_parallel_size": 2, "micro_batches": 4},
         by_world={4: {"tensor_parallel_size": 2}},
         worlds=(2, 4),
@@ -103,14 +103,14 @@ ROWS: Final[Mapping[str, Row]] = {
     ),
     "hybrid_zero1": Row(
         strategy="hybrid",
-        says="2 x 2 replicas, whose optimizer state is cut",
+        says="2 x 2 replicas, sharded optimizer state",
         options={"tensor_parallel_size": 2, "data_parallel_strategy": "zero1"},
         worlds=(4,),
         divided=True,
     ),
     "hybrid_zero2": Row(
         strategy="hybrid",
-        says="2 stages x 2 replicas, zero-bubble, gradients cut as well",
+        says="2 stages x 2 replicas, zero-bubble, gradients sharded too",
         options={
             "pipeline_parallel_size": 2,
             "micro_batches": 2,
@@ -124,7 +124,7 @@ ROWS: Final[Mapping[str, Row]] = {
     ),
     "hybrid_fsdp": Row(
         strategy="hybrid",
-        says="2 x 2 replicas, parameters cut as well",
+        says="2 x 2 replicas, parameters sharded too",
         options={"tensor_parallel_size": 2, "data_parallel_strategy": "fsdp"},
         worlds=(4,),
         divided=True,

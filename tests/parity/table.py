@@ -36,44 +36,50 @@ _MODELS = {
 
 _TEXT = """# The parity matrix
 
-What this says is what the tests check: each combination below trains for a few steps and is
-compared with one process in plain torch. `make test` runs a part that has every row and every
-column ({part} of {all}), `make parity` the others. The tests are in `tests/parity`, and write this
-page from the list of cells that they run.
+Each combination in the tables below trains for a few steps, and a test compares the result with
+that of one process in plain torch. `make test` runs a selection that covers every row and every
+column ({part} of {all}); `make parity` runs the others. The tests are in `tests/parity`, and this
+page is generated from their list of combinations.
 
-Each entry stands for two optimizers: SGD with momentum and weight decay, and AdamW. Its letters:
+Each entry covers two optimizers: SGD with momentum and weight decay, and AdamW. The letters in an
+entry mean:
 
 {signs}
 
-A number is a note: there the combination is refused, with that error.
+A number refers to a note at the end of the page: Shoal refuses that combination with the error in
+the note. An empty entry means that the layout does not fit the number of ranks.
 
-One process trains on the whole batch. Where a BatchNorm makes the loss depend on how samples are
-grouped, it accumulates the same micro-batches. Gradients are clipped by their global norm, but in
-the bitwise cells. For `local_sgd` the one process trains a replica for each rank, on the samples
-that this rank was given, and averages their parameters every {every} steps. For `async_sgd` one
-worker trains with its servers: several are not to give what one does. Pipelines cut the whole batch
-themselves, into micro-batches as the one process does; where nothing stands, the number of ranks
-does not fit the layout.
+The single process trains on the whole batch. If a BatchNorm makes the loss depend on the grouping
+of samples, the process accumulates the same micro-batches as the ranks. Gradients are clipped by
+their global norm, except in the bitwise tests.
+
+- `local_sgd`: the single process trains one replica per rank, on the samples of that rank, and
+  averages the replicas' parameters every {every} steps.
+- `async_sgd`: a single worker trains with its servers, because the result of several workers
+  differs from that of one process.
+- Pipelines split the whole batch themselves, into the same micro-batches as the single process.
 
 {table}
 
 {asynchronous}
 
-What else a loop does, on in-memory ranks, compared with one process that does the same, random
-numbers included (`tensor`, and `hybrid` without stages, with `dropout="as_one_process"`). `r`: to
-1e-3 or 2e-3, because ranks round to bfloat16 what each has summed. `o`: pipeline stages draw
-numbers of their own; all ranks end with the same parameters, and so does a second run, bitwise.
+The next table covers other features of a training loop, on in-memory ranks. The single process
+uses the same features and the same random numbers (`tensor`, and `hybrid` without stages, use
+`dropout="as_one_process"`). `r`: results agree to 1e-3 or 2e-3, because each rank rounds its sums
+to bfloat16. `o`: pipeline stages draw their own random numbers; all ranks end with the same
+parameters, and a second run is bitwise identical.
 
 {variations}
 
-`gradient_compression=`, on in-memory ranks, after 30 steps of plain SGD, all ranks ending alike.
-`<`: parameters are off by no more than the compressor rounds, of how far they have moved; `%`: of
-what one process learns without compression, at least so much is learned.
+The last table covers `gradient_compression=` on in-memory ranks, after 30 steps of plain SGD; all
+ranks end with the same parameters. `<`: the error of the parameters, relative to how far they have
+moved, is at most the compressor's rounding error. `%`: the loss decreases by at least this share of
+the decrease without compression.
 
 {compressors}
 {notes}
-nccl is not here, since it needs a GPU: `tests/unit/worker_backends/test_nccl.py` has what is
-checked of it.
+The tables do not include nccl, because it needs a GPU. Its tests are in
+`tests/unit/worker_backends/test_nccl.py`.
 """
 
 

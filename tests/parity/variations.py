@@ -163,13 +163,13 @@ VARIATIONS: Final[dict[str, Variation]] = {
     ),
     "recomputed": Variation(says="activation checkpointing", model="gpt", prepare=_recompute),
     "dropout": Variation(
-        says="dropout, in what is computed again",
+        says="dropout in recomputed layers",
         model="gpt",
         prepare=_drop,
         micro=True,
         draws=True,
     ),
-    "unused": Variation(says="layers used now and then, or never", prepare=_skip, micro=True),
+    "unused": Variation(says="layers used sometimes, or never", prepare=_skip, micro=True),
     "uneven": Variation(says="a last step with fewer samples than ranks", samples=17),
     "train_step": Variation(says="`train_step`", train_step=True),
     "accumulated": Variation(
@@ -187,7 +187,7 @@ VARIATIONS: Final[dict[str, Variation]] = {
         clips=False,
     ),
     "whole_matrices": Variation(
-        says="an optimizer that wants whole matrices (Adafactor)",
+        says="an optimizer that needs full matrices (Adafactor)",
         optimizer=lambda net: torch.optim.Adafactor(net.parameters(), lr=0.01),
     ),
     "checkpointed": Variation(

@@ -27,7 +27,7 @@ class DDPModel(ShardedModel):
         engine=lambda setup: ReplicatedEngine(setup, step_tables(setup)),
         memory="P + G + O",
         sent="2P(N-1)/N",
-        a_death="loses nothing: all hold all",
+        a_death="nothing is lost: every rank has the full state",
         compressor="powersgd",
         complex_parameters=True,
         keeps_memory=True,

@@ -28,7 +28,7 @@ class Strategy:
     sent: str
     """Bytes sent by a rank per step."""
     a_death: str
-    """Effect of the failure of a rank, as a text that completes "a rank that dies ..."."""
+    """Effect of a rank's death."""
     options: frozenset[str] = frozenset()
     """Keyword arguments of `as_distributed` specific to this strategy."""
     settings: frozenset[str] = frozenset()

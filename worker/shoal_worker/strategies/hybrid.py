@@ -131,8 +131,8 @@ class HybridShardedModel(ShardedModel):
     declaration: ClassVar[Strategy] = Strategy(
         name="hybrid",
         engine=_engine,
-        memory="(P + G + O)/(p t); with zero2 along d (P + (G + O)/d)/(p t), with fsdp (P + G + "
-        "O)/(p t d) and what is gathered",
+        memory="(P + G + O)/(p t); with zero2 along d: (P + (G + O)/d)/(p t); with fsdp: "
+        "(P + G + O)/(p t d) and the gathered blocks",
         sent="the sum of tensor's, pipeline's and 2(P/(p t))(d-1)/d",
         a_death="as tensor",
         options=_SIZES | TENSOR_OPTIONS | PIPELINE_OPTIONS | {"data_parallel_strategy"},

@@ -29,7 +29,7 @@ class LocalSGDModel(ShardedModel):
         engine=LocalSGDEngine,
         memory="P + G + O",
         sent="2P(N-1)/(N k)",
-        a_death="costs the round: it is done again",
+        a_death="the round is repeated",
         options=frozenset(field.name for field in dataclasses.fields(RoundOptions)),
         complex_parameters=True,
         why_one_model="its ranks average at the end of a round of steps, and a model whose "

@@ -39,7 +39,7 @@ class PipelineParallelModel(ShardedModel):
         name="pipeline",
         engine=_engine,
         memory="the stage's share, and micro-batches in flight",
-        sent="activations at stage borders",
+        sent="activations between stages",
         a_death="as tensor",
         options=PIPELINE_OPTIONS | {"pipeline_parallel_size"},
         why_one_model="train_step runs both passes of the stages together, so a loss cannot depend "

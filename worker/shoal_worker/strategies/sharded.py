@@ -50,7 +50,7 @@ _ZERO1 = Strategy(
     engine=functools.partial(ShardedEngine, stage=Stage.OPTIMIZER, groups=in_buckets),
     memory="P + G + O/N",
     sent="2P(N-1)/N",
-    a_death="loses nothing: its shard is mirrored",
+    a_death="nothing is lost: its shard is mirrored",
     options=OPTIONS,
     settings=SETTINGS,
     compressor="topk",
@@ -77,8 +77,8 @@ _HSDP = dataclasses.replace(
     name="hsdp",
     engine=_hybrid,
     memory="(P + G + O)/S + two blocks",
-    sent="3P(S-1)/S within, 2(P/S)(R-1)/R between",
-    a_death="loses nothing: other replicas have its shard",
+    sent="3P(S-1)/S within a replica, 2(P/S)(R-1)/R between replicas",
+    a_death="nothing is lost: other replicas have its shard",
     options=OPTIONS | {"shard_size"},
     compressor=None,  # most traffic stays within a host
 )

@@ -40,8 +40,8 @@ class TensorParallelModel(ShardedModel):
         name="tensor",
         engine=_engine,
         memory="(P + G + O)/N of split layers",
-        sent="2 all-reduces of activations a block and direction",
-        a_death="loses nothing with a second replica; else back to the checkpoint",
+        sent="2 all-reduces of activations per block and direction",
+        a_death="nothing is lost with a second replica; else the run returns to its checkpoint",
         options=TENSOR_OPTIONS | {"tensor_parallel_size"},
         several_models=True,
     )

@@ -100,8 +100,8 @@ class Life(Protocol):
         ...
 
     def check_wanted(self, native: Native) -> None:
-        """If the end began while the group connected, aborts the group and raises
-        GroupEndedError."""
+        """Aborts `native` and raises GroupEndedError if the end of the group began while `native`
+        connected."""
         ...
 
     def has_ended(self, work: Work) -> bool:

@@ -263,8 +263,7 @@ class DeviceGroup(ForwardingGroup):
         self._native = None
 
     def raise_if_ended(self) -> None:
-        """If the group has ended, waits until none of its kernels runs and raises
-        GroupEndedError."""
+        """Raises GroupEndedError if the group has ended, once none of its kernels runs."""
         if self.reason is not None:
             self.ending.wait()
             raise GroupEndedError(self.reason)

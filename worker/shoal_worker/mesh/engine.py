@@ -1,15 +1,16 @@
-"""The engine of tensor, pipeline and hybrid: the model's layers and stages are on different ranks,
-which together hold one replica.
+"""The engine of tensor, pipeline and hybrid: several ranks together have one replica, with the
+model's layers and stages on different ranks.
 
 One engine covers three axes (`layouts.py`): `tensor` and `pipeline` have a single rank on the other
-axes, and `hybrid` uses all. The model's layers communicate during passes, along the tensor axis and
-between stages. A step ends as described in `engine/partitioned.py`. Its gradients are final once
-those of this rank's part, accumulated over the micro-batches, are summed over the replicas and, if
-replicas hold shards of the sums (`data_axis.py`), sent to the ranks that mirror them. After a
-failure the state is split for the remaining ranks (`reshard`) from the parts that any of them
-holds. A part that no rank holds is lost: see docs/strategies/hybrid.md.
+axes, and `hybrid` uses all axes. The model's layers communicate during passes, along the tensor
+axis and between stages. A step ends as described in `engine/partitioned.py`. Each rank accumulates
+the gradients of its part over the micro-batches. The gradients are final once they are summed over
+the replicas and, if replicas have shards of the sums (`data_axis.py`), sent to the ranks that
+mirror these shards. After a failure the state is split for the remaining ranks (`reshard`) from the
+parts that are still on any of them. A part that is on no rank is lost: see
+docs/strategies/hybrid.md.
 
-`rank_mesh.py` holds the current division of the ranks, and `parts.py` this rank's part of the
+`rank_mesh.py` contains the current division of the ranks, and `parts.py` this rank's part of the
 model. Everything runs on the training thread.
 """
 
@@ -63,7 +64,7 @@ from shoal_worker.torch_internals import after_backward, pytree
 
 
 class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
-    """State and steps of a model that several ranks hold together."""
+    """State and steps of a model that is split over several ranks."""
 
     def __init__(self, setup: Setup, plan: MeshPlan) -> None:
         super().__init__(setup)
@@ -93,15 +94,17 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             plan.sharding.blocks(self._template.module)
         self.layouts = Layouts(plan, self._template)
         self._knows_others = False
-        """True if this is one of several models and `layouts` know the others' constraints."""
+        """True if there are several models and `layouts` already has the constraints of the
+        others."""
         self._mesh: RankMesh | None = None
-        """None until the first step, in a spare, and after its creation has failed."""
+        """This rank's mesh. None before the first step, on a spare, and after a failed attempt to
+        create the mesh."""
         self._in_passes = False
         """True if a forward pass is waiting for its backward pass."""
         self._begun = -1
         """Number of applied steps when the last step began."""
         self._came = False
-        """True if a backward pass of the step in progress has begun."""
+        """True if a backward pass of the current step has begun."""
         self._standing_in: nn.Module | None = None
         self._build()
 
@@ -111,7 +114,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Extends `PartitionedEngine.attach`. Raises ConfigurationError if the model cannot be
-        split for the ranks with which the job begins."""
+        split over the ranks with which the job begins."""
         super().attach(optimizer)
         session = self._session
         if self._setup.several and not self._knows_others:
@@ -124,11 +127,11 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         refuse_loading(self.module)
         self._writes: list[WrittenParameters] = []
         self._piece_writes = WrittenParameters((), self.strategy)
-        """Writes to the pieces that `_writes_of` has laid out."""
+        """Writes to the pieces for the mesh in `_writes_of`."""
         self._writes_of: RankMesh | None = None
         self._attributes = ModuleAttributes(self.module, numbers=False)
         self._looked = False
-        """True if a step of this process was checked for writes through `.data`."""
+        """True if a step of this process was already checked for writes through `.data`."""
         return ModelParts(
             self.module,
             self._template,
@@ -187,16 +190,17 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def idle(self) -> bool:
-        """True if this rank is a spare: no complete replica could be formed with it."""
+        """True if this rank is a spare: there are too few ranks for one more complete replica."""
         return self._parts is not None and self._parts.is_empty
 
     replaces_parameters = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass on all ranks of a replica together.
+        """Runs the module's forward pass. All ranks of a replica run it together.
 
         Raises:
-            ConfigurationError: a pipeline in training: only train_step can run a batch through it.
+            ConfigurationError: the model is a pipeline in training mode; only train_step can run a
+                batch through it.
         """
         training = self._trains
         if training and self.module.training and self._plan.pipelined:
@@ -245,8 +249,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return output
 
     def _await_gradients(self, output: Any) -> None:
-        """Keeps the module's parameters visible until a backward pass has run through it or the
-        step is over."""
+        """Keeps the module's parameters visible until a backward pass has run through `output` or
+        the step is over."""
         if self._parts is not None:
             self._parts.hidden.show()
             self._in_passes = True
@@ -270,7 +274,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._held.hidden.hide()
 
     def _begin_pass(self) -> bool:
-        """Prepares passes of training. Returns True if they are part of a step."""
+        """Prepares the passes of training. Returns True if the passes are part of a step."""
         step = self._session.ensure_step()
         if step is not self._session.step:
             return False  # a joiner's pass ahead of its loop
@@ -341,8 +345,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """Implements `ShardedModel.predict`. All ranks of a replica call it with the same inputs
-        and get the same outputs."""
+        """Implements `ShardedModel.predict`. All ranks of a replica call this method with the same
+        inputs and get the same outputs."""
         if self._ahead:
             return call_module(self._stand_in().eval(), inputs)
         self._note_pass()
@@ -353,7 +357,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Implements `ShardedModel.generate`. Each rank computes with its part of each layer,
-        unless parameters are elsewhere between passes."""
+        unless some parameters are on other ranks between passes."""
         if self._plan.pipelined or self._plan.sharding is not None:
             return super().generate(*args, **kwargs)
         if self._options.get("loss_parallel"):
@@ -373,15 +377,15 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return module.generate(*args, **kwargs)
 
     def _note_pass(self) -> None:
-        """Records that the ranks of the replica are about to communicate in a pass, in a step or
-        between steps."""
+        """Records that the ranks of the replica are about to communicate in a pass, within a step
+        or between steps."""
         step = self._session.step
         if step is not None and self._mesh is not None:
             step.issues(FORWARD)
 
     @contextlib.contextmanager
     def _passing(self) -> Iterator[None]:
-        """Makes all parameters visible within the context, while the module computes."""
+        """Makes all parameters visible while the module computes within the context."""
         if self._parts is None or self._in_passes:
             yield
             return
@@ -393,13 +397,14 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def _ahead(self) -> bool:
-        """True if this process's script is not at the same point as its peers', which would not
-        answer, or a failure has left the model assigned to nobody and the step is lost."""
+        """True if no peer would answer, or the model is on no rank. In the first case this
+        process's script is at another point than the scripts of its peers. In the second case a
+        failure has interrupted the division of the ranks, and the step is lost."""
         return self.is_sharded and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
-        """Returns a module for such a script, with outputs that nobody uses: the module itself if
-        it is whole."""
+        """Returns a module whose outputs are not used, for a rank that cannot reach its peers.
+        Returns the module itself if it is not split."""
         if not self.is_sharded:
             return self.module
         if self._standing_in is None:
@@ -415,8 +420,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         )
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        """Runs inputs through the pipeline. A failure in a step marks the step lost; nothing is
-        raised into the user's loop, and the outputs are meaningless. A failure in an operation
+        """Runs inputs through the pipeline. A failure within a step marks the step lost: no error
+        is raised into the user's loop, and the outputs are meaningless. A failure in an operation
         between steps is raised, and the operation is repeated."""
         with LosingStep(self._session, raises_outside=True):
             return self._laid_out.predict(inputs)
@@ -443,8 +448,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """Captures the state for `TrainingEngine`: all of it before the first step, and later the
-        part that every rank has."""
+        """Captures the state for `TrainingEngine`: the whole state before the first step, and
+        afterwards the part that every rank has."""
         if not self.is_sharded:
             own = {
                 "model": ModuleState(self.module).captured(),
@@ -546,16 +551,16 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @torch.no_grad()
     def consolidate(self, channel: Channel) -> None:
-        """Implements `TrainingEngine.consolidate`: some ranks may have begun the first step and
+        """Implements `TrainingEngine.consolidate`. Some ranks may have begun the first step and
         split the model for ranks that are gone."""
         if self._parts is not None and self._parts.make_whole_again(channel):
             self._mesh = None
 
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
-        """Divides the ranks again. `gathered`: assemble the state from the ranks' parts; otherwise
-        each rank has all of it.
+        """Divides the ranks again. `gathered`: True to assemble the state from the ranks' parts;
+        False if each rank has the whole state.
 
-        A failure at any point leaves every rank with its previous parts, so that they can be
+        A failure at any point leaves every rank with its previous parts, so that the ranks can be
         divided again.
         """
         held, axes = self._held, self.layouts.axes(group.world_size)
@@ -699,8 +704,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return word, vars(payload)
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns unsplit parameters and buffers, which are equal on all ranks; stages have none in
-        common. See `TrainingEngine`."""
+        """Implements `TrainingEngine.whole_everywhere`: returns unsplit parameters and buffers,
+        which are equal on all ranks. Pipeline stages have none in common."""
         mesh, held = self._mesh, self._held
         if mesh is None or mesh.cut.axes.pipeline > 1:
             return {}
@@ -729,7 +734,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return self._piece_writes
 
     def _agree_on_extremes(self, mesh: RankMesh, step: Step, share: Share) -> None:
-        """Compares extremes with the ranks that hold the same part. Raises MembershipChanged."""
+        """Compares extremes with the ranks that have the same part. Raises MembershipChanged."""
         extremes = mesh.buffers.extremes
         if extremes:
             extremes.refuse_other_shapes(self.strategy)
@@ -805,7 +810,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return self._mesh is not None and self._mesh.buffers.size > 0
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Implements `Engine.check_state`. A model on the meta device is created from it."""
+        """Implements `Engine.check_state`. Creates the parameters of a model on the meta device
+        from the state."""
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 
@@ -822,7 +828,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank's replica of the model; 0 in a spare."""
+        """Index of this rank's replica of the model; 0 on a spare."""
         at = self.layouts.axes(self._session.world_size).at(self._session.rank)
         return at.data if at is not None else 0
 
@@ -860,14 +866,14 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return whole | {"buffers": unsaved} if unsaved else whole
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns this rank's part for comparison with ranks of other replicas that hold the same;
-        see `TrainingEngine`."""
+        """Implements `TrainingEngine.in_common`: returns this rank's part, for comparison with
+        ranks of other replicas that have the same part."""
         return self._held.in_common() if self._mesh is not None else {}
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """Implements `TrainingEngine.whole_for`. The whole model has to fit on each rank beside its
-        part."""
+        """Implements `TrainingEngine.whole_for`. The whole model has to fit on each rank in
+        addition to the rank's part."""
         if self._parts is None or not self.is_sharded:
             yield
             return
@@ -882,13 +888,12 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             self._show(own)
 
     def _show(self, module: nn.Module) -> None:
-        """Makes `module` the one that passes compute with, and the one that `ShardedModel.module`
-        is."""
+        """Uses `module` in passes and shows it as `ShardedModel.module`."""
         self.module = module
         self._setup.show(module)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Returns a plain module as the user wrote it; see `Engine`."""
+        """Implements `Engine.clone`: returns a plain module as the user wrote it."""
         return self._whole_module(self._whole_state())
 
     @override

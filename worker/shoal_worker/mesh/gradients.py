@@ -1,8 +1,8 @@
-"""This rank's gradients of a step: accumulated over micro-batches by weight, then summed over the
+"""This rank's gradients in a step: accumulated over micro-batches by weight, then summed over the
 replicas.
 
-The changes of the buffers and the set of used parameters are summed with them. This module does not
-decide how a step ends. Owned by the training thread.
+The changes of the buffers and the set of used parameters are summed with the gradients. This module
+does not decide how a step ends. Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from shoal_worker.sharding.unit import Reducing, Stage, Unit
 # --------------------------------------------------------------------- whole on each rank of a part
 
 _SMALLEST: Final = 1e-12
-"""A float32 norm below this may miss squares that float32 has rounded to zero."""
+"""Norm in float32 below which squares may have been rounded to zero."""
 
 
 class MeshGradients(abc.ABC):
@@ -45,8 +45,8 @@ class MeshGradients(abc.ABC):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """Creates empty gradients. `buffers`: of the part. `averages`: losses are means, so
-        gradients are weighted by the number of samples."""
+        """Creates empty gradients. `buffers`: buffers of this rank's part. `averages`: True if
+        losses are means, so that gradients are weighted by the number of samples."""
         self._pieces = {name: piece for name, piece in pieces.items() if piece.requires_grad}
         self._averages = averages
         wide = any(piece.dtype == torch.float64 for piece in self._pieces.values())
@@ -59,35 +59,35 @@ class MeshGradients(abc.ABC):
         self._apart = (
             None if alike else torch.zeros(buffers.size, dtype=buffers.dtype, device=device)
         )
-        """Changes of buffers, if they need a wider dtype."""
+        """Changes of the buffers, if they need a wider dtype."""
         if self._apart is not None:
             self._changes = self._apart
 
     @abc.abstractmethod
     def added(self, name: str) -> torch.Tensor:
-        """Returns the accumulated gradient of one parameter, not yet summed over the replicas, in
-        its shape and not divided by anything."""
+        """Returns the accumulated gradient of one parameter in the parameter's shape, before the
+        sum over the replicas and before any division."""
 
     @abc.abstractmethod
     def squared_norm(self) -> float:
-        """Returns this rank's contribution to the squared norm of the sums."""
+        """Returns this rank's contribution to the squared norm of the summed gradients."""
 
     @abc.abstractmethod
     def hand_out(self, divisor: float) -> None:
-        """Gives the optimizer its gradients, the sums over `divisor`: none for parameters that no
-        replica used."""
+        """Sets the gradients for the optimizer to the sums divided by `divisor`. A parameter that
+        no replica used gets no gradient."""
 
     @abc.abstractmethod
     def scale(self, factor: float) -> None:
-        """Multiplies the gradients that were handed out."""
+        """Multiplies the optimizer's gradients by `factor`."""
 
     @abc.abstractmethod
     def norm_here(self) -> float:
-        """Returns the norm of the gradients that were handed out on this rank."""
+        """Returns the norm of the optimizer's gradients on this rank."""
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Discards the gradients that were handed out."""
+        """Discards the optimizer's gradients."""
 
     def begin(self) -> None:
         """Begins a step."""
@@ -97,8 +97,8 @@ class MeshGradients(abc.ABC):
     def add(
         self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor
     ) -> None:
-        """Adds the results of some passes: gradients by name, and changes of buffers. Passes
-        without weight may have left anything and are skipped."""
+        """Adds the results of passes: gradients by parameter name, and changes of buffers. Passes
+        without weight are skipped, since their results may be arbitrary."""
         if not weight > 0:
             return
         self.add_all(
@@ -112,7 +112,8 @@ class MeshGradients(abc.ABC):
         self._weight += weight
 
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Adds gradients by parameter name, times `factor`. They must not be changed afterwards."""
+        """Adds gradients by parameter name, times `factor`. The caller must not change these
+        gradients afterwards."""
         together: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, gradient in gradients.items():
             added = self.added(name)
@@ -133,19 +134,19 @@ class MeshGradients(abc.ABC):
 
     @property
     def any_left(self) -> bool:
-        """Passes have left gradients here already, before `add`."""
+        """True if passes have already added gradients before `add`."""
         return False
 
     sums_passes = False
-    """True if the replicas sum each pass with `sum_pass` instead of the step."""
+    """True if the replicas sum each pass with `sum_pass` instead of summing once per step."""
 
     @abc.abstractmethod
     def sum_pass(self) -> None:
-        """Sums the gradients added since the last call, including those that this rank shares with
-        others of its replica. A failure marks the step lost."""
+        """Sums the gradients added since the last call, including gradients that this rank shares
+        with other ranks of its replica. A failure marks the step lost."""
 
     def take_part(self) -> None:
-        """Takes part in a pass of other replicas for which this one has no samples."""
+        """Joins a pass of other replicas for which this replica has no samples."""
         if self.sums_passes:
             self.sum_pass()
 
@@ -162,26 +163,26 @@ class MeshGradients(abc.ABC):
 
     @property
     def like(self) -> torch.Tensor:
-        """Returns a tensor of the dtype and on the device required for changes of buffers."""
+        """Returns a tensor with the dtype and device required for changes of buffers."""
         return self._changes
 
     @property
     def present(self) -> Mapping[str, bool]:
-        """True for each parameter that was used."""
+        """Maps each parameter's name to True if the parameter was used."""
         return {
             name: count > 0
             for name, count in zip(self._pieces, self._presence.tolist(), strict=True)
         }
 
     def use(self, names: Sequence[str]) -> None:
-        """Marks parameters as used that another rank, which also holds them, has used."""
+        """Marks parameters as used because another rank that has them used them."""
         for index, name in enumerate(self._pieces):
             if name in names:
                 self._presence[index] += 1
 
     @property
     def divisor(self) -> float:
-        """Divisor of the sums."""
+        """Divisor of the summed gradients."""
         return self.total_weight if self._averages else 1.0
 
     @property
@@ -196,12 +197,12 @@ class MeshGradients(abc.ABC):
 
 
 class ReplicatedGradients(MeshGradients):
-    """Gradients that each replica holds entirely. With several replicas they are in one flat vector
-    with the other sums, so that one all-reduce suffices.
+    """Gradients that each replica stores entirely. With several replicas they are in one flat
+    vector with the other sums, so that one all-reduce suffices.
 
-    The result of a step's first pass is kept as it is, with its factor: most steps have one pass,
-    and this saves adding it to zeros. It is never written to, since autograd may have given its
-    memory to two parameters.
+    The result of a step's first pass is kept unchanged together with its factor: most steps have
+    one pass, so this avoids adding the result to zeros. The result is never written to, since
+    autograd may have used its memory for two parameters.
     """
 
     def __init__(
@@ -213,7 +214,8 @@ class ReplicatedGradients(MeshGradients):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """Creates empty gradients. `counts(name)`: this rank counts the parameter in the norm."""
+        """Creates empty gradients. `counts(name)`: returns whether this rank counts the parameter
+        in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self._counted = [name for name in self._pieces if counts(name)]
         self._first: dict[str, tuple[torch.Tensor, float]] = {}
@@ -253,7 +255,7 @@ class ReplicatedGradients(MeshGradients):
             self._first[name] = gradients[name].to(self._flat.dtype), factor
 
     def sum_pass(self) -> None:
-        """Not used here; see `MeshGradients`."""
+        """Not used for replicated gradients; see `MeshGradients`."""
 
     @override
     def sum_over(self, replicas: Group) -> None:
@@ -286,7 +288,8 @@ class ReplicatedGradients(MeshGradients):
         )
 
     def _added_times(self, name: str) -> tuple[torch.Tensor, float]:
-        """Returns the accumulated gradient as a tensor and a factor."""
+        """Returns a tensor and the factor by which it must be multiplied to get the accumulated
+        gradient."""
         return self._first[name] if name in self._first else (self.added(name), 1.0)
 
     @override
@@ -334,7 +337,7 @@ class ReplicatedGradients(MeshGradients):
 def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
     """Returns the squared norm of tensors times numbers. Rows are summed in float32 and the row
     sums in float64: longer float32 sums lose precision, and float64 throughout takes several times
-    as long. If squares exceed the range of float32, float64 is used."""
+    as long. If squares exceed the range of float32, everything is computed in float64."""
     terms = list(terms)
     if any(not tensor.is_cpu for tensor, _ in terms):  # a device widens as it reads
         norms_there = squared_norms([tensor for tensor, _ in terms])
@@ -393,8 +396,8 @@ class ScatteredGradients(MeshGradients):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """Creates empty gradients. `units`: trained units of `pieces`. `counted`: units of which
-        this rank counts its shard in the norm."""
+        """Creates empty gradients. `units`: trained units of `pieces`. `counted`: units whose shard
+        this rank counts in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self.sums_passes = stage > Stage.OPTIMIZER
         self._units, self._counted = units, counted
@@ -426,7 +429,7 @@ class ScatteredGradients(MeshGradients):
             reducing.wait()
 
     def sum_over(self, replicas: Group) -> None:
-        """Extends `MeshGradients.sum_over` and sends this rank's shards to the ranks that mirror
+        """Extends `MeshGradients.sum_over`: also sends this rank's shards to the ranks that mirror
         them."""
         if not self.sums_passes:
             self.sum_pass()
@@ -461,17 +464,17 @@ class ScatteredGradients(MeshGradients):
 
 
 class GradientsOfPasses(ScatteredGradients):
-    """Gradients of units that are gathered block by block: they are reduced and freed during the
+    """Gradients of units that are gathered block by block. They are reduced and freed during the
     backward passes."""
 
     def __init__(self, *args: Any, execution: ShardedExecution, **kwargs: Any) -> None:
-        """Creates empty gradients. `execution` runs the units; for the other arguments see
+        """Creates empty gradients. `execution`: runs the units. The other arguments are those of
         `ScatteredGradients`."""
         super().__init__(*args, **kwargs)
         self._execution = execution
 
     def sum_pass(self) -> None:
-        """Does nothing: the reduction was started in the pass."""
+        """Does nothing: the pass itself started the reduction."""
 
     @override
     def take_part(self) -> None:

@@ -115,7 +115,7 @@ class PipelineSettings:
     """Names of the submodules that begin a new stage. None: stages are balanced by parameter
     bytes."""
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """How the micro-batches' losses are combined: their weighted mean, or their sum."""
+    """Combination of the micro-batches' losses: their weighted mean, or their sum."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:

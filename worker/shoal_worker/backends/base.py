@@ -57,8 +57,8 @@ _WHERE: Final = re.compile(
 
 
 class GroupEndedError(MembershipChanged, DistBackendError):
-    """The group has ended: it was aborted, a peer went away, or a collective exceeded the group's
-    timeout."""
+    """The group has ended: it was aborted, a peer disconnected, or a collective exceeded the
+    group's timeout."""
 
 
 def cause_of(error: Exception) -> str:
@@ -159,10 +159,10 @@ class CommunicationBackend(abc.ABC):
 
     All ranks of the group must issue the same collectives in the same order, with tensors of the
     same shape and dtype. Tensors must be contiguous; results are written in place. Each collective
-    returns a `Handle`; unless `async_op`, it is complete already.
+    returns a `Handle`, which is already complete unless `async_op` is True.
 
-    Collectives raise MembershipChanged when the group has failed or was aborted, PreconditionError
-    when it is not initialized, and InvalidRequestError for arguments that cannot work (before
+    Collectives raise MembershipChanged if the group has failed or was aborted, PreconditionError if
+    the backend is not initialized, and InvalidRequestError for arguments that cannot work (before
     anything is sent).
     """
 
@@ -327,7 +327,7 @@ class CommunicationBackend(abc.ABC):
 
     @abc.abstractmethod
     def _is_broken(self, error: RuntimeError) -> bool:
-        """Returns whether an error of a collective means that the group is lost, rather than that
+        """Returns whether an error of a collective means that the group is lost. Returns False if
         an argument was wrong."""
 
     # --- collectives

@@ -133,7 +133,7 @@ class Kind(enum.Enum):
     ALL_TO_ALL = "all_to_all"
     """w inputs and w outputs."""
     BARRIER = "barrier"
-    """No tensors."""
+    """No inputs and no outputs."""
 
 
 _LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.REDUCE_SCATTER)
@@ -155,12 +155,12 @@ class Collective:
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """Dtypes of all tensors."""
+        """Dtypes of all inputs and outputs."""
         return frozenset(one.dtype for one in (*self.inputs, *self.outputs))
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Properties that must be equal on all ranks."""
+        """Properties of the collective that must be equal on all ranks."""
         sizes = tuple(one.numel() for one in self.inputs) if self.kind in _LIKE_EVERYWHERE else ()
         return (
             self.kind,

@@ -71,7 +71,7 @@ _FILES = frozenset({"registered", "sources", "loops", "steps", "samples", "run"}
 
 
 class CheckpointSaver:
-    """Saves a session's state in the background. One per session."""
+    """Saves a session's state in the background. Each session has one saver."""
 
     def __init__(self) -> None:
         self._writer = CheckpointWriter()

@@ -208,7 +208,7 @@ def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None
 
 
 def blocked_payload_bytes(codec: int, shape: Sequence[int], kept: int = 0) -> int:
-    """Returns `codecs.payload_bytes` for a tensor's shape."""
+    """Returns the size of the payload of a tensor of this shape, from `codecs.payload_bytes`."""
     return codecs.payload_bytes(codec, math.prod(shape), kept)
 
 
@@ -233,7 +233,7 @@ _EVERYBODY = -1
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """The transfer of one bucket."""
+    """The transfer of one bucket in one step."""
 
     backend: CommunicationBackend
     memory: BucketMemory
@@ -321,7 +321,8 @@ class Chunks:
 
 
 class Chunked(Exchange):
-    """All-to-all of compressed parts, sum in float32, all-gather of the compressed sums."""
+    """Exchange by an all-to-all of compressed parts, a sum in float32, and an all-gather of the
+    compressed sums."""
 
     def wire_bytes(
         self,

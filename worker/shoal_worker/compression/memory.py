@@ -118,7 +118,7 @@ class BucketMemory:
             self.rollback()
 
     def commit(self) -> None:
-        """Makes the proposed state current."""
+        """Makes the step's proposed state current. Discards proposed state that is not finite."""
         if not self._sound and not all(is_finite(tensor) for tensor in self._proposed.values()):
             self._proposed = {}
         if self._proposed:
@@ -236,7 +236,7 @@ def is_finite(values: torch.Tensor) -> bool:
 
 
 def _like(found: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
-    """Returns `found` if it has the size and device of `values`."""
+    """Returns `found` if it has the size and device of `values`, else None."""
     return (
         found
         if found is not None and found.shape == values.shape and found.device == values.device

@@ -53,7 +53,7 @@ class _SparseCompressor(GradientCompressor):
             )
 
     def kept(self, count: int) -> int:
-        """Returns k for `count` values."""
+        """Returns the number of values to be sent of `count` values."""
         return min(count, max(1, math.ceil(self.ratio * count)))
 
     def payload_bytes(self, shape: Sequence[int]) -> int:
@@ -175,7 +175,7 @@ class RandomKCompressor(_SparseCompressor):
 
 @dataclass(frozen=True)
 class _Summed(Exchange):
-    """All-reduce of the values at positions known to all ranks."""
+    """Exchange by an all-reduce of the values at positions known to all ranks."""
 
     chosen: RandomKCompressor
 

@@ -299,7 +299,7 @@ _NOTHING_LEFT = (
 
 
 class Iterations:
-    """The loops over one loader."""
+    """The user's loops over one loader: over epochs, steps and batches."""
 
     def __init__(
         self,

@@ -3,10 +3,10 @@ steps, and the ways to iterate over it.
 
 The following modules do the work. The thread of the user's training loop uses all their state:
 
-- `cursor.py`        the cursor and the count of epochs
-- `step_batches.py`  the step that this rank was dealt, by `sampling.py`; or the leases
-- `iteration.py`     the loops that are under way; the name, and the session that knows it. It hands
-                     out a step's batches, which `fetch.py` makes
+- `cursor.py`: the cursor and the count of epochs.
+- `step_batches.py`: the step that this rank was dealt, by `sampling.py`; or the leases.
+- `iteration.py`: the running loops, and the loader's name and session. It passes a step's batches,
+  created by `fetch.py`, to the loop.
 
 The cursor moves only when the session reports that a step is committed. Batches that were passed to
 the loop but not committed are dealt again. The loader decides nothing about membership and reduces
@@ -146,37 +146,41 @@ class ElasticDataLoader:
     ) -> None:
         """
         Args:
-            dataset: has `__len__` and `__getitem__` (optionally `__getitems__`, which takes a list
-                of indices); or is a stream: an `IterableDataset`, which every rank reads
+            dataset: dataset with `__len__` and `__getitem__` (optionally `__getitems__`, which
+                takes a list of indices); or a stream: an `IterableDataset`, which every rank reads
                 completely, training on its own part, or a `ShardedStream` (docs/streams.md).
-            global_batch_size: samples in a step over all ranks, independent of their number.
-            micro_batch_size: samples in a micro-batch, which is then the unit dealt to ranks.
-            batch_size: samples in a leased batch (async_sgd). Exactly one of this and
-                `global_batch_size` is required.
-            seed: of the order, and of the random numbers that datasets, models and the loop draw
-                from the global generators of torch, NumPy and Python, which are seeded for each
-                batch; the same on every rank.
-            shuffle: use a new order each epoch instead of the dataset's. None: yes, except for a
-                stream, which has its own order; for a `ShardedStream` True shuffles the shards. No
-                effect with `sampler` or `train=False`.
-            drop_last: leave out the last step of an epoch if it is incomplete.
-            sampler: draws each epoch's indices instead, once per epoch; must draw the same on every
-                rank. To ensure this, its `set_epoch` is called, and the random generators that it
-                holds and the global ones are seeded. Ranks that drew different indices are stopped
-                in the epoch's first step (RANKS_DIVERGED).
-            collate_fn: combines a list of samples into a batch; None: torch's `default_collate`.
+            global_batch_size: number of samples in a step over all ranks, independent of the number
+                of ranks.
+            micro_batch_size: number of samples in a micro-batch. Whole micro-batches are then dealt
+                to ranks.
+            batch_size: number of samples in a leased batch (async_sgd). Exactly one of `batch_size`
+                and `global_batch_size` is required.
+            seed: seed of the order, and of the random numbers that datasets, models and the loop
+                draw from the global generators of torch, NumPy and Python, which are seeded for
+                each batch; the same on every rank.
+            shuffle: True to use a new order in each epoch instead of the dataset's order. None:
+                True, except for a stream, which has its own order. For a `ShardedStream`, True
+                shuffles the shards. No effect with `sampler` or `train=False`.
+            drop_last: True to leave out the last step of an epoch if it is incomplete.
+            sampler: sampler that draws each epoch's indices instead, once per epoch; it must draw
+                the same indices on every rank. To ensure this, the loader calls the sampler's
+                `set_epoch`, and seeds the sampler's own random generators and the global ones.
+                Ranks that drew different indices are stopped in the epoch's first step
+                (RANKS_DIVERGED).
+            collate_fn: function that combines a list of samples into a batch; None: torch's
+                `default_collate`.
             num_workers: number of processes that fetch ahead; 0: fetch in the loop. For a
-                `ShardedStream` they read this rank's shards ahead, and for another stream a single
-                one may; batches are assembled in the loop.
-            pin_memory: put batches in page-locked memory, if there is an accelerator.
-            weight_fn: a batch's weight in the mean over the step, instead of its number of samples
-                (for example the number of unmasked tokens).
-            name: distinguishes several loaders in checkpoints; the same on every rank and after a
-                restart. None: by order of construction.
-            look_ahead: with `batch_size`, hold one additional leased batch, so that `peek` knows
-                the next one.
-            train: False for evaluation: takes no part in steps. Batches have `micro_batch_size`
-                samples or, without it, the other size.
+                `ShardedStream` these processes read this rank's shards ahead; for another stream
+                only one process is allowed. Batches of streams are assembled in the loop.
+            pin_memory: True to put batches in page-locked memory, if there is an accelerator.
+            weight_fn: function that returns a batch's weight in the mean over the step, instead of
+                the batch's number of samples (for example the number of unmasked tokens).
+            name: name that distinguishes several loaders in checkpoints; the same on every rank and
+                after a restart. None: loaders are named in order of construction.
+            look_ahead: with `batch_size`, True to lease one additional batch, so that `peek` knows
+                the next batch.
+            train: False for an evaluation loader, which takes no part in steps. Its batches have
+                `micro_batch_size` samples or, without that argument, as many as the other size.
 
         Raises:
             ConfigurationError: invalid arguments, or a dataset that cannot be dealt.
@@ -305,17 +309,18 @@ class ElasticDataLoader:
         """Creates a loader from a torch DataLoader with the same dataset, sampler or shuffling,
         batches, `collate_fn`, `num_workers`, `pin_memory` and `drop_last`.
 
-        The order differs from the one that torch's generator would draw. `prefetch_factor`,
+        The order differs from the order that torch's generator would draw. `prefetch_factor`,
         `persistent_workers`, `timeout` and `multiprocessing_context` have no effect.
 
         Args:
             loader: the DataLoader of a script for one process.
-            global_batch_size: samples in a step over all ranks; None: the loader's `batch_size`.
-            micro_batch_size: see `ElasticDataLoader`, also for the following arguments.
-            seed: of the order.
-            weight_fn: weight of a batch.
-            name: distinguishes several loaders.
-            train: False for evaluation.
+            global_batch_size: number of samples in a step over all ranks; None: the loader's
+                `batch_size`.
+            micro_batch_size: argument of `ElasticDataLoader`, like the following ones.
+            seed: seed of the order.
+            weight_fn: function that returns the weight of a batch.
+            name: name that distinguishes several loaders.
+            train: False for an evaluation loader.
 
         Raises:
             ConfigurationError: the loader has a batch_sampler, a DistributedSampler or a
@@ -583,9 +588,9 @@ class ElasticDataLoader:
         """Loads a cursor from a checkpoint or a peer. The global batch size may differ.
 
         Raises:
-            CorruptDataError: this is not a loader's state, or it is from a newer release.
-            ConfigurationError: the cursor is within an epoch that has another order here, so
-                samples would be lost or seen twice.
+            CorruptDataError: `state` is not a loader's state, or is from a newer release.
+            ConfigurationError: the cursor is within an epoch whose order differs here, so samples
+                would be lost or seen twice.
         """
         checked = self._progress.checked(state, loader=self.name, leased=self.leased)
         self._supply.load(state, loader=self.name)

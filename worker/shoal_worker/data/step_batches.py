@@ -450,7 +450,7 @@ class IndexedSupply(Supply):
 
 
 class DealtSupply(IndexedSupply):
-    """Gives every rank its part of every step."""
+    """Deals every rank its part of every step."""
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """Implements `Supply.take`. After a run with another batch size, `drop_last` may leave out

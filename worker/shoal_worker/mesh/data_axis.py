@@ -44,8 +44,8 @@ State = Mapping[str, Mapping[str, Any]]
 
 
 class DataAxis(abc.ABC):
-    """One way of storing a rank's part of the parameters. `pieces`: these parameters, in the form
-    in which the module uses them."""
+    """Storage of a rank's part of the parameters. `pieces`: these parameters, in the form in which
+    the module uses them."""
 
     execution: ShardedExecution | None = None
     """Gathers and frees the pieces block by block, if pieces are unsharded only while their block

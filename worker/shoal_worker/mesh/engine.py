@@ -594,7 +594,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def holds(self) -> list[str]:
-        """Lists this rank's shards of its part of the model; see `TrainingEngine`."""
+        """Implements `TrainingEngine.holds`: lists this rank's shards of its part of the model."""
         if self._mesh is None or not self.is_sharded:
             return []
         cut = self._mesh.cut

@@ -90,7 +90,7 @@ class MeshGradients(abc.ABC):
         """Discards the optimizer's gradients."""
 
     def begin(self) -> None:
-        """Begins a step."""
+        """Resets the gradients and the changes of buffers for a new step."""
         self._flat.zero_()
         self._changes.zero_()
 
@@ -129,7 +129,7 @@ class MeshGradients(abc.ABC):
             )
 
     def factor(self, weight: float) -> float:
-        """Returns the factor for gradients of a pass with this weight."""
+        """Returns the factor for the gradients of a pass with this weight."""
         return weight if self._averages else float(weight > 0)
 
     @property

@@ -61,7 +61,7 @@ class Axes:
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that together hold one replica of the model."""
+        """Number of ranks in one replica of the model."""
         return self.pipeline * self.tensor
 
     @property
@@ -239,7 +239,7 @@ def template_of(
 
 
 class Blueprint:
-    """One division of a model's state."""
+    """One division of a model's state over the ranks."""
 
     def __init__(self, template: Template, axes: Axes) -> None:
         """Plans the division. Raises ConfigurationError if the model cannot be split in this

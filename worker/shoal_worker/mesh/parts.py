@@ -167,7 +167,7 @@ Shard = Callable[["ModelParts"], DataAxis]
 
 
 class ModelParts(PartitionedState):
-    """The state of one model and its optimizer."""
+    """This rank's state of one model and its optimizer."""
 
     def __init__(
         self,

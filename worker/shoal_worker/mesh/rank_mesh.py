@@ -180,7 +180,7 @@ class RankMesh:
             seed_generators((self._seed, self._session.steps, self.cut.at.data))
 
     def begin_step(self, number: int) -> None:
-        """Begins step `number` of this model."""
+        """Resets the gradients and buffers for step `number` of this model."""
         self.forget()
         self.gradients.begin()
         self.buffers.step_begins()

@@ -161,7 +161,7 @@ class Job:
 
         Raises:
             ConfigurationError: the job has no parameter servers.
-            PreconditionError: other workers have declared other tensors.
+            PreconditionError: other workers have declared different tensors.
             DeadlineError: the servers did not register in time.
         """
         try:

@@ -63,7 +63,7 @@ class ShardMapChanged(Exception):
 
 @dataclass
 class _Entry:
-    """The state of one partition."""
+    """This worker's progress with one partition."""
 
     acknowledged: int = 0
     """Sequence number of the last acknowledged push."""
@@ -76,7 +76,7 @@ class _Entry:
 
 
 class Ledger:
-    """All partitions of the job, by number."""
+    """This worker's progress with all partitions of the job, by partition number."""
 
     def __init__(self, partitions: Iterable[int]) -> None:
         self._entries = {partition_id: _Entry() for partition_id in partitions}

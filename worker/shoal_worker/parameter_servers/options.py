@@ -183,7 +183,7 @@ class AsyncOptions:
 
     @property
     def in_step(self) -> bool:
-        """True if workers proceed in step (bsp)."""
+        """True if all workers compute each iteration together (bsp)."""
         return self.consistency == "bsp"
 
     def message(self) -> pb.Consistency:
@@ -354,7 +354,7 @@ class ServerOptimizer:
         elements together.
 
         Raises:
-            ConfigurationError: a row that must stay whole is split.
+            ConfigurationError: a row that must not be split is split.
         """
         if self._declared.unit is Unit.ELEMENT:
             return

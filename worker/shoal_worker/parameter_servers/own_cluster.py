@@ -92,7 +92,7 @@ class OwnCluster:
 
         Raises:
             ConfigurationError: the services are not installed.
-            UnavailableError, DeadlineError: one of them did not start.
+            UnavailableError, DeadlineError: a service did not start.
         """
         missing = [
             distribution

@@ -79,7 +79,7 @@ class HostTensor:
 
     @property
     def spec(self) -> coordinator_pb.TensorSpec:
-        """The specification for DeclareTensors."""
+        """Returns the tensor's specification for DeclareTensors."""
         shape, dtype = list(self._shape), self.dtype.name
         return coordinator_pb.TensorSpec(
             name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart

@@ -142,7 +142,7 @@ class _IntoStage(torch.autograd.Function):
 
 
 class ScheduleExecutor:
-    """One rank's part of a pipeline."""
+    """Runs one rank's stages of a pipeline in the order of a schedule."""
 
     def __init__(self, stages: Mapping[int, PartialModel], stage_count: int, links: Links) -> None:
         """Creates the executor of `stages`, the stages on this rank."""

@@ -100,7 +100,7 @@ def keep_gradients_from(output: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A unit of data that passes through the pipeline."""
+    """A part of a batch that passes through the pipeline as a unit."""
 
     inputs: Any
     """Arguments of the model: a mapping of keyword arguments, a tuple of positional arguments, or a

@@ -115,7 +115,7 @@ class Schedule:
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """Number of stages of the pipeline."""
         return len(self.rank_of)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:

@@ -53,7 +53,7 @@ class PlannedStrategy:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Costs of strategies, the best first. `print(plan)` is the table."""
+    """Costs of strategies, sorted from the best to the worst. `print(plan)` prints a table."""
 
     model: str
     parameters: int

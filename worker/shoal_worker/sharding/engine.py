@@ -92,7 +92,7 @@ def in_blocks(module: nn.Module, config: ShardingConfiguration) -> list[Paramete
 
 
 def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
-    """Converts floating-point tensors within `inputs`."""
+    """Converts the floating-point tensors within `inputs` to `dtype`."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,

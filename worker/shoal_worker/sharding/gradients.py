@@ -72,7 +72,7 @@ class CutGradients:
 
     @property
     def touched(self) -> list[bool]:
-        """Flags of the trained parameters that this rank used in this step."""
+        """For each trained parameter, True if this rank used the parameter in this step."""
         return [flag for unit in self._trained for flag in unit.touched]
 
     def pass_on(self, collectives: Collectives, division: Division) -> bool:

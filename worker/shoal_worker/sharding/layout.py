@@ -124,7 +124,7 @@ class UnitLayout:
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """Start of each parameter in the flat vector."""
+        """Index of each parameter's first element in the flat vector."""
         if not self.whole_tensors:
             return [0, *itertools.accumulate(self.numels)][: len(self.numels)]
         ends, starts = [rank * self.shard_numel for rank in range(self.world_size)], []
@@ -166,7 +166,7 @@ class UnitLayout:
 
     @functools.cached_property
     def segments(self) -> list[Segment]:
-        """Segments of all elements, in order."""
+        """All elements of the parameters in order, as segments."""
         if not self.whole_tensors:
             size, positions = (
                 self.shard_numel,

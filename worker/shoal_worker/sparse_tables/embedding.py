@@ -45,7 +45,7 @@ lr=1e-3)`."""
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """Rows of a table at one moment."""
+    """Rows found by a lookup, all read at one moment."""
 
     values: Values
     """Rows of shape `[n, dim]`."""
@@ -124,7 +124,8 @@ class SparseEmbedding(nn.Module):
         max_age: int = 0,
         buckets: int | None = None,
     ) -> None:
-        """Args:
+        """
+        Args:
             num_embeddings: number of ids, which are 0 to `num_embeddings - 1`; None: ids are any
                 64-bit numbers, such as hashes.
             embedding_dim: number of elements in a row, in float32; 1 to 16384.
@@ -342,7 +343,8 @@ class SparseEmbeddingBag(SparseEmbedding):
     def __init__(
         self, num_embeddings: int | None, embedding_dim: int, *, mode: str = "mean", **options: Any
     ) -> None:
-        """Args:
+        """
+        Args:
             num_embeddings, embedding_dim: as in `SparseEmbedding`.
             mode: "sum", "mean" or "max" of the rows of a bag. An empty bag gives zeros. **options:
                 as in `SparseEmbedding`.

@@ -197,7 +197,7 @@ class Block:
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """Returns all non-overlapping blocks that names and structure reveal."""
+    """Returns the model's blocks, as found by names and structure. The blocks do not overlap."""
     found: list[Block] = []
     taken: set[str] = set()
     for path, module in model.named_modules():

@@ -85,12 +85,12 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a complete copy in host memory."""
+    """Returns a complete copy of a tensor in host memory."""
     return host_memory_for(tensor).copy_(tensor.detach())
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns host memory of the same size, pinned if that speeds up copies."""
+    """Returns host memory of the tensor's size, pinned if that speeds up copies."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 

@@ -54,7 +54,7 @@ _HEADER: Final = struct.Struct("<II")
 
 @dataclass(frozen=True, kw_only=True)
 class Door:
-    """Address of a rank. Only ranks of the group know the token."""
+    """Address of a rank, with a token that only ranks of the group know."""
 
     host: str
     port: int
@@ -65,7 +65,7 @@ class Door:
 
     @classmethod
     def parse(cls, text: str) -> Door:
-        """Parses the result of `str`."""
+        """Creates a door from its text form, the result of `str`."""
         host, port, token = text.split(" ")
         return cls(host=host, port=int(port), token=token)
 

@@ -132,11 +132,11 @@ class InterruptibleWork(Work):
         return self._over and self._failure is None
 
     def result(self) -> Any:
-        """The output tensors, once `wait` has returned."""
+        """Returns the output tensors, once `wait` has returned."""
         return self._value()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors."""
+        """Returns a future of the output tensors."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -468,11 +468,11 @@ class AllOf(Work):
         return all(part.is_success() for part in self._parts)
 
     def result(self) -> Any:
-        """The output tensors, once `wait` has returned."""
+        """Returns the output tensors, once `wait` has returned."""
         return self._value
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors."""
+        """Returns a future of the output tensors."""
         return torch.futures.collect_all([part.get_future() for part in self._parts]).then(
             self._outcome
         )

@@ -89,7 +89,7 @@ class _InMemoryWork(Work):
         raise NotImplementedError
 
     def result(self) -> list[Any]:
-        """The output tensors."""
+        """Returns the output tensors."""
         raise NotImplementedError
 
     def is_success(self) -> bool:
@@ -130,7 +130,7 @@ class CollectiveWork(_InMemoryWork):
         return self._meeting.done
 
     def result(self) -> list[Any]:
-        """The output tensors in the form in which torch passed them."""
+        """Returns the output tensors in the form in which torch passed them."""
         return self._meeting.calls[self._rank].result
 
 
@@ -142,11 +142,11 @@ class SendWork(_InMemoryWork):
         self._tensor = tensor
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns at once."""
+        """Returns at once, since the message was copied when it was sent."""
         return True
 
     def is_completed(self) -> bool:
-        """Returns True."""
+        """Returns True: the message was copied when it was sent."""
         return True
 
     def result(self) -> list[Any]:
@@ -175,7 +175,7 @@ class ReceiveWork(_InMemoryWork):
         return self._reception.done
 
     def result(self) -> list[Any]:
-        """The tensor with the received message."""
+        """Returns the tensor with the received message, in a list."""
         return [self._reception.tensor]
 
     def _source_rank(self) -> int:

@@ -40,11 +40,11 @@ _current = threading.local()
 
 
 class Waitable(Protocol):
-    """An object for which ranks wait: a room."""
+    """An object on which ranks wait, such as a room."""
 
     @property
     def has_outsiders(self) -> bool:
-        """True if threads without turns take part."""
+        """True if threads that take no turns can end a wait on the object."""
         ...
 
     def end_for(self, reason: str) -> None:

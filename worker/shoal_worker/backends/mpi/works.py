@@ -138,11 +138,11 @@ class MPIWork(Work):
         return self._done and self._failure is None
 
     def result(self) -> list[Any]:
-        """The output tensors in the form in which torch passed them."""
+        """Returns the output tensors in the form in which torch passed them."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors."""
+        """Returns a future of the output tensors."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self.advance() or MPI.Query_thread() < MPI.THREAD_MULTIPLE:

@@ -123,7 +123,7 @@ class DeviceWork(Work):
         self.wait()
 
     def result(self) -> Any:
-        """The output tensors, once `wait` has returned."""
+        """Returns the output tensors, once `wait` has returned."""
         return self._native.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
@@ -197,7 +197,7 @@ class SparseWork(Work):
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> Any:
-        """The output tensor, once `wait` has returned."""
+        """Returns the output tensor, once `wait` has returned."""
         return [self._tensor]
 
 

@@ -130,7 +130,7 @@ def _count(value: Any) -> int:
 
 @dataclass(kw_only=True)
 class _Lane:
-    """One lane within a step."""
+    """State of one lane while the items of a step are determined."""
 
     at: Place | None
     want: int

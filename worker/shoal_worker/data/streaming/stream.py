@@ -29,7 +29,8 @@ class ShardedStream(IterableDataset[Any]):
     """
 
     def __init__(self, shards: Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
-        """Args:
+        """
+        Args:
             shards: arguments for `read`, such as paths; the same on every rank, in the same order.
             read: function that returns a shard's items. For each shard it must give the same items
                 in the same order in every call, on any rank. It may draw random numbers from the

@@ -48,8 +48,8 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 # ------------------------------------------------------------------------------------------- errors
 #
-# What a collective raises when its group is over: Shoal's error that is also torch's. And what a
-# library's errors say in short.
+# The error that a collective raises when its group is over: Shoal's error that is also torch's. And
+# a short form of the errors of libraries.
 
 _WHERE: Final = re.compile(
     r"^(Got the following error when running the callback: \w+: )?(\[[^\]]*\] )?"
@@ -129,7 +129,7 @@ class Handle:
         group has failed."""
         if self._failure is not None:
             raise PreconditionError(f"this collective has failed before: {self._failure}")
-        # Let go of the work in any case: it would keep the sockets of its group open.
+        # Drop the work in any case: it would keep the sockets of its group open.
         work, self._work = self._work, None
         if work is not None:
             try:
@@ -276,7 +276,7 @@ class CommunicationBackend(abc.ABC):
             raise GroupEndedError(self._reason or "given up")
 
     def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027
-        # most libraries have no need of it
+        # most libraries cannot split groups
         """Announces, before `initialize`, that all ranks of `whole` are being divided into several
         groups, and that this group is number `part`. A library that can split groups then splits
         `whole`."""
@@ -503,7 +503,7 @@ class CommunicationBackend(abc.ABC):
             raise GroupEndedError(self._reason)
 
     def rest(self) -> None:  # noqa: B027
-        # on the host whoever has waited for a collective's end has seen it
+        # on the host, waiting for a collective's end suffices
         """Blocks until an ended group no longer reads or writes memory on a device."""
 
     # --- checks

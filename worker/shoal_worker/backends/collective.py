@@ -227,7 +227,7 @@ def _all_gather(calls: Sequence[Collective]) -> None:
 
 def _reduce_scatter(calls: Sequence[Collective]) -> None:
     for index in range(len(calls[0].outputs)):
-        # All before any is written: an output may lie in its rank's input.
+        # Compute all results before writing any: an output may overlap its rank's input.
         reduced = [_reduced(calls, index * len(calls) + rank) for rank in range(len(calls))]
         for call, part in zip(calls, reduced, strict=True):
             _copy(call.outputs[index], part)
@@ -279,10 +279,10 @@ def _transfer(
 
 def _copy(output: torch.Tensor, given: torch.Tensor) -> None:
     if output.is_sparse:
-        # whose .data is another tensor, with rows of its own once it is written to
+        # a sparse tensor's .data is another tensor, with rows of its own once it is written to
         output.copy_(given)
         return
-    # By .data, as other backends write: it leaves autograd's version counters alone.
+    # Through .data, as other backends write: this leaves autograd's version counters unchanged.
     output.data.copy_(given.data.view_as(output) if given.shape != output.shape else given.data)
 
 

@@ -22,11 +22,11 @@ from typing import Final
 
 # ----------------------------------------------------------------------------------- Gloo's threads
 #
-# What the threads in which torch runs Gloo's collectives are at: working, or asleep.
+# State of the threads in which torch runs Gloo's collectives: running or asleep.
 #
-# Only the kernel knows: torch gives these threads a name and nothing else. Used once a group's
-# connections are broken, to tell operations that are about to end from those that sleep until their
-# timeout. It does not tell groups apart: the threads of all must be asleep.
+# Only the kernel knows the state: torch only names these threads. Used once a group's connections
+# are broken, to distinguish operations that are about to end from operations that sleep until their
+# timeout. Groups are not distinguished: the threads of all groups must be asleep.
 
 _NAME: Final = "pt_gloo_runloop"
 _TASKS: Final = Path("/proc/self/task")
@@ -166,9 +166,9 @@ def wait(timeout: timedelta) -> bool:
 def _start(call: _Call, name: str) -> bool:
     """Starts a thread for `call`. Returns False if no thread can be started. A call that destroys
     nothing counts as running even then, because the reserve thread runs it."""
-    # Daemons: what never ends must not keep the process.
+    # Daemons: a call that never ends must not keep the process alive.
     thread = threading.Thread(target=call, name=name, daemon=True)
-    with _lock:  # which a call that ends at once waits for
+    with _lock:  # a call that ends at once waits for this lock
         try:
             thread.start()
         except RuntimeError:
@@ -181,10 +181,10 @@ def _start(call: _Call, name: str) -> bool:
     return True
 
 
-# Python 3.12.0 to 3.12.2 start no thread once the interpreter goes down (gh-113964), and that is
-# when a script's groups end that does not call shoal.shutdown(). There some threads are started
-# beforehand. Four: one waits for torch while a group is finalized, another one keeps the time, and
-# the group may have parts.
+# Python 3.12.0 to 3.12.2 cannot start threads once the interpreter finalizes (gh-113964), which is
+# when the groups of a script without shoal.shutdown() end. For these versions some threads are
+# started beforehand. Four: one waits for torch while a group is finalized, another enforces the
+# time limit, and the group may have parts.
 
 STARTS_NONE_AT_EXIT: Final = (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2)
 _reserve: Final[queue.SimpleQueue[_Call]] = queue.SimpleQueue()
@@ -214,6 +214,6 @@ def _at_exit() -> None:
             keep(reference)
 
 
-# Registered on import, so it runs after the exit handlers of those who use it: handlers still start
+# Registered on import, so it runs after the exit handlers of this module's users, which still start
 # threads.
 atexit.register(_at_exit)

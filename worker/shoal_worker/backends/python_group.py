@@ -23,8 +23,8 @@ from torch.distributed.distributed_c10d import GroupName
 from shoal_worker.backends.collective import Collective, Kind
 
 if TYPE_CHECKING:
-    # The stub has other overloads of the constructor and the collectives than those that C++ calls
-    # and these classes have.
+    # The stub declares other overloads of the constructor and the collectives than C++ calls and
+    # these classes implement.
     _ProcessGroup: TypeAlias = Any
 else:
     _ProcessGroup = dist.ProcessGroup
@@ -123,7 +123,7 @@ class PythonGroup(NamedGroup):
         raise NotImplementedError
 
     @property
-    def _device_types(self) -> list[torch.device]:  # where object collectives put their bytes
+    def _device_types(self) -> list[torch.device]:  # device for the bytes of object collectives
         return [torch.device("cpu")]
 
     # --- collectives, by torch's names

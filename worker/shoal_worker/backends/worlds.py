@@ -71,7 +71,7 @@ class World:
         self.pg_coalesce_state: dict[Any, list[Any]] = {}
         self.pg_flight_recorder_hooks: dict[Any, Any] = {}
         self.comms: list[Any] = []
-        # and what a rank has beside torch's
+        # attributes of a rank in addition to torch's
         self.seat: Seat | None = None
         self.session: Any = None
         """Shoal's session, kept here so that the rank's own threads find it."""
@@ -120,7 +120,7 @@ def installed() -> Iterator[None]:
 def entered(seat: Seat | None = None) -> Iterator[None]:
     """Makes the calling thread a rank while the context is open. `seat`: the rank's place in a
     launch, if any. At the end of the context the thread leaves all its groups."""
-    # Backward passes stay in this thread, also for CUDA tensors, so that collectives in autograd
+    # Backward passes run in this thread, also for CUDA tensors, so that collectives in autograd
     # hooks find this world.
     with installed(), torch.autograd.set_multithreading_enabled(False):
         world = _thread.world = World()
@@ -167,6 +167,6 @@ def _install() -> contextlib.ExitStack:
 
     threading.Thread.start = start_in_world  # type: ignore[method-assign]
     undo.callback(setattr, threading.Thread, "start", start)
-    # init_process_group wraps it anew each time
+    # init_process_group wraps it again in each call
     undo.callback(setattr, sys, "excepthook", sys.excepthook)
     return undo

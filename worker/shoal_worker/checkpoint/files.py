@@ -106,7 +106,7 @@ def finish(temporary: Path, info: CheckpointInfo, *, fence: Callable[[], None], 
     fence()
     with disk_errors(target):
         publish(temporary, target)
-    remove(temporary)  # if there was one of that step, it has this name now
+    remove(temporary)  # an existing checkpoint of the step now has this name
     _prune(directory, target, info.run, keep)
     return target
 

@@ -134,9 +134,7 @@ def disk_errors(target: Path) -> Iterator[None]:
         failure = UnavailableError(
             f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN"
         )
-        failure.failed_at = (
-            time.time()
-        )  # the rank that it strikes raises it later, at its next save
+        failure.failed_at = time.time()  # the failing rank raises it later, at its next save
         raise failure from error
 
 
@@ -155,7 +153,7 @@ _RENAME_EXCHANGE = 2
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9a-f]{32}\.tmp")
 
 
-# -------------------------------------------------------------------- directories that appear whole
+# --------------------------------------------------------------- directories that appear atomically
 #
 # Directories that appear and disappear atomically, even if the process is killed or the machine
 # loses power in between. An unfinished directory has a name `.<name>.<host>.<pid>.<random>.tmp`. A

@@ -124,7 +124,7 @@ class CheckpointSaver:
         def take(channel: Channel) -> None:
             copy.drop()
             _check_alike(channel, "save_checkpoint", named, f"best={best!r}, mode={mode!r}")
-            self.settle_together(channel)  # there is never more than one copy
+            self.settle_together(channel)  # so that there is never more than one copy
             copy.take(channel)
 
         try:
@@ -257,14 +257,14 @@ class CheckpointSaver:
         if failed is None:
             return
         _log.error("the last checkpoint: %s", failed)
-        if not session.has_left:  # else those that stay save again
+        if not session.has_left:  # otherwise the remaining ranks save again
             session.missed = f"the last checkpoint is not there: {failed}"
 
     def _settle(self, timeout: timedelta) -> Exception | None:
         """Waits for this rank's current save, if any, and returns its error."""
         try:
             self._writer.wait(timeout)
-        except Exception as error:  # of any kind: raised by `save`, later
+        except Exception as error:  # of any kind: `save` raises it later
             return error
         return None
 
@@ -289,7 +289,7 @@ class _Elsewhere:
             DeadlineError (CHECKPOINT_SLOW): the checkpoint takes too long.
         """
         if not self.shared and latest(self.path.parent, run=session.run) is None:
-            return  # the directory may be one of the other rank's machine
+            return  # the directory may be on the other rank's machine
         give_up_at, ask_at = time.monotonic() + DISK_PATIENCE.total_seconds(), time.monotonic()
         while not self.path.is_dir():
             now = time.monotonic()
@@ -348,7 +348,7 @@ class _Copy:
             "refused": self._refused() if channel.rank == 0 else "",
             "member": self.session.member_id,
         }
-        # a rank that returns from this knows that everything is copied
+        # when this returns, all ranks have copied their data
         decision = json.loads(channel.exchange(json.dumps(decision).encode())[0])
         if decision["refused"]:
             raise ConfigurationError(decision["refused"])
@@ -499,7 +499,7 @@ def load_newest(session: Session, directory: Path) -> bool:
 
     def body(channel: Channel) -> bool:
         _check_alike(channel, "resume", named)
-        saver.settle_together(channel)  # else the newest may not be there yet
+        saver.settle_together(channel)  # otherwise the newest may not exist yet
         captured, found = on_first(channel, lambda: _read(session, directory)) or (None, {})
         found = json.loads(channel.exchange(json.dumps(found).encode())[0])
         if found["error"] is not None:

@@ -160,7 +160,7 @@ class Shards:
                 )
             if isinstance(error, (OSError, SafetensorError)):
                 failure = _not_written(temporary, f"this rank's part of it: {error}")
-                failure.failed_at = failed_at  # before the first rank could read of it
+                failure.failed_at = failed_at  # before the first rank could read the note
                 raise failure from error
             raise
 
@@ -257,7 +257,7 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
     if differing is not None:
         raise damaged(path, f"its shards do not make up tensor {differing!r}")
     for file, about in content["files"].items():
-        # before there is memory for all that the manifest claims
+        # before allocating all the memory that the manifest claims
         claimed = sum(
             length * outline[name].dtype.itemsize // _width(outline[name].dtype)
             for name, (_, length) in about["spans"].items()

@@ -62,7 +62,7 @@ class CheckpointWriter:
         """Waits up to `timeout` for the current job. Returns True if no job is in progress."""
         thread = self._thread
         if thread is not None and thread.is_alive():
-            # Aside: where ranks take turns, it may wait for another rank's write.
+            # On another thread: if ranks take turns, the job may wait for another rank's write.
             run_aside(lambda: thread.join(timeout.total_seconds()), f"until {thread.name} is done")
         return not self.busy
 

@@ -26,12 +26,11 @@ from shoal_worker.scratch import ScratchMemory
 
 # ----------------------------------------------------------------------------------- random numbers
 #
-# Random numbers that depend on what they are for and on nothing else, so that a step that is redone
-# rounds alike.
+# Random numbers that depend only on their purpose, so that a repeated step rounds in the same way.
 #
-# Not torch's global generators: the user's loop draws from those. On the CPU numpy's SFC64 draws, 7
-# times as fast as torch's Mersenne Twister; a device has its own generator, so its numbers are
-# others than the CPU's, but as repeatable.
+# Not torch's global generators, since the user's loop draws from those. On the CPU numpy's SFC64 is
+# used, which is 7 times as fast as torch's Mersenne Twister. A device has its own generator: its
+# numbers differ from the CPU's, but are as repeatable.
 
 _MASK: Final = (1 << 64) - 1
 
@@ -278,24 +277,25 @@ class Exchange(abc.ABC):
 
 # ---------------------------------------------------------------------------------------- exchanges
 #
-# How compressed gradients become the sum over all ranks, with the same bits on every rank.
+# Methods of summing compressed gradients over all ranks, with the same bits on every rank.
 #
-# Payloads cannot be added by a transport, and one that adds bfloat16 rounds at every rank. So:
+# A transport cannot add payloads, and a transport that adds bfloat16 rounds at every rank. So there
+# are three methods:
 #
-# - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All send it that part
-#   compressed (all-to-all); it adds up in float32, in the order of ranks, and sends the sum back
-#   compressed (all-gather). Every rank, the owner too, takes what was sent. An all-reduce of the
-#   uncompressed bucket sends as often, so the saving is the compressor's own, whatever the number
-#   of ranks.
-# - `Gathered` (topk): every rank gets the payloads of all and adds them up in the order of ranks.
-#   Right where a payload is much smaller than 2/n of the bucket; a sum of n sparse vectors is no
-#   longer sparse.
-# - By all-reduce (randomk in sparse.py, powersgd.py): what is sent is linear in the gradient, so
-#   the transport adds it, in float32.
+# - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All ranks send it their
+#   compressed data for that part (all-to-all). The owner sums in float32, in rank order, and sends
+#   the compressed sum back (all-gather). Every rank, including the owner, uses the sum as sent. An
+#   all-reduce of the uncompressed bucket sends as often, so the saving is the compressor's own,
+#   whatever the number of ranks.
+# - `Gathered` (topk): every rank receives the payloads of all ranks and sums them in rank order.
+#   This is best if a payload is much smaller than 2/n of the bucket; a sum of n sparse vectors is
+#   no longer sparse.
+# - All-reduce (randomk in sparse.py, powersgd.py): the data sent is linear in the gradient, so the
+#   transport adds it, in float32.
 #
-# An exchange is written as a generator: it yields each collective that it has issued, does what can
-# be done meanwhile before that, and is resumed when the collective is complete. All ranks must
-# resume their exchanges in the same order.
+# An exchange is a generator: it yields the handle of each collective after doing what can be done
+# while the collective runs, and is resumed when the collective is complete. All ranks must resume
+# their exchanges in the same order.
 
 # ---------------------------------------------------------------------------------------- in chunks
 

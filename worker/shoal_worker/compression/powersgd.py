@@ -150,7 +150,7 @@ class PowerSGDCompressor(GradientCompressor):
         self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes
     ) -> None:
         applied = torch.empty(values.shape, dtype=torch.float32)
-        # as the server does it, to the last bit
+        # the same bits as on the server
         codecs.decode(self.codec, payload.numpy().data, applied.numpy(), tuple(shapes.values()))
         values.sub_(applied.to(values.device))
 
@@ -269,7 +269,7 @@ def _start(
     gradients does not multiply from step to step."""
     columns, rank = shape
     warm = memory.warm_start(number) if power.warm_start else None
-    # A row of zeros would stay one: its gradient was zero, or of lower rank.
+    # A row of zeros would remain zero: its gradient was zero, or of lower rank.
     if warm is not None and warm.shape == (rank, columns) and bool(warm.any(dim=1).all()):
         return orthonormal(warm.t())
     return orthonormal(random.normal(columns, rank).to(device))

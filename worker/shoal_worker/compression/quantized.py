@@ -51,7 +51,7 @@ class _HalfCompressor(GradientCompressor):
             target.copy_(values)
             return
         for start, end in tiles(target.numel(), target.device):
-            # torch would convert the whole operand first
+            # torch would first convert the whole operand
             target[start:end].add_(values[start:end].float(), alpha=alpha)
 
     def _values(self, payload: torch.Tensor, count: int) -> torch.Tensor:
@@ -159,7 +159,8 @@ def _quantize(
     scales.masked_fill_(largest < _SMALLEST, 0)
     inverse = torch.where(scales > 0, scales.reciprocal(), 0)
     scaled = (rows * inverse[:, None]).view(-1)[: values.numel()]
-    # Between -1/2 and 1/2: so the probability of rounding up is the fractional part of the value.
+    # Between -1/2 and 1/2, so that the probability of rounding up is the fractional part of the
+    # value.
     scaled.add_(noise, alpha=2**-16).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
     levels.copy_(scaled)
 

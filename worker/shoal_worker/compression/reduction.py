@@ -256,8 +256,8 @@ class CompressedReduction:
         errand.scratch.give_back(
             *(yield from scatter_sum(self.compressor, values, total, chunks, errand))
         )
-        # Another rank's part may be the non-finite one: this rank's residual is therefore checked
-        # too, when the step commits.
+        # Another rank's part may be the non-finite part: this rank's residual is therefore also
+        # checked when the step commits.
         if not is_finite(total):
             errand.memory.conclude(finite=False)
         if out.dtype is not torch.float32:

@@ -95,7 +95,7 @@ class TopKCompressor(_SparseCompressor):
         counts, kept, within = _topk_parts(payload, values.numel(), self.kept(values.numel()))
         starts = torch.arange(counts.numel(), device=values.device) * TOPK_BLOCK
         places = torch.repeat_interleave(starts, counts, output_size=kept.numel())
-        places += within.long() & (TOPK_BLOCK - 1)  # it was unsigned
+        places += within.long() & (TOPK_BLOCK - 1)  # the positions are unsigned
         if alpha is None:
             values.zero_()
         values.index_add_(0, places, kept, alpha=1 if alpha is None else alpha)
@@ -229,8 +229,8 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
     if candidates is None:
         return _largest_of(np.abs(values), kept)
     if candidates.size < kept:
-        # Only zeros are left: any will do. Among the first `kept` places there are enough that are
-        # no candidates.
+        # Only zeros are left, and any of them will do. The first `kept` positions contain enough
+        # that are not candidates.
         spare = np.ones(kept, bool)
         spare[candidates[candidates < kept]] = False
         return np.sort(

@@ -114,8 +114,8 @@ class Fetcher:
         if self._num_workers == 0 and not self._pins:
             if peeked is not None and peeked[0] == request:
                 return peeked[1]
-            return self._source.make(request)  # torch's DataLoader would cost 15 us more
-        # Data workers without a batch in progress get no new requests: torch treats that as the
+            return self._source.make(request)  # torch's DataLoader would take 15 us longer
+        # Data workers without a batch in progress get no new requests: torch treats this as the
         # end.
         idle = self._num_workers > 0 and not self._feed.busy
         if self._batches is None or idle or self._feed.upcoming() != request:
@@ -124,7 +124,7 @@ class Fetcher:
         try:
             made, batch = next(self._batches)
         except BaseException:
-            self._batches = None  # the feed and the workers may be out of step now
+            self._batches = None  # the feed and the workers may have diverged
             raise
         self._feed.arrived()
         if made != request:
@@ -159,7 +159,8 @@ class Fetcher:
                 pin_memory=self._pins,
                 persistent_workers=self._num_workers > 0,
                 worker_init_fn=_begin_worker if self._num_workers else None,
-                # not the global one: making batches must not move the training's random numbers
+                # not the global generator: creating batches must not affect training's random
+                # numbers
                 generator=torch.Generator(),
             )
         with explained_pickling(self._num_workers):

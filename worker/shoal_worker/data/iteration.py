@@ -42,13 +42,13 @@ from shoal_worker.elastic.contract.loader_interface import (
 from shoal_worker.elastic.session.worker_process import current_loader_session
 from shoal_worker.torch_internals import pytree
 
-# --------------------------------------------------------------------- a step's batches, handed out
+# ------------------------------------------------------------- passing a step's batches to the loop
 #
-# Hands the batches of a dealt step to the user's loop: fetches and weights each, reports it to the
-# session, and records it. A batch's weight in the mean over a step is its number of samples, or the
-# result of the user's `weight_fn`; the same holds for the parts into which a pipeline divides it.
-# Owns no state of the run: batches handed out are recorded in the `DealtStep`. Used by the training
-# thread only.
+# Passes the batches of a dealt step to the user's loop: fetches and weighs each batch, reports it
+# to the session, and records it. A batch's weight in the mean over a step is its number of samples,
+# or the result of the user's `weight_fn`. The same applies to the parts into which a pipeline
+# divides a batch. Owns no state of the run: the `DealtStep` records how many samples the loop has
+# received. Used by the training thread only.
 
 WeightFn = Callable[[Any], float]
 
@@ -177,7 +177,7 @@ class Delivery:
                 batch = self._fetcher.fetch(
                     request, functools.partial(self._supply.following, dealt, request)
                 )
-            except Exception:  # whatever it is: it is raised again
+            except Exception:  # of any kind: it is raised again
                 self.failed = True
                 raise
             weight = self._weight(batch, block)
@@ -433,7 +433,7 @@ class Iterations:
             progress.take_part(epoch)
             try:
                 dealt = self._supply.take(placement, session, source.name)
-            except StopTraining:  # while it waited for a batch of its own
+            except StopTraining:  # while it waited for one of its batches
                 self._stopped = True
                 return
             if dealt is not None:

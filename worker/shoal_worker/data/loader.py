@@ -219,7 +219,7 @@ class ElasticDataLoader:
         self._evaluation: EvaluationBatches | StreamedEvaluation | None = None
         self._record = _sample_record() if train else None
         collate = collate_fn or default_collate
-        # Training seeds the random numbers for each batch, so the fetcher need not put them back.
+        # Training seeds the random numbers for each batch, so the fetcher need not restore them.
         workers: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": pin_memory,
@@ -241,7 +241,7 @@ class ElasticDataLoader:
                 )
             else:
                 supply = PositionSupply(dataset, self._progress, **sizes)
-            supply.plan(0)  # refuses sizes that do not fit each other
+            supply.plan(0)  # raises if the sizes do not fit each other
             self._supply = supply
             # Data workers read the items; the batches are assembled here.
             fetcher = Fetcher(supply.items, collate_fn=collate, **{**workers, "num_workers": 0})

@@ -204,7 +204,7 @@ class Dealer:
         return self._made
 
 
-# ------------------------------------------------------------------- where the next step comes from
+# ------------------------------------------------------------------------- sources of the next step
 
 _SHORTEST_RETRY_S = 0.01
 
@@ -277,7 +277,7 @@ class LeasedBatches:
             if self._lease(session, 0).took_back_at_hand:
                 self._current = None
         finally:
-            self._held.clear()  # whether it has heard of it or not
+            self._held.clear()  # whether or not the coordinator was notified
 
     def _lease(self, session: LoaderSession, want: int) -> Leases:
         answer = session.lease_batches(
@@ -288,7 +288,7 @@ class LeasedBatches:
             want=want,
             at_hand=self._current,
         )
-        self._finished.clear()  # only now: acknowledging twice is harmless, losing it is not
+        self._finished.clear()  # only now: repeating it is harmless, losing it is not
         self._held += answer.batches
         self._announced += answer.batches
         return answer
@@ -369,7 +369,7 @@ class Supply(abc.ABC):
         if progress.max_steps is None:
             return steps
         left = max(0, progress.max_steps - progress.cursor.global_step)
-        if steps is None:  # its epochs may end before
+        if steps is None:  # its epochs may end earlier
             return left if epoch >= sys.maxsize else None
         return min(steps, left)
 
@@ -416,7 +416,7 @@ class Supply(abc.ABC):
         return {}
 
     def load(self, state: Mapping[str, Any], *, loader: str) -> None:  # noqa: B027
-        # most supplies have no state beside the cursor
+        # most supplies have no state in addition to the cursor
         """Loads the result of `capture`. The cursor in `state` has been checked and is loaded
         afterwards. Raises CorruptDataError and ConfigurationError without having changed
         anything."""
@@ -494,7 +494,7 @@ class LeasedSupply(IndexedSupply):
 
     @override
     def limit(self, max_steps: int | None) -> None:
-        # No member knows the steps of all: the last epoch has fewer batches instead.
+        # No member knows all members' steps, so the last epoch has fewer batches instead.
         self._max_steps = max_steps
 
     @override

@@ -118,7 +118,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         super().attach(optimizer)
         session = self._session
         if self._setup.several and not self._knows_others:
-            return  # with the last of the models all are looked at
+            return  # all models are checked with the last one
         if session.begins and not session.is_joining:
             # ranks that remain after a death wait for a replacement
             self.layouts.check_start(session.world_size, ranks_may_come=session.ranks_may_come)
@@ -277,7 +277,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         """Prepares the passes of training. Returns True if the passes are part of a step."""
         step = self._session.ensure_step()
         if step is not self._session.step:
-            return False  # a joiner's pass ahead of its loop
+            return False  # a joiner's pass before its loop
         self._refuse_reduced(step)
         self._prepare_pass(step)
         return True
@@ -300,12 +300,12 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self, inputs: Any, targets: Any, loss_fn: Loss | None
     ) -> torch.Tensor | None:
         if not self._begin_pass() or self._mesh is None:
-            # ahead of the loop, or the step was lost before the model was split
+            # before the loop, or the step was lost before the model was split
             loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
             loss.backward()
             return loss
         count = self._template.pipeline.micro_batches
-        seeds = torch.randint(2**62, (count,)).tolist()  # the ranks of a replica draw alike
+        seeds = torch.randint(2**62, (count,)).tolist()  # a replica's ranks draw the same numbers
         batches = cut_batch(inputs, targets, count=count, seeds=seeds)
         step = self._session.step
         if step is not None and step.weigh is not None:
@@ -314,7 +314,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
                 dataclasses.replace(one, weight=weight)
                 for one, weight in zip(batches, weights, strict=True)
             ]
-        # the commit all-reduce reports only the mean of these
+        # the commit all-reduce reports only the mean of these losses
         several = step is not None and step.in_micro_batches
         self._note_pass()
         with LosingStep(self._session), self._passing():
@@ -483,7 +483,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             held.load_values(state["model"])
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
-            self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
+            self._applied = state.get("applied", 0)  # restored ranks start counting again
             self._commit_payload = None
         else:
             if self._mesh is None or state["applied"] != self._applied:
@@ -575,7 +575,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             )
             self._mesh = mesh
         if gathered:
-            group.exchange(b"")  # all have theirs: what a spare holds is needed until then
+            group.exchange(b"")  # all ranks have their parts; until then a spare's state is needed
         if mesh is None:
             self._release()
             held.drop()
@@ -611,7 +611,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._standing_in = None
         if self._mesh is None:
             with LosingStep(self._session) as dividing:
-                if self.lacks_ranks:  # nobody begins a step so, unless only to lose it
+                if self.lacks_ranks:  # a step that begins in this state is always lost
                     raise MembershipChanged("there are too few ranks for one replica of the model")
                 self._lay_out(self._session.group or alone(), gathered=False)
             if dividing.failed:
@@ -627,7 +627,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             # gradients of a lost step are invalid; micro-batches and pipelines leave none to add to
             self._held.hidden.drop_gradients()
         self._begun = self._applied
-        self._held.data_axis.fetch()  # what an update that was put back has left
+        self._held.data_axis.fetch()  # left by an update that was undone
         mesh.begin_step(self._applied + 1)
         if step.source is None:
             mesh.seed_step()
@@ -663,7 +663,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         session = self._session
         mesh = self._laid_out
         self._refuse_carried()
-        if step.lost is None:  # else collectives that failed may have left any values
+        if step.lost is None:  # failed collectives may have left any values
             for writes in self._writes:
                 writes.refuse(unless=self._proves_lost)
         self._held.hidden.show_gradients()
@@ -680,7 +680,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             failpoint("reduction.completed")
             self._agree_on_extremes(mesh, step, share)
             step.writes = self._digest_of_buffers(mesh)
-            if mesh.cut.axes.pipeline == 1:  # else ranks of other stages have others
+            if mesh.cut.axes.pipeline == 1:  # ranks of other stages have other parameters
                 step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
             session.prepare_step()
 
@@ -748,7 +748,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def _digest_of_buffers(self, mesh: RankMesh) -> int:
         digest = mesh.buffers.exact_digest()
         if digest and mesh.cut.axes.pipeline > 1 and mesh.cut.axes.data > 1:
-            # ranks of other stages have others
+            # ranks of other stages have other buffers
             raise mesh.buffers.apart()
         return digest if mesh.cut.axes.pipeline == 1 else 0
 

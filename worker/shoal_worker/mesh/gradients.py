@@ -28,7 +28,7 @@ from shoal_worker.sharding.gradients import CutGradients, squared_norms
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
-# --------------------------------------------------------------------- whole on each rank of a part
+# ---------------------------------------------------------------- replicated on each rank of a part
 
 _SMALLEST: Final = 1e-12
 """Norm in float32 below which squares may have been rounded to zero."""
@@ -119,7 +119,7 @@ class MeshGradients(abc.ABC):
             added = self.added(name)
             if gradient.layout is torch.strided and gradient.dtype == added.dtype:
                 together.append((added, gradient))
-            else:  # one by one: what is made of it on the way is as large as it
+            else:  # one by one: temporary results are as large
                 added.add_(gradient.to(added.dtype), alpha=factor)
         if together:
             torch._foreach_add_(
@@ -240,7 +240,7 @@ class ReplicatedGradients(MeshGradients):
 
     @override
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
-        # Sparse ones are made dense by adding them.
+        # Adding sparse gradients makes them dense.
         first = {
             name
             for name, gradient in gradients.items()
@@ -308,7 +308,7 @@ class ReplicatedGradients(MeshGradients):
             gradient, factor = self._added_times(name)
             if gradient.dtype == piece.dtype:
                 together.append((piece, gradient, divisor / factor))
-            else:  # one by one: its mean in the wider dtype is needed for a moment
+            else:  # one by one: needs its mean in the wider dtype
                 piece.grad = strided_like(gradient.div(divisor / factor).to(piece.dtype), piece)
         if together:
             means = torch._foreach_div(
@@ -339,7 +339,7 @@ def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
     sums in float64: longer float32 sums lose precision, and float64 throughout takes several times
     as long. If squares exceed the range of float32, everything is computed in float64."""
     terms = list(terms)
-    if any(not tensor.is_cpu for tensor, _ in terms):  # a device widens as it reads
+    if any(not tensor.is_cpu for tensor, _ in terms):  # a device converts while reading
         norms_there = squared_norms([tensor for tensor, _ in terms])
         return float(
             (
@@ -371,10 +371,10 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------- in shards
 #
-# Gradients of a step that the replicas sum and split: each keeps the sums of its shard and of the
-# shard that it mirrors. Those of a pipeline are scattered after the passes, never from hooks: its
-# schedule accumulates its own micro-batches and may split backward passes in two, which hooks do
-# not see. Gradients shared by stages are therefore summed first.
+# Gradients of a step that the replicas sum and split: each replica keeps the sums of its shard and
+# of the shard that it mirrors. The gradients of a pipeline are scattered after the passes, never
+# from hooks: its schedule accumulates its own micro-batches and may split backward passes in two,
+# which hooks do not see. Gradients shared by stages are therefore summed first.
 
 _IN_FLIGHT: Final = 2
 """Maximum number of reductions in progress at once."""

@@ -108,7 +108,7 @@ class Axes:
                 )
 
 
-# --------------------------------------------------------------------------- where each tensor lies
+# ----------------------------------------------------------------------------- placement of tensors
 
 TENSOR_OPTIONS: Final = frozenset(
     {
@@ -325,8 +325,8 @@ class Blueprint:
 
 # --------------------------------------------------------------------------------- the whole module
 #
-# The whole module as the user wrote it, beside this rank's part of it: for evaluation, for copies,
-# and as a stand-in.
+# The whole module as the user wrote it, in addition to this rank's part: for evaluation, for
+# copies, and as a stand-in.
 
 
 def whole_module(
@@ -338,7 +338,7 @@ def whole_module(
     """Returns a new module with these values. `unsaved`: buffers that are not in the module's state
     dict."""
     whole = copy.deepcopy(template.module).to_empty(device=device)
-    for first, second in template.first_names.items():  # to_empty makes tied ones several
+    for first, second in template.first_names.items():  # to_empty separates tied parameters
         owner, _, name = first.rpartition(".")
         source, _, own = second.rpartition(".")
         if first != second and first in template.tied_parameters:
@@ -356,7 +356,7 @@ def zeros(template: Template) -> dict[str, torch.Tensor]:
     return {key: torch.zeros(tensors[first].shape) for key, first in template.keys.items()}
 
 
-# ---------------------------------------------------------------------------- how ranks are divided
+# -------------------------------------------------------------------------------- division of ranks
 #
 # Axes along which a model's ranks are divided, for any number of ranks: combines a strategy's plan
 # with the constraints of the model.

@@ -53,7 +53,7 @@ from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 
-# -------------------------------------------------------------------- what is hidden between passes
+# ----------------------------------------------------------------- parameters hidden between passes
 #
 # The parts of a module's parameters that are hidden between passes, while this rank has only its
 # part of them. Values are hidden for a parameter that is split or on another stage (no torch call
@@ -341,7 +341,7 @@ class ModelParts(PartitionedState):
         """Implements `TrainingEngine.keep_two_copies`."""
         copied = copy_singles(channel, self.held(), self.blueprint_for, leaving)
         if copied is not None:
-            # first, since a leaving rank leaves once it has heard from all the others below
+            # first: a leaving rank leaves once it has received all other ranks' messages below
             self._before = [*self._before, *copied]
             channel.exchange(b"")
 
@@ -383,7 +383,7 @@ class ModelParts(PartitionedState):
         """Returns the whole state, assembled from the ranks' parts, for `take_whole`. A collective.
         Raises the same errors as `gather`."""
         state = self._as_one_process(channel)
-        channel.exchange(b"")  # all have it: what this rank holds is needed until then
+        channel.exchange(b"")  # all ranks have the state; until then this rank's is needed
         return state
 
     def take_whole(self, state: Mapping[str, Any]) -> None:
@@ -508,7 +508,7 @@ class ModelParts(PartitionedState):
     @override
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._check_values(tensors)
-        self._before = []  # which is of the values before
+        self._before = []  # parts with the previous values
         key_of = {first: key for key, first in self.template.keys.items()}
         self._put_values(
             {
@@ -527,7 +527,7 @@ class ModelParts(PartitionedState):
         self._check_optimizer(saved)
         if self.optimizer is None:
             return
-        self._before = []  # which is of the state before
+        self._before = []  # parts with the previous state
         tensors = self.template.tensors()
         state: dict[str, dict[str, Any]] = {}
         for group, names in zip(saved["param_groups"], self._group_names, strict=True):

@@ -147,7 +147,7 @@ class RankMesh:
             self.pipeline = Pipeline(
                 parts.module,
                 parts.template.pipeline,
-                # asked for no more than that
+                # only this method is used
                 group=line.process_group if line.world_size > 1 else _OneRank(),  # type: ignore[arg-type]
                 device=self._session.device,
                 end=line.abort,
@@ -201,7 +201,7 @@ class RankMesh:
         self.execution.reduces_in_backward = True
         self.execution.factor = self.gradients.factor(weight or 0.0)
         if step.in_micro_batches and self.replicas.world_size > 1:
-            # or some lines of replicas might know, and others not
+            # otherwise only some groups of replicas might know the passes
             self.execution.learn_passes(self.all)
 
     def train_on(
@@ -327,7 +327,7 @@ def _in_shards(
     assert parts.blueprint is not None
     blocks = None
     if sharding.blocks is not None:
-        # of the model as written: each split layer has its own class
+        # types of the model as written: each split layer has a class of its own
         blocks = [
             (parts.module.get_submodule(one.name), one.names)
             for one in sharding.blocks(parts.template.module)

@@ -186,7 +186,7 @@ def copy_singles(
     try:
         newest, cut = _newest(channel, held)
     except ShardsLostError:
-        return None  # cutting it anew says so
+        return None  # resharding reports this
     copies = plan_copies(newest, range(channel.world_size), leaving) if cut.axes.data > 1 else []
     if not copies:
         return None

@@ -130,7 +130,7 @@ class Pulls:
         the options.
         """
         if not partitions:
-            return  # asking for none would ask for all
+            return  # an empty request would request all
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
         request = self._request(partitions, held, clock=clock, wait=wait)
         request.codec = self._incoming.codec if codec is None else codec

@@ -202,7 +202,7 @@ class CoordinatorLeases:
             answer = block.answer
             given = tuple(block.leased.popleft() for _ in range(min(want, len(block.leased))))
             block.out += given
-            self._changed.notify_all()  # there may be less than half left
+            self._changed.notify_all()  # fewer than half may be left
             done = answer is not None and answer.epoch_done
             return Leases(
                 batches=given,
@@ -237,7 +237,7 @@ class CoordinatorLeases:
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            thread, self._thread = self._thread, None  # whoever closes it again does not wait again
+            thread, self._thread = self._thread, None  # a second `close` does not wait again
         if thread is not None:
             thread.join(_LAST_WORD_S)
 
@@ -248,7 +248,7 @@ class CoordinatorLeases:
         if block is not None and block.epoch == epoch:
             return block
         if block is not None:
-            # with a batch that was handed out, and could still be finished until now
+            # with a batch that the loader has, which could still be finished until now
             self._leave(block, None)
         pace_s = 0.0 if block is None else block.pace_s
         block = self._blocks[loader] = _Block(
@@ -336,7 +336,7 @@ class CoordinatorLeases:
                 block.leased.clear()
                 block.asks_below = 0
             if enough and len(block.leased) > 2 * enough + _SPARED and not block.loop_left:
-                # This worker has become slower: the others have more of it.
+                # This worker has become slower; other workers need these batches.
                 block.returned += [block.leased.pop() for _ in range(len(block.leased) - enough)]
             missing = min(max(enough - len(block.leased), 0), _MOST_WANTED)
             late = (
@@ -398,7 +398,7 @@ class CoordinatorLeases:
                     )
                     logged = True
                 wait_s = backoff.next_s(error)
-            except Exception as error:  # whatever it is, the training thread is to raise it
+            except Exception as error:  # of any kind: the training thread raises it
                 return error
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, wait_s):
@@ -419,7 +419,7 @@ class CoordinatorLeases:
         del block.finished[: len(request.finished)]
         del block.returned[: len(request.returned)]
         block.unsaid_since = time.monotonic()
-        # If the loop was left meanwhile, nobody takes them.
+        # If the loop was left meanwhile, no loop takes these batches.
         (block.returned if block.loop_left else block.leased).extend(answer.batches)
         if answer.batches and (block.wanted or request.waited_for):
             # the loop was waiting for these batches, not idle, and the wait is not part of a step
@@ -441,7 +441,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
     now = time.monotonic()
     for batch in finished:
         if batch not in block.out:
-            continue  # said again, since the answer to the first time was an error
+            continue  # repeated, since the first answer was an error
         block.out.remove(batch)
         if not block.finished:
             block.unsaid_since = now

@@ -221,8 +221,8 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
         ConfigurationError: such a setting is present; the message explains the remedy.
     """
     if backend not in backend_names():
-        # async_sgd has no process group, so that any known one will do; a misspelled one would be
-        # an error with other strategies.
+        # async_sgd has no process group, so any known backend is accepted; a misspelled one would
+        # be an error with other strategies.
         raise ConfigurationError(
             f"backend={backend!r}: expected one of {', '.join(backend_names())}"
         )

@@ -299,7 +299,7 @@ class ServerLink:
             except DeadlineError as error:
                 if error.reason not in NOT_MY_TURN:
                     raise
-                return  # the next step boundary lets it go; it needs no newer values for that
+                return  # it leaves at the next step boundary and needs no newer values
             pulled.update(each.partition_id for each in missing)
         elif not self._options.in_step:
             self.advance_clock(self._clock)
@@ -519,7 +519,7 @@ class ServerLink:
                 finished = ()
             yield header, payload.data
 
-    # ---------------------------------------------------------------------- where the server stands
+    # -------------------------------------------------------------------------- state of the server
 
     def _resynchronize(self) -> None:
         """Locates the server and determines how much of its acknowledged state the server still

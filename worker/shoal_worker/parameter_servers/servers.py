@@ -156,7 +156,7 @@ class ParameterServers:
         """Starts this worker's participation after `clock` finished iterations and pulls the values
         for the next iteration. From now on other workers may wait for this worker."""
         placed_on: Sequence[ServerLink] = ()
-        while placed_on is not self._links:  # again where partitions have moved meanwhile
+        while placed_on is not self._links:  # again if partitions have moved meanwhile
             positions = self._each(lambda link: link.enter(clock))
             placed_on = self._links
             if self._options.in_step:
@@ -194,7 +194,7 @@ class ParameterServers:
         if self._snapshot is not None:
             self._snapshot.join()
         if self._options.waits_for_others:
-            # One after another: at interpreter exit, a pool takes no more work.
+            # One after another: at interpreter exit, a pool accepts no more work.
             for link in self._links:
                 link.farewell(_FAREWELL)
         self._abort()

@@ -279,13 +279,13 @@ class _Pass:
                 agreed = True
             try:
                 does[action.kind](action.stage, action.micro_batch)
-            except Exception as error:  # whatever the stage raised, with where
+            except Exception as error:  # of any kind: raised again with its location
                 error.add_note(
                     f"in pipeline stage {action.stage}, micro-batch {action.micro_batch}, "
                     f"{action.kind.name.lower()}"
                 )
                 raise
-        if not agreed:  # a pipeline of one rank, that computes no gradients
+        if not agreed:  # a pipeline of one rank without gradients
             agree()
         results = self._results
         return Ran(losses=results if self._loss else [], outputs=[] if self._loss else results)
@@ -326,8 +326,8 @@ class _Pass:
             )
         weighs = self._scales[index] != 0
         if not weighs:
-            # it may hold anything: the mean over no tokens, for example, has gradients that are not
-            # finite
+            # it may contain anything: the mean over no tokens, for example, has non-finite
+            # gradients
             keep_gradients_from(output)
         self._results.append(loss.detach().clone() if weighs else torch.zeros_like(loss.detach()))
         return (loss * self._scales[index],)
@@ -411,7 +411,7 @@ class _Pass:
                     list(held.inputs),
                     iter(self._stages[stage].held_parameters),
                 )
-            except RuntimeError as error:  # torch's, around the error itself
+            except RuntimeError as error:  # torch's error, raised from the original one
                 raise error.__cause__ or error from None
             if all(one is None for one in found):
                 raise ConfigurationError(

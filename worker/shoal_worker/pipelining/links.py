@@ -86,7 +86,7 @@ class Links:
         notice immediately."""
         try:
             yield
-        except BaseException as error:  # an interrupt leaves the others waiting as an error does
+        except BaseException as error:  # an interrupt leaves others waiting, too
             self._sends.clear()
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
             self.end(

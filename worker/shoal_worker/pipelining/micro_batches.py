@@ -17,7 +17,7 @@ from shoal_common.errors import ConfigurationError
 
 from shoal_worker.torch_internals import pytree
 
-# ------------------------------------------------------- what goes into a stage and comes out of it
+# -------------------------------------------------------------------- inputs and outputs of a stage
 #
 # Inputs and outputs of a stage. A `Call` contains the model's arguments; every stage has it, since
 # ranks of one replica are given the same batch. A `Border` is passed from one stage to the next:

@@ -258,7 +258,7 @@ def _torch_order(
     for wanted in range(micro_batches, micro_batches + 2 * ranks * stages_per_rank + 1):
         try:
             order = make(given, wanted, scale_grads=False).pipeline_order
-        except ValueError as error:  # too few, or no multiple of something
+        except ValueError as error:  # too few, or not a required multiple
             refusal = error
             continue
         return {rank: list(_computations(order[rank], micro_batches)) for rank in range(ranks)}

@@ -83,7 +83,7 @@ def _on_mesh(axes: Axes) -> Iterator[Choice]:
     whole = "hybrid" if tensor and pipeline else "tensor" if tensor else "pipeline"
     yield Choice(strategy=whole, axes=axes, options=tensor | pipeline)
     if axes.data > 1:
-        for along in ("zero1", "fsdp"):  # zero2 holds what zero1 does, and sends it for every pass
+        for along in ("zero1", "fsdp"):  # zero2 needs as much memory as zero1, and sends more
             options = tensor | pipeline | {"data_parallel_strategy": along}
             yield Choice(strategy="hybrid", axes=axes, along_data=along, options=options)
 

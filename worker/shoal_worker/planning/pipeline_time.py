@@ -91,7 +91,7 @@ def _ready(
 ) -> float | None:
     """Returns the time when an action's inputs are available; None if the time is not known yet."""
     if action.kind is Kind.BACKWARD_WEIGHT:
-        return 0.0  # its rank has made the rest of this backward pass before
+        return 0.0  # its rank has computed the rest of this pass before
     forward = action.kind is _FORWARD
     source = action.stage - 1 if forward else action.stage + 1
     if source < 0:

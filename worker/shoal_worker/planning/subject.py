@@ -166,7 +166,7 @@ def _state_size(
     copy of the optimizer on a tensor without values or, if it requires values, with zeros."""
     try:
         state = _stepped(optimizer, group, nn.Parameter(torch.empty_like(like, device="meta")))
-    except Exception:  # whatever its code raises, over a tensor that has no values
+    except Exception:  # its code may raise anything for a tensor without values
         try:
             state = _stepped(optimizer, group, nn.Parameter(torch.zeros_like(like, device="cpu")))
         except Exception as error:

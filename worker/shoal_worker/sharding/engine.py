@@ -240,11 +240,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._frozen_pass = False
         if self._trains:
             step = self._session.ensure_step()
-            if step.source is not None:  # else this may be a dry run before the loop, and no step
+            if step.source is not None:  # otherwise it may be a dry run, and no step
                 check_reproducible(self.config, step)
             if step is self._session.step:
                 self._weigh(step)
-            else:  # a joiner's pass ahead of its loop
+            else:  # a joiner's pass before its loop
                 self._execution.factor = 0.0
         if self.config.param_dtype is not None:
             args, kwargs = _in_dtype((args, kwargs), self.config.param_dtype)
@@ -367,7 +367,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._give_values(state)
         if "model" in state:
             self._held.restore_whole(state)
-            self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
+            self._applied = state.get("applied", 0)  # restored ranks start counting again
             if self._compression is not None:
                 self._compression.restore(state.get("compression"))
             self._commit_payload = None
@@ -469,8 +469,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
                 number=step.placement.generation, rank=step.placement.rank, topology=topology
             )
         elif self.stage is not Stage.PARAMETERS:
-            self._execution.gather_all()  # where a failure kept it from being done after the update
-        # operations between steps may have brought them
+            self._execution.gather_all()  # if a failure prevented it after the update
+        # operations between steps may have moved them to the device
         self._held.mirrors.put_away(self.optimizer)
         if self._compression is not None:
             trained = self._held.trained
@@ -521,7 +521,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 self._execution.take_part()
         self._execution.reduce_rest()
-        if step.lost is None:  # else collectives that failed may have left any values
+        if step.lost is None:  # failed collectives may have left any values
             if not self._carries_writes:
                 self._writes.refuse(unless=self._proves_lost)
                 for unit in self._held.units:
@@ -628,7 +628,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._step_buffers.put_back()
         step = self._session.step
         if step is not None and step.lost is None:
-            # Nobody intended the step, and the script's later writes are its own.
+            # No step was intended, and the script's later writes are its own.
             self._writes.forget()
             self._attributes.forget()
             return

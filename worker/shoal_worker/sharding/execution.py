@@ -41,7 +41,7 @@ from shoal_worker.torch_internals import after_backward, in_backward, uncompiled
 
 # -------------------------------------------------------------------------------------------- hooks
 #
-# Hooks on the user's modules and parameters, which call whoever follows the passes through them.
+# Hooks on the user's modules and parameters, which report the progress of passes.
 
 
 class GradientHook:
@@ -378,7 +378,7 @@ class ShardedExecution:
         """Ends the passes and keeps the list of their collectives, because a rank without samples
         must issue the same ones."""
         if self._pass and not self._collectives.lost:
-            # otherwise some were issued twice, and some not at all
+            # otherwise some collectives were issued twice, and some not at all
             self._whole_pass = self._pass
         self._pass = []
 
@@ -465,12 +465,12 @@ class ShardedExecution:
         stays = is_root or self.pinned
         left_behind = block.left_behind()
         if not torch.is_grad_enabled():
-            stays = self.pinned  # nobody will come back to it
+            stays = self.pinned  # no backward pass will follow
         elif not when_gradients_come(
             [output, *left_behind], lambda _: self._before_backward(block), mode="any"
         ):
-            # It may have returned an object that does not show its tensors. The backward pass's end
-            # frees it.
+            # It may have returned an object that does not show its tensors. The end of the backward
+            # pass frees it.
             stays = stays or block.passes_gradients
         if not stays:
             for unit in block.units:

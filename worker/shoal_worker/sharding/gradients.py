@@ -153,7 +153,7 @@ def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     if not gradient.is_cpu:
-        # one kernel, which widens as it reads
+        # one kernel, which converts while reading
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         return norm.square()
     return torch.stack(

@@ -32,16 +32,17 @@ ELEMENTS: Final = "elements of"
 
 # ---------------------------------------------------------------------------- the optimizer's state
 #
-# An optimizer's state, seen through the pieces of parameters that it updates.
+# The state of an optimizer, by the pieces of parameters that it updates.
 #
-# What has the shape of its piece is an element state (moments): it is cut and moved like the
-# parameter. All else (step counts) is the same on every rank, whatever piece that has, also an
-# empty one; so is, for each parameter, which element states there are (`ELEMENTS`): groups with
-# other options have others, and momentum has nothing beside them.
+# State with the shape of its piece (moments) is an element state: it is sharded and moved like the
+# parameter. All other state (step counts) is the same on every rank, whichever piece the rank has,
+# even an empty one. For each parameter, the names of the element states (`ELEMENTS`) are the same
+# on every rank as well: groups with other options have other states, and momentum has no other
+# state.
 #
-# Where tensors are whole, all of this is so for the owners of a parameter alone, and what is not an
-# element state may be anything (sums of rows and columns, preconditioners): it is told to all ranks
-# when the state is cut anew or put together (`gather_from_owners`).
+# If tensors are not split, this applies only to the owners of a parameter, and state that is not an
+# element state may be anything (sums of rows and columns, preconditioners). All ranks receive this
+# state when the optimizer state is resharded or assembled (`gather_from_owners`).
 
 
 class ShardedOptimizerState:
@@ -179,7 +180,7 @@ def _own_copy(value: Any, device: torch.device) -> Any:
     )
 
 
-# ------------------------------------------------------------------------------------- cutting anew
+# --------------------------------------------------------------------------------------- resharding
 
 MOST_COPIES: Final = 4
 """Maximum number of other shards of which a rank keeps copies. There is a maximum because the
@@ -457,7 +458,7 @@ def reshard(
         arrived: dict[int, dict[str, torch.Tensor]] = {position: {} for position in gets[rank]}
         for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
             here = mine.vectors[index] if mine is not None else {}
-            held_here = {  # copies lie on the CPU
+            held_here = {  # copies are on the CPU
                 position: vector_of(unit, vectors, name, dtype).to(unit.placement.device)
                 for position, vectors in here.items()
             }
@@ -474,7 +475,7 @@ def reshard(
             for position, shard in shards.items():
                 arrived[position][name] = shard
         fresh.append(arrived)
-    peers.all_gather_integers([number])  # everybody has everything
+    peers.all_gather_integers([number])  # every rank has everything
     cut = division_cut(division, rank, number)
     for unit, arrived, own in zip(units, fresh, scalars, strict=True):
         unit.adopt(

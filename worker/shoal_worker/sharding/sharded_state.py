@@ -115,7 +115,7 @@ class ShardedState(PartitionedState):
             for u, unit in enumerate(self.units)
             for i, p in enumerate(unit.parameters)
         }
-        # Adagrad makes its state in its constructor
+        # Adagrad creates its state in its constructor
         made = {where[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state)}
         self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         for group, places in zip(optimizer.param_groups, self._places, strict=True):
@@ -226,10 +226,11 @@ class ShardedState(PartitionedState):
             try:
                 held, scalars, keys = self._agreed(channel)
             except ShardsLostError:
-                return  # cutting it anew says so
+                return  # resharding reports this
             copied = copy_singles(self.units, held, keys, channel, leaving)
             if copied is not None:
-                # First, since a leaving rank leaves once it has heard from all others below.
+                # First, since a leaving rank leaves once it has received all other ranks' messages
+                # below.
                 self._copies = merge_copies(
                     self._copies, *copied, scalars if self.whole_tensors else None
                 )
@@ -288,7 +289,7 @@ class ShardedState(PartitionedState):
             [self._state.element_keys(unit) for unit in self.units],
         )
 
-    # -------------------------------------------------------------------- what every rank has of it
+    # ----------------------------------------------------------------------- the part on every rank
 
     def capture_common(self) -> dict[str, Any]:
         """Returns the part of the state that is the same on all ranks: buffers, and the optimizer's
@@ -384,7 +385,7 @@ class ShardedState(PartitionedState):
     @override
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
         self._check_optimizer(saved)
-        self._before, self._copies = None, []  # which are of the state before
+        self._before, self._copies = None, []  # shards with the previous state
         spread(self._places, saved, self.units, self._state)
         self.settings = [
             {k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]
@@ -455,7 +456,7 @@ class ShardedState(PartitionedState):
     @override
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._check_values(tensors)
-        self._before, self._copies = None, []  # which are of the values before
+        self._before, self._copies = None, []  # shards with the previous values
         keys = {
             id(tensor): key
             for key, tensor in ModuleState(self.module).tensors.items()

@@ -327,7 +327,7 @@ class Unit:
                 shard = self.placement.empty(self.layout.shard_numel, self.dtype)
                 shard.zero_()
             else:
-                shard = self._slot(where)  # a part of the parameters: it costs nothing
+                shard = self._slot(where)  # a view of the parameters, which costs nothing
             if where is not None:
                 shard.copy_(values(where))
             holding.hold(where, shard, self.layout)

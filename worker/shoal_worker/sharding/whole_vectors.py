@@ -204,7 +204,7 @@ def copy_singles(
     try:
         newest = newest_of(_rows_of_ranks(held, channel))
     except ShardsLostError:
-        return None  # cutting it anew says so
+        return None  # resharding reports this
     copies = (
         plan_copies(newest, range(channel.world_size), leaving, most=MOST_COPIES)
         if newest.shards > 1
@@ -259,5 +259,5 @@ def _rows_of_ranks(held: Sequence[RankShards], channel: Channel) -> list[list[in
 
 
 def _bytes(shard: torch.Tensor) -> bytes:
-    # A copy: a storage that numpy has seen cannot be given back.
+    # A copy: a storage that numpy has seen cannot be resized.
     return shard.detach().to("cpu", copy=True).view(torch.uint8).numpy().tobytes()

@@ -99,7 +99,7 @@ class BucketVersions:
 
     def step_counts(self, pushed: Iterable[int]) -> None:
         """Records a committed step that pushes to these buckets."""
-        self._found.clear()  # not before: a step that is done again needs a new key as well
+        self._found.clear()  # not before: a repeated step needs a new key as well
         self._expected.update({each: self._expected[each] + 1 for each in pushed})
 
     def encode(self) -> dict[str, int]:

@@ -69,7 +69,7 @@ class OwnRows:
 
     def __init__(self, spec: TableSpec, dim: int, like: OwnRows | None = None) -> None:
         """Creates a table. `like`: table whose rows are copied; None: the table is empty."""
-        # One bucket has all, so that it keeps all rows that the table may have.
+        # One bucket contains all rows, so that it keeps as many as the table may have.
         self.rows: Rows = Rows(
             replace(spec, buckets=1), dim, None if like is None else like.rows.image()
         )

@@ -218,7 +218,7 @@ class RowReader:
             ]
             try:
                 with self._job.waits.collects():
-                    wait_for_all(futures)  # also where one has failed: the others write to `values`
+                    wait_for_all(futures)  # even if one has failed: the others write to `values`
             except BaseException:
                 # Ctrl-C: the interpreter would wait for the threads before it ends
                 self.close()
@@ -290,7 +290,7 @@ class RowReader:
                     "the sparse tables' servers were left with the job", reason="CLIENT_CLOSED"
                 )
             client = self._clients.get(address)
-            if client is None or client.is_closed:  # another server had the place for a while
+            if client is None or client.is_closed:  # another server had the address for a while
                 self._clients[address] = self._job.server_client(address)
             return self._clients[address]
 

@@ -281,7 +281,7 @@ class ServerStepTables:
         pending = self._pending
         if pending is None or not self._may_push(pending):
             return
-        # If the meeting failed, a rank may be gone, and its share with it.
+        # If the exchange failed, a rank may be gone, and its share with it.
         ranks, place = self._pushing() if pending.known_to_all else (1, 0)
         if pending.delivered_as == (ranks, place):
             return
@@ -365,7 +365,7 @@ class ServerStepTables:
         while True:
             found = self._require_reader().read(partitions, dim, ids)
             if self._session.is_joining or self._is_aborted:
-                return found  # of what is computed with them nothing counts
+                return found  # results computed from them do not count
             pending = self._pending
             behind = {
                 each for each in partitions if found.versions[each] < self._versions.get(each)
@@ -376,7 +376,7 @@ class ServerStepTables:
             if pending is not None and not self._may_push(pending):
                 self._stale = True
                 return found
-            if pending is None or not pending.unseen & behind:  # it was there, and is not any more
+            if pending is None or not pending.unseen & behind:  # the data was there, and is lost
                 if looked_anew:
                     self._note(found.versions)
                     return found

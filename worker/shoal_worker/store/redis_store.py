@@ -211,7 +211,7 @@ class RedisStore(Store):
         """Returns True: append, multi_get and multi_set are supported."""
         return True
 
-    # The names under which torch's C++ code looks up these two in a Python store.
+    # The names under which torch's C++ code looks up these two methods in a Python store.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
@@ -325,7 +325,7 @@ class RedisStore(Store):
         if self._release.detach() is not None:
             self._connection.release(wait=True)
 
-    # --- how commands are sent and waited for
+    # --- sending commands and waiting
 
     def _write(self, script: Script, key: str, *arguments: str | bytes | int) -> Any:
         return self._script(script, self.prefix, key, *arguments, repeatable=False)

@@ -99,7 +99,7 @@ def split_dimension(tensor: DTensor) -> int | None:
     """Returns the dimension along which the tensor is split into contiguous pieces. Returns None if
     it is replicated, awaits a sum, or is split in another way."""
     placement = placement_of(tensor)
-    # _StridedShard is no subclass of it
+    # _StridedShard is not a subclass of Shard
     return placement.dim if isinstance(placement, Shard) else None
 
 

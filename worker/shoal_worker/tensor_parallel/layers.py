@@ -45,8 +45,8 @@ from shoal_worker.tensor_parallel.plan import (
 from shoal_worker.tensor_parallel.region import region
 from shoal_worker.torch_internals import pytree, uncompiled
 
-# torch.compile cannot trace a region (a packed DTensor's placement fails in Dynamo): within one,
-# the model is not compiled.
+# torch.compile cannot trace a region (the placement of a packed DTensor fails in Dynamo), so the
+# model is not compiled within a region.
 
 
 class Region(nn.Module):

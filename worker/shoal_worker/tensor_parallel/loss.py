@@ -97,7 +97,7 @@ def vocabulary_parallel_cross_entropy(
         total_weight = classes if class_weights is None else class_weights.sum()
         uniform = (log_normalizer * total_weight - smoothed[0]) * kept
         loss = (1 - label_smoothing) * loss + label_smoothing / classes * uniform
-    if target.device.type != "cpu":  # where _check did not look
+    if target.device.type != "cpu":  # if _check did not check the targets
         loss = loss.masked_fill(_outside(target, classes, ignore_index), torch.nan)
     if reduction == "sum":
         loss = loss.sum()
@@ -119,7 +119,7 @@ def _check(target: torch.Tensor, logits: DTensor, ignore_index: int, reduction: 
             f'cross_entropy: reduction={reduction!r}; expected "mean", "sum" or "none"'
         )
     classes = logits.shape[min(1, logits.ndim - 1)]
-    # elsewhere to look would be to wait
+    # on a device, checking would have to wait
     wrong = _outside(target, classes, ignore_index) if target.device.type == "cpu" else None
     if wrong is not None and bool(wrong.any()):
         raise ConfigurationError(

@@ -118,8 +118,8 @@ def _forward(
         and module.training
         and context.dropout is DropoutRandomness.AS_ONE_PROCESS
     ):
-        # As torch lays it out in memory, which is the order in which a dropout that follows draws
-        # its numbers.
+        # In torch's memory layout, which is the order in which a following dropout draws its
+        # numbers.
         output = output.transpose(0, 1).contiguous().transpose(0, 1)
     return output, None if weights is None else _weights(
         context, weights, average_attn_weights, batched
@@ -173,7 +173,7 @@ def _mask(
     """Combines both masks into a plain mask that is added to the scores, of shape (B or 1) x (H or
     1) x L x S."""
     if is_causal and attn_mask is None:
-        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's message
     batch, heads, length, _ = query_BHLD.shape
     keys = key_BHSD.shape[-2]
     masks: list[torch.Tensor] = []

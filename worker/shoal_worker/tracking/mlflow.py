@@ -142,7 +142,7 @@ class _Writer:
             run_id = _run_id(client, experiment, run)
             while (task := self._tasks.get()) is not None:
                 task(client, run_id)
-        except Exception as error:  # said by the tracker, once
+        except Exception as error:  # the tracker logs it once
             self._error = error
 
 
@@ -169,7 +169,7 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     if known is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another run has made it meanwhile
+        except MlflowException:  # another run has created it meanwhile
             known = client.get_experiment_by_name(name)
             if known is None:
                 raise

@@ -36,7 +36,7 @@ class TensorBoard:
                 "shoal.TensorBoard needs the package tensorboard; install it with `pip install "
                 "'shoal[tensorboard]'`"
             )
-        # it is opened, and by other ranks again, long after this
+        # opened long after this, and again by other ranks
         self._directory = Path(directory).absolute()
         self._writer: SummaryWriter | None = None
 

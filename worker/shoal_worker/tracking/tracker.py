@@ -37,7 +37,8 @@ class TrackedRun:
         """Returns the run of a session."""
         settings, key = session.settings, session.run
         if session.is_asynchronous or not key:
-            # its workers begin at any time; or it restarted over what it had saved before
+            # workers of async_sgd begin at any time; or the run restarted over what it had saved
+            # before
             key = f"{settings.job_id} {settings.run}"
         return cls(job=settings.job_id if session.elastic else "", key=key)
 
@@ -109,7 +110,7 @@ class Tracker:
         self._committed = None
 
     def _step_committed(self, step: int) -> None:
-        self._take_reported(step)  # told in the step itself
+        self._take_reported(step)  # losses reported within the step
         now, before = Standing.of(self._session), self._before
         self._before = now
         if not self._session.is_first:

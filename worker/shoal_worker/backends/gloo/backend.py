@@ -63,7 +63,7 @@ class GlooBackend(CommunicationBackend):
             hostname=hostname or address_for(store),
             connect_timeout=connect_timeout,
             timeout=timeout,
-            short_sums=self._members is None,  # a part of the run's ranks closes no step
+            short_sums=self._members is None,  # groups of some of the run's ranks commit no steps
         )
         self._forming = forming
         if self._reason is not None:
@@ -122,7 +122,7 @@ class GlooBackend(CommunicationBackend):
             group.shutdown()
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises MembershipChanged itself
+        return False  # the group itself raises MembershipChanged
 
 
 def create_group(

@@ -139,7 +139,7 @@ def _check_families(names: Store, world_size: int) -> None:
 def _listen(host: str, rank: int, world_size: int) -> ShortSums | None:
     """Listens for short sums. Returns None if the address does not allow that, such as an address
     that is valid on one link only. The group then has no short sums."""
-    with _LISTENER_LOCK:  # a listener that comes while Gloo's is looked for could be taken for that
+    with _LISTENER_LOCK:  # otherwise this listener could be taken for Gloo's
         try:
             return ShortSums(host, rank, world_size)
         except OSError as error:
@@ -264,8 +264,8 @@ class FormingGroup:
         try:
             group = connect_gloo(*arguments, **options)
         except Exception as caught:
-            # The traceback must not keep the half-made group's sockets open for as long as somebody
-            # keeps the error.
+            # The traceback must not keep the sockets of the unfinished group open while the error
+            # exists.
             traceback.clear_frames(caught.__traceback__)
             error = caught
         with self._changed:
@@ -320,7 +320,7 @@ class FormingGroup:
         )
 
     def _translated(self, error: Exception) -> Exception:
-        # The store's, Shoal's own or one of torch's: it has waited for what an absent rank writes.
+        # A timeout of the store, Shoal's or torch's: it has waited for a key of an absent rank.
         if isinstance(error, DeadlineError) or (
             isinstance(error, dist.DistStoreError) and "timeout" in str(error).lower()
         ):
@@ -350,8 +350,8 @@ def _make_device(hostname: str | None) -> tuple[Any, Listener]:
 
 
 def _create_device(hostname: str | None) -> Any:
-    # Connections are made now and all (no lazy_init), whatever TORCH_GLOO_LAZY_INIT says: later
-    # ones would escape an abort.
+    # All connections are opened now (no lazy_init), whatever TORCH_GLOO_LAZY_INIT is: later
+    # connections would escape an abort.
     interface = gloo_interface()
     try:
         if hostname is not None:

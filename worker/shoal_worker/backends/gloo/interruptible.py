@@ -44,11 +44,11 @@ from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 # ------------------------------------------------------------------------------ memory that is kept
 #
-# Memory that collectives need again and again, kept between them.
+# Memory that collectives need repeatedly, kept between them.
 #
-# What is freed to the system comes back as pages that the kernel has to clear first: for 64 MiB
-# that takes longer than to receive them (docs/explanation/backends.md#gloo-faster-collectives). A
-# few buffers are kept, for as long as their group. Threads: any.
+# Memory freed to the system comes back as pages that the kernel has to clear first: for 64 MiB that
+# takes longer than receiving the data (docs/explanation/backends.md#gloo-faster-collectives). A few
+# buffers are kept as long as their group. Threads: any.
 
 
 _MOST_SCRATCH: Final = 2
@@ -185,8 +185,8 @@ class InterruptibleGroup(ForwardingGroup):
             work.follow()
         native_threads.drop(references, when=self._idle)
 
-    # Gloo's all-gather passes parts around a ring, one step after the other. Broadcasts from all
-    # ranks at once send as many bytes, and none waits for another; between two ranks an exchange is
+    # Gloo's all-gather passes parts around a ring, one step after another. Broadcasts from all
+    # ranks at once send as many bytes, and none waits for another. Between two ranks an exchange is
     # one collective instead of two.
 
     def allgather(
@@ -215,9 +215,9 @@ class InterruptibleGroup(ForwardingGroup):
 
     _allgather_base: Any = all_gather_single
 
-    # Gloo's reduce-scatter is an all-reduce of which each rank then takes its part: twice the
-    # bytes, and a work without a future. Here each rank gets its parts from all others and sums
-    # them itself.
+    # Gloo's reduce-scatter is an all-reduce from which each rank then copies its part: twice the
+    # bytes, and a work without a future. Here each rank receives its parts from all other ranks and
+    # sums them itself.
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
@@ -298,19 +298,19 @@ class InterruptibleGroup(ForwardingGroup):
             )
             raise GroupEndedError(str(self.reason)) from error
         except ShoalError:
-            raise  # the caller ends the group, once it has told the other ranks why
+            raise  # the caller notifies the other ranks and then ends the group
         except BaseException:
-            self.abort("a sum was left in its middle")  # the next one would find the rest of it
+            self.abort("a sum was left in its middle")  # the next sum would read its rest
             raise
 
-    # What torch asks of a process group written in Python.
+    # Methods that torch expects of a process group written in Python.
 
     @property
     def _device_types(self) -> list[torch.device]:
         # DCP saves in the background only with a group that takes CPU tensors
         return self._live()._device_types
 
-    # How collectives are followed.
+    # Tracking of collectives.
 
     def _gathers_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
         """Returns whether a gather by broadcasts or by an exchange is possible and faster than
@@ -375,7 +375,7 @@ class InterruptibleGroup(ForwardingGroup):
         """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_op(op, parts.dtype)
-        # a device's allocator keeps memory by itself, and knows which streams still use it
+        # a device's allocator caches memory itself, and knows which streams still use it
         kept = in_host_memory(parts.device)
         received = (
             self._scratch.take(parts.shape, parts.dtype, parts.device)

@@ -174,8 +174,8 @@ class ReconfigurableGroup(ForwardingGroup):
             group.shutdown()
 
     def _connect(self, number: int, handles: Sequence[str], deadline: float) -> InterruptibleGroup:
-        # Ranks that were given other handles meet elsewhere. A store of its own: the thread that
-        # connects may hold this one for as long as it waits.
+        # Ranks with other handles meet elsewhere. This uses a separate store: the connecting thread
+        # may hold the other store's lock while it waits.
         members = hashlib.sha256("\n".join(handles).encode()).hexdigest()[:16]
         own: Store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
         store = PrefixStore(f"reconfigure/{number}/{members}", own)

@@ -129,7 +129,7 @@ class ShortSums:
                 {(self._rank + distance) % self._size for distance in distances}, deadline
             )
         except OSError as error:
-            if self._given_up:  # whatever the socket says of it
+            if self._given_up:  # whatever error the socket reports
                 raise OSError("connecting to the other ranks was abandoned") from error
             raise
         for connection in [*to.values(), *sources.values()]:
@@ -252,7 +252,7 @@ class ShortSums:
                     assert isinstance(connection, socket.socket)
                     if connection is self._listener:
                         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                            # it has gone again
+                            # it has already disconnected
                             stranger, _ = self._listener.accept()
                             stranger.setblocking(False)
                             self._sockets.append(stranger)

@@ -39,8 +39,8 @@ from shoal_worker.store.redis_store import RedisStore
 
 # ------------------------------------------------------------------------------ this host's address
 #
-# Which address of this host peers can reach it under, without asking what its hostname resolves to
-# (often 127.0.1.1, or nothing).
+# The address under which peers can reach this host, without resolving the hostname (often
+# 127.0.1.1, or nothing).
 
 
 def address_for(store: Store) -> str | None:
@@ -237,7 +237,7 @@ def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
-                continue  # a copy made here can have got the number that the listing itself had
+                continue  # a copy made here may have got the descriptor of the listing itself
             seen.add(status.st_ino)
             copy = socket.socket(fileno=os.dup(descriptor))
         except OSError:

@@ -183,10 +183,10 @@ class InterruptibleWork(Work):
         but it does not notice that the work was ended."""
         native = self._native
         if native is None:
-            return  # it has just been settled
+            return  # another thread has just settled it
         try:
             native.wait(_WHILE)
-        except RuntimeError:  # "Operation timed out!", or its failure
+        except RuntimeError:  # "Operation timed out!", or a failure of the work
             if not native.is_completed():
                 return
         self._native_is_done(native)
@@ -317,12 +317,13 @@ class Transfer(Work):
     def _wait_apart(self, limit: timedelta) -> bool:
         if self._over is None:
             self._over = threading.Event()
-            # an end of the group sets the event from here on, and has done so if it is over
+            # from here on, an end of the group sets the event; if it has ended already, the event
+            # is set
             self._group.issued(self)
             if self._over.is_set() or not self._group.waiter.wait_for(
                 lambda: self._wait_in_gloo(limit)
             ):
-                self.native_completed = True  # nobody waits for it in Gloo
+                self.native_completed = True  # no thread waits for it in Gloo
                 self._settle((GroupEndedError, "the process group was shut down"))
                 self._group.finished(self)
         self._over.wait()
@@ -346,7 +347,7 @@ class Transfer(Work):
             )
             if reason is not None:
                 failure = (GroupEndedError, reason)
-        finally:  # the caller waits for nothing else
+        finally:  # the caller waits only for this
             self.native_completed = True
             self._settle(failure)
             self._group.finished(self)
@@ -428,10 +429,10 @@ def end_works(
 
 # ----------------------------------------------------------------------------- several works as one
 #
-# Several works as one: a collective that is made of others, such as an all-gather of broadcasts.
+# A collective composed of others as one work, such as an all-gather of broadcasts.
 #
-# Each part is followed, ended and accounted for by its group as if it had been issued alone;
-# nothing of that is here. Threads: as the parts.
+# The group follows, ends and counts each part as if it had been issued alone. Threads: those of the
+# parts.
 
 
 class AllOf(Work):

@@ -26,9 +26,9 @@ from shoal_worker.torch_internals import _DistributedBackendOptions
 
 # -------------------------------------------------------------------------------- the process group
 #
-# A torch process group whose ranks are threads of one process. Their meeting is room.py's.
+# A torch process group whose ranks are threads of one process. They meet in a room (room.py).
 #
-# Threads: a group belongs to the thread that is its rank; `abort` is for any.
+# Threads: a group belongs to the thread that is its rank; any thread may call `abort`.
 
 
 class InMemoryGroup(PythonGroup):
@@ -232,7 +232,7 @@ class InMemoryBackend(CommunicationBackend):
         self._process_group = None
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises what it means
+        return False  # the group itself raises the proper error
 
 
 def create_group(options: _DistributedBackendOptions, _: Any) -> InMemoryGroup:

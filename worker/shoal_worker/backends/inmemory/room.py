@@ -88,7 +88,7 @@ class Room:
         self._messages: deque[Message] = deque()
         self._receptions: list[Reception] = []
 
-    # --- coming and going
+    # --- entering and leaving
 
     def enter(self, rank: int, size: int) -> None:
         """Enters the calling thread as `rank`."""
@@ -350,7 +350,7 @@ def room_for(store: Store, rank: int, size: int, name: str) -> Room:
             "ranks of an in-memory group are threads of one process (shoal.launch); for processes "
             "use backend='gloo'"
         )
-    # A group may be made anew over the same store: the nth entry of every rank is to the same room.
+    # A group may be created again over the same store: every rank's nth entry is to the same room.
     entry = store.add(f"entries of rank {rank}", 1)
     with LOCK:
         room = _ROOMS.setdefault(f"{agreed}/{entry}", Room(name, size))

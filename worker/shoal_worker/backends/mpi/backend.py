@@ -80,7 +80,7 @@ class MPIBackend(CommunicationBackend):
 
         world = _mpi().COMM_WORLD
         if self._members is not None:
-            # Of a part of MPI's world. MPI lets it wait for the others without a deadline.
+            # A communicator of a part of MPI's world. MPI allows no deadline for this wait.
             part = world.Create_group(world.group.Incl(list(self._members)))
             _check_place(self.rank, self.world_size, part)
             self._group = MPIGroup(part, "mpi", timeout)
@@ -127,7 +127,7 @@ class MPIBackend(CommunicationBackend):
         self._group = self._process_group = None
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises MembershipChanged itself
+        return False  # the group itself raises MembershipChanged
 
 
 def own_seat(timeout: timedelta) -> Seat:

@@ -39,12 +39,12 @@ from shoal_worker.backends.python_group import PythonGroup
 
 # ------------------------------------------------------------------------------------------ buffers
 #
-# Tensors as MPI sees them: bytes with counts for what is moved, typed arrays for what MPI reduces.
+# Tensors as MPI buffers: bytes with counts for data to be sent, typed arrays for data to be
+# reduced.
 #
-# Parts that lie side by side in memory, as those of one tensor do, are given to MPI where they are;
-# others by way of a copy. MPI gets tensors by DLPack: once a tensor was a numpy array, its memory
-# can never be given back by resizing it, which is what zero3 does after each block. Importing this
-# module starts MPI.
+# Parts that are adjacent in memory, such as those of one tensor, are passed to MPI in place; others
+# are copied first. MPI gets tensors by DLPack: once a tensor was a numpy array, its memory can
+# never be freed by resizing it, as zero3 does after each block. Importing this module starts MPI.
 
 _TYPES: Final = {
     torch.float32: MPI.FLOAT,
@@ -230,8 +230,8 @@ class MPIGroup(PythonGroup):
             self.reason = reason
         message = reason.encode()
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
-        # Nobody may ever receive these: they are short enough to go unasked, and are kept for as
-        # long as the group.
+        # It may be that no rank receives these messages. They are short enough to be sent without a
+        # receiver, and are kept as long as the group.
         self._abort_messages = [
             (message, self._comm.Isend([message, MPI.BYTE], peer, _ABORT_TAG)) for peer in peers
         ]
@@ -259,7 +259,7 @@ class MPIGroup(PythonGroup):
         its end."""
         if self.reason is None:
             status = MPI.Status()
-            # taken at once: another thread may look, too
+            # received at once: another thread may probe as well
             message_waiting = self._comm.Improbe(MPI.ANY_SOURCE, _ABORT_TAG, status)
             if message_waiting is not None:
                 message = bytearray(status.Get_count(MPI.BYTE))

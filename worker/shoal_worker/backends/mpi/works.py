@@ -92,7 +92,7 @@ class MPIWork(Work):
         while not self.advance():
             tests += 1
             if tests < _EAGER_TESTS:
-                time.sleep(0)  # others on this processor may be what it waits for
+                time.sleep(0)  # the awaited rank may share this processor
             else:
                 time.sleep(min(_LONGEST_PAUSE_S, 1e-5 * tests))
             if time.monotonic() > deadline:
@@ -124,7 +124,7 @@ class MPIWork(Work):
             if self._failure is None:
                 self._requests, self._finish, self._kept = [], [], []
             else:
-                # MPI may still write there.
+                # MPI may still write into these buffers.
                 _ABANDONED.append((self._requests, self._finish, self._kept))
         self._group.finished(self)
         return True

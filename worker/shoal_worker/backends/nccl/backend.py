@@ -135,7 +135,7 @@ class NCCLBackend(CommunicationBackend):
             self._host.shutdown()
             raise
         if self._reason is not None:
-            # ended while it connected, when there was nothing to break yet
+            # it ended while it connected, when there was nothing to break yet
             self._break()
         return self._group
 
@@ -225,7 +225,7 @@ class NCCLBackend(CommunicationBackend):
         left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             return self.host_group.barrier(BarrierOptions()).wait(left)
-        except (RuntimeError, MembershipChanged):  # a peer is gone, or stays
+        except (RuntimeError, MembershipChanged):  # a peer has disconnected, or does not leave
             return False
 
     def finalize(self) -> Callable[[], None]:
@@ -249,7 +249,7 @@ class NCCLBackend(CommunicationBackend):
             group.shutdown()
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises MembershipChanged itself
+        return False  # the group itself raises MembershipChanged
 
 
 def within(
@@ -290,7 +290,7 @@ def within(
         if connected is not None:
             return connected
         if given_up() is not None:
-            break  # for which the library fails in its own words
+            break  # for which the library raises its own error
         if isinstance(error, dist.DistError) and is_refusal(error):
             raise ConfigurationError(
                 f"backend='nccl' cannot connect these ranks: {error}", reason="NCCL_REFUSED"

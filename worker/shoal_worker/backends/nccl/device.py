@@ -33,29 +33,29 @@ from shoal_worker.settings import WorkerSettings, force_environment
 _log = logging.getLogger(__name__)
 
 WATCHDOG: Final = {
-    # What the watchdog does about an error or a timeout: 0 is nothing; 3, the default, ends the
+    # The watchdog's action after an error or a timeout: 0 is nothing; 3, the default, ends the
     # process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # Waits that block in C++, and no watchdog: an abort could not free them.
+    # Waits would block in C++, and without a watchdog, an abort could not end them.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    # Sets the first of these back to 3, and writes each collective into the store.
+    # Would set the first variable back to 3, and write each collective into the store.
     "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # A second thread that ends the process when the watchdog stands still, or when a rank asks all
-    # for a dump.
+    # A second thread would end the process when the watchdog stalls, or when a rank requests a dump
+    # from all ranks.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
-    # After an error the watchdog sleeps four times as long, and holds the lock that the next
+    # After an error the watchdog would sleep four times as long, with the lock that the next
     # collective needs.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # An error of one group is none of all, and one of CUDA is found where it is waited for.
+    # An error of one group must not affect all groups, and CUDA errors are detected by the waits.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
 """Variables that ProcessGroupNCCL reads when a group is created, with their required values."""
 QUIET: Final = {
-    # A warning at the first message: torch runs messages in the order of the group's collectives,
-    # which Shoal's schedules allow for.
+    # Would warn at the first message: torch runs messages in the order of the group's collectives,
+    # which Shoal's schedules take into account.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
 """Variables that silence warnings that users cannot act on."""
@@ -234,8 +234,8 @@ class CudaDevice:
         native.eager_connect_single_device(self.device)
         if self.blocks:
             life.check_wanted(native)
-        # The first collective waits, in C++, until the communicator stands; a communicator that is
-        # asked for nothing never says so.
+        # The first collective waits, in C++, until the communicator is ready. An unused
+        # communicator never reports that it is ready.
         ready = torch.zeros(1, device=self.device)
         work = native.allreduce([ready], AllreduceOptions())
         while not life.has_ended(work):
@@ -257,7 +257,7 @@ class CudaDevice:
         """Implements `Device.has_failed`. After a lasting failure every later call raises the
         error. Other errors, such as a kernel that could not be launched, do not recur."""
         if not isinstance(error, torch.AcceleratorError | dist.DistError):
-            # the other: NCCL has met it
+            # for a DistError, NCCL has detected the failure
             return False
         try:
             torch.cuda.current_stream(self.device).query()
@@ -296,13 +296,13 @@ def keep_watchdog_still(connect_timeout: timedelta) -> None:
             reason="DEBUG_LEVEL_DETAIL",
         )
     force_environment(QUIET)
-    # Of a communicator that does not block: how long its first use waits for it, and an abort for
-    # that. Read once in a process.
+    # For a non-blocking communicator: time limit of its first use, and of an abort that waits for
+    # that use. Read once in a process.
     waits = {
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))
     }
     overruled = dict(force_environment({**WATCHDOG, **waits}))
-    if overruled.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # no user has set that
+    if overruled.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # users do not set this
         del overruled[_OF_LAUNCHERS[0]]
     if overruled:
         given = ", ".join(f"{name}={value}" for name, value in sorted(overruled.items()))

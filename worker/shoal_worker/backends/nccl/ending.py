@@ -176,7 +176,7 @@ class Ending:
 
         def look() -> None:
             with contextlib.suppress(RuntimeError):
-                # a device that has failed is not at rest; the end of the group says so
+                # a device that has failed is not at rest; ending the group reports the failure
                 self._device.synchronize()
                 done.set()
 
@@ -212,8 +212,8 @@ class Ending:
             try:
                 native.shutdown()
             except RuntimeError as error:
-                # No abort follows, since the communicator may be half destroyed; nor does the
-                # destructor, which would abort it.
+                # No abort may follow, since the communicator may be half destroyed. The destructor
+                # would abort it, so it must not run either.
                 native_threads.keep(native)
                 _log.warning(
                     "a group on %s could not be finalized: %s", self._device.where, cause_of(error)
@@ -234,7 +234,7 @@ class Ending:
         for native in natives:
             try:
                 native.abort()
-            except RuntimeError as error:  # what counts is whether the device comes to rest
+            except RuntimeError as error:  # only the state of the device matters
                 if self._device.has_failed(error):
                     self._failure = cause_of(error)
         self._rest()

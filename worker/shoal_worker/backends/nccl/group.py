@@ -93,7 +93,7 @@ class DeviceWork(Work):
         thread."""
         try:
             return self._group.ending.has_ended(self._native)
-        except RuntimeError:  # whoever waits for it is told
+        except RuntimeError:  # `wait` reports the error
             return True
 
     def _await(self, allowed: timedelta) -> None:
@@ -362,7 +362,7 @@ class DeviceGroup(ForwardingGroup):
                 self._device.has_failed(error) or not is_refusal(error)
             ):
                 self.lost(name, error)
-            # what an ended group says of its arguments is not the caller's mistake
+            # an ended group's errors about its arguments are not the caller's mistake
             self.raise_if_ended()
             raise InvalidRequestError(
                 f"{name} on rank {self.rank()} of {self.size()} cannot be done with NCCL: "

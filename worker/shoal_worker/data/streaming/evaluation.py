@@ -163,7 +163,7 @@ class StreamedEvaluation:
             missing += number not in part.held
             key = (self._seed, 0, part.source, place)
             with seeded(key):
-                # and one more, which tells a worker how far to read ahead
+                # and one more item, so that a worker knows how far to read ahead
                 reader.fill(start + self._size + 1)
                 stop = min(start + self._size, reader.stop)
                 if wanted and stop > start:

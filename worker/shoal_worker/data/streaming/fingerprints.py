@@ -99,7 +99,7 @@ def _add_array(state: Any, array: np.ndarray[Any, Any]) -> None:
         state.update(np.ascontiguousarray(array.reshape(-1)[:_HEAD]).tobytes())
 
 
-# -------------------------------------------------------------------------- numbers with a fraction
+# --------------------------------------------------------------------------- floating-point numbers
 
 _SIGNS: Final = np.random.default_rng(0).choice([-1.0, 1.0], size=(3, _HEAD))
 _NEARLY: Final = 0.01

@@ -232,14 +232,14 @@ class Allotment:
             self._total - sum(lane.have for lane in self._lanes),
             [lane for lane in self._lanes if lane.at is not None],
         )
-        if missing and going_on:  # no shard is left for the lanes that lack items
+        if missing and going_on:  # no shard is left for lanes without enough items
             each, more = divmod(missing, len(going_on))
             for lane in self._lanes:
                 lane.want = lane.have
             for number, lane in enumerate(going_on):
                 lane.want += each + (number < more)
         elif not going_on:
-            # whether anything is left decides whether the epoch ends here
+            # the epoch ends here if nothing is left
             self._give_shard(self._lanes[0])
         self.settled = not self._has_reading
 

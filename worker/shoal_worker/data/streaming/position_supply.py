@@ -195,7 +195,7 @@ class PositionSupply(StreamSupply):
             return reader
         self._close()
         if self._started_epoch != epoch:
-            self._sources.close()  # a data worker has the stream as it was when it was started
+            self._sources.close()  # a data worker has a copy of the stream from its start
             self._started_epoch = epoch
         set_epoch_of(self._stream, epoch)
         self._reader = self._sources.open(

@@ -346,7 +346,7 @@ def _copy(source: Any) -> Any:
     file or a lock cannot be copied deeply."""
     try:
         return copy.deepcopy(source)
-    except Exception:  # whatever its parts raise
+    except Exception:  # its parts may raise anything
         return copy.copy(source)
 
 

@@ -104,7 +104,7 @@ class ShardSupply(StreamSupply):
         if placement.world_size > 1 and self._first[0] != cursor.epoch:
             self._first = cursor.epoch, self._first_item(loader)
         if placement.world_size > 1 and cursor.samples == 0:
-            # otherwise a joining rank would do it alone
+            # otherwise only a joining rank would do this
             compare_first(self._sample, session, loader)
         allotment = self._allotment = Allotment(
             self._read_so_far, shards=len(self._order), sizes=self._sizes
@@ -254,7 +254,7 @@ class ShardSupply(StreamSupply):
             self._forget()
             self._epoch, self._order = epoch, self._order_of(epoch)
         if self._started_epoch != epoch:
-            self._sources.close()  # data workers have the stream as it was when they were started
+            self._sources.close()  # data workers have copies of the stream from their start
             self._started_epoch = epoch
             set_epoch_of(self._stream, epoch)
         self._read_so_far = read
@@ -289,7 +289,7 @@ class ShardSupply(StreamSupply):
                     upto, states_at = self._range_of(lane, *one)
                     self._readers[one[0].shard].expect(upto, states_at=states_at)
             return [self._read_lane(lane, one) for lane, one in enumerate(wanted)]
-        except BaseException:  # Ctrl-C too: an iterator that raised goes on no more
+        except BaseException:  # Ctrl-C too: an iterator that raised cannot continue
             self._close_readers()
             raise
 

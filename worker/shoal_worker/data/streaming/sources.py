@@ -74,8 +74,7 @@ class Sources:
         if not self._num_workers:
             return SourceReader(self._makes[number], key=key, name=name, at=at)
         if not self._workers:
-            # At the process's end multiprocessing would ask them to end by SIGTERM, which they
-            # leave to the rank.
+            # At process exit multiprocessing would send SIGTERM to the workers, which ignore it.
             atexit.register(self.close)
             with explained_pickling(self._num_workers):
                 for _ in range(self._num_workers):
@@ -260,7 +259,8 @@ class _Worker:
         self._process.join(_END_WITHIN_S)
         if self._process.exitcode is None:
             self._process.kill()
-            # one that the system holds in a call that cannot be interrupted dies with the call
+            # if the kernel keeps the worker in a call that cannot be interrupted, it dies with the
+            # call
             self._process.join(_END_WITHIN_S)
         with contextlib.suppress(ValueError):
             # another thread has reaped it, so multiprocessing considers it alive
@@ -270,7 +270,7 @@ class _Worker:
         self._process.join(_END_WITHIN_S)
         code = self._process.exitcode
         how = "is gone"
-        if code is not None:  # else somebody else has waited for it
+        if code is not None:  # otherwise another thread has waited for it
             how = (
                 f"was killed by {signal.Signals(-code).name}"
                 if code < 0
@@ -395,7 +395,7 @@ def _answer(
         one = opened[reader] = _Opened()
         try:
             one.reader = SourceReader(makes[number], key=key, name=name, at=at)
-        except Exception as error:  # whatever a source raises
+        except Exception as error:  # a source may raise anything
             one.failed = _described(error)
         return None, None
     one = opened[reader]
@@ -425,7 +425,7 @@ def _read(one: _Opened, upto: int) -> None:
     if one.failed is None:
         try:
             one.reader.fill(upto, states_at=one.states_at)
-        except Exception as error:  # whatever a source raises
+        except Exception as error:  # a source may raise anything
             one.failed = _described(error)
 
 
@@ -435,7 +435,7 @@ def _described(error: Exception) -> tuple[bytes | None, str]:
     try:
         pickled = _dumped(error)
         _loaded(pickled)
-    except Exception:  # whatever its parts raise
+    except Exception:  # its parts may raise anything
         return None, trace
     return pickled, trace
 
@@ -443,7 +443,7 @@ def _described(error: Exception) -> tuple[bytes | None, str]:
 def _packed(question: int, answer: Any, error: tuple[bytes | None, str] | None) -> bytes:
     try:
         return _dumped((question, answer, error))
-    except Exception as failure:  # whatever an item's parts raise
+    except Exception as failure:  # an item's parts may raise anything
         refusal = ConfigurationError(
             f"an item of the stream cannot be sent from its data worker ({type(failure).__name__}: "
             f"{failure}): give items that pickle takes, such as tensors, arrays, texts and "

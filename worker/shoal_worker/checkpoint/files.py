@@ -4,11 +4,11 @@ unchanged.
 One checkpoint is a directory. In the layout "whole", which one process writes:
 
     step-1200/
-      checkpoint.json         what it is, the state's structure, and size and digest of each tensor
-                              file
-      model.safetensors       the tensors under "model", by their path in it: for a model, the names
-                              in its state_dict()
-      optimizer.safetensors   ... one such file per top-level entry of the state that holds tensors
+      checkpoint.json         description of the checkpoint, structure of the state, and size and
+                              digest of each tensor file
+      model.safetensors       the tensors under "model", by their path in that entry: for a model,
+                              the names in its state_dict()
+      optimizer.safetensors   ... one such file per top-level entry of the state with tensors
       rows-...                the rows of sparse tables (`rows.py`)
 
 `shards.py` implements the layout "sharded", which the ranks write together. In both layouts the

@@ -179,8 +179,8 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory in such a way that nobody sees it incomplete; logs files that cannot be
-    removed. Does nothing if the directory does not exist.
+    """Removes a directory atomically: no process sees the directory incomplete. Logs files that
+    cannot be removed. Does nothing if the directory does not exist.
 
     The directory is renamed first: a process that is still writing to the old name fails
     immediately and adds nothing to the removed files.

@@ -4,8 +4,8 @@ sent to them one bucket at a time.
     step-1200/
       checkpoint.json                              under "rows": each table's declaration, and of
                                                    each file its size, digest and version
-      rows-users-00001-of-00016.safetensors        a bucket (shoal_common/tables/file.py says what
-                                                   is in it)
+      rows-users-00001-of-00016.safetensors        a bucket, in the format of
+                                                   shoal_common/tables/file.py
       ...
 
 No process has more than one bucket in memory: data from a server goes straight to the disk, and

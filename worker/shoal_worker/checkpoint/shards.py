@@ -3,8 +3,8 @@
     step-1200/
       checkpoint.json                    as in the layout "whole", and dtype and shape of each
                                          tensor
-      shard-00001-of-00003.safetensors   runs of flattened tensors; which elements they are is told
-                                         by the manifest
+      shard-00001-of-00003.safetensors   runs of flattened tensors; the manifest lists their
+                                         elements
       ...
 
 The first shard also contains the data that is the same on all ranks. The files have the safetensors

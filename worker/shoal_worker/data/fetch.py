@@ -49,8 +49,8 @@ from shoal_worker.randomness import generators_kept
 
 
 def seed(key: Sequence[int]) -> None:
-    """Seeds the three global generators from `key`. The numbers differ from those that training
-    draws under the same key."""
+    """Seeds the three global generators from `key`. The numbers differ from the numbers that
+    training draws under the same key."""
     digest = xxhash.xxh3_128(b"".join(struct.pack("<Q", part % 2**64) for part in key)).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))
@@ -59,8 +59,8 @@ def seed(key: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def seeded(key: Sequence[int]) -> Iterator[None]:
-    """Seeds the generators with `seed` for the context and restores their previous states
-    afterwards."""
+    """Seeds the global random generators with `seed(key)` within the context, and restores their
+    previous states afterwards."""
     with generators_kept():
         seed(key)
         yield

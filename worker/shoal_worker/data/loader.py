@@ -426,8 +426,8 @@ class ElasticDataLoader:
 
     @property
     def plan(self) -> EpochPlan:
-        """Division of the cursor's epoch into steps. For a stream with unknown end, the plan is
-        that of an infinite epoch."""
+        """Division of the cursor's epoch into steps. For a stream with unknown end, describes an
+        infinite epoch."""
         return self._supply.plan(self._progress.cursor.epoch)
 
     def __len__(self) -> int:

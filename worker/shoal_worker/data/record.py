@@ -7,9 +7,9 @@ lines already written survive a SIGKILL. A last line may be incomplete, which th
 
     {"kind": "dealt", "loader", "generation", "epoch", "step", "rank", "index", "begin", "first",
      "samples": [...], "expected", "dataset", "drawn"}
-        written when a batch is handed out
+        written when a batch is passed to the loop
     {"kind": "committed", "loader", "generation", "epoch", "step", "begin"}
-        synchronous: the step counts on this rank
+        synchronous: this rank has committed the step
     {"kind": "finished", "loader", "generation", "epoch", "step", "known"}
         leased: this member's push of batch `step` is acknowledged; known: the servers had it from
         another member already

@@ -61,7 +61,7 @@ class Persistence:
         """Creates the retries.
 
         `patience`: longest time that the server may be unreachable.
-        `closing`: event that is set when nothing should be waited for any more.
+        `closing`: event that is set when all waits should end.
         `started`: function that returns whether all of this worker's tensors on the server have
         values.
         `resynchronize`: function that determines the server's state. Raises the errors of its

@@ -93,10 +93,9 @@ class ServerLink:
         closing: threading.Event,
         lost: Callable[[int], None],
     ) -> None:
-        """Creates the link. `ledger`, `payloads`: those of all servers. `closing`: event that
-        is set when nothing should be waited for any more. `lost`: function called with the
-        number of this worker's updates, counted by partition, that the server had acknowledged
-        and has lost."""
+        """Creates the link. `ledger`, `payloads`: shared by the links to all servers. `closing`:
+        event that is set when all waits should end. `lost`: function called with the number of this
+        worker's updates, counted by partition, that the server had acknowledged and has lost."""
         self._ledger = ledger
         self._payloads = payloads
         self._job = job
@@ -134,8 +133,8 @@ class ServerLink:
         return self._server.address
 
     def adopt(self, share: ServerShare) -> None:
-        """Replaces the server's share by the share from the newest shard map, parts of which this
-        worker may not have pulled before. Must not be called during another call."""
+        """Replaces the server's share by the share from the newest shard map. This worker may not
+        have pulled all of the new share before. Must not be called during another call."""
         self._server.adopt(share)
         self._started = self._has_values()
 

@@ -75,8 +75,8 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 def gather(size: float, ranks: int) -> float:
-    """Returns the bytes that a rank sends to gather `size` bytes, a part of which is on each rank,
-    or to reduce-scatter them."""
+    """Returns the bytes that a rank sends to gather or to reduce-scatter `size` bytes, which are
+    divided over the ranks."""
     return size * (ranks - 1) / ranks
 
 

@@ -41,7 +41,7 @@ class PlannedStrategy:
 
     @property
     def exact(self) -> bool:
-        """True if the result equals that of one process on the whole batch."""
+        """True if the result equals the result of a single process with the whole batch."""
         return self.strategy != "local_sgd"
 
     @property

@@ -1,11 +1,12 @@
 """Estimates a step's time from the number of operations, a device's speed, the bytes sent and a
 link's speed. Accounts for the overlap of computing and sending.
 
-    computing      operations / (device_flops x efficiency); of a pipeline, its schedule played
-                   through
-    forward pass   what is gathered for it beside it hides behind it
-    backward pass  gradients that are summed in it, and what is gathered for it, hide behind it
-    alone          sums of activations between split layers, what is sent after the passes: is added
+    computing      operations / (device_flops x efficiency); for a pipeline, the simulated time of
+                   its schedule
+    forward pass   overlaps with the gathering of its parameters
+    backward pass  overlaps with the gathering of its parameters and the reduction of gradients
+    alone          sums of activations between split layers, and messages after the passes, add to
+                   the time
 
 Not included: the optimizer's own time, the loading of data, and switches shared by several ranks.
 The estimate ranks strategies; it is not a forecast.

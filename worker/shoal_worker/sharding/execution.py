@@ -389,7 +389,7 @@ class ShardedExecution:
             raise half_a_pass()
 
     def settle(self) -> None:
-        """Waits for collectives in progress, whose failure no longer matters."""
+        """Waits for all collectives in progress and ignores their failures."""
         while self._on_their_way:
             with contextlib.suppress(MembershipChanged):
                 # between steps there is none to mark as lost

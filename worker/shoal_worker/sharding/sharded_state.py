@@ -206,7 +206,7 @@ class ShardedState(PartitionedState):
             )
 
     def updated(self) -> None:
-        """Moves state to its proper memory after an optimizer step."""
+        """Moves optimizer state and mirrors to their proper memory after an optimizer step."""
         for unit in self.trained:
             if unit.placement.keeps_files:
                 self._state.move_to_placement(unit)
@@ -267,7 +267,8 @@ class ShardedState(PartitionedState):
         return common
 
     def _held(self, *, values_alone: bool = False) -> list[RankShards]:
-        """Returns the shardings of which this rank has shards."""
+        """Returns this rank's shards of the current and the previous sharding, and its copies of
+        other ranks' shards."""
         self.bring_mirrors()
         keys = [{} if values_alone else self._state.element_keys(unit) for unit in self.units]
         held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []

@@ -371,7 +371,7 @@ class Unit:
     def free(self) -> None:
         """Frees the unsharded parameters' memory if parameters are sharded. Otherwise the memory
         remains; if it is a copy of shards that are updated separately, the parameters are hidden,
-        so that nobody mistakes the copy for the shards."""
+        so that the copy is not mistaken for the shards."""
         uncut = self.own.shard is self._full  # there is no other copy
         if uncut or not self.apart:
             return

@@ -63,8 +63,8 @@ class ParallelContext:
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
     def sharded(self, local: torch.Tensor, dimension: int) -> DTensor:
-        """Returns the full tensor, of which each rank passes its part as `local`. All parts must
-        have the same size."""
+        """Returns the full tensor as a DTensor. `local`: this rank's part; the parts of all ranks
+        must have the same size."""
         return DTensor.from_local(
             local, self.mesh, [Shard(dimension % local.ndim)], run_check=False
         )

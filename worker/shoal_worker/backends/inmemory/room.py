@@ -197,7 +197,7 @@ class Room:
     # --- transfers
 
     def send(self, rank: int, destination: int, tag: int, tensor: torch.Tensor) -> None:
-        """Leaves a copy of `tensor` for `destination` and returns at once."""
+        """Stores a copy of `tensor` for rank `destination` and returns at once."""
         with LOCK:
             self._check(rank)
             self._last[rank] = f"has sent to rank {destination}, tag {tag}"

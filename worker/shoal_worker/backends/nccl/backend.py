@@ -1,4 +1,4 @@
-"""NCCL: collectives between NVIDIA GPUs, with a Gloo group beside them for messages between hosts.
+"""NCCL: collectives between NVIDIA GPUs, with an additional Gloo group for messages between hosts.
 
 NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` applies to the Gloo group
 only. The group is bound to the current CUDA device: call torch.cuda.set_device first. It has not

@@ -157,8 +157,8 @@ class SourceReader(Reader):
         `at`: starting position.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the items before `at` differ from those that
-                the source gave before.
+            PreconditionError (STREAM_NOT_REPEATED): the source did not repeat the items before
+                `at`.
         """
         at = at or Mark()
         super().__init__(at)

@@ -68,8 +68,8 @@ class Sources:
         `at`: starting position.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the items before `at` differ from those that
-                the source gave before. With a data worker, `fill` raises this error.
+            PreconditionError (STREAM_NOT_REPEATED): the source did not repeat the items before
+                `at`. With a data worker, `fill` raises this error.
         """
         if not self._num_workers:
             return SourceReader(self._makes[number], key=key, name=name, at=at)

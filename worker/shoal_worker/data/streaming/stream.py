@@ -15,8 +15,8 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class ShardedStream(IterableDataset[Any]):
-    """A stream in shards, such as .tar files, each of which an elastic job reads once per epoch.
-    Use it for sources that are too expensive for every rank to read completely.
+    """A stream in shards, such as .tar files. An elastic job reads each shard once per epoch. Use
+    it for sources that are too expensive for every rank to read completely.
 
     An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: one data-parallel rank at a
     time reads a shard, and several shards are read at once. If a shard's reader dies, another rank

@@ -17,8 +17,8 @@ from shoal_worker.data.streaming.stream import is_stream
 
 
 def arguments_of(loader: Any, what: str) -> dict[str, Any]:
-    """Returns the arguments for the same dataset, order and batches. The batch size is that of a
-    script on one process.
+    """Returns the arguments of Shoal's loader for the same dataset, order and batches. The batch
+    size is the DataLoader's, for a script on one process.
 
     Args:
         loader: a torch DataLoader.

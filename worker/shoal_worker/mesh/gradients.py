@@ -175,7 +175,8 @@ class MeshGradients(abc.ABC):
         }
 
     def use(self, names: Sequence[str]) -> None:
-        """Marks parameters as used because another rank that has them used them."""
+        """Marks these parameters as used, because another rank with the same parameters has used
+        them."""
         for index, name in enumerate(self._pieces):
             if name in names:
                 self._presence[index] += 1

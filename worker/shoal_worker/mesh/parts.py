@@ -347,7 +347,7 @@ class ModelParts(PartitionedState):
 
     def hold(self) -> RankParts | None:
         """Returns this rank's part of the split state. Before the first division, returns the whole
-        state with number -1. Returns None if this rank has no state."""
+        state, as the part of a division with number -1. Returns None if this rank has no state."""
         if not self.pieces and self.cut is None:
             return None
         cut = self.cut or MeshCut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))

@@ -347,7 +347,7 @@ def _in_shards(
 
 
 class _OneRank:
-    """Replaces the group of a pipeline on one rank."""
+    """Stand-in for the process group of a pipeline with a single rank."""
 
     def rank(self) -> int:
         return 0

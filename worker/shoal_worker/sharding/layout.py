@@ -250,11 +250,11 @@ class Division:
         return rank % self.shards
 
     def mirrored(self, rank: int) -> int | None:
-        """Returns the index of the shard that a rank mirrors; None if ranks mirror no shards."""
+        """Returns the index of the shard that `rank` mirrors; None if ranks mirror no shards."""
         return (rank - self.stride) % self.shards if self.mirrors else None
 
     def held(self, rank: int) -> list[int]:
-        """Returns the indices of all shards on a rank, ascending."""
+        """Returns the indices of all shards on `rank`, ascending."""
         mirrored = self.mirrored(rank)
         return sorted({self.position(rank)} | ({mirrored} if mirrored is not None else set()))
 

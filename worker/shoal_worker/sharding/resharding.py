@@ -52,8 +52,8 @@ class ShardedOptimizerState:
         self.optimizer = optimizer
 
     def element_keys(self, unit: Unit) -> dict[str, torch.dtype]:
-        """Returns the names and dtypes of a unit's element states. They are the same on all ranks
-        that have stepped, unless tensors are not split."""
+        """Returns the names and dtypes of a unit's element states. If tensors are split, the result
+        is the same on all ranks that have stepped."""
         found: dict[str, torch.dtype] = {}
         for piece in (piece for holding in unit.holdings for piece in holding.pieces):
             for key, value in self._of(piece).items():

@@ -58,8 +58,8 @@ class Mark:
 
 
 class Reader(abc.ABC):
-    """The available items of a source that is read from a mark on, by this process or by a data
-    worker."""
+    """Reads a source from a mark on and keeps the items until they are dropped. This process or a
+    data worker does the reading."""
 
     def __init__(self, at: Mark) -> None:
         self.first = at.position

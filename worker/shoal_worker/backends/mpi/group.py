@@ -3,7 +3,7 @@
 If the parts of a tensor list are adjacent, data travels as bytes from and into the tensors' own
 memory. MPI chooses the order of its own reductions (all-reduce, reduce). Half precision, which MPI
 does not support, is sent as float32 and rounded once. A reduce-scatter is an all-to-all after which
-each rank sums its parts in rank order, as with Gloo; there half precision is sent unchanged.
+each rank sums its parts in rank order, as with Gloo; it sends half precision unchanged.
 Importing this module starts MPI.
 
 Threads: one thread issues collectives, which complete in that thread or in works.py. Any thread may

@@ -1,11 +1,12 @@
-"""Communication backends: collectives over process groups that can be ended and made anew.
+"""Communication backends: collectives over process groups that can be ended and formed again.
 
-`base` has what every backend offers, and `waits` notes how long a rank waits for its peers; `gloo`,
-`inmemory`, `mpi` and `nccl` have one backend each, which `registry` knows by name. `python_group`
-is a torch process group written in Python, and `collective` what its collectives do to tensors;
-`native_threads` waits for torch's threads, `process_end` ends a process that cannot go on, and
-`worlds` gives each rank that is a thread a torch world of its own. Importing this package makes
-torch know the process groups of the first three ("shoal_gloo", "shoal_inmemory", "shoal_mpi").
+`base` defines the interface of a backend, and `waits` measures how long a rank waits for its peers.
+`gloo`, `inmemory`, `mpi` and `nccl` implement one backend each, and `registry` finds them by name.
+`python_group` is a torch process group written in Python; `collective` describes collectives as
+data and executes them. `native_threads` waits for torch's threads, `process_end` ends a process
+that cannot continue, and `worlds` gives each thread that is a rank its own torch.distributed world.
+Importing this package registers the process groups "shoal_gloo", "shoal_inmemory" and "shoal_mpi"
+with torch.
 """
 
 from shoal_worker import torch_extensions

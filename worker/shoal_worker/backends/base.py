@@ -2,11 +2,11 @@
 any moment.
 
 A backend is a thin layer over a real `torch.distributed.ProcessGroup` (`process_group`), so torch's
-own parallel code runs on it. It does not touch torch's default group: a process can have several
-backends, one per generation, and drop one without a trace.
+own parallel code runs on it. It does not touch torch's default group. A process can have several
+backends, one per generation, and can drop any of them without side effects.
 
-The backend does not decide about membership. A group lives until its first failure. Then it is
-aborted, and a new group is initialized.
+The backend does not decide about membership. A group lasts until its first failure. Then the group
+is aborted, and a new group is initialized.
 
 Threads: one thread issues the collectives, in the same order on all ranks. `abort` may be called
 from any thread at any time, and frees that thread. `initialize` and `shutdown` are called by the
@@ -48,8 +48,8 @@ from shoal_worker.torch_internals import AllgatherOptions
 
 # ------------------------------------------------------------------------------------------- errors
 #
-# What a collective raises when its group is over: Shoal's error that is also torch's. And what a
-# library's errors say in short.
+# The error that a collective raises when its group is over: Shoal's error that is also torch's. And
+# a short form of the errors of libraries.
 
 _WHERE: Final = re.compile(
     r"^(Got the following error when running the callback: \w+: )?(\[[^\]]*\] )?"
@@ -57,8 +57,8 @@ _WHERE: Final = re.compile(
 
 
 class GroupEndedError(MembershipChanged, DistBackendError):
-    """The group has ended: it was aborted, a peer went away, or a collective exceeded the group's
-    timeout."""
+    """The group has ended: it was aborted, a peer disconnected, or a collective exceeded the
+    group's timeout."""
 
 
 def cause_of(error: Exception) -> str:
@@ -74,7 +74,7 @@ DEFAULT_CONNECT_TIMEOUT: Final = timedelta(seconds=5)
 
 
 class ReduceOp(enum.Enum):
-    """Reduction of the values of several ranks to one."""
+    """Operation that reduces the values of several ranks to one value."""
 
     SUM = "sum"
     AVERAGE = "average"
@@ -95,7 +95,7 @@ _TORCH_OPS: Final = {
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Traffic of a connection since it was made."""
+    """Traffic of a connection since the connection was opened."""
 
     acknowledged_bytes: int
     busy_s: float
@@ -105,8 +105,8 @@ class Traffic:
 class Handle:
     """Handle of an issued collective.
 
-    It does not retry: a collective that fails on the wire ends its group. Only the thread that
-    issued the collective may use it.
+    A collective is never retried: if it fails on the wire, its group ends. Only the thread that
+    issued the collective may use the handle.
     """
 
     def __init__(
@@ -116,8 +116,9 @@ class Handle:
         finish: Callable[[], None] | None,
         failed: Callable[[RuntimeError], None],
     ) -> None:
-        """finish: called once `work` has completed.
-        failed: called first when `work` fails; may raise another error instead."""
+        """`finish`: function called once `work` has completed.
+        `failed`: function called first when `work` fails; may raise another error instead.
+        """
         self._work: dist.Work | None = work
         self._failure: str | None = None
         self._finish = finish
@@ -125,10 +126,10 @@ class Handle:
 
     def wait(self) -> None:
         """Blocks until the result has arrived. May be called again. Raises MembershipChanged if the
-        group failed."""
+        group has failed."""
         if self._failure is not None:
             raise PreconditionError(f"this collective has already failed: {self._failure}")
-        # Let go of the work in any case: it would keep the sockets of its group open.
+        # Drop the work in any case: it would keep the sockets of its group open.
         work, self._work = self._work, None
         if work is not None:
             try:
@@ -150,7 +151,7 @@ class Handle:
 
 
 def _nothing() -> None:
-    """Returns at once: most libraries close a connection without the other end."""
+    """Does nothing: most libraries close a connection without the peer's cooperation."""
 
 
 class CommunicationBackend(abc.ABC):
@@ -158,26 +159,26 @@ class CommunicationBackend(abc.ABC):
 
     All ranks of the group must issue the same collectives in the same order, with tensors of the
     same shape and dtype. Tensors must be contiguous; results are written in place. Each collective
-    returns a `Handle`; unless `async_op`, it is complete already.
+    returns a `Handle`, which is already complete unless `async_op` is True.
 
-    Collectives raise MembershipChanged when the group has failed or was aborted, PreconditionError
-    when it is not initialized, and InvalidRequestError for arguments that cannot work (before
+    Collectives raise MembershipChanged if the group has failed or was aborted, PreconditionError if
+    the backend is not initialized, and InvalidRequestError for arguments that cannot work (before
     anything is sent).
     """
 
     name: ClassVar[str]
-    """Name by which users select it: "gloo", "nccl"."""
+    """Name by which users select the backend: "gloo", "nccl"."""
     device_type: ClassVar[str] = "cpu"
-    """Type of the device on which tensors of collectives must live, and `sum_numbers` puts its
-    own."""
+    """Type of the device on which the tensors of collectives must be. `sum_numbers` creates its own
+    tensor there."""
     averages_natively: ClassVar[bool]
-    """True if the library knows AVERAGE; else it is a sum, divided afterwards."""
+    """True if the library supports AVERAGE. Otherwise the backend sums and then divides."""
     finalizes: ClassVar[bool] = False
     """True if `finalize` does anything."""
 
     def __init__(self) -> None:
         self.waits = Waits()
-        """Records waits for the group's works. May be replaced before `initialize`."""
+        """Records the waits for the group's works. May be replaced before `initialize`."""
         self._process_group: dist.ProcessGroup | None = None
         self._rank = -1
         self._world_size = 0
@@ -207,8 +208,8 @@ class CommunicationBackend(abc.ABC):
     def process_group(self) -> dist.ProcessGroup:
         """The underlying torch process group.
 
-        Do not keep it longer than the backend: its sockets close with the last reference. When it
-        is aborted, all waits on it raise MembershipChanged.
+        Do not keep the group longer than the backend: the group's sockets close with the last
+        reference. When the group is aborted, all waits on it raise MembershipChanged.
         """
         if self._reason is not None:
             raise GroupEndedError(self._reason)
@@ -221,8 +222,8 @@ class CommunicationBackend(abc.ABC):
 
     @property
     def host_group(self) -> dist.ProcessGroup:
-        """The process group for messages between hosts, on CPU tensors. It is `process_group`, or a
-        second group if that one is a device's."""
+        """The process group for messages between hosts, on CPU tensors: `process_group`, or a
+        second group if `process_group` works on a device."""
         return self.process_group
 
     def traffic(self) -> dict[str, Traffic]:
@@ -240,18 +241,18 @@ class CommunicationBackend(abc.ABC):
         hostname: str | None = None,
         members: Sequence[int] | None = None,
     ) -> None:
-        """Connects to the other ranks over `store`, which no group may have used before. All ranks
-        call it; returns when all are connected.
+        """Connects to the other ranks over `store`, which no other group may have used. All ranks
+        call this method. It returns when all ranks are connected.
 
-        `timeout` holds for each later collective, `connect_timeout` for the connecting. `hostname`
-        is the address or name under which peers reach this process; None: the interface that
-        reaches the store. `members`: for a part of the run's ranks, which of them it has, in the
-        order of their ranks here; only MPI, which makes its groups of its own world, wants to know.
-        A backend is initialized once.
+        `timeout`: time limit of each later collective. `connect_timeout`: time limit of connecting.
+        `hostname`: address or name under which peers reach this process; None: the address of the
+        interface that reaches the store. `members`: for a group of only some of the run's ranks,
+        these ranks in the order of their ranks in the group; used by MPI alone, which forms its
+        groups from its own world. A backend is initialized once.
 
-        Raises MembershipChanged when it was abandoned (`abort` here or on the store) or a peer went
-        away, DeadlineError when a peer did not come within `connect_timeout`, ConfigurationError
-        for values that cannot work.
+        Raises MembershipChanged if the group was abandoned (`abort` here or on the store) or a peer
+        disconnected, DeadlineError if a peer did not connect within `connect_timeout`,
+        ConfigurationError for values that cannot work.
         """
         if self._process_group is not None or self._reason is not None:
             raise PreconditionError(
@@ -276,15 +277,15 @@ class CommunicationBackend(abc.ABC):
             raise GroupEndedError(self._reason or "given up")
 
     def comes_from(self, whole: CommunicationBackend, part: int) -> None:  # noqa: B027
-        # most libraries have no need of it
-        """Announces, before `initialize`, that every rank of `whole` now connects one of several
-        parts, and that this group is part number `part`. A library that can split a group does
-        so."""
+        # most libraries cannot split groups
+        """Announces, before `initialize`, that all ranks of `whole` are being divided into several
+        groups, and that this group is number `part`. A library that can split groups then splits
+        `whole`."""
 
     def abort(self, reason: str) -> None:
-        """Ends the group: running and later collectives raise GroupEndedError(reason), here at once
-        and soon on all peers. Any thread; returns at once. The first reason stays. `shutdown`
-        releases the group's resources."""
+        """Ends the group: pending and later collectives raise GroupEndedError(reason), here at once
+        and soon on all peers. Callable from any thread; returns at once. Later calls do not change
+        the reason. `shutdown` releases the group's resources."""
         with self._lock:
             if self._reason is not None:
                 return
@@ -292,34 +293,34 @@ class CommunicationBackend(abc.ABC):
         self._break()
 
     def shutdown(self) -> None:
-        """Ends the group and releases its sockets and threads. Waits only for a device that uses
-        its memory. Idempotent."""
+        """Ends the group and releases its sockets and threads. Waits only for a device that still
+        uses the group's memory. Idempotent."""
         self.abort(f"backend {self.name!r} was shut down")
         self._release()
 
     def all_leave(self, within: timedelta) -> bool:
-        """Returns whether all ranks of the group call this within `within` of each other, with no
-        pending work. A rank that does not receive all answers returns False, although others may
-        return True."""
+        """Returns whether all ranks of the group call this method within `within` of each other,
+        with no pending work. A rank that does not receive all answers returns False, although
+        others may return True."""
         return False
 
     def finalize(self) -> Callable[[], None]:
         """Starts an orderly end of the group by the library, after `all_leave`. Returns at once
-        with a function that waits until the end is complete or given up; call `shutdown` after
-        it."""
+        with a function that waits until the end is complete or has been given up. Call `shutdown`
+        after that function."""
         return _nothing
 
     @abc.abstractmethod
     def _connect(
         self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
     ) -> dist.ProcessGroup:
-        """Makes the process group of `rank` and `world_size`. Must return or raise soon after
+        """Creates the process group of `rank` and `world_size`. Must return or raise soon after
         `abort`."""
 
     @abc.abstractmethod
     def _break(self) -> None:
-        """Makes every wait on the group fail, at any stage of its life. Any thread; must not
-        block."""
+        """Makes every wait on the group fail, at any stage of the group's life. Called from any
+        thread; must not block."""
 
     @abc.abstractmethod
     def _release(self) -> None:
@@ -327,7 +328,7 @@ class CommunicationBackend(abc.ABC):
 
     @abc.abstractmethod
     def _is_broken(self, error: RuntimeError) -> bool:
-        """Returns whether an error of a collective means that the group is lost, rather than that
+        """Returns whether an error of a collective means that the group is lost. Returns False if
         an argument was wrong."""
 
     # --- collectives
@@ -351,14 +352,14 @@ class CommunicationBackend(abc.ABC):
         rank. Blocks.
 
         The training thread waits for such a sum in each step, so the backend uses its fastest path.
-        Also raises PreconditionError (RANKS_DIVERGED) if another rank sums something else; the
-        group then stays until the caller ends it.
+        Also raises PreconditionError (RANKS_DIVERGED) if another rank issued a different sum; the
+        group then remains until the caller ends it.
         """
         self.all_reduce(tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Sums a few dozen numbers over all ranks, in float64, as `all_reduce_short` does; returns
-        the sums."""
+        """Sums a few dozen numbers over all ranks, in float64, and returns the sums. Blocks and
+        raises like `all_reduce_short`."""
         tensor = torch.tensor(values, dtype=torch.float64, device=self.device_type)
         self.all_reduce_short(tensor)
         summed: list[float] = tensor.tolist()
@@ -367,8 +368,8 @@ class CommunicationBackend(abc.ABC):
     def all_gather(
         self, output: torch.Tensor, tensor: torch.Tensor, *, async_op: bool = False
     ) -> Handle:
-        """Writes the `tensor` of all ranks into `output`, one after the other by rank. `output`
-        holds world_size times as many elements."""
+        """Writes the `tensor` of every rank into `output`, in rank order. `output` has world_size
+        times as many elements as `tensor`."""
         group = self._checked("all_gather", output, tensor)
         self._check_parts("all_gather", "output", output, "tensor", tensor)
         return self._handle(
@@ -385,8 +386,8 @@ class CommunicationBackend(abc.ABC):
         *,
         async_op: bool = False,
     ) -> Handle:
-        """Reduces `tensor` over all ranks and writes this rank's part of it into `output`. `tensor`
-        holds world_size parts, by rank."""
+        """Reduces `tensor` over all ranks and writes this rank's part of the result into `output`.
+        `tensor` consists of world_size parts in rank order."""
         group = self._checked("reduce_scatter", output, tensor, op=op)
         self._check_parts("reduce_scatter", "tensor", tensor, "output", output)
         options = ReduceScatterOptions()
@@ -400,7 +401,7 @@ class CommunicationBackend(abc.ABC):
         )
 
     def broadcast(self, tensor: torch.Tensor, source: int, *, async_op: bool = False) -> Handle:
-        """Copies `tensor` of rank `source` into `tensor` of every rank."""
+        """Copies `tensor` of rank `source` into `tensor` of every other rank."""
         group = self._checked("broadcast", tensor)
         options = BroadcastOptions()
         options.rootRank = self._checked_rank("broadcast", "source", source)
@@ -414,8 +415,8 @@ class CommunicationBackend(abc.ABC):
         *,
         async_op: bool = False,
     ) -> Handle:
-        """Writes this rank's part of `tensor` of rank `source` into `output`. `tensor` holds
-        world_size parts; None on other ranks."""
+        """Writes this rank's part of the `tensor` of rank `source` into `output`. On rank `source`,
+        `tensor` consists of world_size parts; on other ranks it is None."""
         options = ScatterOptions()
         options.rootRank = self._checked_rank("scatter", "source", source)
         if (tensor is not None) != (self.rank == source):
@@ -445,7 +446,7 @@ class CommunicationBackend(abc.ABC):
     ) -> Handle:
         """Sends part j of `tensor` to rank j and receives part i of `output` from rank i.
 
-        Sizes are rows (of the first dimension) per rank; None: equal parts.
+        `output_sizes`, `input_sizes`: number of rows (first dimension) per rank; None: equal parts.
         """
         group = self._checked("all_to_all", output, tensor)
         received = self._checked_sizes("output_sizes", output_sizes, output)
@@ -459,8 +460,8 @@ class CommunicationBackend(abc.ABC):
     def send(
         self, tensor: torch.Tensor, destination: int, tag: int = 0, *, async_op: bool = False
     ) -> Handle:
-        """Sends `tensor` to one rank, which calls `recv` with the same tag. Blocking sends must be
-        received in the order sent."""
+        """Sends `tensor` to one rank, which calls `recv` with the same tag. The peer must receive
+        blocking sends in the order in which they were sent."""
         group = self._checked("send", tensor)
         peer = self._checked_peer("send", "destination", destination)
         return self._handle("send", lambda: group.send([tensor], peer, tag), async_op)
@@ -468,13 +469,13 @@ class CommunicationBackend(abc.ABC):
     def recv(
         self, tensor: torch.Tensor, source: int, tag: int = 0, *, async_op: bool = False
     ) -> Handle:
-        """Receives into `tensor` a message that rank `source` sends with the same tag."""
+        """Receives into `tensor` a message that rank `source` sent with the same tag."""
         group = self._checked("recv", tensor)
         peer = self._checked_peer("recv", "source", source)
         return self._handle("recv", lambda: group.recv([tensor], peer, tag), async_op)
 
     def barrier(self, *, async_op: bool = False) -> Handle:
-        """Completes once all ranks have called it."""
+        """Returns a handle that completes once all ranks have called this method."""
         group = self.process_group
         return self._handle("barrier", lambda: group.barrier(BarrierOptions()), async_op)
 
@@ -484,25 +485,26 @@ class CommunicationBackend(abc.ABC):
         """Orders the calling thread's later computations after `work`, which belongs to this group.
 
         The thread itself waits only if it computes on the host. Otherwise it continues, and the
-        operations that it queues on the device run after the collective, even one that an abort
-        ended with undefined results. So until `settle` has returned, nothing derived from the
-        result may be kept, sent to another rank or used as an index. Raises like `Handle.wait`.
+        operations that it queues on the device run after the collective, even after a collective
+        that an abort ended with undefined results. So until `settle` has returned, nothing derived
+        from the result may be kept, sent to another rank or used as an index. Raises like
+        `Handle.wait`.
         """
         work.wait()
 
     @property
     def unsettled(self) -> bool:
-        """True if works were ordered that `settle` has not checked yet."""
+        """True if `settle` has yet to check some ordered works."""
         return False
 
     def settle(self) -> None:
         """Blocks until all ordered works have completed. Raises MembershipChanged if one failed;
-        then nothing of the group writes into memory any more."""
+        the group then no longer writes into memory."""
         if self._reason is not None:
             raise GroupEndedError(self._reason)
 
     def rest(self) -> None:  # noqa: B027
-        # on the host whoever has waited for a collective's end has seen it
+        # on the host, waiting for a collective's end suffices
         """Blocks until an ended group no longer reads or writes memory on a device."""
 
     # --- checks

@@ -1,9 +1,9 @@
-"""One rank's part in a collective, as data: its inputs, its outputs, and the check that all ranks'
-parts match.
+"""One rank's part in a collective, as data: its inputs, its outputs, and the check that the parts
+of all ranks match.
 
 All of torch's forms of a collective (lists, single tensors, coalesced) become lists of parts here.
-Parts are usually views of the caller's tensors. This module moves nothing between processes:
-`execute` needs the parts of all ranks in one memory.
+Parts are usually views of the caller's tensors. This module sends nothing between processes:
+`execute` needs the parts of all ranks in one address space.
 
 Reductions always add in rank order, so every backend that reduces here produces the same bits.
 """
@@ -31,7 +31,7 @@ _COMBINATIONS: Final[dict[str, Callable[[torch.Tensor, torch.Tensor], torch.Tens
     "BXOR": torch.bitwise_xor,
 }
 _EXACT: Final = frozenset({"MIN", "MAX", "BAND", "BOR", "BXOR"})
-"""Reductions without rounding, for which half precision needs no wider dtype."""
+"""Reductions without rounding. They need no wider dtype for half precision."""
 
 
 def op_name(op: Any) -> str:
@@ -66,10 +66,10 @@ def premultiplier(op: Any) -> float | torch.Tensor:
 def reduce_parts(
     parts: Sequence[torch.Tensor], op: Any, out: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Reduces `parts`, which are in rank order, with torch's `op` into `out` or a new tensor.
+    """Reduces `parts`, given in rank order, with torch's `op` into `out` or a new tensor.
 
-    Half precision is summed in float32 and rounded once. `out` has the parts' dtype and shape, and
-    shares memory with none of them. Raises ValueError where `check_op` does.
+    Half precision is summed in float32 and rounded once. `out` has the dtype and shape of the
+    parts, and shares memory with none of them. Raises the ValueError of `check_op`.
     """
     name, dtype = op_name(op), parts[0].dtype
     check_op(op, dtype)
@@ -93,7 +93,7 @@ def _combine(
     *,
     widened: bool,
 ) -> None:
-    """Reduces the parts into `sofar`, one rank after the other."""
+    """Reduces the parts into `sofar` in rank order."""
     if len(parts) == 1 or widened:
         sofar.copy_(parts[0])
         others = parts[1:]
@@ -105,34 +105,35 @@ def _combine(
 
 
 class UnmatchedCollectiveError(InvalidRequestError, DistBackendError):
-    """Ranks of one group issued mismatched collectives: another kind, op, root, dtype, size or
-    order."""
+    """Ranks of one group issued mismatched collectives: they differ in kind, op, root, dtype, size
+    or order."""
 
     default_reason = "COLLECTIVES_UNMATCHED"
 
 
 class Kind(enum.Enum):
     """Kind of collective, which determines the layout of `Collective.inputs` and
-    `Collective.outputs`; w is the number of ranks."""
+    `Collective.outputs`. The members are described for k tensors and w ranks."""
 
     ALL_REDUCE = "all_reduce"
-    """k tensors, in place: inputs are the outputs."""
+    """k tensors, reduced in place: the inputs are the outputs."""
     BROADCAST = "broadcast"
-    """k tensors, in place."""
+    """k tensors, written in place."""
     REDUCE = "reduce"
-    """k tensors, in place on the root."""
+    """k tensors, reduced in place on the root."""
     ALL_GATHER = "all_gather"
-    """k inputs; k times w outputs: those of the first input by rank, then those of the second."""
+    """k inputs and k times w outputs: the results for the first input in rank order, then for the
+    second."""
     REDUCE_SCATTER = "reduce_scatter"
-    """k times w inputs, in the order of the outputs of ALL_GATHER; k outputs."""
+    """k times w inputs, ordered like the outputs of ALL_GATHER, and k outputs."""
     GATHER = "gather"
-    """One input; w outputs on the root, none elsewhere."""
+    """One input; w outputs on the root, and none on other ranks."""
     SCATTER = "scatter"
-    """w inputs on the root, none elsewhere; one output."""
+    """w inputs on the root, and none on other ranks; one output."""
     ALL_TO_ALL = "all_to_all"
-    """w inputs, w outputs."""
+    """w inputs and w outputs."""
     BARRIER = "barrier"
-    """No tensors."""
+    """No inputs and no outputs."""
 
 
 _LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.REDUCE_SCATTER)
@@ -141,25 +142,25 @@ _LIKE_EVERYWHERE: Final = (Kind.ALL_REDUCE, Kind.BROADCAST, Kind.REDUCE, Kind.RE
 
 @dataclass(frozen=True, kw_only=True)
 class Collective:
-    """A collective issued by one rank."""
+    """A collective that one rank issued."""
 
     kind: Kind
     inputs: Sequence[torch.Tensor] = ()
     outputs: Sequence[torch.Tensor] = ()
     op: Any = None
-    """torch's ReduceOp; None where nothing is reduced."""
+    """torch's ReduceOp; None if the collective reduces nothing."""
     root: int | None = None
     result: list[Any] = field(default_factory=list)
-    """Content of the work's future: the tensors in the form in which the caller passed them."""
+    """Value of the work's future: the tensors in the form in which the caller passed them."""
 
     @property
     def dtypes(self) -> frozenset[torch.dtype]:
-        """Dtypes of all tensors."""
+        """Dtypes of all inputs and outputs."""
         return frozenset(one.dtype for one in (*self.inputs, *self.outputs))
 
     @property
     def signature(self) -> tuple[Any, ...]:
-        """Properties that must be equal on all ranks."""
+        """Properties of the collective that must be equal on all ranks."""
         sizes = tuple(one.numel() for one in self.inputs) if self.kind in _LIKE_EVERYWHERE else ()
         return (
             self.kind,
@@ -181,10 +182,10 @@ class Collective:
 def execute(calls: Sequence[Collective]) -> None:
     """Writes the outputs of all ranks.
 
-    calls: the collectives by rank, with one signature.
+    `calls`: the collectives in rank order; all have the same signature.
 
-    Raises UnmatchedCollectiveError if a part does not have the size that its receiver expects, and
-    ValueError for an impossible op.
+    Raises UnmatchedCollectiveError if the size of a part differs from what its receiver expects,
+    and ValueError for an impossible op.
     """
     with torch.no_grad():
         _EXECUTIONS[calls[0].kind](calls)
@@ -226,7 +227,7 @@ def _all_gather(calls: Sequence[Collective]) -> None:
 
 def _reduce_scatter(calls: Sequence[Collective]) -> None:
     for index in range(len(calls[0].outputs)):
-        # All before any is written: an output may lie in its rank's input.
+        # Compute all results before writing any: an output may overlap its rank's input.
         reduced = [_reduced(calls, index * len(calls) + rank) for rank in range(len(calls))]
         for call, part in zip(calls, reduced, strict=True):
             _copy(call.outputs[index], part)
@@ -278,10 +279,10 @@ def _transfer(
 
 def _copy(output: torch.Tensor, given: torch.Tensor) -> None:
     if output.is_sparse:
-        # whose .data is another tensor, with rows of its own once it is written to
+        # a sparse tensor's .data is another tensor, with rows of its own once it is written to
         output.copy_(given)
         return
-    # By .data, as other backends write: it leaves autograd's version counters alone.
+    # Through .data, as other backends write: this leaves autograd's version counters unchanged.
     output.data.copy_(given.data.view_as(output) if given.shape != output.shape else given.data)
 
 

@@ -1,10 +1,10 @@
-"""Threads of this process that run inside torch while the interpreter must not finalize.
+"""Threads of this process that run inside torch and must end before the interpreter finalizes.
 
-If the interpreter finalizes, a thread that returns from C++ to Python, or is called by C++, is
-ended on the spot. torch's frames do not allow that: the process ends by SIGABRT (std::terminate),
-whatever its exit status would have been. So the interpreter's exit waits for the threads that were
-started here, and until no thread of Gloo's runs, which may call a callback of a script or of this
-package.
+While the interpreter finalizes, it ends every thread that returns from C++ to Python or that C++
+calls back into Python. torch's frames do not allow that: the process ends by SIGABRT
+(std::terminate), whatever its exit status would have been. So the interpreter's exit waits for the
+threads started here. It also waits until none of Gloo's threads runs, since such a thread may call
+a callback of a script or of this package.
 """
 
 from __future__ import annotations
@@ -22,24 +22,25 @@ from typing import Final
 
 # ----------------------------------------------------------------------------------- Gloo's threads
 #
-# What the threads in which torch runs Gloo's collectives are at: working, or asleep.
+# State of the threads in which torch runs Gloo's collectives: running or asleep.
 #
-# Only the kernel knows: torch gives these threads a name and nothing else. Used once a group's
-# connections are broken, to tell operations that are about to end from those that sleep until their
-# timeout. It does not tell groups apart: the threads of all must be asleep.
+# Only the kernel knows the state: torch only names these threads. Used once a group's connections
+# are broken, to distinguish operations that are about to end from operations that sleep until their
+# timeout. Groups are not distinguished: the threads of all groups must be asleep.
 
 _NAME: Final = "pt_gloo_runloop"
 _TASKS: Final = Path("/proc/self/task")
 _APART_S: Final = 0.003
 _FAR_APART_S: Final = 0.1
-"""Long enough for a thread that was just woken to get a core of a busy machine."""
+"""Time that suffices for a thread that was just woken to get a core of a busy machine."""
 
 _Sample = dict[str, str]
-"""Number of times that each thread has been scheduled."""
+"""Number of times that each thread has been scheduled, by thread id."""
 
 
 def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
-    """Blocks until `done` is set, until no thread of Gloo has run for 3 ms, or for `at_most_s`."""
+    """Blocks until `done` is set or none of Gloo's threads has run for 3 ms, at most for
+    `at_most_s` seconds."""
     deadline = time.monotonic() + at_most_s
     before: _Sample | None = None
     while not done.wait(_APART_S) and time.monotonic() < deadline:
@@ -50,7 +51,8 @@ def wait_until_asleep(done: threading.Event, at_most_s: float) -> None:
 
 
 def wait_until_still(at_most_s: float) -> None:
-    """Blocks until Gloo has no thread, until none has run for 0.1 s, or for `at_most_s`."""
+    """Blocks until Gloo has no thread or none of them has run for 0.1 s, at most for `at_most_s`
+    seconds."""
     deadline = time.monotonic() + at_most_s
     now, before = _sample(), None
     while now != {} and (now is None or now != before) and time.monotonic() < deadline:
@@ -59,8 +61,8 @@ def wait_until_still(at_most_s: float) -> None:
 
 
 def _sample() -> _Sample | None:
-    """Returns None if one of the threads is running; an empty sample if there are none of that
-    name."""
+    """Returns how often each of Gloo's threads has been scheduled. Returns None if one of these
+    threads is running, and an empty sample if Gloo has no thread."""
     sample: _Sample = {}
     for task in _TASKS.iterdir() if _TASKS.is_dir() else ():
         try:
@@ -86,7 +88,7 @@ _running: set[_Call] = set()
 
 
 class _Call:
-    """A function called by a thread of this module."""
+    """A function that one of this module's threads calls."""
 
     def __init__(
         self,
@@ -95,8 +97,9 @@ class _Call:
         *,
         destroys: tuple[list[object], threading.Event] | None = None,
     ) -> None:
-        """most_s: time for which the interpreter's exit waits for the call.
-        destroys: object that the call destroys, and the event after which it does."""
+        """`most_s`: time for which the interpreter's exit waits for the call.
+        `destroys`: objects that the call destroys, and the event after which it destroys them.
+        """
         self._call = call
         self.most_s = most_s
         self.destroys = destroys
@@ -113,18 +116,18 @@ class _Call:
 
 def start(call: Callable[[], object], *, name: str, most_s: float = _MOST.total_seconds()) -> None:
     """Runs `call`, which may take long inside torch, on a thread called `name`. The interpreter's
-    exit waits for it for at most `most_s`."""
+    exit waits at most `most_s` seconds for the call."""
     one = _Call(call, most_s)
     if not _start(one, name):
         _reserve.put(one)
 
 
 def drop(references: list[object], *, when: threading.Event) -> None:
-    """Clears `references`, which must be the last ones, on a new thread, once `when` is set.
-    Returns at once.
+    """Clears the list `references`, which must hold the last references to its objects, on a new
+    thread once `when` is set. Returns at once.
 
-    For process groups: their destructors join threads, which takes some 10 ms, or wait for what is
-    unfinished.
+    Meant for process groups: their destructors join threads, which takes some 10 ms, or wait for
+    unfinished work.
     """
 
     def destroy() -> None:
@@ -146,8 +149,8 @@ def keep(reference: object) -> None:
 
 
 def wait(timeout: timedelta) -> bool:
-    """Waits for all running calls. Returns False if some still run after `timeout`. Does not wait
-    for unfinished groups."""
+    """Waits for all running calls, but not for the destruction of unfinished groups. Returns False
+    if some still run after `timeout`."""
     started = time.monotonic()
     with _lock:
         running = [call for call in _running if call.destroys is None or call.destroys[1].is_set()]
@@ -161,11 +164,11 @@ def wait(timeout: timedelta) -> bool:
 
 
 def _start(call: _Call, name: str) -> bool:
-    """Starts a thread for `call`; returns False if no thread can be started. A call that destroys
+    """Starts a thread for `call`. Returns False if no thread can be started. A call that destroys
     nothing counts as running even then, because the reserve thread runs it."""
-    # Daemons: what never ends must not keep the process.
+    # Daemons: a call that never ends must not keep the process alive.
     thread = threading.Thread(target=call, name=name, daemon=True)
-    with _lock:  # which a call that ends at once waits for
+    with _lock:  # a call that ends at once waits for this lock
         try:
             thread.start()
         except RuntimeError:
@@ -178,10 +181,10 @@ def _start(call: _Call, name: str) -> bool:
     return True
 
 
-# Python 3.12.0 to 3.12.2 start no thread once the interpreter goes down (gh-113964), and that is
-# when a script's groups end that does not call shoal.shutdown(). There some threads are started
-# beforehand. Four: one waits for torch while a group is finalized, another one keeps the time, and
-# the group may have parts.
+# Python 3.12.0 to 3.12.2 cannot start threads once the interpreter finalizes (gh-113964), which is
+# when the groups of a script without shoal.shutdown() end. For these versions some threads are
+# started beforehand. Four: one waits for torch while a group is finalized, another enforces the
+# time limit, and the group may have parts.
 
 STARTS_NONE_AT_EXIT: Final = (3, 12, 0) <= sys.version_info[:3] <= (3, 12, 2)
 _reserve: Final[queue.SimpleQueue[_Call]] = queue.SimpleQueue()
@@ -211,6 +214,6 @@ def _at_exit() -> None:
             keep(reference)
 
 
-# Registered on import, so it runs after the exit handlers of those who use it: handlers still start
+# Registered on import, so it runs after the exit handlers of this module's users, which still start
 # threads.
 atexit.register(_at_exit)

@@ -1,5 +1,4 @@
-"""Ends this process at once if it must not continue and its interpreter might never exit by
-itself."""
+"""Ends this process at once if it must not continue and its interpreter might never exit."""
 
 from __future__ import annotations
 

@@ -1,11 +1,12 @@
 """Process groups that torch calls and that are written in Python.
 
-A `NamedGroup` has a name; a `ForwardingGroup` issues collectives on a native group, by their names
-there; a `PythonGroup` brings them down to collectives as data (collective.py) and transfers.
+A `NamedGroup` has a name. A `ForwardingGroup` issues collectives on a native group under their
+native names. A `PythonGroup` reduces all collectives to collectives as data (collective.py) and
+transfers.
 
-torch calls a process group by many names: C++ code (DDP's reducer, functional collectives) by those
-that its trampoline knows, Python code (dist.*, FSDP2) by all of them. A subclass implements
-`_issue`, `_send` and `_receive`. No knowledge of any transport here.
+torch calls a process group by many names: C++ code (DDP's reducer, functional collectives) uses the
+names that its trampoline supports, and Python code (dist.*, FSDP2) uses all of them. A subclass
+implements `_issue`, `_send` and `_receive`. This module does not depend on any transport.
 """
 
 from __future__ import annotations
@@ -22,26 +23,26 @@ from torch.distributed.distributed_c10d import GroupName
 from shoal_worker.backends.collective import Collective, Kind
 
 if TYPE_CHECKING:
-    # The stub has other overloads of the constructor and the collectives than those that C++ calls
-    # and these classes have.
+    # The stub declares other overloads of the constructor and the collectives than C++ calls and
+    # these classes implement.
     _ProcessGroup: TypeAlias = Any
 else:
     _ProcessGroup = dist.ProcessGroup
 
 
 class NamedGroup(_ProcessGroup):
-    """A process group of `size` ranks, of which this is `rank`."""
+    """Process group of one rank among `size` ranks."""
 
     backend_name: ClassVar[str]
-    """The name that torch knows it by. Not that of a backend of torch's own: torch would look for
-    its C++ part in here."""
+    """Name under which torch registers the backend. Must differ from the names of torch's own
+    backends: torch would look for their C++ part in this group."""
 
     def __init__(self, rank: int, size: int, name: str) -> None:
         super().__init__(rank, size)
         self._name = GroupName(name)
 
     def getBackendName(self) -> str:  # noqa: N802 - looked up by this name
-        """Looked up by torch's C++ code."""
+        """Returns the name of the backend. Called by torch's C++ code."""
         return self.backend_name
 
     @property
@@ -53,8 +54,8 @@ class NamedGroup(_ProcessGroup):
         self._name = name
 
     def _get_backend(self, device: torch.device) -> NamedGroup:
-        """Returns the group itself. torch asks the backend of a device for its abilities; a group
-        written in Python has no backend beneath it."""
+        """Returns the group itself. torch asks the backend of a device for its capabilities; a
+        group written in Python has no separate backend."""
         return self
 
     supports_coalescing: ClassVar[bool] = False
@@ -72,10 +73,10 @@ def _collective(name: str) -> Any:
 
 
 class ForwardingGroup(NamedGroup):
-    """Issues collectives on a native group, by their names there."""
+    """Issues collectives on a native group under their native names."""
 
     def _issue(self, name: str, arguments: tuple[Any, ...], options: dict[str, Any]) -> Work:
-        """Starts the native group's collective of that name."""
+        """Starts the native group's collective called `name`."""
         raise NotImplementedError
 
     allgather = _collective("allgather")
@@ -107,44 +108,44 @@ Tensors = list[torch.Tensor]
 
 
 class PythonGroup(NamedGroup):
-    """A process group of `size` ranks, of which this is `rank`."""
+    """Process group that passes collectives as data and transfers to its subclass."""
 
     def _issue(self, call: Collective) -> Work:
         """Starts a collective."""
         raise NotImplementedError
 
     def _send(self, tensor: torch.Tensor, peer: int, tag: int) -> Work:
-        """Starts to send to a rank."""
+        """Starts to send a tensor to rank `peer`."""
         raise NotImplementedError
 
     def _receive(self, tensor: torch.Tensor, peer: int | None, tag: int) -> Work:
-        """Starts to receive from a rank; None: from the first that sends."""
+        """Starts to receive a tensor from rank `peer`; None: from the first rank that sends."""
         raise NotImplementedError
 
     @property
-    def _device_types(self) -> list[torch.device]:  # where object collectives put their bytes
+    def _device_types(self) -> list[torch.device]:  # device for the bytes of object collectives
         return [torch.device("cpu")]
 
     # --- collectives, by torch's names
 
     def allreduce(self, tensors: Any, opts: Any = None) -> Work:
-        """`ProcessGroup.allreduce`."""
+        """Implements `ProcessGroup.allreduce`."""
         return self._in_place(Kind.ALL_REDUCE, tensors, op=_op(opts))
 
     allreduce_coalesced = allreduce
 
     def reduce(self, tensors: Any, opts: Any) -> Work:
-        """`ProcessGroup.reduce`."""
+        """Implements `ProcessGroup.reduce`."""
         return self._in_place(Kind.REDUCE, tensors, op=_op(opts), root=opts.rootRank)
 
     def broadcast(self, tensors: Any, opts: Any) -> Work:
-        """`ProcessGroup.broadcast`."""
+        """Implements `ProcessGroup.broadcast`."""
         return self._in_place(Kind.BROADCAST, tensors, root=opts.rootRank)
 
     def allgather(
         self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any = None
     ) -> Work:
-        """`ProcessGroup.allgather`, of one tensor or several."""
+        """Implements `ProcessGroup.allgather` for one or several tensors."""
         outputs = [
             part for parts in output_tensors for part in self._by_rank(parts, "output_tensors")
         ]
@@ -157,14 +158,15 @@ class PythonGroup(NamedGroup):
     def allgather_coalesced(
         self, output_lists: list[Tensors], input_list: Tensors, opts: Any = None
     ) -> Work:
-        """`ProcessGroup.allgather_coalesced`: lists by rank, each holding one tensor per input."""
+        """Implements `ProcessGroup.allgather_coalesced`: one list per rank, with one tensor per
+        input."""
         by_input = [list(parts) for parts in zip(*output_lists, strict=True)]
         return self.allgather(by_input, input_list)
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """`ProcessGroup.all_gather_single_coalesced`."""
+        """Implements `ProcessGroup.all_gather_single_coalesced`."""
         parts = [part for output in outputs for part in self._rows(output, "output")]
         return self._issue(
             Collective(kind=Kind.ALL_GATHER, inputs=inputs, outputs=parts, result=outputs)
@@ -173,11 +175,11 @@ class PythonGroup(NamedGroup):
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Work:
-        """`ProcessGroup.all_gather_single`."""
+        """Implements `ProcessGroup.all_gather_single`."""
         return self.all_gather_single_coalesced([output], [input])
 
     def reduce_scatter(self, outputs: Tensors, inputs: list[Tensors], opts: Any = None) -> Work:
-        """`ProcessGroup.reduce_scatter`."""
+        """Implements `ProcessGroup.reduce_scatter`."""
         parts = [part for given in inputs for part in self._by_rank(given, "input_tensors")]
         return self._issue(
             Collective(
@@ -192,17 +194,17 @@ class PythonGroup(NamedGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = None
     ) -> Work:
-        """`ProcessGroup.reduce_scatter_single_coalesced`."""
+        """Implements `ProcessGroup.reduce_scatter_single_coalesced`."""
         return self.reduce_scatter(outputs, [self._rows(given, "input") for given in inputs], opts)
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: Any = None
     ) -> Work:
-        """`ProcessGroup.reduce_scatter_single`."""
+        """Implements `ProcessGroup.reduce_scatter_single`."""
         return self.reduce_scatter_single_coalesced([output], [input], opts)
 
     def gather(self, output_tensors: list[Tensors], input_tensors: Tensors, opts: Any) -> Work:
-        """`ProcessGroup.gather`; only the root has outputs."""
+        """Implements `ProcessGroup.gather`; only the root has outputs."""
         outputs = (
             self._by_rank(output_tensors[0], "output_tensors")
             if self.rank() == opts.rootRank
@@ -219,7 +221,7 @@ class PythonGroup(NamedGroup):
         )
 
     def scatter(self, output_tensors: Tensors, input_tensors: list[Tensors], opts: Any) -> Work:
-        """`ProcessGroup.scatter`; only the root has inputs."""
+        """Implements `ProcessGroup.scatter`; only the root has inputs."""
         inputs = (
             self._by_rank(input_tensors[0], "input_tensors") if self.rank() == opts.rootRank else []
         )
@@ -234,7 +236,7 @@ class PythonGroup(NamedGroup):
         )
 
     def alltoall(self, output_tensors: Tensors, input_tensors: Tensors, opts: Any = None) -> Work:
-        """`ProcessGroup.alltoall`."""
+        """Implements `ProcessGroup.alltoall`."""
         inputs, outputs = (
             self._by_rank(input_tensors, "input_tensors"),
             self._by_rank(output_tensors, "output_tensors"),
@@ -251,8 +253,8 @@ class PythonGroup(NamedGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> Work:
-        """`ProcessGroup.all_to_all_single`. Sizes are rows of the first dimension; none: equal
-        parts."""
+        """Implements `ProcessGroup.all_to_all_single`. Sizes are numbers of rows (first dimension)
+        per rank; without sizes the parts are equal."""
         outputs, inputs = (
             self._parts(output, output_sizes, "output"),
             self._parts(input, input_sizes, "input"),
@@ -262,7 +264,7 @@ class PythonGroup(NamedGroup):
         )
 
     def barrier(self, opts: Any = None) -> Work:
-        """`ProcessGroup.barrier`."""
+        """Implements `ProcessGroup.barrier`."""
         return self._issue(Collective(kind=Kind.BARRIER))
 
     _allgather_base: Any = all_gather_single
@@ -273,16 +275,16 @@ class PythonGroup(NamedGroup):
 
     def send(self, tensors: Tensors, dstRank: int, tag: int = 0) -> Work:  # noqa: N803
         # torch's names
-        """`ProcessGroup.send`."""
+        """Implements `ProcessGroup.send`."""
         return self._send(_only(tensors), self._peer(dstRank), tag)
 
     def recv(self, tensors: Tensors, srcRank: int, tag: int = 0) -> Work:  # noqa: N803
         # torch's names
-        """`ProcessGroup.recv`."""
+        """Implements `ProcessGroup.recv`."""
         return self._receive(_only(tensors), self._peer(srcRank), tag)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> Work:
-        """`ProcessGroup.recv_anysource`."""
+        """Implements `ProcessGroup.recv_anysource`."""
         return self._receive(_only(tensors), None, tag)
 
     # --- parts
@@ -303,7 +305,7 @@ class PythonGroup(NamedGroup):
         return list(parts)
 
     def _rows(self, tensor: torch.Tensor, field: str) -> Tensors:
-        """Returns the parts by rank, with equally many elements each."""
+        """Returns the tensor's parts in rank order, with the same number of elements each."""
         if tensor.numel() % self.size():
             raise InvalidRequestError(
                 f"{field} has {tensor.numel()} elements; expected a multiple of {self.size()} ranks"
@@ -311,7 +313,7 @@ class PythonGroup(NamedGroup):
         return list(_contiguous(tensor, field).view(self.size(), -1).unbind(0))
 
     def _parts(self, tensor: torch.Tensor, sizes: list[int], field: str) -> Tensors:
-        """Returns the parts by rank, with the given numbers of rows."""
+        """Returns the tensor's parts in rank order, with the given numbers of rows."""
         if not sizes:
             return self._rows(tensor, field)
         if len(sizes) != self.size() or sum(sizes) != tensor.shape[0]:
@@ -330,7 +332,8 @@ class PythonGroup(NamedGroup):
 
 
 def _op(opts: Any) -> Any:
-    """Returns the op of torch's options, which may also be an op itself, or nothing."""
+    """Returns the reduction of torch's options, which may also be a reduction or None; the default
+    is SUM."""
     return dist.ReduceOp.SUM if opts is None else getattr(opts, "reduceOp", opts)
 
 

@@ -1,5 +1,5 @@
-"""The backends by name. A new backend needs a module and a line here. Backends are imported on
-demand."""
+"""The backends by name. Each is imported on first use. A new backend needs a module and a line
+here."""
 
 from __future__ import annotations
 
@@ -19,12 +19,13 @@ _BACKENDS: Final = {
 
 
 def backend_names() -> list[str]:
-    """Returns the values of `backend=`."""
+    """Returns the accepted values of `backend=`."""
     return sorted(_BACKENDS)
 
 
 def backend_class(name: str) -> type[CommunicationBackend]:
-    """Returns the backend class of that name. Raises ConfigurationError with the known names."""
+    """Returns the backend class called `name`. Raises ConfigurationError, naming the known
+    backends, for any other name."""
     try:
         module, _, attribute = _BACKENDS[name].partition(":")
     except KeyError:

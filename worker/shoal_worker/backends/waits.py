@@ -1,8 +1,8 @@
-"""Durations of a rank's waits for its peers. Waits for works record them; heartbeats and the
-explanation of a stalled step read them.
+"""Durations of a rank's waits for its peers. Waits for works record their durations; heartbeats and
+the explanation of a stalled step read them.
 
-The training thread waits; any thread reads. There is no lock, because only single values are read:
-a reader may see a wait that has just ended.
+The training thread waits; any thread may read. There is no lock, because only single values are
+read: a reader may see a wait that has just ended.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ _PART_OF_ANOTHER: Final = nullcontext()
 
 
 class Waits:
-    """The waits of one rank. A wait within another counts as part of it."""
+    """The waits of one rank. A wait nested in another counts as part of the outer wait."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """clock: returns seconds since an arbitrary moment."""
+        """`clock`: function that returns seconds since an arbitrary moment."""
         self._clock = clock
         self._since: tuple[float, str] | None = None
         self._total_s = 0.0
@@ -27,22 +27,23 @@ class Waits:
         self._held = False
 
     def of(self, what: str) -> AbstractContextManager[object]:
-        """Records a wait of this rank in `what` while the context is open."""
+        """Records a wait of this rank while the returned context is open. `what`: description of
+        the wait."""
         return _Wait(self, what) if self._since is None else _PART_OF_ANOTHER
 
     def begin(self, what: str) -> None:
-        """Begins a wait; see `of`."""
+        """Begins a wait. `what`: description of the wait."""
         self._since = (self._clock(), what)
 
     def end(self) -> None:
-        """Ends a wait; see `of`."""
+        """Ends the current wait and records its duration."""
         since, self._since = self._since, None
         if since is not None:  # else another thread's wait has ended this one
             self._last_s = self._clock() - since[0]
             self._total_s += self._last_s
 
     def hold(self, what: str | None) -> None:
-        """Begins a wait that lasts until this is called with None, regardless of other waits in
+        """Begins a wait that lasts until `hold(None)` is called, regardless of other waits in
         between. A repeated call changes nothing."""
         if (what is not None) == self._held:
             return
@@ -54,7 +55,7 @@ class Waits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """Returns the seconds for which the training thread has waited, and the description of the
+        """Returns how many seconds the training thread has been waiting, and the description of the
         wait; (0, "") if it does not wait."""
         since = self._since
         return (self._clock() - since[0], since[1]) if since is not None else (0.0, "")

@@ -1,16 +1,17 @@
-"""A torch.distributed world for each thread that is a rank, and for the threads that it starts.
+"""A torch.distributed world for each thread that is a rank, and for the threads started by that
+thread.
 
-torch keeps its default group and its knowledge of groups in one global per process. While threads
+torch keeps its default group and its registry of groups in one global per process. While threads
 are ranks, that global forwards to the calling thread's world; other threads keep using the
-process's. The same holds for the C++ registry by which functional collectives find groups (through
-torch's own switch for it), and for DeviceMesh: two ranks' meshes must not be equal, because DTensor
-caches by mesh.
+process's world. The same applies to the C++ registry by which functional collectives find groups
+(through a switch of torch's own), and to DeviceMesh: the meshes of two ranks must not be equal,
+because DTensor caches by mesh.
 
-A rank's own threads, such as one that saves a checkpoint, see its world, as they would in a
-process, but not the C++ registry. A thread that several ranks share, such as one of a global
-executor, has the world of the rank that started it.
+A thread started by a rank, such as a thread that saves a checkpoint, uses the rank's world, as it
+would in a process, but not the C++ registry. A thread shared by several ranks, such as a thread of
+a global executor, uses the world of the rank that started it.
 
-Threads: `installed` may be nested and run in several threads; `entered` is for the rank's thread.
+Threads: `installed` may be nested and run in several threads; the rank's thread uses `entered`.
 """
 
 from __future__ import annotations
@@ -40,14 +41,13 @@ _identities: Final = itertools.count(1)
 
 @dataclass(frozen=True, kw_only=True)
 class Seat:
-    """A rank's place among ranks that stay the same to the end: those of a launch, or of MPI's
-    world."""
+    """A rank's place in a fixed set of ranks: the ranks of a launch, or of MPI's world."""
 
     rank: int
     world_size: int
     store: Store
-    """Store shared by all ranks, if the backend needs one. In a launch a wait on it would keep the
-    rank's turn, so use it only for calls that return at once."""
+    """Store shared by all ranks, if the backend needs one. In a launch, waiting on the store would
+    keep the rank's turn, so use it only for calls that return at once."""
     timeout: timedelta
     """Time limit of a wait for other ranks."""
     backend: str = "inmemory"
@@ -55,11 +55,11 @@ class Seat:
 
 
 class World:
-    """torch's knowledge of groups in one rank: the attributes of c10d's own world."""
+    """torch's record of process groups in one rank: the attributes of c10d's own world."""
 
     def __init__(self) -> None:
         self.identity = next(_identities)
-        """Identity that is never reused, unlike a thread's."""
+        """Identity that is never reused, unlike a thread's identity."""
         self.default_pg: Any = None
         self.pg_map: dict[Any, Any] = {}
         self.pg_names: dict[Any, Any] = {}
@@ -71,7 +71,7 @@ class World:
         self.pg_coalesce_state: dict[Any, list[Any]] = {}
         self.pg_flight_recorder_hooks: dict[Any, Any] = {}
         self.comms: list[Any] = []
-        # and what a rank has beside torch's
+        # attributes of a rank in addition to torch's
         self.seat: Seat | None = None
         self.session: Any = None
         """Shoal's session, kept here so that the rank's own threads find it."""
@@ -118,9 +118,9 @@ def installed() -> Iterator[None]:
 
 @contextlib.contextmanager
 def entered(seat: Seat | None = None) -> Iterator[None]:
-    """Makes the calling thread a rank, in a launch if it has a seat. At the end it leaves all its
-    groups."""
-    # Backward passes stay in this thread, also for CUDA tensors, so that collectives in autograd
+    """Makes the calling thread a rank while the context is open. `seat`: the rank's place in a
+    launch, if any. At the end of the context the thread leaves all its groups."""
+    # Backward passes run in this thread, also for CUDA tensors, so that collectives in autograd
     # hooks find this world.
     with installed(), torch.autograd.set_multithreading_enabled(False):
         world = _thread.world = World()
@@ -167,6 +167,6 @@ def _install() -> contextlib.ExitStack:
 
     threading.Thread.start = start_in_world  # type: ignore[method-assign]
     undo.callback(setattr, threading.Thread, "start", start)
-    # init_process_group wraps it anew each time
+    # init_process_group wraps it again in each call
     undo.callback(setattr, sys, "excepthook", sys.excepthook)
     return undo

@@ -1,10 +1,10 @@
-"""Checkpoints on disk: writes a committed state, or this rank's part of it, to a directory that is
-either complete or absent.
+"""Checkpoints on disk: writes a committed state, or this rank's part of it, to a directory. The
+directory is either complete or absent.
 
 `saving` implements `shoal.save_checkpoint`, `shoal.resume` and the return to a checkpoint: it
 decides which ranks write what, and when. `files` creates, finds and reads checkpoints in a
 directory; `shards` handles states that are split over the ranks. `manifest` implements the file
-that describes a checkpoint, atomic directories, and files of tensors; `writer` is the thread that
-writes during training, and lets ranks wait for a disk. `rows` handles the rows of sparse tables,
-which are on the servers.
+that describes a checkpoint, atomic directories, and files of tensors. `writer` is the thread that
+writes during training; it also allows ranks to wait for a disk. `rows` handles the rows of sparse
+tables, which are on the servers.
 """

@@ -1,19 +1,19 @@
-"""Checkpoints on disk: either there and complete or not there, and read only if every byte is as it
-was written.
+"""Checkpoints on disk: a checkpoint is either complete or absent, and is read only if every byte is
+unchanged.
 
-One checkpoint is a directory. In the layout "whole", written by one process:
+One checkpoint is a directory. In the layout "whole", which one process writes:
 
     step-1200/
-      checkpoint.json         what it is, the state's structure, and size and digest of each tensor
-                              file
-      model.safetensors       the tensors under "model", by their path in it: for a model, the names
-                              in its state_dict()
-      optimizer.safetensors   ... one such file per top-level entry of the state that holds tensors
+      checkpoint.json         description of the checkpoint, structure of the state, and size and
+                              digest of each tensor file
+      model.safetensors       the tensors under "model", by their path in that entry: for a model,
+                              the names in its state_dict()
+      optimizer.safetensors   ... one such file per top-level entry of the state with tensors
       rows-...                the rows of sparse tables (`rows.py`)
 
-`shards.py` has the layout "sharded", which the ranks write together. Either is made under a name
-that starts with a dot, flushed to the disk, and renamed into place. Nothing is pickled. When to
-save, and who, is not decided here.
+`shards.py` implements the layout "sharded", which the ranks write together. In both layouts the
+directory is created under a name that starts with a dot, flushed to the disk, and renamed. Nothing
+is pickled. This module does not decide which rank saves, or when.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ _WHOLE_LAYOUT = "whole"
 _STEP = re.compile(r"step-([0-9]+)")
 _PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _WHOLE = "~whole"
-"""Name in its file of a tensor that is itself a top-level entry. Names made by the state tree never
-contain "~w" or "~m"."""
+"""Name of a tensor in its file if the tensor is itself a top-level entry. Names made by the state
+tree never contain "~w" or "~m"."""
 _RESERVED = {"__metadata__": "~metadata"}
-"""Names reserved by safetensors."""
+"""Names reserved by safetensors, and their replacements."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,14 +64,14 @@ class Checkpoint:
 
     info: CheckpointInfo
     state: Any
-    """The state. Its tensors are on the CPU and share memory with nothing."""
+    """The state. Its tensors are on the CPU and own their memory."""
     rows: SavedRows
     """Rows of sparse tables; their files exist but were not read."""
 
 
 def begin(directory: Path, step: int) -> Path:
-    """Creates the directory in which the checkpoint of `step` is written; `finish` publishes it.
-    Leftovers of killed processes on this host are removed first, since they may be filling the
+    """Creates the temporary directory in which the checkpoint of `step` is written; `finish`
+    publishes it. First removes leftovers of killed processes on this host, since these may fill the
     disk.
 
     Raises:
@@ -89,24 +89,24 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def finish(temporary: Path, info: CheckpointInfo, *, fence: Callable[[], None], keep: int) -> Path:
-    """Publishes `temporary`, in which all of checkpoint `info` is on the disk, as `step-<n>` beside
-    it, and returns that. An older one of the same step is replaced; older steps of the same run but
-    the newest `keep` and the best are removed, after the new one is in place.
+    """Publishes `temporary`, which contains all of checkpoint `info`, as `step-<n>` in the same
+    parent directory, and returns the new path. Replaces an older checkpoint of the same step. Then
+    removes older steps of the same run, except for the newest `keep` checkpoints and the best one.
 
     Args:
         fence: raises if this process may no longer publish.
         keep: >= 1; the one published here is never removed.
 
     Raises:
-        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is failing. As with anything the fence
-            raises, what was there before is still there, and nothing new.
+        UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is failing. As after any error of
+            `fence`, existing checkpoints remain, and no new one is added.
     """
     directory = temporary.parent
     target = directory / f"step-{info.step}"
     fence()
     with disk_errors(target):
         publish(temporary, target)
-    remove(temporary)  # if there was one of that step, it has this name now
+    remove(temporary)  # an existing checkpoint of the step now has this name
     _prune(directory, target, info.run, keep)
     return target
 
@@ -121,12 +121,13 @@ def write_checkpoint(
     temporary: Path | None = None,
     rows: Callable[[Path], Mapping[str, Any]] = lambda temporary: {},
 ) -> Path:
-    """Writes a whole checkpoint and returns its path: see `finish`.
+    """Writes a checkpoint in the layout "whole" and returns its path. Publishes the checkpoint and
+    removes older ones as `finish` does.
 
     Args:
-        snapshot: of a mapping; its top-level keys name the tensor files.
-        temporary: the directory from `begin`, which may already contain some of its files. None:
-            nothing was begun.
+        snapshot: snapshot of a mapping; its top-level keys name the tensor files.
+        temporary: the directory from `begin`, which may already contain some of the files. None:
+            create a directory.
         rows: ensures that the rows of sparse tables are in a directory, and returns their entry for
             the manifest.
 
@@ -157,19 +158,19 @@ def write_sharded(
     fence: Callable[[], None],
     keep: int,
 ) -> Path | None:
-    """Completes a checkpoint that the ranks write in `temporary`, once their shards are there: see
-    `finish`. Called on the first rank.
+    """Completes a checkpoint that the ranks write in `temporary`, once all shards are there, and
+    publishes it as `finish` does. Called on the first rank.
 
-    Returns None, having removed all of it, if a rank left without writing its shard: the previous
+    Returns None, and removes `temporary`, if a rank left without writing its shard: the previous
     checkpoint remains the newest.
 
     Args:
-        shards: this rank's knowledge of the state, and the shards that it writes itself.
+        shards: this rank's outline of the state, and the shards that it writes itself.
         gone: returns whether the rank that writes a shard has left.
 
     Raises:
         UnavailableError (CHECKPOINT_NOT_WRITTEN): a disk is full or failing, or shards did not
-        arrive in time; nothing has changed.
+            arrive in time; nothing has changed.
     """
     try:
         with disk_errors(temporary.parent / f"step-{info.step}"):
@@ -192,10 +193,10 @@ def write_sharded(
 
 
 def latest(directory: Path, *, run: str | None = None) -> Path | None:
-    """Returns the checkpoint of the highest step in `directory` (of the given run unless that is
-    None); None if there is none, or no such directory.
+    """Returns the checkpoint of the highest step in `directory`, or None if there is no checkpoint
+    or no such directory. `run`: run to which the checkpoint must belong; None: any run.
 
-    A checkpoint without a readable run counts as that run's.
+    A checkpoint without a readable run counts as belonging to `run`.
     """
     newest_first = sorted(_checkpoints(directory), reverse=True)
     return next(
@@ -204,15 +205,15 @@ def latest(directory: Path, *, run: str | None = None) -> Path | None:
 
 
 def best(directory: Path) -> Path | None:
-    """Returns the checkpoint with the best metric among those of the newest one's run; None if none
-    has a metric."""
+    """Returns the checkpoint with the best metric among the checkpoints of the newest run. Returns
+    None if no checkpoint has a metric."""
     newest = latest(directory)
     return None if newest is None else _best_of(_own(directory, _run_of(newest)))
 
 
 def check_place(directory: Path, step: int, run: str) -> None:
-    """Raises ConfigurationError if `directory` contains a checkpoint of another run that is ahead
-    of `step`, since it would remain the newest."""
+    """Raises ConfigurationError if `directory` contains a checkpoint of another run with a step
+    after `step`, since that checkpoint would remain the newest."""
     for other, path in sorted(_checkpoints(directory), reverse=True):
         if run and other > step and _run_of(path) not in (run, ""):
             raise ConfigurationError(
@@ -223,11 +224,11 @@ def check_place(directory: Path, step: int, run: str) -> None:
 
 
 def read_checkpoint(path: Path) -> Checkpoint:
-    """Reads one checkpoint (`.../step-<n>`), of either layout, and verifies all of it.
+    """Reads one checkpoint (`.../step-<n>`) of either layout, and verifies every file.
 
     Raises:
-        CorruptDataError: damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or of a newer release
-            (FILE_NEWER).
+        CorruptDataError: the checkpoint is damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or
+            from a newer release (FILE_NEWER).
     """
     content = read_manifest(path, (_WHOLE_LAYOUT, SHARDED))
     try:
@@ -248,11 +249,11 @@ def read_checkpoint(path: Path) -> Checkpoint:
 
 
 def rows_of(path: Path) -> SavedRows:
-    """Returns the rows of sparse tables in one checkpoint (`.../step-<n>`), whose files exist but
+    """Returns the rows of sparse tables in one checkpoint (`.../step-<n>`). Their files exist but
     were not read.
 
     Raises:
-        CorruptDataError: as `read_checkpoint`.
+        CorruptDataError: as in `read_checkpoint`.
     """
     try:
         return SavedRows.of(path, read_manifest(path, (_WHOLE_LAYOUT, SHARDED)))
@@ -263,13 +264,14 @@ def rows_of(path: Path) -> SavedRows:
 def read_model(
     path: Path, number: int | None = None, *, of_best: bool = False
 ) -> dict[str, torch.Tensor]:
-    """Returns the model's state from one checkpoint, or from the newest in a directory. `number`:
-    index among several models. `of_best`: from the best in a directory instead.
+    """Returns the model's state from one checkpoint, or from the newest checkpoint in a directory.
+    `number`: index among several models. `of_best`: reads the best checkpoint of a directory
+    instead.
 
     Raises:
-        ConfigurationError: there is none; or it has several models, and `number` is not that of one
-            of them.
-        CorruptDataError: as `read_checkpoint`, or the checkpoint holds no model.
+        ConfigurationError: there is no checkpoint, or it has several models and `number` selects
+            none of them.
+        CorruptDataError: as in `read_checkpoint`, or the checkpoint has no model.
     """
     is_one = (path / manifest.NAME).is_file()
     found = path if is_one else best(path) if of_best else latest(path)
@@ -307,7 +309,7 @@ def read_model(
 
 
 def _by_part(snapshot: Snapshot) -> dict[str, dict[str, torch.Tensor]]:
-    """Returns the tensors of each top-level key, by their name in its file."""
+    """Returns the tensors of each top-level key, by their name in that key's file."""
     if not isinstance(snapshot.structure, Mapping) or not all(
         _PART.fullmatch(key) for key in snapshot.structure
     ):
@@ -348,7 +350,7 @@ def _fill(
 
 
 def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
-    """Removes checkpoints of a run that are no longer wanted. A failure here does not affect the
+    """Removes checkpoints of a run that need not be kept. A failure here does not affect the
     checkpoint that was written."""
     newest_first = _own(directory, run)
     spared = written, _best_of(newest_first)
@@ -358,7 +360,8 @@ def _prune(directory: Path, written: Path, run: str, keep: int) -> None:
 
 
 def _own(directory: Path, run: str) -> list[tuple[Path, CheckpointInfo | None]]:
-    """Returns a run's checkpoints, newest first; None: the description of one is not readable."""
+    """Returns a run's checkpoints, newest first, each with its description or None if the
+    description is not readable."""
     found = [(path, _info_of(path)) for _, path in sorted(_checkpoints(directory), reverse=True)]
     return [(path, info) for path, info in found if info is None or info.run in (run, "")]
 
@@ -366,8 +369,9 @@ def _own(directory: Path, run: str) -> list[tuple[Path, CheckpointInfo | None]]:
 def _best_of(
     newest_first: Sequence[tuple[Path, CheckpointInfo | None]],
 ) -> Path | None:
-    """Returns the checkpoint with the best metric, the earliest of several; None if none has one.
-    Counts those with the mode of the newest that has a metric."""
+    """Returns the checkpoint with the best metric (the earliest if several are equal), or None if
+    no checkpoint has a metric. Considers only checkpoints with the same mode as the newest one that
+    has a metric."""
     measured = [
         (path, info.metric, info.mode)
         for path, info in newest_first
@@ -382,8 +386,8 @@ def _best_of(
 
 
 def _with_known_metric(directory: Path, info: CheckpointInfo) -> CheckpointInfo:
-    """Returns `info`, with the metric of the checkpoint that it replaces if it has none itself: the
-    same state was measured before."""
+    """Returns `info`. If it has no metric, adds the metric of the checkpoint that it replaces,
+    which was measured on the same state."""
     replaced = _info_of(directory / f"step-{info.step}")
     if info.metric is not None or replaced is None or replaced.run != info.run:
         return info
@@ -391,13 +395,13 @@ def _with_known_metric(directory: Path, info: CheckpointInfo) -> CheckpointInfo:
 
 
 def _run_of(checkpoint: Path) -> str:
-    """Returns the run of a checkpoint; empty if it does not name one."""
+    """Returns the run of a checkpoint; empty if the checkpoint does not name a run."""
     info = _info_of(checkpoint)
     return "" if info is None else info.run
 
 
 def _info_of(checkpoint: Path) -> CheckpointInfo | None:
-    """Returns the description of a checkpoint; None if it is not readable."""
+    """Returns the description of a checkpoint; None if the description is not readable."""
     try:
         return manifest.read_info(checkpoint, (_WHOLE_LAYOUT, SHARDED))
     except CorruptDataError:

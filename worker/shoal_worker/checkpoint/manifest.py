@@ -1,7 +1,8 @@
-"""`checkpoint.json`: the description of a checkpoint, and the mark that it is complete.
+"""`checkpoint.json`: the description of a checkpoint, and the mark that the checkpoint is complete.
 
-It is written last, contains a digest of itself, and names size and digest of every other file. The
-meaning of its fields depends on its layout: `files.py` implements "whole", `shards.py` "sharded".
+The file is written last, contains a digest of itself, and records the size and digest of every
+other file. The meaning of its fields depends on the layout: `files.py` implements "whole",
+`shards.py` "sharded".
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ _READ_BLOCK = 8 << 20
 def write_tensors(
     file: Path, tensors: Mapping[str, torch.Tensor], metadata: dict[str, str] | None = None
 ) -> dict[str, Any]:
-    """Writes contiguous CPU tensors and waits until they are on the disk. Returns {"bytes",
+    """Writes contiguous CPU tensors and waits until these are on the disk. Returns {"bytes",
     "xxh3_64"} of the file.
 
     Raises:
@@ -63,17 +64,18 @@ def write_tensors(
 
 
 def describe_file(file: Path) -> dict[str, Any]:
-    """Waits until a file is on the disk; returns its entry for the manifest: {"bytes", "xxh3_64"}.
-    Raises OSError."""
+    """Waits until a file is on the disk and returns the file's entry for the manifest: {"bytes",
+    "xxh3_64"}. Raises OSError."""
     sync_file(file)
     return {"bytes": file.stat().st_size, "xxh3_64": _file_digest(file)}
 
 
 def verify_file(path: Path, name: str, about: Mapping[str, Any]) -> Path:
-    """Returns `path/name.safetensors` if it matches the result of `describe_file`.
+    """Returns the path `path/name.safetensors` if the file's digest matches the result of
+    `describe_file`.
 
     Raises:
-        CorruptDataError: it does not.
+        CorruptDataError: the file does not match or cannot be read.
     """
     file = file_of(path, name, about)
     try:
@@ -85,10 +87,11 @@ def verify_file(path: Path, name: str, about: Mapping[str, Any]) -> Path:
 
 
 def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
-    """Returns `path/name.safetensors` if its size matches the result of `write_tensors`.
+    """Returns the path `path/name.safetensors` if the file's size matches the result of
+    `write_tensors`.
 
     Raises:
-        CorruptDataError: it does not.
+        CorruptDataError: the file does not match or does not exist.
     """
     if "/" in name:
         raise damaged(path, f"it refers to {name!r}, a file outside the checkpoint")
@@ -105,11 +108,11 @@ def file_of(path: Path, name: str, about: Mapping[str, Any]) -> Path:
 def read_tensors(
     path: Path, name: str, about: Mapping[str, Any]
 ) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
-    """Returns the tensors of `path/name.safetensors` and its metadata, if it matches the result of
-    `write_tensors`.
+    """Returns the tensors and the metadata of `path/name.safetensors` if the file matches the
+    result of `write_tensors`.
 
     Raises:
-        CorruptDataError: it does not.
+        CorruptDataError: the file does not match or cannot be read.
     """
     file = verify_file(path, name, about)
     try:
@@ -124,17 +127,14 @@ def read_tensors(
 
 @contextlib.contextmanager
 def disk_errors(target: Path) -> Iterator[None]:
-    """Converts errors of the disk within the context to UnavailableError
-    (CHECKPOINT_NOT_WRITTEN)."""
+    """Converts disk errors within the context to UnavailableError (CHECKPOINT_NOT_WRITTEN)."""
     try:
         yield
     except (OSError, SafetensorError) as error:  # the library reports a full disk as its own error
         failure = UnavailableError(
             f"checkpoint {target} could not be written: {error}", reason="CHECKPOINT_NOT_WRITTEN"
         )
-        failure.failed_at = (
-            time.time()
-        )  # the rank that it strikes raises it later, at its next save
+        failure.failed_at = time.time()  # the failing rank raises it later, at its next save
         raise failure from error
 
 
@@ -153,7 +153,7 @@ _RENAME_EXCHANGE = 2
 _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9a-f]{32}\.tmp")
 
 
-# -------------------------------------------------------------------- directories that appear whole
+# --------------------------------------------------------------- directories that appear atomically
 #
 # Directories that appear and disappear atomically, even if the process is killed or the machine
 # loses power in between. An unfinished directory has a name `.<name>.<host>.<pid>.<random>.tmp`. A
@@ -161,15 +161,16 @@ _TEMPORARY = re.compile(r"\.(?P<name>.+)\.(?P<host>[^.]*)\.(?P<pid>[0-9]+)\.[0-9
 
 
 def make_temporary(parent: Path, name: str) -> Path:
-    """Makes an empty directory that will be, or was, `parent/name`. Raises OSError."""
+    """Creates an empty temporary directory for a directory `parent/name` that is to be written or
+    removed. Raises OSError."""
     path = _temporary_path(parent, name)
     path.mkdir()
     return path
 
 
 def publish(temporary: Path, target: Path) -> None:
-    """Renames `temporary` to `target`, replacing it, and waits until that is on the disk. Raises
-    OSError."""
+    """Renames `temporary` to `target`, replacing an existing `target`, and waits until the change
+    is on the disk. Raises OSError."""
     if target.exists():
         _exchange(temporary, target)
     else:
@@ -178,11 +179,11 @@ def publish(temporary: Path, target: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Removes a directory so that it is never seen incomplete; logs files that it cannot remove.
-    Does nothing if it does not exist.
+    """Removes a directory atomically: no process sees the directory incomplete. Logs files that
+    cannot be removed. Does nothing if the directory does not exist.
 
-    It is renamed first: a process still writing to it by name fails immediately and adds nothing to
-    the removed files.
+    The directory is renamed first: a process that is still writing to the old name fails
+    immediately and adds nothing to the removed files.
     """
     under_way = _TEMPORARY.fullmatch(path.name)
     doomed = _temporary_path(path.parent, under_way["name"] if under_way else path.name)
@@ -197,7 +198,7 @@ def remove(path: Path) -> None:
 
 
 def remove_leftovers(parent: Path) -> None:
-    """Removes unfinished directories left by dead processes of this host."""
+    """Removes unfinished directories that dead processes of this host left behind."""
     for path in parent.iterdir():
         found = _TEMPORARY.fullmatch(path.name)
         if found is not None and found["host"] == _host() and not _alive(int(found["pid"])):
@@ -227,8 +228,8 @@ def _sync(path: Path, flags: int) -> None:
 
 
 def _exchange(temporary: Path, target: Path) -> None:
-    """Swaps the two atomically, if the file system supports that; otherwise `target` is briefly
-    absent."""
+    """Swaps the two directories atomically if the file system supports that; otherwise `target` is
+    briefly absent."""
     libc = ctypes.CDLL(None, use_errno=True)
     if (
         libc.renameat2(
@@ -287,26 +288,28 @@ class CheckpointInfo:
     """Description of a checkpoint."""
 
     step: int
-    """Number of optimizer steps that the run had committed; it names the directory."""
+    """Number of optimizer steps that the run had committed; part of the directory's name."""
     strategy: str
     world_size: int
-    """Number of ranks at the time. A checkpoint can be loaded into any number."""
+    """Number of ranks when the checkpoint was saved. A checkpoint can be loaded into any number of
+    ranks."""
     generation: int
-    """Generation that saved it."""
+    """Generation that saved the checkpoint."""
     run: str = ""
-    """Run to which it belongs: one that began from nothing, including later changes of membership
-    and resumes."""
+    """Run to which the checkpoint belongs. A run starts from nothing, and includes later changes of
+    membership and resumes."""
     metric: float | None = None
-    """Quality of the state by which the best checkpoint is chosen; None if none was given."""
+    """Quality of the state, used to choose the best checkpoint; None if none was given."""
     mode: str = ""
-    """Better values of `metric` are smaller ("min") or larger ("max"); empty if there is none."""
+    """Direction of `metric`: "min" if smaller values are better, "max" if larger values are; empty
+    if there is no metric."""
     shoal_version: str = field(default_factory=lambda: version("shoal-worker"))
-    """Release that wrote it."""
+    """Release of Shoal that wrote the checkpoint."""
 
 
 def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content: Any) -> None:
-    """Writes the manifest and waits until it, and everything else in the directory, is on the disk.
-    Raises OSError."""
+    """Writes the manifest, and waits until the manifest and everything else in the directory are on
+    the disk. Raises OSError."""
     content = {"info": asdict(info), "layout": layout, **content}
     document = {"format": _FORMAT, "version": _VERSION, "xxh3_64": _digest_of(content), **content}
     manifest = directory / NAME
@@ -316,7 +319,8 @@ def write_manifest(directory: Path, info: CheckpointInfo, layout: str, **content
 
 
 def read_info(path: Path, layouts: Collection[str]) -> CheckpointInfo:
-    """Reads the description of the checkpoint in `path`. Raises as `read_manifest`."""
+    """Reads the description of the checkpoint in `path`. Raises the same errors as
+    `read_manifest`."""
     try:
         return CheckpointInfo(**read_manifest(path, layouts)["info"])
     except (KeyError, TypeError) as error:
@@ -324,11 +328,11 @@ def read_info(path: Path, layouts: Collection[str]) -> CheckpointInfo:
 
 
 def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
-    """Returns the content of an undamaged manifest with one of these layouts.
+    """Returns the content of an undamaged manifest. `layouts`: accepted layouts.
 
     Raises:
-        CorruptDataError: damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or of a newer release
-            (FILE_NEWER).
+        CorruptDataError: the manifest is damaged (FILE_CORRUPT), not Shoal's (FILE_FOREIGN), or
+            from a newer release (FILE_NEWER).
     """
     try:
         document = json.loads((path / NAME).read_bytes())
@@ -359,7 +363,8 @@ def read_manifest(path: Path, layouts: Collection[str]) -> dict[str, Any]:
 
 def digest_of(path: Path) -> str:
     """Returns a digest that distinguishes the checkpoint in `path` from all others, since its
-    manifest contains the digests of all files. Empty if it cannot be read."""
+    manifest contains the digests of all files. Returns an empty string if the manifest cannot be
+    read."""
     try:
         return _file_digest(path / NAME)
     except OSError:

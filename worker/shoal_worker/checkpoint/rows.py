@@ -1,16 +1,16 @@
-"""The rows of sparse tables in a checkpoint: one file for each bucket, read from and given to the
-servers one by one.
+"""The rows of sparse tables in a checkpoint: one file for each bucket, read from the servers and
+sent to them one bucket at a time.
 
     step-1200/
       checkpoint.json                              under "rows": each table's declaration, and of
                                                    each file its size, digest and version
-      rows-users-00001-of-00016.safetensors        a bucket (shoal_common/tables/file.py says what
-                                                   is in it)
+      rows-users-00001-of-00016.safetensors        a bucket, in the format of
+                                                   shoal_common/tables/file.py
       ...
 
-No process has more than one bucket in memory: what comes from a server goes to the disk, and back.
-Ids are spread over buckets by a hash of theirs, so that a table that is declared with another
-number of buckets gets each of its own from those that have ids in common with it.
+No process has more than one bucket in memory: data from a server goes straight to the disk, and
+back. Ids are assigned to buckets by a hash. If a table is declared with another number of buckets,
+each new bucket is formed from the old buckets that have ids in common with it.
 """
 
 from __future__ import annotations
@@ -68,12 +68,12 @@ def write_rows(
     share: tuple[int, int] = (0, 1),
     given_up: Event | None = None,
 ) -> dict[str, Files]:
-    """Writes a rank's share (rank, number of ranks) of all buckets, and waits until they are on the
-    disk. Returns their entries for the manifest, by table.
+    """Writes a rank's share of all buckets and waits until their files are on the disk. Returns the
+    files' entries for the manifest, by table. `share`: the rank and the number of ranks.
 
     Raises:
         UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
-        Exception: as `RowStore.fetch`.
+        Exception: any error of `RowStore.fetch`.
     """
     rank, ranks = share
     given_up = given_up or Event()
@@ -91,7 +91,8 @@ def write_rows(
 
 
 def described(store: RowStore, shares: Sequence[Mapping[str, Files]]) -> dict[str, Any]:
-    """Returns the manifest's entry for all tables, the buckets of which the ranks have written."""
+    """Returns the manifest's entry for all tables. `shares`: results of `write_rows` on all
+    ranks."""
     content: dict[str, Any] = {
         table: {"declared": dict(declared), "files": {}}
         for table, declared in store.declared().items()
@@ -103,7 +104,7 @@ def described(store: RowStore, shares: Sequence[Mapping[str, Files]]) -> dict[st
 
 
 def _all_buckets(store: RowStore) -> list[tuple[str, int, int]]:
-    """Returns table, bucket, and the table's number of buckets."""
+    """Returns all buckets, each as its table, its number, and the table's number of buckets."""
     counts = {
         table: int(declared["spec"]["buckets"]) for table, declared in store.declared().items()
     }
@@ -124,12 +125,13 @@ class SavedRows:
     path: Path
     """Path of the checkpoint."""
     tables: Mapping[str, Any]
-    """The manifest's entry for the tables: see `described`."""
+    """The manifest's entry for the tables, as returned by `described`."""
 
     @classmethod
     def of(cls, path: Path, content: Mapping[str, Any]) -> SavedRows:
-        """Reads `content`, a manifest. Raises CorruptDataError if a file is missing or has another
-        size; KeyError, TypeError, ValueError and AttributeError for an invalid manifest."""
+        """Creates the rows from `content`, a manifest. Raises CorruptDataError if a file is missing
+        or has a different size; KeyError, TypeError, ValueError and AttributeError for an invalid
+        manifest."""
         saved = cls(path=path, tables=content.get("rows", {}))
         for table in saved.tables:
             for number in range(saved._buckets(table)):
@@ -144,8 +146,8 @@ class SavedRows:
         )
 
     def check(self, declared: Mapping[str, Mapping[str, Any]]) -> None:
-        """Raises CorruptDataError unless these are rows of tables that are declared so
-        (`RowStore.declared`); the number of buckets, limits and hyperparameters may differ."""
+        """Raises CorruptDataError unless the stored tables match `declared` (`RowStore.declared`).
+        Numbers of buckets, limits and hyperparameters may differ."""
         if differing := declared.keys() ^ self.tables.keys():
             name = min(differing)
             what = (
@@ -163,8 +165,8 @@ class SavedRows:
             _check_same(self.path, name, then, now)
 
     def version(self, table: str, bucket: int, buckets: int) -> int:
-        """Implements `StoredRows.version`. For newly formed buckets, the newest version: under ddp
-        all are equal."""
+        """Implements `StoredRows.version`. Newly formed buckets have the newest version: under ddp
+        all versions are equal."""
         if buckets == self._buckets(table):
             return int(self._file(table, bucket)[1]["version"])
         return max(int(about["version"]) for about in self.tables[table]["files"].values())
@@ -181,7 +183,7 @@ class SavedRows:
         )
 
     def verify(self) -> None:
-        """Implements `StoredRows.verify`; runs once."""
+        """Implements `StoredRows.verify`. Later calls do nothing."""
         _ = self._is_verified
 
     @cached_property
@@ -190,7 +192,7 @@ class SavedRows:
         return True
 
     def verify_share(self, share: tuple[int, int], given_up: Event | None = None) -> None:
-        """Verifies a rank's share (rank, number of ranks)."""
+        """Verifies a rank's share of the files. `share`: the rank and the number of ranks."""
         rank, ranks = share
         every = [
             (table, number)
@@ -203,8 +205,8 @@ class SavedRows:
             verify_file(self.path, *self._file(table, number))
 
     def _made(self, table: str, number: int, buckets: int) -> BucketImage:
-        """Returns a bucket for another number of buckets, from all files that may contain its
-        ids."""
+        """Returns one bucket of a table with another number of buckets than the checkpoint's, from
+        all files that may contain its ids."""
         before = self._buckets(table)
         step = math.gcd(before, buckets)
         parts = []
@@ -256,7 +258,7 @@ class _InFile:
 
 @dataclass(frozen=True)
 class _Made:
-    """A `StoredBucket` formed from others."""
+    """A `StoredBucket` formed from other buckets."""
 
     data: EncodedBucket
 
@@ -321,7 +323,7 @@ def _chosen(rows: RowsImage, places: Any) -> RowsImage:
 
 
 def _joined(parts: Sequence[RowsImage]) -> RowsImage:
-    """Returns all rows, by ascending id."""
+    """Returns the rows of all parts, sorted by id."""
     ids = np.concatenate([each.ids for each in parts])
     whole = RowsImage(
         ids=ids,

@@ -1,11 +1,12 @@
 """Checkpoints of a session: implements `shoal.save_checkpoint` and `shoal.resume` on each rank.
 
-Saving copies the state on the training thread, at a step boundary, and writes it on another thread.
-If the state is sharded each rank copies and writes its own part, and the first rank completes the
-checkpoint; otherwise the first rank that holds the state does everything. Rows of sparse tables are
-read from the servers: under ddp by all ranks, before a save returns; under async_sgd by the
-writer's thread. Resuming reads on that rank and sends the state to the others as to a joiner. A
-rank that was removed from the job meanwhile publishes nothing (`fence`).
+Saving copies the state on the training thread, at a step boundary, and writes the copy on another
+thread. If the state is sharded, each rank copies and writes its own part, and the first rank
+completes the checkpoint. Otherwise the first rank that has the state does everything. Rows of
+sparse tables are read from the servers: under ddp by all ranks, before a save returns; under
+async_sgd by the writer's thread. To resume, one rank reads the checkpoint and sends the state to
+the other ranks as to a joiner. A rank that has been removed from the job publishes nothing
+(`fence`).
 """
 
 from __future__ import annotations
@@ -60,34 +61,34 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _ASK_GONE = timedelta(seconds=1)
-"""Interval at which a rank checks whether the one that completes the last checkpoint still
-exists."""
+"""Interval at which a rank checks whether the rank that completes the last checkpoint is still in
+the job."""
 _LOOK = timedelta(seconds=0.05)
-"""Interval at which it checks for the checkpoint."""
+"""Interval at which a rank checks whether the checkpoint exists."""
 
 _FILES = frozenset({"registered", "sources", "loops", "steps", "samples", "run"})
-"""Parts of the captured state beside the replica's own (model, optimizer)."""
+"""Parts of the captured state in addition to model and optimizer."""
 
 
 class CheckpointSaver:
-    """Saves a session's state in the background. One per session."""
+    """Saves a session's state in the background. Each session has one saver."""
 
     def __init__(self) -> None:
         self._writer = CheckpointWriter()
         self._given_up = threading.Event()
-        """Set if the current save waits for no further shards of other ranks."""
+        """Set if the current save no longer waits for the shards of other ranks."""
         self._given_up_last: str | None = None
-        """Description of the newest save if it was abandoned because a rank left with its part.
-        Written by the writer's thread."""
+        """Description of the newest save if it was abandoned because a rank left without writing
+        its part. Written by the writer's thread."""
         self._collects = False
-        """True if the current save, if any, waits for shards of other ranks."""
+        """True if the current save, if any, waits for the shards of other ranks."""
         self._elsewhere: _Elsewhere | None = None
         """The newest save, if another rank completes it."""
 
     @classmethod
     def of(cls, session: Session) -> CheckpointSaver:
-        """Returns the saver of `session`. Before this process leaves its job, it writes everything
-        it has copied: the first rank waits for that."""
+        """Returns the saver of `session`. Before this process leaves its job, the saver writes
+        everything that it has copied, because the first rank waits for these files."""
         if session not in _savers:
             saver = _savers[session] = cls()
             session.on_close(lambda: saver._leave(session))
@@ -104,7 +105,8 @@ class CheckpointSaver:
         mode: str = "",
     ) -> None:
         """Performs one rank's part of a save. Returns when the state is copied. Raises the error of
-        an earlier save on this rank. `best` and `mode`: `CheckpointInfo.metric` and `mode`."""
+        an earlier save on this rank. `best`, `mode`: the checkpoint's `CheckpointInfo.metric` and
+        `mode`."""
         # the script may change its directory while the writer works
         named, directory = str(directory), directory.absolute()
         if _holds_nothing_new(session):
@@ -121,7 +123,7 @@ class CheckpointSaver:
         def take(channel: Channel) -> None:
             copy.drop()
             _check_alike(channel, "save_checkpoint", named, f"best={best!r}, mode={mode!r}")
-            self.settle_together(channel)  # there is never more than one copy
+            self.settle_together(channel)  # so that there is never more than one copy
             copy.take(channel)
 
         try:
@@ -194,7 +196,8 @@ class CheckpointSaver:
 
     def is_written(self, session: Session, path: Path) -> bool:
         """Waits until no rank is saving, and returns whether the first rank sees the checkpoint at
-        `path`; True where nothing is saved, as in a joiner. Called by every rank, after `save`."""
+        `path`. Returns True where nothing is saved, as on a joiner. Called by every rank, after
+        `save`."""
         path = path.absolute()
 
         def body(channel: Channel) -> bool:
@@ -206,22 +209,24 @@ class CheckpointSaver:
         )
 
     def settle_together(self, channel: Channel) -> None:
-        """Waits until no rank is saving, so that checkpoints can be read. Part of an operation."""
+        """Waits until no rank is saving, so that checkpoints can be read. Called by all ranks
+        within an operation."""
         in_company(channel, self._writer.done_within)
 
     def give_up_incomplete(self, channel: Channel) -> None:
-        """Waits until all shards that will be written are written, abandoning a save that lacks
-        one. A rank that found the state lost before it had finished the save does not write its
-        shard. Part of an operation."""
+        """Waits until all shards that will be written are written, and abandons a save with a
+        missing shard. A rank that found the state lost before it had finished the save does not
+        write its shard. Called by all ranks within an operation."""
         in_company(channel, lambda timeout: self._collects or self._writer.done_within(timeout))
         self._given_up.set()
 
     def close(self, timeout: timedelta) -> None:
-        """Waits for the current save. Raises its error, or DeadlineError."""
+        """Waits for the current save. Raises the error of the save, or DeadlineError."""
         self._writer.close(timeout)
 
     def _submit(self, session: Session, job: Callable[[], bool], *, what: str) -> None:
-        """Runs `job` on the writer and counts its outcome. `job` returns False if it gave up."""
+        """Runs `job` on the writer's thread and counts its outcome. `job` returns False if it gave
+        up."""
         metrics = session.metrics
 
         def counted() -> None:
@@ -251,14 +256,14 @@ class CheckpointSaver:
         if failed is None:
             return
         _log.error("the last checkpoint was not saved: %s", failed)
-        if not session.has_left:  # else those that stay save again
+        if not session.has_left:  # otherwise the remaining ranks save again
             session.missed = f"the last checkpoint was not saved: {failed}"
 
     def _settle(self, timeout: timedelta) -> Exception | None:
         """Waits for this rank's current save, if any, and returns its error."""
         try:
             self._writer.wait(timeout)
-        except Exception as error:  # of any kind: raised by `save`, later
+        except Exception as error:  # of any kind: `save` raises it later
             return error
         return None
 
@@ -269,20 +274,21 @@ class _Elsewhere:
 
     path: Path
     member: str
-    """The member that completes it."""
+    """The member that completes the checkpoint."""
     shared: bool
     """True if all ranks are known to see the directory."""
 
     def wait(self, session: Session) -> None:
-        """Waits until the checkpoint exists, or its state cannot be determined here. On the
-        writer's thread.
+        """Waits until the checkpoint exists, or until this rank cannot determine whether it exists.
+        Called on the writer's thread.
 
         Raises:
-            UnavailableError (CHECKPOINT_NOT_WRITTEN): the member has left without completing it.
-            DeadlineError (CHECKPOINT_SLOW): it takes too long.
+            UnavailableError (CHECKPOINT_NOT_WRITTEN): the member has left without completing the
+                checkpoint.
+            DeadlineError (CHECKPOINT_SLOW): the checkpoint takes too long.
         """
         if not self.shared and latest(self.path.parent, run=session.run) is None:
-            return  # the directory may be one of the other rank's machine
+            return  # the directory may be on the other rank's machine
         give_up_at, ask_at = time.monotonic() + DISK_PATIENCE.total_seconds(), time.monotonic()
         while not self.path.is_dir():
             now = time.monotonic()
@@ -304,13 +310,13 @@ class _Elsewhere:
 
 @dataclass
 class _Copy:
-    """One save's copy of the state, taken again if the membership changes meanwhile."""
+    """One save's copy of the state. The copy is repeated if the membership changes meanwhile."""
 
     session: Session
     directory: Path
     sharded: bool | None
     whole: dict[str, Any] | None = None
-    """The whole state, on the first rank. Shares memory with the state."""
+    """The whole state, on the first rank. Shares memory with the training state."""
     shards: Shards | None = None
     """This rank's part, if the state is written in shards."""
     temporary: Path | None = None
@@ -318,15 +324,16 @@ class _Copy:
     first: bool = False
     """True if this rank completes the checkpoint."""
     completed_by: str = ""
-    """The member that completes it."""
+    """The member that completes the checkpoint."""
     _writers: dict[int, str] = field(default_factory=dict)
     """The member that writes each shard."""
     _rows: dict[str, Any] | None = None
-    """The manifest's entry for the rows of sparse tables, the files of which are in `temporary`;
-    None if they are not."""
+    """The manifest's entry for the rows of sparse tables if their files are in `temporary`; else
+    None."""
 
     def take(self, channel: Channel) -> None:
-        """Performs one rank's part of the operation. Nothing is kept of an earlier attempt."""
+        """Copies the state: one rank's part of the operation. Expects that an earlier attempt was
+        dropped."""
         part = self.session.part(channel) if self.sharded is not False else None
         if part is not None and self._make_room(channel):
             self._take_part(part, channel)
@@ -340,7 +347,7 @@ class _Copy:
             "refused": self._refused() if channel.rank == 0 else "",
             "member": self.session.member_id,
         }
-        # a rank that returns from this knows that everything is copied
+        # when this returns, all ranks have copied their data
         decision = json.loads(channel.exchange(json.dumps(decision).encode())[0])
         if decision["refused"]:
             raise ConfigurationError(decision["refused"])
@@ -359,16 +366,16 @@ class _Copy:
         )
 
     def rows(self) -> Callable[[Path], Mapping[str, Any]]:
-        """Returns the `rows` for `write_checkpoint`. Rows that other workers train meanwhile are
-        read at the time of writing."""
+        """Returns the argument `rows` of `write_checkpoint`. Rows that other workers are training
+        are read at the time of writing."""
         store, known = self.session.row_store, self._rows
         if store is None or known is not None:
             return lambda temporary: known or {}
         return lambda temporary: described(store, [write_rows(temporary, store)])
 
     def _take_rows(self, channel: Channel) -> None:
-        """Writes the rows of the step, each rank its share, since the next step would change them.
-        If not all ranks see the directory, the first rank writes all."""
+        """Writes the rows of the step before the next step changes them; each rank writes its
+        share. If not all ranks see the directory, the first rank writes all rows."""
         store = self.session.row_store
         if store is None or not store.steady or _holds_nothing_new(self.session):
             return
@@ -386,7 +393,8 @@ class _Copy:
         self._rows = described(store, on_each(channel, work))
 
     def is_gone(self, shard: int) -> bool:
-        """Returns whether the rank that writes a shard has left the run. On any thread."""
+        """Returns whether the rank that writes a shard has left the run. Callable from any
+        thread."""
         return self.session.is_gone(self._writers[shard])
 
     def _take_part(self, part: StatePart, channel: Channel) -> None:
@@ -401,8 +409,8 @@ class _Copy:
         self.shards = shards
 
     def _refused(self) -> str:
-        """Returns the reason why nothing may be written to this directory; empty if there is
-        none."""
+        """Returns the reason why nothing may be written to this directory; empty if writing is
+        allowed."""
         try:
             check_place(self.directory, self.session.steps, self.session.run)
         except ConfigurationError as error:
@@ -411,7 +419,7 @@ class _Copy:
 
     def _make_room(self, channel: Channel) -> bool:
         """Creates the directory for all ranks on the first rank. Returns False if not all ranks see
-        it."""
+        the directory."""
         place: dict[str, str] = {}
         if channel.rank == 0:
             try:
@@ -446,9 +454,9 @@ class _Copy:
 
 
 def _check_alike(channel: Channel, what: str, named: str, measured: str = "") -> None:
-    """Raises ConfigurationError, on all ranks alike, if they name different directories, or gave
-    different metrics (`measured`: as text). A relative path may mean another place on each machine.
-    Part of an operation."""
+    """Raises ConfigurationError on all ranks if the ranks named different directories or gave
+    different metrics (`measured`, as text). A relative path may name a different place on each
+    machine. Called by all ranks within an operation."""
     everyones = [
         tuple(json.loads(each)) for each in channel.exchange(json.dumps([named, measured]).encode())
     ]
@@ -471,8 +479,8 @@ def _check_alike(channel: Channel, what: str, named: str, measured: str = "") ->
 
 
 def _holds_nothing_new(session: Session) -> bool:
-    """Returns whether the session's state is not the run's, or is that of an existing
-    checkpoint."""
+    """Returns whether the session has nothing to save: its state is not the run's, or is the state
+    of an existing checkpoint."""
     return session.is_joining or session.is_redoing
 
 
@@ -480,7 +488,7 @@ _savers: weakref.WeakKeyDictionary[Session, CheckpointSaver] = weakref.WeakKeyDi
 
 
 def load_newest(session: Session, directory: Path) -> bool:
-    """Performs one rank's part of a resume: see `shoal.resume`."""
+    """Performs one rank's part of `shoal.resume`."""
     saver = CheckpointSaver.of(session)
     named, directory = str(directory), directory.absolute()
     if session.is_joining:
@@ -491,7 +499,7 @@ def load_newest(session: Session, directory: Path) -> bool:
 
     def body(channel: Channel) -> bool:
         _check_alike(channel, "resume", named)
-        saver.settle_together(channel)  # else the newest may not be there yet
+        saver.settle_together(channel)  # otherwise the newest may not exist yet
         captured, found = on_first(channel, lambda: _read(session, directory)) or (None, {})
         found = json.loads(channel.exchange(json.dumps(found).encode())[0])
         if found["error"] is not None:
@@ -529,7 +537,7 @@ def _go_back(session: Session, directory: Path) -> str | None:
 
 
 def _load_alone(session: Session, directory: Path) -> bool:
-    """Loads the newest checkpoint in a world of one; returns whether there was one."""
+    """Loads the newest checkpoint in a world of one and returns whether there was a checkpoint."""
     captured, found = _read(session, directory)
     if found["error"] is not None:
         raise _refusal(found)
@@ -541,9 +549,9 @@ def _load_alone(session: Session, directory: Path) -> bool:
 def _take_up(
     session: Session, channel: Channel, captured: dict[str, Any] | None, path: Path
 ) -> None:
-    """Distributes the state of the checkpoint at `path` to all ranks (`captured`, which the first
-    rank has read; None on the others), and the rows of its tables to the servers. Part of an
-    operation.
+    """Distributes the state of the checkpoint at `path` to all ranks, and the rows of its tables to
+    the servers. `captured`: the state, which the first rank has read; None on other ranks. Called
+    by all ranks within an operation.
 
     Raises:
         CorruptDataError: rows are damaged; nothing is changed then.
@@ -596,8 +604,8 @@ def _take_up(
 def _read(
     session: Session, directory: Path, *, run: str | None = None
 ) -> tuple[dict[str, Any] | None, dict[str, Any]]:
-    """Returns the newest checkpoint (of the given run unless that is None) and the report for the
-    other ranks."""
+    """Returns the state of the newest checkpoint and a report for the other ranks. `run`: run to
+    which the checkpoint must belong; None: any run."""
     found = latest(directory, run=run)
     if found is None and (directory.is_file() or (directory / manifest.NAME).is_file()):
         what = (
@@ -622,7 +630,8 @@ def _read(
 
 
 def _refusal(found: dict[str, Any]) -> ShoalError:
-    """Returns the error that a rank raises after the reading rank has reported one."""
+    """Returns the error that a rank raises when the rank that reads the checkpoint has reported a
+    failure."""
     kind = (
         ConfigurationError
         if found["reason"] == ConfigurationError.default_reason

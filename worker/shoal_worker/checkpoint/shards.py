@@ -1,22 +1,22 @@
-"""Checkpoints in shards: each rank writes what it holds, nobody gathers the whole.
+"""Checkpoints in shards: each rank writes its own part, and no rank gathers the whole state.
 
     step-1200/
       checkpoint.json                    as in the layout "whole", and dtype and shape of each
                                          tensor
-      shard-00001-of-00003.safetensors   runs of flattened tensors; which elements they are is told
-                                         by the manifest
+      shard-00001-of-00003.safetensors   runs of flattened tensors; the manifest lists their
+                                         elements
       ...
 
-The first shard also has what is the same on all ranks. The files are in the safetensors form of
-torch.distributed.checkpoint (each tensor's offset in the header), so torch's
-`HuggingFaceStorageReader` reads them too, as flattened tensors.
+The first shard also contains the data that is the same on all ranks. The files have the safetensors
+format of torch.distributed.checkpoint (each tensor's offset in the header), so torch's
+`HuggingFaceStorageReader` can read them as well, as flattened tensors.
 
-How they are written: the first rank makes a temporary directory, every rank writes its file there,
-and then a note with the file's size, digest and content. When all notes are there and the runs make
-up every tensor, the first rank writes `checkpoint.json`, the mark that the checkpoint is complete,
-and publishes the directory (`files.py`). A note may also tell why there will be no shard. All of it
-runs on the checkpoint writers' threads; they meet in the file system alone, so training is not held
-up.
+The first rank creates a temporary directory. Every rank writes its file there, followed by a note
+with the file's size, digest and content. A note may also explain why a shard will not be written.
+When all notes are present and the runs cover every tensor, the first rank writes `checkpoint.json`,
+the mark that the checkpoint is complete, and publishes the directory (`files.py`). All of this runs
+on the checkpoint writers' threads. They communicate through the file system alone, so training is
+not delayed.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ _TIMEOUT = timedelta(minutes=30)
 """Time allowed for the other ranks' shards."""
 _POLL = timedelta(milliseconds=20)
 _ASK_GONE = timedelta(seconds=0.5)
-"""Interval between checks whether a rank has left, each of which asks the coordinator."""
+"""Interval between checks whether a rank has left. Each check asks the coordinator."""
 _DCP_KEY, _DCP_OFFSETS = "DCP_SHARDING_INFO", "saved_offsets"
 """Metadata keys under which torch.distributed.checkpoint stores a tensor's offset
 (torch/distributed/checkpoint/_hf_utils.py)."""
@@ -73,14 +73,14 @@ class Shards:
     count: int
     mine: Mapping[int, Mapping[str, tuple[int, torch.Tensor]]]
     """Data written by this rank, by shard number and tensor name: the index of the first element,
-    and a flat copy of the run of elements from there, which is filled once `copies` have
+    and a flat copy of the elements from that index on. The copy is filled once `copies` have
     arrived."""
     copies: HostCopies
 
     @classmethod
     def take(cls, part: StatePart) -> Shards:
-        """Copies the data that this rank writes, which may be changed once this has returned.
-        Copies from a device may still be in progress.
+        """Copies the data that this rank writes. The state may be changed as soon as this method
+        has returned, although copies from a device may still be in progress.
 
         Raises:
             ConfigurationError (STATE_UNSUPPORTED): the state contains an unsupported value.
@@ -101,7 +101,7 @@ class Shards:
         return cls(structure=structure, outline=outline, count=part.count, mine=mine, copies=copies)
 
     def described(self) -> dict[str, dict[str, Any]]:
-        """Returns dtype and shape of every tensor, for the manifest."""
+        """Returns the dtype and shape of every tensor, for the manifest."""
         return {
             name: {"dtype": str(t.dtype).removeprefix("torch."), "shape": list(t.shape)}
             for name, t in self.outline.items()
@@ -112,7 +112,7 @@ class Shards:
 
         Raises:
             OSError, SafetensorError: the disk is full or failing.
-            RuntimeError: a device has failed that holds some of it.
+            RuntimeError: a device that has some of the data has failed.
         """
         self.copies.arrive()
         for number, runs in self.mine.items():
@@ -131,8 +131,8 @@ class Shards:
             self._note(temporary, number, {**about, "spans": spans})
 
     def write_aside(self, temporary: Path) -> None:
-        """Runs `write` on a rank that does not complete the checkpoint; failures are reported to
-        the rank that does.
+        """Runs `write` on a rank that does not complete the checkpoint, and reports failures to the
+        rank that does.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): the disk is full or failing.
@@ -160,13 +160,13 @@ class Shards:
                 )
             if isinstance(error, (OSError, SafetensorError)):
                 failure = _not_written(temporary, f"writing this rank's part failed: {error}")
-                failure.failed_at = failed_at  # before the first rank could read of it
+                failure.failed_at = failed_at  # before the first rank could read the note
                 raise failure from error
             raise
 
     def collect(self, temporary: Path, *, gone: Callable[[int], bool]) -> dict[str, Any] | None:
-        """Waits for all ranks' shards, and returns their entry for the manifest; None if a rank
-        left without writing its shard.
+        """Waits for all ranks' shards and returns the shards' entry for the manifest. Returns None
+        if a rank left without writing its shard.
 
         Raises:
             UnavailableError (CHECKPOINT_NOT_WRITTEN): a rank could not write, or is too slow.
@@ -243,7 +243,8 @@ class Shards:
 
 
 def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    """Returns the whole tensors of a sharded checkpoint by name; `content` is that of its manifest.
+    """Returns the whole tensors of a sharded checkpoint by name. `content`: the content of the
+    checkpoint's manifest.
 
     Raises:
         CorruptDataError: a file is damaged or missing, or the shards do not cover the tensors.
@@ -259,7 +260,7 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
     if differing is not None:
         raise damaged(path, f"its shards do not add up to tensor {differing!r}")
     for file, about in content["files"].items():
-        # before there is memory for all that the manifest claims
+        # before allocating all the memory that the manifest claims
         claimed = sum(
             length * outline[name].dtype.itemsize // _width(outline[name].dtype)
             for name, (_, length) in about["spans"].items()
@@ -290,7 +291,8 @@ def read_shards(path: Path, content: Mapping[str, Any]) -> dict[str, torch.Tenso
 def _cut_out(
     tensors: Mapping[str, torch.Tensor], runs: Iterable[Run], copies: HostCopies
 ) -> dict[str, tuple[int, torch.Tensor]]:
-    """Copies the parts of the tensors (views of the runs' vectors) that the runs contain."""
+    """Copies the elements of the tensors that belong to the runs. The tensors are views of the
+    runs' vectors."""
     views: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in tensors.items():
         if tensor.is_meta:
@@ -323,7 +325,8 @@ def _stored_sizes(outline: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def _not_covered(sizes: Mapping[str, int], files: Iterable[Mapping[str, Any]]) -> str | None:
-    """Returns a tensor whose elements are not covered exactly once; None if there is none."""
+    """Returns the name of a tensor whose elements are not covered exactly once, or None if there is
+    no such tensor."""
     spans: dict[str, list[Span]] = {name: [] for name in sizes}
     name: str
     for about in files:

@@ -1,8 +1,8 @@
 """Writes checkpoints during training: one at a time, on a separate thread.
 
-The training thread calls every method; the job runs on the writer's thread and shares with training
-only its arguments. `_lock` guards `_error`; everything else belongs to the training thread. The
-thread is not a daemon: a process that exits normally finishes the current checkpoint first.
+The training thread calls every method. The job runs on the writer's thread and shares only its
+arguments with training. `_lock` guards `_error`; everything else belongs to the training thread.
+The thread is not a daemon: a process that exits normally finishes the current checkpoint first.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _log = logging.getLogger(__name__)
 
 
 class CheckpointWriter:
-    """Runs at most one job at a time; the next waits for it.
+    """Runs at most one job at a time; the next job waits for the current one.
 
-    An error of a job is raised once, by the next call of any method, and logged immediately.
+    An error of a job is logged immediately, and raised once by the next call of any method.
     """
 
     def __init__(self) -> None:
@@ -59,16 +59,16 @@ class CheckpointWriter:
         return self._thread is not None and self._thread.is_alive()
 
     def done_within(self, timeout: timedelta) -> bool:
-        """Waits for the current job, up to `timeout`. Returns True if none is in progress."""
+        """Waits up to `timeout` for the current job. Returns True if no job is in progress."""
         thread = self._thread
         if thread is not None and thread.is_alive():
-            # Aside: where ranks take turns, it may wait for another rank's write.
+            # On another thread: if ranks take turns, the job may wait for another rank's write.
             run_aside(lambda: thread.join(timeout.total_seconds()), f"until {thread.name} is done")
         return not self.busy
 
     def wait(self, timeout: timedelta) -> None:
-        """Waits until no job is in progress. Call it before the next copy is made, so that there is
-        never more than one.
+        """Waits until no job is in progress. Call it before making the next copy, so that there is
+        never more than one copy.
 
         Raises:
             DeadlineError: the job takes longer than `timeout`; it continues.
@@ -88,9 +88,10 @@ class CheckpointWriter:
             raise error
 
     def submit(self, job: Callable[[], object], *, what: str, timeout: timedelta) -> None:
-        """Starts `job` after the current one. `what` names it in errors: "writing step-5 to ckpt/".
+        """Starts `job` after the current job. `what`: name of the job in errors, such as "writing
+        step-5 to ckpt/".
 
-        Raises as `wait` does, without starting the job.
+        Raises the same errors as `wait`, without starting the job.
         """
         self.wait(timeout)
         self._thread, self._begun = (
@@ -100,7 +101,8 @@ class CheckpointWriter:
         self._thread.start()
 
     def close(self, timeout: timedelta) -> None:
-        """Waits for the current job. Raises as `wait` does. The writer can be used again."""
+        """Waits for the current job. Raises the same errors as `wait`. The writer can be used
+        again."""
         self.wait(timeout)
 
     def _run(self, job: Callable[[], object], what: str) -> None:
@@ -122,11 +124,11 @@ class CheckpointWriter:
 T = TypeVar("T")
 
 _LOOK: Final = timedelta(seconds=0.5)
-"""Interval between these exchanges: well within a collective's timeout."""
+"""Interval between the exchanges of `in_company`: well within a collective's timeout."""
 
 
 DISK_PATIENCE: Final = timedelta(minutes=30)
-"""Time allowed for a disk."""
+"""Time allowed for a disk to respond."""
 
 
 def in_company(
@@ -135,9 +137,9 @@ def in_company(
     *,
     patience: timedelta = DISK_PATIENCE,
 ) -> None:
-    """Waits until all ranks are done, or have waited for `patience`. Part of an operation.
-    `done_within(timeout)` waits at most that long. The first rank logs every ten seconds who is not
-    done.
+    """Waits until every rank is done or has waited for `patience`. Called by all ranks within an
+    operation. `done_within(timeout)`: waits at most for `timeout` and returns whether this rank is
+    done. The first rank logs every ten seconds which ranks are not done.
 
     Raises:
         MembershipChanged: the group is over.
@@ -162,12 +164,12 @@ def in_company(
 def on_first(
     channel: Channel, work: Callable[[], T], *, patience: timedelta = DISK_PATIENCE
 ) -> T | None:
-    """Runs `work`, which accesses files, on the channel's first rank and returns its result there;
-    None on the others. Part of an operation.
+    """Runs `work`, which accesses files, on the channel's first rank and returns the result there.
+    Returns None on the other ranks. Called by all ranks within an operation.
 
     Raises:
         MembershipChanged: the group is over; `work` is abandoned.
-        DeadlineError: it took longer than `patience`, and is abandoned.
+        DeadlineError: `work` took longer than `patience` and is abandoned.
         Exception: the error of `work`.
     """
     if channel.rank != 0:
@@ -191,14 +193,14 @@ def on_first(
 def on_each(
     channel: Channel, work: Callable[[threading.Event], Any], *, patience: timedelta = DISK_PATIENCE
 ) -> list[Any]:
-    """Runs `work`, which may take longer than a collective, on each rank and returns the results by
-    rank: JSON values. It runs on a separate thread, and should return soon once the event that it
-    gets is set. Part of an operation.
+    """Runs `work`, which may take longer than a collective, on a separate thread of each rank.
+    Returns the results, which are JSON values, in rank order. `work` receives an event and should
+    return soon once the event is set. Called by all ranks within an operation.
 
     Raises:
         MembershipChanged: the group is over; `work` has ended.
-        ShoalError: the error of `work`, on all ranks; on ranks where it did not fail, with the
-            failing rank's number.
+        ShoalError: the error of `work`, on all ranks. On ranks where `work` did not fail, the error
+            names the failing rank.
     """
     given_up = threading.Event()
     pool = ThreadPoolExecutor(1, thread_name_prefix="shoal-rows")
@@ -241,7 +243,7 @@ _RAISED_UNCHANGED: Final[tuple[type[ShoalError], ...]] = (
     LimitError,
     PreconditionError,
 )
-"""Error types that other ranks raise unchanged."""
+"""Error types that are raised unchanged on the ranks where `work` did not fail."""
 
 
 def _is_done(working: Future[T], timeout: timedelta) -> bool:

@@ -1,14 +1,14 @@
-"""Gradient compression: less traffic at the cost of an error that is bounded and, if necessary,
-compensated in later steps.
+"""Gradient compression: less traffic, at the cost of a bounded error that later steps can
+compensate.
 
-A `GradientCompressor` turns a tensor into a payload and back. `CompressedReduction` sums buckets of
-gradients over ranks with one, with bitwise equal results on every rank, and keeps the compression
-error (error feedback). `parse_compression` reads the user's setting.
+A `GradientCompressor` converts a tensor to a payload and back. `CompressedReduction` uses a
+compressor to sum buckets of gradients over ranks, with bitwise equal results on every rank, and
+keeps the compression error (error feedback). `parse_compression` reads the user's setting.
 
-The compressors are in `quantized`, `sign`, `sparse` and `powersgd`, on top of `base`, and
-`registry` lists them by name; `optimizer` is an alternative way to select one. `reduction` sums
-over ranks, `pushes` encodes pushes to parameter servers, and `memory` holds the state of
-compression between steps.
+The compressors are in `quantized`, `sign`, `sparse` and `powersgd`, on top of `base`. `registry`
+lists them by name; `optimizer` is another way to select a compressor. `reduction` sums over ranks,
+`pushes` encodes pushes to parameter servers, and `memory` stores the state of compression between
+steps.
 """
 
 from __future__ import annotations

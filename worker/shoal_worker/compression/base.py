@@ -1,9 +1,9 @@
-"""The interface of gradient compressors: converts a tensor to fewer bytes and back, and sums
+"""The interface of gradient compressors: they convert a tensor to fewer bytes and back, and sum
 compressed gradients over ranks.
 
 A compressor is an immutable value: it has settings and no state. The state between steps (error
-feedback, warm starts) is in a `Memory`, per rank and bucket; the methods of summing compressed
-gradients over ranks are exchanges. Payloads are those of shoal_common.formats.codecs.
+feedback, warm starts) is in a `Memory`, per rank and bucket. Exchanges are the methods of summing
+compressed gradients over ranks. shoal_common.formats.codecs defines the payloads.
 """
 
 from __future__ import annotations
@@ -26,19 +26,18 @@ from shoal_worker.scratch import ScratchMemory
 
 # ----------------------------------------------------------------------------------- random numbers
 #
-# Random numbers that depend on what they are for and on nothing else, so that a step that is redone
-# rounds alike.
+# Random numbers that depend only on their purpose, so that a repeated step rounds in the same way.
 #
-# Not torch's global generators: the user's loop draws from those. On the CPU numpy's SFC64 draws, 7
-# times as fast as torch's Mersenne Twister; a device has its own generator, so its numbers are
-# others than the CPU's, but as repeatable.
+# Not torch's global generators, since the user's loop draws from those. On the CPU numpy's SFC64 is
+# used, which is 7 times as fast as torch's Mersenne Twister. A device has its own generator: its
+# numbers differ from the CPU's, but are as repeatable.
 
 _MASK: Final = (1 << 64) - 1
 
 
 class KeyedRandom:
-    """A stream of random numbers identified by integers, such as (seed, step, rank, bucket).
-    Belongs to one thread."""
+    """A stream of random numbers identified by integers, such as (seed, step, rank, bucket). Used
+    by one thread."""
 
     def __init__(self, *key: int) -> None:
         self._key = [part & _MASK for part in key]
@@ -55,12 +54,12 @@ class KeyedRandom:
         )
 
     def normal(self, rows: int, columns: int) -> torch.Tensor:
-        """Returns standard normal float32 values in host memory, independent of the device on which
-        they are used."""
+        """Returns standard normal float32 values in host memory. The values do not depend on the
+        device on which they are used."""
         return torch.from_numpy(self.numpy().standard_normal((rows, columns), dtype=np.float32))
 
     def numpy(self) -> np.random.Generator:
-        """Returns the CPU's stream itself."""
+        """Returns numpy's generator of the CPU stream."""
         if self._numpy is None:
             self._numpy = np.random.Generator(np.random.SFC64(np.random.SeedSequence(self._key)))
         return self._numpy
@@ -75,7 +74,7 @@ class KeyedRandom:
 # -------------------------------------------------------------------------------------- compressors
 
 PieceShapes = Mapping[int, tuple[int, int]]
-"""Rows and columns of each piece (`codecs.piece_shape`) by its position in the partition,
+"""Rows and columns of each piece (`codecs.piece_shape`), by the piece's position in the partition,
 ascending."""
 
 _TILE: Final = 1 << 17
@@ -85,55 +84,56 @@ operations."""
 
 @dataclass(frozen=True, kw_only=True)
 class GradientCompressor(abc.ABC):
-    """Compresses gradients. Settings only; safe to share.
+    """Compresses gradients. Contains only settings, so it can be shared.
 
-    Tensors given are float32, contiguous and of one dimension unless a compressor says otherwise;
-    payloads are uint8, on the same device.
+    Input tensors are float32, contiguous and one-dimensional unless a compressor states otherwise.
+    Payloads are uint8, on the same device.
     """
 
     name: ClassVar[str]
-    """Name by which users select it."""
+    """Name by which users select the compressor."""
     codec: ClassVar[int]
     """shoal.v1.Codec of a worker's pushes to parameter servers."""
     of_matrices: ClassVar[bool] = False
-    """True if it treats tensors as matrices, so that it cannot be used with sharded gradients."""
+    """True if the compressor treats tensors as matrices. It then cannot be used with sharded
+    gradients."""
     alignment: ClassVar[int] = 1
-    """Parts of a tensor that are compressed separately begin at multiples of this, so that they
-    share no block."""
+    """Divisor of the positions at which separately compressed parts of a tensor begin, so that two
+    parts share no block."""
 
     error_feedback: bool = False
-    """Adds a step's compression error to the next step's gradient (Karimireddy et al. 2019). One
-    float32 per gradient element and rank, two during a step."""
+    """Adds a step's compression error to the next step's gradient (Karimireddy et al. 2019). This
+    takes one float32 per gradient element and rank, or two during a step."""
     seed: int = 0
-    """Seed of its random numbers; the same on all ranks."""
+    """Seed of the random numbers; the same on all ranks."""
 
     @abc.abstractmethod
     def payload_bytes(self, shape: Sequence[int]) -> int:
-        """Size of the payload of a tensor of that shape; depends on nothing else. A multiple of
-        4."""
+        """Returns the size of the payload of a tensor of this shape, a multiple of 4. The size
+        depends on nothing else."""
 
     @abc.abstractmethod
     def compress_into(
         self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
     ) -> None:
-        """Writes the payload of `tensor` into `payload`, which has the right size. `tensor` is not
-        changed."""
+        """Writes the payload of `tensor` into `payload`, whose size must be `payload_bytes`. Does
+        not change `tensor`."""
 
     @abc.abstractmethod
     def decompress_into(
         self, payload: torch.Tensor, out: torch.Tensor, *, alpha: float | None = None
     ) -> None:
-        """Writes the payload's values into `out`; with `alpha`, adds them to it times `alpha`
-        instead."""
+        """Writes the payload's values into `out`. With `alpha`, adds the values times `alpha` to
+        `out` instead."""
 
     def compress_pieces(
         self, values: torch.Tensor, shapes: PieceShapes, memory: BucketMemory, random: KeyedRandom
     ) -> torch.Tensor:
-        """Returns the payload of a push to a parameter server, for pieces of tensors one after
-        another in `values`; most compressors treat them as one vector.
+        """Returns the payload of a push to a parameter server. `values`: pieces of tensors one
+        after another, which most compressors treat as one vector.
 
-        `shapes`: rows and columns of each, by its position in the partition. The starting point of
-        the next push is proposed to `memory`.
+        `shapes`: rows and columns of each piece, by the piece's position in the partition.
+        `memory`: receives a proposal for the starting point of the next push.
         """
         payload = torch.zeros(
             self.payload_bytes(values.shape), dtype=torch.uint8, device=values.device
@@ -144,8 +144,8 @@ class GradientCompressor(abc.ABC):
     def take_off_pieces(
         self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes
     ) -> None:
-        """Subtracts the server's decoding of such a payload from `values`, which then hold the
-        compression error."""
+        """Subtracts the server's decoding of a payload of `compress_pieces` from `values`, which
+        then contain the compression error."""
         self.decompress_into(payload, values, alpha=-1)
 
     @abc.abstractmethod
@@ -155,8 +155,8 @@ class GradientCompressor(abc.ABC):
     def compress(
         self, tensor: torch.Tensor, *, step: int = 0, rank: int = 0, bucket: int = 0
     ) -> torch.Tensor:
-        """Returns the payload of `tensor`. Random numbers are keyed by the seed and the three
-        numbers: equal ones give equal bits.
+        """Returns the payload of `tensor`. The seed, step, rank and bucket determine the random
+        numbers, so equal arguments give equal bits.
 
         Raises:
             ConfigurationError: the tensor is not float32 and contiguous.
@@ -169,7 +169,7 @@ class GradientCompressor(abc.ABC):
         return payload
 
     def decompress(self, payload: torch.Tensor, shape: Sequence[int]) -> torch.Tensor:
-        """Returns the float32 tensor of that shape encoded in a payload of `compress`."""
+        """Returns the float32 tensor of this shape that a payload of `compress` encodes."""
         out = torch.empty(tuple(shape), dtype=torch.float32, device=payload.device)
         self.decompress_into(payload, out)
         return out
@@ -180,9 +180,9 @@ class GradientCompressor(abc.ABC):
         """Returns the number of bytes that each rank sends to sum one bucket of `numel` elements
         over `world_size` ranks.
 
-        `shapes`: of the tensors in the bucket, in order, for compressors that use matrices; None:
-        the bucket is one vector. The transport's own framing is not counted; an all-reduce of b
-        bytes counts as 2 b (world_size - 1) / world_size.
+        `shapes`: shapes of the tensors in the bucket, in order, for compressors that use matrices;
+        None: the bucket is one vector. The transport's own framing is not counted. An all-reduce of
+        b bytes counts as 2 b (world_size - 1) / world_size.
         """
         if world_size == 1 or numel == 0:
             return 0
@@ -190,15 +190,16 @@ class GradientCompressor(abc.ABC):
 
 
 def tiles(length: int, device: torch.device) -> Iterator[tuple[int, int]]:
-    """Yields ranges of a tensor to be processed one after another: of cache size on the CPU, the
-    whole tensor on a device."""
+    """Yields ranges of a tensor to be processed one after another: ranges of cache size on the CPU,
+    the whole tensor on a device."""
     size = _TILE if scratch.in_host_memory(device) else max(1, length)
     for start in range(0, length, size):
         yield start, min(start + size, length)
 
 
 def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None:
-    """Multiplies each block of `block` values (the last may be shorter) by its scale, in place."""
+    """Multiplies each block of `block` values by the block's scale, in place. The last block may be
+    shorter."""
     whole = values.numel() // block
     values[: whole * block].view(-1, block).mul_(scales[:whole, None])
     if whole < scales.numel():
@@ -206,7 +207,7 @@ def scale_blocks(values: torch.Tensor, scales: torch.Tensor, block: int) -> None
 
 
 def blocked_payload_bytes(codec: int, shape: Sequence[int], kept: int = 0) -> int:
-    """Returns `codecs.payload_bytes` for a tensor's shape."""
+    """Returns the size of the payload of a tensor of this shape, from `codecs.payload_bytes`."""
     return codecs.payload_bytes(codec, math.prod(shape), kept)
 
 
@@ -219,17 +220,18 @@ def _check(tensor: torch.Tensor) -> None:
 
 
 Steps = Generator[Handle, None, None]
-"""Yields each collective that an exchange has issued; resumed when it is complete."""
+"""Yields the handle of each collective that an exchange has issued. Resumed when the collective is
+complete."""
 
 _STAGES = 2
-"""Maximum number of stages of an exchange that draw random numbers."""
+"""Maximum number of stages in which an exchange draws random numbers."""
 _EVERYBODY = -1
-"""Used instead of a rank for random numbers that all ranks draw alike."""
+"""Stands for the rank in the key of random numbers that all ranks draw alike."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Errand:
-    """The transfer of one bucket."""
+    """The transfer of one bucket in one step."""
 
     backend: CommunicationBackend
     memory: BucketMemory
@@ -238,12 +240,13 @@ class Errand:
     """Index of the bucket: the same on all ranks."""
     step: int
     shapes: Sequence[Sequence[int]] | None
-    """Shapes of the tensors in it, in order; None: one vector."""
+    """Shapes of the tensors in the bucket, in order; None: the bucket is one vector."""
     round: int = 0
-    """Number of times it was sent before in the step."""
+    """Number of times that the bucket was already sent in this step."""
 
     def random(self, seed: int, *, stage: int = 0, shared: bool = False) -> KeyedRandom:
-        """Returns random numbers for one stage of the exchange, of this rank or of all."""
+        """Returns the random numbers for one stage of the exchange. `shared`: True for the same
+        numbers on all ranks, False for numbers of this rank."""
         return KeyedRandom(
             seed,
             self.step,
@@ -254,7 +257,7 @@ class Errand:
 
 
 class Exchange(abc.ABC):
-    """Sums a bucket over ranks."""
+    """Method of summing a bucket over ranks."""
 
     @abc.abstractmethod
     def wire_bytes(
@@ -268,56 +271,57 @@ class Exchange(abc.ABC):
 
     @abc.abstractmethod
     def reduce(self, compressor: GradientCompressor, values: torch.Tensor, errand: Errand) -> Steps:
-        """Replaces `values` (float32, one dimension) by the sum over ranks."""
+        """Replaces `values` (float32, one-dimensional) by the sum over ranks."""
 
 
 # ---------------------------------------------------------------------------------------- exchanges
 #
-# How compressed gradients become the sum over all ranks, with the same bits on every rank.
+# Methods of summing compressed gradients over all ranks, with the same bits on every rank.
 #
-# Payloads cannot be added by a transport, and one that adds bfloat16 rounds at every rank. So:
+# A transport cannot add payloads, and a transport that adds bfloat16 rounds at every rank. So there
+# are three methods:
 #
-# - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All send it that part
-#   compressed (all-to-all); it adds up in float32, in the order of ranks, and sends the sum back
-#   compressed (all-gather). Every rank, the owner too, takes what was sent. An all-reduce of the
-#   uncompressed bucket sends as often, so the saving is the compressor's own, whatever the number
-#   of ranks.
-# - `Gathered` (topk): every rank gets the payloads of all and adds them up in the order of ranks.
-#   Right where a payload is much smaller than 2/n of the bucket; a sum of n sparse vectors is no
-#   longer sparse.
-# - By all-reduce (randomk in sparse.py, powersgd.py): what is sent is linear in the gradient, so
-#   the transport adds it, in float32.
+# - `Chunked` (fp16, bf16, int8, sign): each rank owns a part of the bucket. All ranks send it their
+#   compressed data for that part (all-to-all). The owner sums in float32, in rank order, and sends
+#   the compressed sum back (all-gather). Every rank, including the owner, uses the sum as sent. An
+#   all-reduce of the uncompressed bucket sends as often, so the saving is the compressor's own,
+#   whatever the number of ranks.
+# - `Gathered` (topk): every rank receives the payloads of all ranks and sums them in rank order.
+#   This is best if a payload is much smaller than 2/n of the bucket; a sum of n sparse vectors is
+#   no longer sparse.
+# - All-reduce (randomk in sparse.py, powersgd.py): the data sent is linear in the gradient, so the
+#   transport adds it, in float32.
 #
-# An exchange is written as a generator: it yields each collective that it has issued, does what can
-# be done meanwhile before that, and is resumed when the collective is complete. All ranks must
-# resume their exchanges in the same order.
+# An exchange is a generator: it yields the handle of each collective after doing what can be done
+# while the collective runs, and is resumed when the collective is complete. All ranks must resume
+# their exchanges in the same order.
 
 # ---------------------------------------------------------------------------------------- in chunks
 
 
 @dataclass(frozen=True)
 class Chunks:
-    """A bucket divided into one part for each rank. Those of the last ranks may be shorter or
-    empty."""
+    """A bucket divided into one part for each rank. The last parts may be shorter or empty."""
 
     numel: int
     length: int
-    """Number of elements in each part but the last."""
+    """Number of elements in each part except the last ones."""
     count: int
 
     @classmethod
     def of(cls, numel: int, world_size: int, alignment: int) -> Chunks:
-        """Returns parts that begin at multiples of `alignment`."""
+        """Divides a bucket into parts that begin at multiples of `alignment`."""
         share = -(-numel // world_size)
         return cls(numel, -(-share // alignment) * alignment, world_size)
 
     def bounds(self, rank: int) -> slice:
-        """Returns the range of a rank's part."""
+        """Returns the range of the bucket that is the rank's part."""
         return slice(min(self.numel, rank * self.length), min(self.numel, (rank + 1) * self.length))
 
 
 class Chunked(Exchange):
-    """All-to-all of compressed parts, sum in float32, all-gather of the compressed sums."""
+    """Exchange by an all-to-all of compressed parts, a sum in float32, and an all-gather of the
+    compressed sums."""
 
     def wire_bytes(
         self,
@@ -356,10 +360,10 @@ def scatter_sum(
     chunks: Chunks,
     errand: Errand,
 ) -> Generator[Handle, None, tuple[torch.Tensor, torch.Tensor]]:
-    """Sums each part of the bucket on the rank that owns it: writes this rank's into `total`, which
-    may be that part of `values`.
+    """Sums each part of the bucket on the rank that owns the part. Writes the sum of this rank's
+    part into `total`, which may be that part of `values`.
 
-    Returns the buffers sent and received, for further use; the caller gives them back.
+    Returns the buffers sent and received, which the caller may reuse and must give back.
     """
     own = chunks.bounds(errand.backend.rank)
     if compressor.error_feedback:
@@ -399,7 +403,7 @@ def _compress_part(
 
 
 class Gathered(Exchange):
-    """All-gather of payloads."""
+    """All-gather of the payloads of all ranks."""
 
     def wire_bytes(
         self,

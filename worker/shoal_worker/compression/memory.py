@@ -1,16 +1,16 @@
-"""This rank's compression state between steps, and when it takes effect.
+"""This rank's compression state between steps, and the rules by which it takes effect.
 
-There are two kinds: **residuals** (error feedback: the compression error, added to later steps),
-which every rank has its own of, and **warm starts** (PowerSGD's factors), which are equal on all
-ranks. A step only *proposes* new ones. They take effect when the step commits; a lost step leaves
-none, so that its redo starts from the same state as its first attempt.
+The state consists of **residuals** (error feedback: the compression error, added to later steps),
+which differ between ranks, and **warm starts** (PowerSGD's factors), which are equal on all ranks.
+A step only *proposes* new state, which takes effect when the step commits. A lost step leaves no
+proposals, so its redo starts from the same state as the first attempt.
 
-The residuals of a rank that dies or leaves are lost with it. The loss is bounded: a residual is at
-most a fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2
-<= 4 (1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most one such update is
-lost, once. A joining rank has no residuals. Warm starts must be sent to it with the model.
+When a rank dies or leaves, its residuals are lost. The loss is bounded: a residual is at most a
+fixed multiple of the gradients of the last steps (Karimireddy et al. 2019, lemma 3: E||e||^2 <= 4
+(1 - d) / d^2 max ||g||^2 for a compressor that contracts by d), so at most one such update is lost,
+once. A joining rank has no residuals. Warm starts must be sent to a joining rank with the model.
 
-Belongs to the training thread.
+Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -23,32 +23,34 @@ from shoal_common.errors import CorruptDataError
 from torch.nn import functional
 
 RESIDUAL = "residual"
-"""Part of its own gradients that this rank has not sent yet."""
+"""Slot of the part of this rank's own gradients that it has not sent yet."""
 _OWNED = "owned@"
-"""Part of the sums that was not sent back yet, with the position of the part in the bucket."""
+"""Prefix of the slot for the part of the sums that was not sent back yet; followed by the position
+of the part in the bucket."""
 _WARM = "warm."
 
 
 class BucketMemory:
-    """Compression error of one bucket, to be added to its next gradient."""
+    """Compression error of one bucket, to be added to the bucket's next gradient."""
 
     def __init__(self) -> None:
         self._committed: dict[str, torch.Tensor] = {}
         self._proposed: dict[str, torch.Tensor] = {}
         self._spare: dict[str, torch.Tensor] = {}
-        """Memory of the state before the committed one, to be overwritten."""
+        """Memory of the state before the committed state, to be overwritten."""
         self._sound = False
         """True if the step's result was finite on all ranks."""
         self._rounds = 0
 
     def next_round(self) -> int:
-        """Returns how often this bucket was sent before in the step, so that each time draws
-        different random numbers."""
+        """Returns how often this bucket was already sent in the step. The number varies the random
+        numbers of each transfer."""
         self._rounds += 1
         return self._rounds - 1
 
     def resize(self, numel: int) -> None:
-        """Adapts to a bucket of `numel` elements, with more or less padding at its end."""
+        """Adapts the state to a bucket of `numel` elements, with more or less padding at its
+        end."""
         for slot in [slot for slot in self._committed if slot == RESIDUAL]:
             owed = self._committed[slot]
             if owed.numel() != numel:
@@ -59,12 +61,12 @@ class BucketMemory:
     def compensated_gradient(
         self, values: torch.Tensor, owned: slice | None = None
     ) -> torch.Tensor:
-        """Returns `values` plus the residual, in memory that becomes the new residual: the caller
-        subtracts what it sends.
+        """Returns `values` plus the residual, in memory that becomes the new residual. The caller
+        subtracts from this memory what it sends.
 
-        `owned`: the part of the bucket whose sum this rank holds. Residuals of other parts, which
-        it held before the world changed, are moved to its own residual. A residual for a tensor of
-        another size is dropped, since the bucket has a new layout.
+        `owned`: the part of the bucket whose sum this rank computes. Residuals of parts that this
+        rank owned before the world changed are moved to its own residual. A residual for a tensor
+        of another size is dropped, since the bucket has a new layout.
         """
         first = RESIDUAL not in self._proposed
         target = self._compensated(RESIDUAL, values)
@@ -79,8 +81,8 @@ class BucketMemory:
         return target
 
     def compensated_sum(self, start: int, values: torch.Tensor) -> torch.Tensor:
-        """Adds earlier compression errors to this rank's part of a sum, which begins at `start` in
-        the bucket; see `compensated_gradient`."""
+        """Adds earlier compression errors to this rank's part of a sum, and returns the result as
+        `compensated_gradient` does. `start`: position of the part in the bucket."""
         return self._compensated(f"{_OWNED}{start}", values)
 
     def _compensated(self, slot: str, values: torch.Tensor) -> torch.Tensor:
@@ -95,28 +97,28 @@ class BucketMemory:
         return torch.add(values, owed, out=target) if owed is not None else target.copy_(values)
 
     def warm_start(self, number: int) -> torch.Tensor | None:
-        """Returns the final factor of the last step."""
+        """Returns the initial factor for this step: the final factor of the last step, or None."""
         return self._newest(f"{_WARM}{number}")
 
     def propose_warm_start(self, number: int, factor: torch.Tensor) -> None:
-        """Proposes the initial factor of the next step."""
+        """Proposes `factor` as the initial factor of the next step."""
         self._proposed[f"{_WARM}{number}"] = factor
 
     def keep_warm_starts(self) -> None:
-        """Keeps the current factors for which no new ones were proposed."""
+        """Keeps the current factors for which this step proposed no new factor."""
         for slot, factor in self.items(warm=True):
             self._proposed.setdefault(slot, factor)
 
     def conclude(self, *, finite: bool) -> None:
-        """Concludes the reduction of the bucket. A non-finite result leaves no residual: it would
-        carry NaN into all later steps."""
+        """Records the outcome of the bucket's reduction. A non-finite result leaves no residual,
+        which would carry NaN into all later steps."""
         if finite:
             self._sound = True
         else:
             self.rollback()
 
     def commit(self) -> None:
-        """Makes the proposed state current."""
+        """Makes the step's proposed state current. Discards proposed state that is not finite."""
         if not self._sound and not all(is_finite(tensor) for tensor in self._proposed.values()):
             self._proposed = {}
         if self._proposed:
@@ -129,8 +131,8 @@ class BucketMemory:
         self._proposed, self._sound, self._rounds = {}, False, 0
 
     def _newest(self, slot: str) -> torch.Tensor | None:
-        """Returns the newest tensor: a bucket that is reduced twice in a step continues from its
-        first time."""
+        """Returns the newest tensor of a slot: if a bucket is reduced twice in a step, the second
+        reduction continues from the first."""
         found = self._proposed.get(slot)
         return self._committed.get(slot) if found is None else found
 
@@ -140,7 +142,7 @@ class BucketMemory:
             owed.mul_(factor)
 
     def items(self, *, warm: bool) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yields the committed tensors of one kind."""
+        """Yields the committed warm starts if `warm`, otherwise the committed residuals."""
         return (
             (slot, tensor)
             for slot, tensor in self._committed.items()
@@ -148,7 +150,7 @@ class BucketMemory:
         )
 
     def replace(self, found: Mapping[str, torch.Tensor], *, warm: bool) -> None:
-        """Replaces all tensors of one kind."""
+        """Replaces all warm starts if `warm`, otherwise all residuals."""
         kept = dict(self.items(warm=not warm))
         self.rollback()
         self._spare = {}
@@ -156,7 +158,7 @@ class BucketMemory:
 
 
 class Memory:
-    """Compression state of all buckets of a model, by index."""
+    """Compression state of all buckets of a model, by bucket index."""
 
     def __init__(self) -> None:
         self._buckets: dict[int, BucketMemory] = {}
@@ -176,12 +178,13 @@ class Memory:
             memory.rollback()
 
     def forget(self, first: int, end: int) -> None:
-        """Drops the state of the buckets from `first` to before `end`, which have changed."""
+        """Drops the state of the buckets from `first` up to but excluding `end`, because these
+        buckets have changed."""
         for index in [index for index in self._buckets if first <= index < end]:
             del self._buckets[index]
 
     def resize(self, index: int, numel: int) -> None:
-        """Adapts a bucket to a new size; see `BucketMemory`."""
+        """Adapts the state of a bucket to a new size; see `BucketMemory.resize`."""
         if index in self._buckets:
             self._buckets[index].resize(numel)
 
@@ -191,8 +194,8 @@ class Memory:
             memory.rescale(factor)
 
     def state_dict(self, *, warm: bool) -> dict[str, torch.Tensor]:
-        """Returns committed tensors by "bucket/slot". References, valid until the next commit: copy
-        those to be kept."""
+        """Returns the committed warm starts if `warm`, otherwise the residuals, by "bucket/slot".
+        The tensors are references, valid until the next commit."""
         return {
             f"{index}/{slot}": tensor
             for index, memory in self._buckets.items()
@@ -200,11 +203,12 @@ class Memory:
         }
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor], *, warm: bool) -> None:
-        """Loads (copies of) the result of `state_dict`, replacing everything of that kind.
+        """Loads copies of the tensors returned by `state_dict`, replacing all warm starts if
+        `warm`, otherwise all residuals.
 
         Raises:
-            CorruptDataError (STATE_INVALID): a name or tensor that no state_dict of this kind has;
-            nothing is changed.
+            CorruptDataError (STATE_INVALID): a name or tensor does not occur in a state_dict of
+                this kind; nothing is changed.
         """
         found: dict[int, dict[str, torch.Tensor]] = {}
         for name, tensor in state.items():
@@ -226,13 +230,13 @@ class Memory:
 
 
 def is_finite(values: torch.Tensor) -> bool:
-    """Returns whether the sum is finite, which is much cheaper than checking each element. The sum
-    may overflow by itself: then a residual is not renewed, which does no harm."""
+    """Returns whether the sum of the values is finite, which is much cheaper than checking each
+    element. If the sum itself overflows, a residual is not renewed, which does no harm."""
     return math.isfinite(float(values.sum(dtype=torch.float32)))
 
 
 def _like(found: torch.Tensor | None, values: torch.Tensor) -> torch.Tensor | None:
-    """Returns `found` if it has the size and device of `values`."""
+    """Returns `found` if it has the size and device of `values`, else None."""
     return (
         found
         if found is not None and found.shape == values.shape and found.device == values.device

@@ -1,7 +1,7 @@
-"""The pair of an optimizer and a compressor, as in the specification: equivalent to
+"""An optimizer paired with a compressor, as in the specification: equivalent to
 `gradient_compression=`.
 
-It does not compress anything itself: the engine compresses gradients on their way between ranks.
+The pair itself compresses nothing: the engine compresses gradients on their way between ranks.
 `as_distributed` separates the pair.
 """
 
@@ -19,12 +19,12 @@ from shoal_worker.state.forwarding import ForwardingOptimizer
 
 
 class GradientCompressionOptimizer(ForwardingOptimizer):
-    """An optimizer whose gradients are sent compressed.
+    """An optimizer whose gradients are compressed before they are sent.
 
-    `as_distributed(model, GradientCompressionOptimizer(optimizer, "topk"))` is
-    `as_distributed(model, optimizer, gradient_compression="topk")`. Before and without that call,
-    it behaves like the given optimizer: a world of one sends nothing. The state of compression is
-    part of the run's state, not of `state_dict()`.
+    `as_distributed(model, GradientCompressionOptimizer(optimizer, "topk"))` is equivalent to
+    `as_distributed(model, optimizer, gradient_compression="topk")`. Before or without that call,
+    the pair behaves like the given optimizer: a world of one sends nothing. The state of
+    compression is part of the run's state, not of `state_dict()`.
     """
 
     def __init__(
@@ -32,10 +32,11 @@ class GradientCompressionOptimizer(ForwardingOptimizer):
         optimizer: torch.optim.Optimizer,
         compressor: str | Mapping[str, Any] | GradientCompressor,
     ) -> None:
-        """Pairs an optimizer with a compressor in any form accepted by `gradient_compression=`.
+        """Pairs an optimizer with a compressor in any form that `gradient_compression=` accepts.
 
         Raises:
-            ConfigurationError: no optimizer, an unknown compressor, or invalid settings.
+            ConfigurationError: `optimizer` is not an optimizer, or the compressor or its settings
+                are invalid.
         """
         if not isinstance(optimizer, torch.optim.Optimizer):
             raise ConfigurationError(
@@ -58,10 +59,11 @@ class GradientCompressionOptimizer(ForwardingOptimizer):
 def take_apart(
     optimizer: torch.optim.Optimizer | None, configured: GradientCompressor | None
 ) -> tuple[torch.optim.Optimizer | None, GradientCompressor | None]:
-    """Returns the optimizer and the compressor of a pair, or of an optimizer and a configuration.
+    """Returns the optimizer and the compressor, whether they come as a pair or from the
+    configuration.
 
     Raises:
-        ConfigurationError: both name a compressor, and not the same.
+        ConfigurationError: the pair and the configuration name different compressors.
     """
     if not isinstance(optimizer, GradientCompressionOptimizer):
         return optimizer, configured

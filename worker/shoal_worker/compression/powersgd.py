@@ -1,4 +1,4 @@
-"""PowerSGD: approximates the gradient of each matrix by the product of two thin ones, using one
+"""PowerSGD: approximates the gradient of each matrix by the product of two thin matrices, using one
 step of subspace iteration."""
 
 from __future__ import annotations
@@ -26,27 +26,28 @@ from shoal_worker.compression.memory import BucketMemory
 
 @dataclass(frozen=True, kw_only=True)
 class PowerSGDCompressor(GradientCompressor):
-    """Low-rank gradients (Vogels et al. 2019, algorithms 1 and 2), for buckets whose tensors'
-    shapes are known.
+    """Low-rank gradients (Vogels et al. 2019, algorithms 1 and 2), for buckets whose tensor shapes
+    are known.
 
-    A tensor of two or more dimensions is the matrix M of its first dimension by all others. With Q
-    from the step before (warm start, section 3; drawn at random at first): P = M Q summed over
-    ranks, made orthonormal; Q = M^T P summed over ranks; the result is P Q^T. Vectors, and matrices
-    that would not become `minimum_saving` times smaller, are summed as they are, along with P.
+    A tensor of two or more dimensions is treated as the matrix M of its first dimension by all
+    others. Q comes from the previous step (warm start, section 3) and is drawn at random at first.
+    P = M Q is summed over ranks and orthonormalized; Q = M^T P is summed over ranks; the result is
+    P Q^T. Vectors, and matrices that would not become `minimum_saving` times smaller, are summed
+    uncompressed, along with P.
 
     P P^T is a projection: ||M - P P^T M|| <= ||M||, and it is exact for a sum whose rank is at most
-    `rank`. Biased, so it needs error feedback: a rank keeps M - P P^T M, what is missing of its own
-    part, and these add up to what is missing of the sum. NaN and infinities make the whole matrix
-    NaN.
+    `rank`. The compressor is biased, so it needs error feedback: a rank keeps M - P P^T M, the
+    error of its own part, and these errors add up to the error of the sum. A NaN or infinity makes
+    the whole matrix NaN.
 
-    A push to a parameter server is one worker's: it has P and Q of each piece of a tensor that the
-    server holds, and the server multiplies them (`codecs.POWERSGD`). Large tensors are cut between
-    rows, and have factors for each piece. The next push begins with this one's Q if the server has
-    applied it.
+    A push to a parameter server comes from one worker: it contains P and Q of each piece of a
+    tensor on the server, and the server multiplies them (`codecs.POWERSGD`). Large tensors are cut
+    between rows, and have factors for each piece. The next push begins with this push's Q if the
+    server has applied this push.
 
-    Both sums are of float32 and linear: two all-reduces. P is made orthonormal by each rank for
-    itself (QR in float32), so equal bits on all ranks need the same kind of processor and torch on
-    all; all other compressors add and multiply only, and have no such condition.
+    Both sums are linear sums of float32: two all-reduces. Each rank orthonormalizes P itself (QR in
+    float32), so equal bits on all ranks require the same kind of processor and the same torch on
+    all ranks. All other compressors only add and multiply, and have no such condition.
     """
 
     name: ClassVar[str] = "powersgd"
@@ -57,10 +58,10 @@ class PowerSGDCompressor(GradientCompressor):
     rank: int = 4
     """Number of columns of P and Q; at least 1."""
     warm_start: bool = True
-    """Begins with the last step's Q instead of a new random one in each step."""
+    """Begins with the last step's Q instead of a new random Q in each step."""
     minimum_saving: float = 2.0
-    """Matrices are compressed if P and Q together are at least this many times smaller; at least
-    1."""
+    """Minimum factor by which P and Q together must be smaller than a matrix, so that it is
+    compressed; at least 1."""
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -71,8 +72,8 @@ class PowerSGDCompressor(GradientCompressor):
             )
 
     def factor_sizes(self, shape: Sequence[int]) -> tuple[int, int, int] | None:
-        """Returns rows, columns and rank for compressing a tensor of that shape; None if it is not
-        compressed."""
+        """Returns rows, columns and rank for compressing a tensor of this shape; None if the tensor
+        is not compressed."""
         if len(shape) < 2 or 0 in shape:
             return None
         rows, columns = shape[0], math.prod(shape[1:])
@@ -90,8 +91,8 @@ class PowerSGDCompressor(GradientCompressor):
     def compress_into(
         self, tensor: torch.Tensor, payload: torch.Tensor, random: KeyedRandom
     ) -> None:
-        """Computes P and Q^T of the tensor alone, from a random start; or copies the tensor
-        itself."""
+        """Computes P and Q^T of this tensor alone, from a random start. Copies a tensor that is not
+        compressed."""
         factors = payload.view(torch.float32)
         sizes = self.factor_sizes(tensor.shape)
         if sizes is None:
@@ -149,7 +150,7 @@ class PowerSGDCompressor(GradientCompressor):
         self, payload: torch.Tensor, values: torch.Tensor, shapes: PieceShapes
     ) -> None:
         applied = torch.empty(values.shape, dtype=torch.float32)
-        # as the server does it, to the last bit
+        # the same bits as on the server
         codecs.decode(self.codec, payload.numpy().data, applied.numpy(), tuple(shapes.values()))
         values.sub_(applied.to(values.device))
 
@@ -159,7 +160,7 @@ class PowerSGDCompressor(GradientCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class _Matrix:
-    """A compressed tensor of the bucket and its location."""
+    """A compressed tensor of the bucket, and its location in the bucket."""
 
     at: slice
     rows: int
@@ -172,7 +173,7 @@ class _Matrix:
 
 @dataclass(frozen=True)
 class _PowerIteration(Exchange):
-    """Two all-reduces: P with all that is not compressed, then Q."""
+    """Two all-reduces: P together with everything that is not compressed, then Q."""
 
     power: PowerSGDCompressor
 
@@ -250,8 +251,8 @@ class _PowerIteration(Exchange):
 
 
 def orthonormal(matrix: torch.Tensor) -> torch.Tensor:
-    """Returns an orthonormal basis of a space that contains the columns (Householder QR, which also
-    handles dependent or zero columns)."""
+    """Returns an orthonormal basis of a space that contains the matrix's columns (Householder QR,
+    which also handles dependent or zero columns)."""
     basis: torch.Tensor = torch.linalg.qr(matrix).Q
     return basis
 
@@ -264,11 +265,11 @@ def _start(
     shape: tuple[int, int],
     device: torch.device,
 ) -> torch.Tensor:
-    """Returns the initial Q, of `shape` columns x rank: orthonormal, so that the size of gradients
-    does not multiply from step to step."""
+    """Returns the initial Q, of shape (columns, rank). Q is orthonormal, so that the size of
+    gradients does not multiply from step to step."""
     columns, rank = shape
     warm = memory.warm_start(number) if power.warm_start else None
-    # A row of zeros would stay one: its gradient was zero, or of lower rank.
+    # A row of zeros would remain zero: its gradient was zero, or of lower rank.
     if warm is not None and warm.shape == (rank, columns) and bool(warm.any(dim=1).all()):
         return orthonormal(warm.t())
     return orthonormal(random.normal(columns, rank).to(device))
@@ -277,7 +278,7 @@ def _start(
 def _layout(
     power: PowerSGDCompressor, numel: int, shapes: Sequence[Sequence[int]] | None
 ) -> tuple[list[_Matrix], list[slice]]:
-    """Returns the matrices of a bucket, and the parts that are summed uncompressed."""
+    """Returns the compressed matrices of a bucket, and the ranges that are summed uncompressed."""
     matrices, plain = [], []
     for shape, at in _places(numel, shapes):
         sizes = power.factor_sizes(shape)

@@ -1,12 +1,12 @@
-"""Compressed gradients for parameter servers: payloads that a server decodes by itself, with error
-feedback per partition.
+"""Compressed gradients for parameter servers: payloads that a server can decode by itself, with
+error feedback per partition.
 
 A push to a partition is applied or refused as a unit, so its compression error is recorded only
-once it is known that the server has applied this very payload. Until then the partition's next push
-cannot be encoded. The gradients applied by the server plus the residual therefore always equal the
+once the server is known to have applied this payload. Until then the partition's next push cannot
+be encoded. Therefore the gradients that the server has applied, plus the residual, always equal the
 sum of the gradients of the applied pushes, regardless of failures.
 
-Sending is done by the asynchronous engine. Belongs to one thread at a time.
+The asynchronous engine sends the payloads. Used by one thread at a time.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ class CompressedPushes:
     """Encodes one worker's pushes."""
 
     def __init__(self, compressor: GradientCompressor, *, stream: int) -> None:
-        """Creates the encoder. `stream`: a number unique to this worker, so that workers do not
-        round alike."""
+        """Creates the encoder. `stream`: number unique to this worker, so that workers round
+        differently."""
         self.compressor = compressor
         self._stream = stream
         self._memory = Memory()
@@ -41,19 +41,20 @@ class CompressedPushes:
         length: int = 0,
         shapes: PieceShapes | None = None,
     ) -> tuple[int, memoryview]:
-        """Returns codec and payload of one partition's gradient, for PushHeader and PushChunk.
-        Retries of the push send the same payload.
+        """Returns the codec and the payload of one partition's gradient, for PushHeader and
+        PushChunk. Retries of the push send the same payload.
 
-        `gradient` is floating-point, of one dimension, and is not changed. `sequence` is the push's
-        number, which determines its random numbers. A NaN or infinity in it reaches the server,
-        which refuses the push. `places`: position of `gradient` in a partition of `length`
-        elements, the rest of which has no gradient and keeps its residual; empty: it is the whole.
-        `shapes`: of the pieces of `gradient`; None: it is one vector.
+        `gradient`: floating-point, one-dimensional; not changed. A NaN or infinity is sent to the
+        server, which refuses the push.
+        `sequence`: number of the push, which determines the random numbers.
+        `places`: ranges of `gradient` in a partition of `length` elements; empty: `gradient` is the
+        whole partition. The rest of the partition has no gradient and keeps its residual.
+        `shapes`: shapes of the pieces of `gradient`; None: `gradient` is one vector.
 
         Raises:
-            ConfigurationError: a gradient that cannot be compressed.
+            ConfigurationError: the gradient cannot be compressed.
             PreconditionError (PUSH_UNANSWERED): the outcome of the partition's last push has not
-            been reported.
+                been reported.
         """
         if not gradient.is_floating_point() or gradient.dim() != 1:
             raise ConfigurationError(
@@ -85,9 +86,9 @@ class CompressedPushes:
         return compressor.codec, payload.cpu().numpy().data
 
     def settle(self, partition: int, *, applied: bool) -> None:
-        """Reports the outcome of a partition's last push. `applied`: its compression error is added
-        to the next push. Otherwise it was refused, or another push had delivered its batch, and the
-        previous residual remains."""
+        """Records the outcome of a partition's last push. `applied`: True if the server applied the
+        push; its compression error is then added to the next push. False if the push was refused,
+        or if another push had delivered its batch; the previous residual then remains."""
         self._unanswered.discard(partition)
         memory = self._memory.bucket(partition)
         if applied:
@@ -97,12 +98,12 @@ class CompressedPushes:
 
     @property
     def unanswered(self) -> frozenset[int]:
-        """Partitions whose last push was encoded and whose outcome has not been reported."""
+        """Partitions with an encoded push whose outcome has not been recorded."""
         return frozenset(self._unanswered)
 
     def owed(self, partition: int) -> torch.Tensor | None:
-        """Returns the residual of a partition in its layout; None if nothing is kept. A reference,
-        valid until the next push."""
+        """Returns the residual of a partition in the partition's layout; None if there is no
+        residual. The tensor is a reference, valid until the next push."""
         return dict(self._memory.bucket(partition).items(warm=False)).get(RESIDUAL)
 
 

@@ -1,9 +1,9 @@
 """Fewer bits per value: half precision (half the bytes, one rounding error), and 8-bit integers
 with a scale per block and stochastic rounding, so that the mean is exact.
 
-Sums over ranks are computed in float32 (`Chunked` in base.py), never in half precision: an element
-is rounded once by each sending rank and once as a sum, regardless of the number of ranks. No error
-feedback by default: the error is relative to each element and sufficiently unbiased.
+Sums over ranks are computed in float32 (`Chunked` in base.py), never in half precision: each
+sending rank rounds an element once, and the sum is rounded once, regardless of the number of ranks.
+There is no error feedback by default: the error is relative to each element and nearly unbiased.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class _HalfCompressor(GradientCompressor):
             target.copy_(values)
             return
         for start, end in tiles(target.numel(), target.device):
-            # torch would convert the whole operand first
+            # torch would first convert the whole operand
             target[start:end].add_(values[start:end].float(), alpha=alpha)
 
     def _values(self, payload: torch.Tensor, count: int) -> torch.Tensor:
@@ -66,8 +66,8 @@ class Float16Compressor(_HalfCompressor):
     """IEEE half precision (Micikevicius et al. 2018, section 3).
 
     |x - C(x)| <= 2^-11 |x| for 2^-14 <= |x| <= 65504, and <= 2^-25 below. Larger values become
-    infinite: use it with a GradScaler, which sees that and lowers its scale, or take bf16. NaN and
-    infinities stay what they are.
+    infinite: use a GradScaler, which detects the infinity and lowers its scale, or use bf16. NaN
+    and infinities are preserved.
     """
 
     name: ClassVar[str] = "fp16"
@@ -79,7 +79,7 @@ class Float16Compressor(_HalfCompressor):
 class BFloat16Compressor(_HalfCompressor):
     """bfloat16: float32's range with 8 significant bits.
 
-    |x - C(x)| <= 2^-8 |x|, above denormal numbers. NaN and infinities stay what they are.
+    |x - C(x)| <= 2^-8 |x|, above denormal numbers. NaN and infinities are preserved.
     """
 
     name: ClassVar[str] = "bf16"
@@ -88,22 +88,22 @@ class BFloat16Compressor(_HalfCompressor):
 
 
 _SMALLEST: Final = 256 * torch.finfo(torch.float32).tiny
-"""Blocks whose largest magnitude is below this (3e-36) become zeros: their scale would be
+"""Blocks whose largest magnitude is below this value (3e-36) become zeros: their scale would be
 denormal."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Int8Compressor(GradientCompressor):
     """QSGD (Alistarh et al. 2017, section 3.1) with 127 levels, scaled by the largest magnitude of
-    each block of 256 as in its experiments.
+    each block of 256 values, as in the paper's experiments.
 
     With s = max|block| / 127: |x - C(x)| < s (1 + 2^-16) for each value; the mean of C(x) over the
-    random numbers is x, up to 2^-17 s; the variance is at most s^2 / 4 a value. Unbiased, so it
-    needs no error feedback. A NaN or infinity becomes its block's scale, so the whole block is NaN
-    or infinite.
+    random numbers is x, up to 2^-17 s; the variance is at most s^2 / 4 per value. The compressor is
+    unbiased, so it needs no error feedback. A NaN or infinity becomes its block's scale, so the
+    whole block is NaN or infinite.
 
-    A sum over ranks is compressed once more on its way back, with random numbers of its own, and
-    stays unbiased.
+    A sum over ranks is compressed once more on its way back, with separate random numbers, and
+    remains unbiased.
     """
 
     name: ClassVar[str] = "int8"
@@ -144,7 +144,7 @@ class Int8Compressor(GradientCompressor):
 
 
 def _parts(payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scales and levels."""
+    """Returns views of a payload: the scales and the levels."""
     start = 4 * blocks(count, INT8_BLOCK)
     return payload[:start].view(torch.float32), payload[start : start + count].view(torch.int8)
 
@@ -159,13 +159,14 @@ def _quantize(
     scales.masked_fill_(largest < _SMALLEST, 0)
     inverse = torch.where(scales > 0, scales.reciprocal(), 0)
     scaled = (rows * inverse[:, None]).view(-1)[: values.numel()]
-    # Between -1/2 and 1/2: so the probability of rounding up is the fractional part of the value.
+    # Between -1/2 and 1/2, so that the probability of rounding up is the fractional part of the
+    # value.
     scaled.add_(noise, alpha=2**-16).round_().clamp_(-INT8_LARGEST, INT8_LARGEST)
     levels.copy_(scaled)
 
 
 def _largest_magnitudes(rows: torch.Tensor) -> torch.Tensor:
-    """Returns the largest magnitude in each row; NaN where the row has one."""
+    """Returns the largest magnitude in each row; NaN for a row that contains NaN."""
     if scratch.in_host_memory(rows.device):
         # torch's reductions over short rows take 4 times as long
         return torch.from_numpy(np.abs(rows.numpy()).max(axis=1))

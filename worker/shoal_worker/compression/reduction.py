@@ -1,8 +1,8 @@
 """Sums buckets of gradients over ranks with compression, and keeps the compression state.
 
-It does not weight gradients, know steps or decide when one commits: engines do. In a step they
-`start` buckets, `wait` for them, and then `commit` or `rollback` once for all. Belongs to the
-training thread; collectives run on the backend's threads.
+This module does not weight gradients, know steps or decide when a step commits: engines do. In a
+step an engine calls `start` for each bucket and `wait` for each reduction, and then `commit` or
+`rollback` once. Used by the training thread only; collectives run on the backend's threads.
 """
 
 from __future__ import annotations
@@ -30,9 +30,10 @@ class Reduction:
         self._resume()
 
     def advance(self) -> None:
-        """Proceeds to the next collective without waiting for it. Waits for the running collective.
+        """Waits for the running collective and issues the next one without waiting for it.
 
-        Call it on all buckets before waiting for the first, so that their second halves overlap.
+        Call it on all buckets before waiting for the first bucket, so that their second collectives
+        overlap.
 
         Raises:
             MembershipChanged: the group failed. The bucket's contents are undefined, and the step
@@ -49,13 +50,15 @@ class Reduction:
         self._resume()
 
     def wait(self) -> torch.Tensor:
-        """Returns the bucket with the sum over ranks. May be called again. Raises as `advance`."""
+        """Returns the bucket with the sum over ranks. May be called again. Raises the same errors
+        as `advance`."""
         while self._steps is not None:
             self.advance()
         return self._result
 
     def abandon(self) -> None:
-        """Waits until nothing is in flight any more. The step is lost, or was not intended."""
+        """Waits until no collective is running, and discards the result. Used when the step is lost
+        or was not intended."""
         handle, self._handle = self._handle, None
         if handle is not None:
             with contextlib.suppress(MembershipChanged):
@@ -75,15 +78,15 @@ class Reduction:
 
 
 class CompressedReduction:
-    """Sums buckets over ranks with one compressor. One for each model and rank.
+    """Sums buckets over ranks with one compressor. There is one for each model and rank.
 
-    **NaN and infinity** come through: if any rank's bucket holds one, so does the result on every
-    rank (each compressor says where). Such a bucket leaves its residual as it was before the step.
-    **A step that is lost, or that a GradScaler skips**, is rolled back. A step that the peers have
-    applied although this rank saw it fail is committed: this rank's part is in it. **Membership**:
-    a lost rank's residual is lost, which is bounded (memory.py); a joiner owes nothing; a rank
-    whose part of the bucket moves keeps what it owes. In a world of one nothing is compressed, and
-    what was owed is paid at once.
+    **NaN and infinity** are preserved: if any rank's bucket contains one, so does the result on
+    every rank (each compressor documents where). Such a bucket keeps the residual from before the
+    step. **A lost step, or a step that a GradScaler skips**, is rolled back. If the peers have
+    applied a step that this rank saw fail, the step is committed: this rank's part is in it.
+    **Membership**: a lost rank's residual is lost, which is bounded (memory.py); a joiner has no
+    residual; a rank whose part of the bucket moves keeps its residual. In a world of one nothing is
+    compressed, and the residual is added at once.
     """
 
     def __init__(self, compressor: GradientCompressor) -> None:
@@ -100,17 +103,19 @@ class CompressedReduction:
         step: int,
         shapes: Sequence[Sequence[int]] | None = None,
     ) -> Reduction:
-        """Begins to replace `bucket` by its sum over ranks. All ranks call it, in the same order,
-        with equal arguments but for the values.
+        """Starts to replace `bucket` by its sum over ranks. All ranks call this method in the same
+        order, with equal arguments except for the bucket's values.
 
-        `bucket` is floating-point (it travels as float32) and contiguous, and must be left alone
-        until the result is there; this rank's weight is applied already. `backend` None is a world
-        of one. `index` names the bucket for its residual, `step` is the number of the step under
-        way (random numbers follow from it, so a redo gives it again), `shapes` are those of the
-        tensors in the bucket, in order: PowerSGD needs them.
+        `bucket`: floating-point (sent as float32), contiguous, and already weighted by this rank's
+        weight. The caller must not use it until the result has arrived.
+        `backend`: None in a world of one.
+        `index`: number of the bucket, which identifies its residual.
+        `step`: number of the current step. It determines the random numbers, so a redo draws the
+        same ones.
+        `shapes`: shapes of the tensors in the bucket, in order; needed by PowerSGD.
 
         Raises:
-            ConfigurationError: a bucket that cannot be compressed.
+            ConfigurationError: the bucket cannot be compressed.
             MembershipChanged: the group has failed.
         """
         values = _checked(bucket)
@@ -129,14 +134,15 @@ class CompressedReduction:
         index: int,
         step: int,
     ) -> Reduction:
-        """Begins to write this rank's part of the sum of `bucket` into `out`: a reduce-scatter.
+        """Starts to write this rank's part of the sum of `bucket` into `out`: a reduce-scatter. The
+        reduction's result is `out`.
 
-        `bucket` holds world_size parts of `out`'s size. The sum is not compressed again: it stays
-        on this rank. Otherwise as `start`; the reduction's result is `out`.
+        `bucket`: world_size parts of the size of `out`. The sum is not compressed again, because it
+        stays on this rank. The other arguments are those of `start`.
 
         Raises:
-            ConfigurationError: a bucket that cannot be compressed; sizes that do not fit; PowerSGD,
-                which needs whole matrices.
+            ConfigurationError: the bucket cannot be compressed, sizes do not fit, or the compressor
+                is PowerSGD, which needs whole matrices.
             MembershipChanged: the group has failed.
         """
         if self.compressor.of_matrices:
@@ -191,43 +197,45 @@ class CompressedReduction:
         self._memory.commit()
 
     def rollback(self) -> None:
-        """Discards the step: residuals and warm starts are those from before it."""
+        """Discards the step: restores residuals and warm starts from before the step."""
         self._memory.rollback()
 
     def rescale(self, factor: float) -> None:
-        """Multiplies the residuals by `factor`. They are in the units of the given gradients, which
-        change with a GradScaler's scale."""
+        """Multiplies the residuals by `factor`. Residuals have the scale of the given gradients,
+        which changes with a GradScaler's scale."""
         self._memory.rescale(factor)
 
     def forget(self, first: int, end: int) -> None:
-        """Drops the residuals of the buckets with indices from `first` to before `end`, which
-        change."""
+        """Drops the residuals of the buckets with indices from `first` up to but excluding `end`,
+        because these buckets change."""
         self._memory.forget(first, end)
 
     def resize(self, index: int, numel: int) -> None:
-        """Adapts to a bucket of `numel` elements, with more or less padding at its end."""
+        """Adapts the residual of a bucket to `numel` elements, with more or less padding at the
+        bucket's end."""
         self._memory.resize(index, numel)
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the committed residuals, which differ between ranks. References, valid until the
-        next commit."""
+        """Returns the committed residuals, which differ between ranks. The tensors are references,
+        valid until the next commit."""
         return self._memory.state_dict(warm=False)
 
     def load_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Loads this rank's residuals; none for a rank that the saved world did not have.
+        """Loads this rank's residuals. `state`: empty for a rank that the saved world did not have.
 
         Raises:
-            CorruptDataError (STATE_INVALID): not a result of `state_dict`; nothing is changed.
+            CorruptDataError (STATE_INVALID): `state` is not a result of `state_dict`; nothing is
+                changed.
         """
         self._memory.load_state_dict(state, warm=False)
 
     def shared_state_dict(self) -> dict[str, torch.Tensor]:
-        """Returns the committed warm starts, equal on all ranks, which are sent to joiners with the
-        model. References, valid until the next commit."""
+        """Returns the committed warm starts, which are equal on all ranks and are sent to joiners
+        with the model. The tensors are references, valid until the next commit."""
         return self._memory.state_dict(warm=True)
 
     def load_shared_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Takes over warm starts. Raises as `load_state_dict`."""
+        """Loads warm starts. Raises the same errors as `load_state_dict`."""
         self._memory.load_state_dict(state, warm=True)
 
     # -------------------------------------------------------------------------------------- running
@@ -249,15 +257,16 @@ class CompressedReduction:
         errand.scratch.give_back(
             *(yield from scatter_sum(self.compressor, values, total, chunks, errand))
         )
-        # Another rank's part may be the non-finite one: this rank's residual is therefore checked
-        # too, when the step commits.
+        # Another rank's part may be the non-finite part: this rank's residual is therefore also
+        # checked when the step commits.
         if not is_finite(total):
             errand.memory.conclude(finite=False)
         if out.dtype is not torch.float32:
             out.view(-1).copy_(total)
 
     def _pay(self, bucket: torch.Tensor, values: torch.Tensor, memory: BucketMemory) -> Steps:
-        """Handles a world of one: nothing is sent, so there is no compression error."""
+        """Adds the residual to the bucket in a world of one: nothing is sent, so there is no
+        compression error."""
         yield from ()
         if self.compressor.error_feedback:
             given = memory.compensated_gradient(values, slice(0, 0))
@@ -271,7 +280,7 @@ class CompressedReduction:
 
 
 def _checked(bucket: torch.Tensor) -> torch.Tensor:
-    """Returns the bucket's values as float32, in its own memory if possible."""
+    """Returns the bucket's values as float32, in the bucket's own memory if possible."""
     if not bucket.is_floating_point() or not bucket.is_contiguous():
         raise ConfigurationError(
             f"cannot compress a bucket of {bucket.dtype} that is "

@@ -1,5 +1,5 @@
-"""The compressors by name. To add one, define a class and add a line here; its module is imported
-on first use."""
+"""The compressors by name. To add a compressor, define a class and add a line here. Its module is
+imported on first use."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def compressor_names() -> tuple[str, ...]:
 
 
 def compressor_class(name: str) -> type[GradientCompressor]:
-    """Returns the compressor class of that name.
+    """Returns the compressor class called `name`.
 
     Raises:
-        ConfigurationError: there is none.
+        ConfigurationError: there is no such compressor.
     """
     if not isinstance(name, str) or name not in _COMPRESSORS:
         raise ConfigurationError(

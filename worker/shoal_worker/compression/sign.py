@@ -30,19 +30,19 @@ _SIGNS_OF_BYTES: Final = (
         np.float32
     )
 ).copy()
-"""Row b: the eight signs encoded in byte b."""
+"""Table of eight signs for each byte: row b contains the signs encoded in byte b."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class SignCompressor(GradientCompressor):
-    """Scaled signs: sign(x) times the mean magnitude of its block of 1024 (EF-signSGD: Karimireddy
-    et al. 2019, algorithm 1 and section 3).
+    """Scaled signs: sign(x) times the mean magnitude of the value's block of 1024 (EF-signSGD:
+    Karimireddy et al. 2019, algorithm 1 and section 3).
 
-    For a block of d values ||x - C(x)||^2 = (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2 (their lemma 8):
-    a contraction, with a biased mean, that needs error feedback to converge. A NaN makes its block
-    NaN, an infinity makes it infinite.
+    For a block of d values ||x - C(x)||^2 = (1 - ||x||_1^2 / (d ||x||^2)) ||x||^2 (lemma 8): a
+    contraction with a biased mean, which needs error feedback to converge. A NaN makes its block
+    NaN; an infinity makes its block infinite.
 
-    A sum over ranks is compressed once more on its way back, with error feedback of its own on the
+    A sum over ranks is compressed once more on its way back, with separate error feedback on the
     rank that sums (Tang et al. 2019, DoubleSqueeze, algorithm 1; as in 1-bit Adam, Tang et al.
     2021).
     """
@@ -84,7 +84,7 @@ class SignCompressor(GradientCompressor):
 
 
 def _parts(payload: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Magnitudes and packed signs."""
+    """Returns views of a payload: the magnitudes and the packed signs."""
     start = 4 * blocks(count, SIGN_BLOCK)
     return payload[:start].view(torch.float32), payload[start : start + blocks(count, 8)]
 

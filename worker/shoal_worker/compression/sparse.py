@@ -1,4 +1,4 @@
-"""Compression to a few values with their positions: the largest, or randomly chosen ones."""
+"""Compression to a few values with their positions: the largest values, or randomly chosen ones."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from shoal_worker.compression.base import (
 _SAMPLES: Final = 1 << 16
 """Number of values sampled to estimate a threshold."""
 _SURPLUS: Final = 1.25
-"""Multiple of k that an estimated threshold should let through: too few would require a search
-among all values."""
+"""Multiple of k values that an estimated threshold should select. Fewer than k would require a
+search among all values."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,7 +53,7 @@ class _SparseCompressor(GradientCompressor):
             )
 
     def kept(self, count: int) -> int:
-        """Returns k for `count` values."""
+        """Returns the number of values to be sent of `count` values."""
         return min(count, max(1, math.ceil(self.ratio * count)))
 
     def payload_bytes(self, shape: Sequence[int]) -> int:
@@ -65,13 +65,14 @@ class TopKCompressor(_SparseCompressor):
     """The k values of largest magnitude (Stich et al. 2018; Lin et al. 2018, deep gradient
     compression).
 
-    ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), with a biased mean: needs error
-    feedback. NaN counts as larger than anything and infinities come next, so what is not finite is
-    always sent. Exactly the k largest, found by way of a threshold guessed from a sample
-    (hierarchical selection, Lin et al.); on the CPU 20 times as fast as torch.topk.
+    ||x - C(x)||^2 <= (1 - k/n) ||x||^2 (Stich et al., lemma A.1), with a biased mean: this
+    compressor needs error feedback. NaN counts as larger than any number, followed by infinities,
+    so non-finite values are always sent. The result is exactly the k largest values, found with a
+    threshold estimated from a sample (hierarchical selection, Lin et al.); on the CPU 20 times as
+    fast as torch.topk.
 
-    Ranks keep different places, so the payloads of all are gathered on all: 6 k bytes to each other
-    rank.
+    Ranks select different positions, so every rank gathers the payloads of all ranks: 6 k bytes to
+    each other rank.
     """
 
     name: ClassVar[str] = "topk"
@@ -94,7 +95,7 @@ class TopKCompressor(_SparseCompressor):
         counts, kept, within = _topk_parts(payload, values.numel(), self.kept(values.numel()))
         starts = torch.arange(counts.numel(), device=values.device) * TOPK_BLOCK
         places = torch.repeat_interleave(starts, counts, output_size=kept.numel())
-        places += within.long() & (TOPK_BLOCK - 1)  # it was unsigned
+        places += within.long() & (TOPK_BLOCK - 1)  # the positions are unsigned
         if alpha is None:
             values.zero_()
         values.index_add_(0, places, kept, alpha=1 if alpha is None else alpha)
@@ -105,14 +106,15 @@ class TopKCompressor(_SparseCompressor):
 
 @dataclass(frozen=True, kw_only=True)
 class RandomKCompressor(_SparseCompressor):
-    """k values at random places, the same on all ranks (Stich et al. 2018; Wangni et al. 2018).
+    """k values at random positions, the same on all ranks (Stich et al. 2018; Wangni et al. 2018).
 
-    Each place is equally likely to be sent, so on average ||x - C(x)||^2 = (1 - k/n) ||x||^2 with
-    error feedback (the default). Without it, values are sent times n/k: the mean is then x, and the
-    error (n/k - 1) ||x||^2. When any value is NaN or infinite, all that are sent are NaN.
+    Each position is equally likely to be sent, so on average ||x - C(x)||^2 = (1 - k/n) ||x||^2
+    with error feedback (the default). Without error feedback, values are sent times n/k: the mean
+    is then x, and the error (n/k - 1) ||x||^2. When any value is NaN or infinite, all sent values
+    are NaN.
 
-    All ranks draw the same places from (seed, step, bucket), so only the values travel, and are
-    summed by an ordinary all-reduce.
+    All ranks draw the same positions from (seed, step, bucket), so only the values are sent, and an
+    ordinary all-reduce sums them.
     """
 
     name: ClassVar[str] = "randomk"
@@ -173,7 +175,7 @@ class RandomKCompressor(_SparseCompressor):
 
 @dataclass(frozen=True)
 class _Summed(Exchange):
-    """All-reduce of the values at positions known to all ranks."""
+    """Exchange by an all-reduce of the values at positions known to all ranks."""
 
     chosen: RandomKCompressor
 
@@ -227,8 +229,8 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
     if candidates is None:
         return _largest_of(np.abs(values), kept)
     if candidates.size < kept:
-        # Only zeros are left: any will do. Among the first `kept` places there are enough that are
-        # no candidates.
+        # Only zeros are left, and any of them will do. The first `kept` positions contain enough
+        # that are not candidates.
         spare = np.ones(kept, bool)
         spare[candidates[candidates < kept]] = False
         return np.sort(
@@ -238,8 +240,8 @@ def _largest_on_cpu(values: NDArray[np.float32], kept: int) -> NDArray[np.int64]
 
 
 def _candidates(values: NDArray[np.float32], kept: int) -> NDArray[np.int64] | None:
-    """Returns positions, ascending, that include the `kept` largest; fewer than `kept` if all
-    others are zeros. None if the estimate was not good enough."""
+    """Returns ascending positions that include the `kept` largest values, or fewer than `kept`
+    positions if all other values are zeros. Returns None if the estimate was not good enough."""
     count = values.size
     if count <= _SAMPLES or kept * _SURPLUS * 2 > count:
         return None

@@ -1,17 +1,18 @@
 """A training loader's position in its run: its cursor, and the epoch of an iteration. Checkpoints
-store it and joiners receive it.
+contain the position, and joiners receive it.
 
 The cursor counts samples, not steps, so that a run can continue with another global batch size. It
 is pure, with one method per transition.
 
 Inside `epochs()`, an iteration belongs to that loop's epoch. Otherwise the k-th iteration is epoch
 k, not counting iterations that are abandoned before their first commit (`next(iter(loader))`, to
-look at a batch). An iteration of a finished epoch yields nothing; of the cursor's epoch, the rest;
-of a later epoch, everything. Leaving the loop over the batches early and starting the next epoch
-abandons the rest. Leaving `epochs()` as well abandons nothing: a time limit has ended the script,
-and a resumed run continues within the epoch. Neither does the end of `epochs(max_steps=...)`.
+look at a batch). An iteration of a finished epoch yields nothing; an iteration of the cursor's
+epoch yields the rest; an iteration of a later epoch yields everything. Leaving the loop over the
+batches early and starting the next epoch abandons the rest of the epoch. Leaving `epochs()` as well
+abandons nothing: a time limit has ended the script, and a resumed run continues within the epoch.
+The end of `epochs(max_steps=...)` abandons nothing either.
 
-Does not deal samples and knows no session. Used by the training thread only.
+This module does not deal samples or use the session. Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -27,19 +28,19 @@ from shoal_worker.data.sampling import EpochPlan
 
 @dataclass(frozen=True, kw_only=True)
 class Cursor:
-    """The position after the last committed step."""
+    """A training loader's position after the last committed step."""
 
     epoch: int = 0
-    """0-based. After an epoch's last step: the next epoch."""
+    """Epoch, 0-based. After an epoch's last step: the next epoch."""
     samples: int = 0
-    """Number of finished positions of the epoch."""
+    """Number of positions of the epoch that are finished."""
     step: int = 0
-    """Number of finished steps of the epoch."""
+    """Number of steps of the epoch that are finished."""
     global_step: int = 0
-    """Number of steps committed in all epochs."""
+    """Number of steps committed so far, over all epochs."""
 
     def after_step(self, step: range, plan: EpochPlan) -> Cursor:
-        """Returns the cursor after `step`, the one at this cursor, was committed."""
+        """Returns the cursor after the commit of `step`, which begins at this cursor."""
         moved = Cursor(
             epoch=self.epoch,
             samples=step.stop,
@@ -49,8 +50,8 @@ class Cursor:
         return moved if plan.step(moved.samples) else moved.at_epoch(self.epoch + 1)
 
     def after_leased_batch(self) -> Cursor:
-        """Returns the cursor after a leased batch was committed; no single member knows which
-        batches of the epoch are finished."""
+        """Returns the cursor after the commit of a leased batch. Only `global_step` advances,
+        because no single member knows which batches of the epoch are finished."""
         return replace(self, global_step=self.global_step + 1)
 
     def at_epoch(self, epoch: int) -> Cursor:
@@ -58,12 +59,12 @@ class Cursor:
         return replace(self, epoch=epoch, samples=0, step=0)
 
     def to_state(self) -> dict[str, Any]:
-        """Returns the cursor as a JSON-able value."""
+        """Returns the cursor as a JSON-able dictionary."""
         return asdict(self)
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> Cursor:
-        """Inverse of `to_state`; other keys are ignored.
+        """Creates a cursor from the result of `to_state`; ignores other keys.
 
         Raises:
             CorruptDataError: a field is missing or not a count.
@@ -86,12 +87,13 @@ class Orders(Protocol):
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The values that, with the epoch, determine an order that is not drawn. JSON-able."""
+        """Values that, together with the epoch, determine an order that no sampler draws.
+        JSON-able."""
         ...
 
     @property
     def identity(self) -> str:
-        """The identity of the ordered dataset."""
+        """Identity of the ordered dataset."""
         ...
 
     @property
@@ -100,30 +102,30 @@ class Orders(Protocol):
         ...
 
     def digest(self, epoch: int) -> str | None:
-        """Returns the digest of a drawn order; None if the order follows from the loader's
-        arguments."""
+        """Returns the digest of an order drawn by a sampler. Returns None if the order follows from
+        the loader's arguments."""
         ...
 
 
 class LoaderProgress:
-    """The cursor and the epoch count."""
+    """A training loader's cursor and count of epochs."""
 
     def __init__(self, orders: Orders) -> None:
         self.cursor = Cursor()
         """Position after the last commit, or the beginning of the epoch to which an iteration has
         moved."""
         self.within: int | None = None
-        """Epoch last yielded by `epochs()`; None outside of it."""
+        """Epoch that `epochs()` yielded last; None outside of `epochs()`."""
         self.max_steps: int | None = None
-        """Number of committed steps, over all epochs, with which the enclosing `epochs()` ends;
-        None: none."""
+        """Number of committed steps, over all epochs, at which the enclosing `epochs()` ends; None:
+        no limit."""
         self._orders = orders
         self._next_epoch = 0
         self._loaded_next_epoch = 0
         """Next epoch in the state that was loaded last. The script may still have to skip
-        iterations to get there."""
+        iterations to reach this epoch."""
         self._leased_in: int | None = None
-        """Epoch of the leased batch committed last."""
+        """Epoch of the last committed leased batch."""
 
     @property
     def next_epoch(self) -> int:
@@ -155,12 +157,12 @@ class LoaderProgress:
 
     @property
     def takes_last_step(self) -> bool:
-        """True if the next commit is the last of the enclosing `epochs()`."""
+        """True if the next commit is the last one of the enclosing `epochs()`."""
         return self.max_steps is not None and self.cursor.global_step + 1 >= self.max_steps
 
     def move_to(self, epoch: int) -> None:
-        """Makes an iteration of `epoch` continue from the cursor, or from the epoch's beginning if
-        the cursor is before that."""
+        """Prepares an iteration of `epoch`: moves the cursor to the beginning of `epoch` if the
+        cursor is in an earlier epoch."""
         if self.cursor.epoch < epoch:
             self.cursor = self.cursor.at_epoch(epoch)
 
@@ -171,25 +173,25 @@ class LoaderProgress:
         self._next_epoch, self._loaded_next_epoch = epoch, 0
 
     def end_iteration(self, epoch: int) -> None:
-        """Counts the finished iteration of `epoch`."""
+        """Counts the iteration of `epoch` as finished."""
         self._next_epoch = max(self._next_epoch, epoch + 1)
 
     def leave_epochs(self, epoch: int) -> None:
-        """Records that the loop over epochs was left in `epoch`, the rest of which, if any, remains
-        to be done."""
+        """Records that the script left the loop over epochs in `epoch`. The rest of `epoch`, if
+        any, remains to be done."""
         if self.cursor.epoch == epoch:
             self._next_epoch = epoch
 
     @property
     def gives_up(self) -> int | None:
-        """Epoch whose rest is abandoned because the loop over its batches was left early; None if
-        there is none."""
+        """Epoch whose rest is abandoned because the script left the loop over its batches early;
+        None if there is none."""
         cursor = self.cursor
         return cursor.epoch if cursor.step and self._next_epoch > cursor.epoch else None
 
     @property
     def repeats(self) -> int | None:
-        """Epoch that a run resumed from this cursor repeats from its beginning, because the
+        """Epoch that a run resumed from this cursor repeats from the beginning, because its
         finished leased batches are unknown; None if there is none."""
         return self.cursor.epoch if self.cursor.epoch == self._leased_in else None
 
@@ -205,8 +207,7 @@ class LoaderProgress:
     # ---------------------------------------------------------------------------------------- state
 
     def capture(self) -> dict[str, Any]:
-        """Returns the cursor, in samples, and the values on which its meaning depends.
-        JSON-able."""
+        """Returns the cursor, in samples, and the values that determine its meaning. JSON-able."""
         return {
             "version": _STATE_VERSION,
             **self.cursor.to_state(),
@@ -217,8 +218,11 @@ class LoaderProgress:
         }
 
     def checked(self, state: Mapping[str, Any], *, loader: str, leased: bool) -> tuple[Cursor, int]:
-        """Reads a captured state, for `take`. `loader`: its name, for errors. `leased`: the
-        loader's ranks have no position within an epoch.
+        """Reads a captured state, for `take`.
+
+        `loader`: name of the loader, for errors.
+        `leased`: True if the loader leases batches, so that its ranks have no position within an
+        epoch.
 
         Raises:
             CorruptDataError: this is not a loader's state, or it is from a newer release.

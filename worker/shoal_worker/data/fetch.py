@@ -1,22 +1,23 @@
-"""Turns planned dataset indices into batches, in this process or in worker processes that work
+"""Converts planned dataset indices into batches, in this process or in worker processes that work
 ahead.
 
 Without data workers a batch is created when it is fetched. For data workers (and pinned memory)
 torch's DataLoader does the work, with a feed of requests as its `batch_sampler`. A fetch names the
-request it needs. If that is the next one in the feed, the batch is ready or in progress; otherwise
-(the ranks have changed, a step is redone) batches made ahead are dropped and the feed restarts at
-the request, with the same worker processes. Workers are forked at the first fetch and again after
-each `close`, which the loader calls at the end of an epoch, so that they see changes to the dataset
-between epochs, as with a plain DataLoader.
+request that it needs. If that request is the next in the feed, the batch is ready or in progress.
+Otherwise (the ranks have changed, or a step is redone) the batches made ahead are dropped and the
+feed restarts at the request, with the same worker processes. Workers are forked at the first fetch
+and again after each `close`. The loader calls `close` at the end of an epoch, so that workers see
+changes to the dataset between epochs, as with a plain DataLoader.
 
-Worker processes are forked children: they hold copies of the session's channels and sockets and
-must never use them. The kernel kills them when the thread that started them ends, however it ends:
-otherwise they would keep a killed rank's sockets open and its peers waiting.
+Worker processes are forked children: they have copies of the session's channels and sockets and
+must never use them. The kernel kills the workers when the thread that started them ends for any
+reason. Otherwise they would keep a killed rank's sockets open and its peers waiting.
 
 Datasets and collate functions draw from the global generators of torch, NumPy and Python. Each
-batch is fetched with its own seed, so that augmentation is the same in a worker process or inline,
-in a redo, and (with micro-batches) for any number of ranks. CPU generators only. The generators
-belong to the process: ranks that are threads of one process disturb each other's.
+batch is fetched with its own seed, so augmentation is the same in a worker process and in this
+process, after a redo, and (with micro-batches) for any number of ranks. Only CPU generators are
+seeded. The generators belong to the process: ranks that are threads of one process interfere with
+each other's generators.
 """
 
 from __future__ import annotations
@@ -48,8 +49,8 @@ from shoal_worker.randomness import generators_kept
 
 
 def seed(key: Sequence[int]) -> None:
-    """Seeds the three global generators from `key`, with other numbers than those that training
-    draws under the same key."""
+    """Seeds the three global generators from `key`. The numbers differ from the numbers that
+    training draws under the same key."""
     digest = xxhash.xxh3_128(b"".join(struct.pack("<Q", part % 2**64) for part in key)).digest()
     torch.default_generator.manual_seed(int.from_bytes(digest[:8], "little"))
     np.random.seed(int.from_bytes(digest[8:12], "little"))
@@ -58,7 +59,8 @@ def seed(key: Sequence[int]) -> None:
 
 @contextlib.contextmanager
 def seeded(key: Sequence[int]) -> Iterator[None]:
-    """Seeds the generators with `seed` and restores their previous states afterwards."""
+    """Seeds the global random generators with `seed(key)` within the context, and restores their
+    previous states afterwards."""
     with generators_kept():
         seed(key)
         yield
@@ -87,8 +89,8 @@ class Fetcher:
         pin_memory: bool,
         leaves_no_trace: bool = True,
     ) -> None:
-        """Creates a fetcher. `leaves_no_trace`: restore the global random generators after a fetch;
-        False if the caller seeds them anyway."""
+        """Creates a fetcher. `leaves_no_trace`: True to restore the global random generators after
+        a fetch; False if the caller seeds the generators anyway."""
         self._source = _Source(dataset, collate_fn, keep=leaves_no_trace and num_workers == 0)
         self._num_workers = num_workers
         self._pins = pin_memory and torch.accelerator.is_available()
@@ -98,7 +100,7 @@ class Fetcher:
         self._peeked: tuple[Request, Any] | None = None
 
     def peek(self, request: Request) -> Any:
-        """Returns the batch of `request`, which will probably be fetched next. It is created
+        """Returns the batch of `request`, which will probably be fetched next. The batch is created
         immediately in this process; data workers create it again."""
         if self._peeked is None or self._peeked[0] != request:
             with seeded(request.key):
@@ -106,14 +108,14 @@ class Fetcher:
         return self._peeked[1]
 
     def fetch(self, request: Request, following: Callable[[], Iterator[Request]]) -> Any:
-        """Returns the batch of `request`. `following` gives the requests expected from this one on,
-        including itself, to be prepared ahead."""
+        """Returns the batch of `request`. `following`: function that returns the expected requests,
+        beginning with `request`, so that they can be prepared ahead."""
         peeked, self._peeked = self._peeked, None
         if self._num_workers == 0 and not self._pins:
             if peeked is not None and peeked[0] == request:
                 return peeked[1]
-            return self._source.make(request)  # torch's DataLoader would cost 15 us more
-        # Data workers without a batch in progress get no new requests: torch treats that as the
+            return self._source.make(request)  # torch's DataLoader would take 15 us longer
+        # Data workers without a batch in progress get no new requests: torch treats this as the
         # end.
         idle = self._num_workers > 0 and not self._feed.busy
         if self._batches is None or idle or self._feed.upcoming() != request:
@@ -122,7 +124,7 @@ class Fetcher:
         try:
             made, batch = next(self._batches)
         except BaseException:
-            self._batches = None  # the feed and the workers may be out of step now
+            self._batches = None  # the feed and the workers may have diverged
             raise
         self._feed.arrived()
         if made != request:
@@ -132,7 +134,7 @@ class Fetcher:
         return batch
 
     def close(self) -> None:
-        """Ends the worker processes and drops batches made ahead. The next fetch starts new
+        """Ends the worker processes and drops batches made ahead. The next fetch starts new worker
         processes."""
         if self._loader is not None and self._num_workers > 0:
             # Leaving it to the garbage collector takes 5 s if an exception's traceback still holds
@@ -159,7 +161,8 @@ class Fetcher:
                 pin_memory=self._pins,
                 persistent_workers=self._num_workers > 0,
                 worker_init_fn=_begin_worker if self._num_workers else None,
-                # not the global one: making batches must not move the training's random numbers
+                # not the global generator: creating batches must not affect training's random
+                # numbers
                 generator=torch.Generator(),
             )
         with explained_pickling(self._num_workers):
@@ -167,7 +170,7 @@ class Fetcher:
 
 
 class _Feed:
-    """A batch_sampler with replaceable requests that tracks which of them are in progress."""
+    """A batch_sampler whose requests can be replaced. Tracks the requests that are in progress."""
 
     def __init__(self) -> None:
         self._requests: Iterator[Request] = iter(())
@@ -193,7 +196,7 @@ class _Feed:
         return self._next
 
     def arrived(self) -> None:
-        """Records the arrival of that batch."""
+        """Records the arrival of the next batch."""
         self._on_their_way.popleft()
 
     def __iter__(self) -> _Feed:
@@ -208,7 +211,7 @@ class _Feed:
 
 
 class _Source(Dataset[Any]):
-    """The dataset as torch's fetcher sees it: a "list of indices" is a request, and "the samples"
+    """The dataset as torch's fetcher sees it: the "list of indices" is a request, and "the samples"
     are its finished batch."""
 
     def __init__(self, dataset: Any, collate_fn: Callable[[list[Any]], Any], *, keep: bool) -> None:
@@ -234,8 +237,8 @@ class _Source(Dataset[Any]):
         return self._collated(request)
 
     def _plain_columns(self) -> Sequence[torch.Tensor] | None:
-        """Returns the tensors whose rows form a batch; None if the dataset and the collate function
-        have to be called."""
+        """Returns the tensors whose rows form a batch. Returns None if the dataset and the collate
+        function have to be called."""
         dataset = self._dataset
         if (
             self._collate is default_collate
@@ -259,14 +262,14 @@ def _as_it_is(made: tuple[Request, Any]) -> tuple[Request, Any]:
 
 
 def _begin_worker(number: int) -> None:
-    """Runs first in each worker process."""
+    """Initializes a data worker. Runs first in each worker process."""
     tie_to_parent(number)
     end_if_a_batch_is_lost()
 
 
 def tie_to_parent(_worker: int) -> None:
-    """Runs first in each worker process. Ctrl-C reaches the whole foreground group, and the parent
-    decides how to handle it."""
+    """Makes the kernel kill this worker process when its parent dies, and ignores SIGINT: Ctrl-C
+    reaches the whole foreground group, and the parent decides how to handle it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, int(signal.SIGKILL), 0, 0, 0)

@@ -1,14 +1,14 @@
-"""The user's loops over a training loader: over epochs, over steps, over batches.
+"""The user's loops over a training loader: over epochs, over steps, and over batches.
 
-An iteration requests a step boundary from the session before each step, takes the step from the
-`Supply` according to its placement, and ends when the run is past its epoch or stops. `cursor.py`
-determines the epoch of an iteration. Before the first boundary the loader is registered with its
-session, and gets a name there if it has none.
+Before each step, an iteration requests a step boundary from the session and takes the step from the
+`Supply` according to the rank's placement. The iteration ends when the run has passed its epoch or
+stops. `cursor.py` determines the epoch of an iteration. Before the first boundary the loader is
+registered with its session, which also names a loader without a name.
 
-Owns the state of the current iteration, whether the last one was stopped, and the loader's name.
-The loader is passed in as `source` and never kept: only running loops hold it. The session is
-referenced weakly, since an iteration may be left while the process exits. Everything runs on the
-thread of the user's training loop.
+This module owns the state of the current iteration, the flag that the last one was stopped, and the
+loader's name. The loader is passed in as `source` and never kept: only running loops refer to it.
+The session is referenced weakly, since an iteration may be left while the process exits. Everything
+runs on the thread of the user's training loop.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ from shoal_worker.elastic.contract.loader_interface import (
 from shoal_worker.elastic.session.worker_process import current_loader_session
 from shoal_worker.torch_internals import pytree
 
-# --------------------------------------------------------------------- a step's batches, handed out
+# ------------------------------------------------------------- passing a step's batches to the loop
 #
-# Hands the batches of a dealt step to the user's loop: fetches and weights each, reports it to the
-# session, and records it. A batch's weight in the mean over a step is its number of samples, or the
-# result of the user's `weight_fn`; the same holds for the parts into which a pipeline divides it.
-# Owns no state of the run: batches handed out are recorded in the `DealtStep`. Used by the training
-# thread only.
+# Passes the batches of a dealt step to the user's loop: fetches and weighs each batch, reports it
+# to the session, and records it. A batch's weight in the mean over a step is its number of samples,
+# or the result of the user's `weight_fn`. The same applies to the parts into which a pipeline
+# divides a batch. Owns no state of the run: the `DealtStep` records how many samples the loop has
+# received. Used by the training thread only.
 
 WeightFn = Callable[[Any], float]
 
 
 def weight_of(batch: Any, weight_fn: WeightFn) -> float:
-    """Returns the result of `weight_fn`. Raises ConfigurationError if it is not a valid weight."""
+    """Returns the result of `weight_fn`. Raises ConfigurationError if the result is not a valid
+    weight."""
     weight = float(weight_fn(batch))
     if not math.isfinite(weight) or weight < 0:
         raise ConfigurationError(
@@ -64,11 +65,11 @@ def weight_of(batch: Any, weight_fn: WeightFn) -> float:
 
 
 def weights_of_rows(batch: Any, weight_fn: WeightFn, rows: Sequence[int]) -> list[float]:
-    """Returns the weights of parts of a batch with these numbers of rows.
+    """Returns the weights of parts of a batch. `rows`: number of rows in each part.
 
     Raises:
-        ConfigurationError: the batch cannot be divided in this way, or the parts' weights do not
-            add up to that of the whole.
+        ConfigurationError: the batch cannot be divided in this way, or the weights of the parts do
+            not add up to the weight of the batch.
     """
     leaves, structure = pytree.tree_flatten(batch)
     cut = [one for one in leaves if isinstance(one, torch.Tensor) and one.dim() > 0]
@@ -113,7 +114,7 @@ _SINGLE_SAMPLE = (
 
 
 class Delivery:
-    """Hands the batches of one loader's steps to the user's loop."""
+    """Passes the batches of one loader's steps to the user's loop."""
 
     def __init__(
         self,
@@ -127,8 +128,8 @@ class Delivery:
         self.failed = False
         """True if creating a batch raised an error. Reset at the start of an iteration."""
         self.batch_weight = 0.0
-        """Weight, in the mean over its step, of the batch handed out last; 0 for a stand-in for
-        samples that this rank does not have."""
+        """Weight of the last batch passed to the loop in the mean over its step. 0 for a stand-in
+        for samples that this rank does not have."""
         self._warned: set[str] = set()
         self._at_hand: Request | None = None
         self._supply = supply
@@ -138,8 +139,9 @@ class Delivery:
         self._record = record
 
     def step(self, dealt: DealtStep, session: LoaderSession, loader: str) -> Step:
-        """Returns the step for the user's loop. With micro-batches the share is reported to the
-        session here, otherwise with the batch, which may determine its weight."""
+        """Returns the step for the user's loop. With micro-batches, this method reports this rank's
+        share to the session. Otherwise the share is reported with the batch, which may determine
+        its weight."""
         if self._in_micro_batches:
             weighed = self._weight_fn is not None
             weight = math.nan if weighed else float(sum(map(len, dealt.blocks)))
@@ -155,8 +157,8 @@ class Delivery:
         return Step(dealt, self._hand_out(dealt, session, loader))
 
     def peek(self) -> Any:
-        """Returns the batch that will probably follow the current one; None if there is none in
-        this epoch, or it is unknown."""
+        """Returns the batch that will probably follow the current batch. Returns None if the epoch
+        has no further batch, or the batch is unknown."""
         dealt = self._supply.current
         request = (
             self._supply.upcoming(dealt, self._at_hand)
@@ -177,7 +179,7 @@ class Delivery:
                 batch = self._fetcher.fetch(
                     request, functools.partial(self._supply.following, dealt, request)
                 )
-            except Exception:  # whatever it is: it is raised again
+            except Exception:  # of any kind: it is raised again
                 self.failed = True
                 raise
             weight = self._weight(batch, block)
@@ -208,7 +210,8 @@ class Delivery:
             session.finish_batches()
 
     def _warn_once(self, consequence: str, dealt: DealtStep, loader: str) -> None:
-        """Warns once about the consequence of a step with few samples for this rank."""
+        """Logs a warning about the consequence of a step with few samples for this rank, once per
+        consequence."""
         if consequence in self._warned:
             return
         self._warned.add(consequence)
@@ -263,16 +266,16 @@ sessions."""
 
 
 class Introduction:
-    """Makes one loader known to the sessions that it meets."""
+    """Registers one loader with each session that uses it."""
 
     def __init__(self, name: str) -> None:
-        """Creates the record of a session. `name`: empty for a training loader without a given
-        name."""
+        """Creates the record of the loader's session. `name`: name of the loader; empty for a
+        training loader without a given name."""
         self.name = name
         self._session: weakref.ref[LoaderSession] | None = None
 
     def session(self, source: StepSource) -> LoaderSession:
-        """Returns the session; registers `source`, the loader, with a new one."""
+        """Returns the current session. Registers the loader `source` if the session is new."""
         session = current_loader_session()
         if self.met is not session:
             if not self.name:
@@ -298,7 +301,7 @@ _NOTHING_LEFT = (
 
 
 class Iterations:
-    """The loops over one loader."""
+    """The user's loops over one loader: over epochs, steps and batches."""
 
     def __init__(
         self,
@@ -317,13 +320,13 @@ class Iterations:
         self._fetcher = fetcher
         self._stopped = False
         self._last_epoch = 0
-        """The last epoch of the loop that requests step boundaries."""
+        """Last epoch of the loop that requests step boundaries."""
         self._ended_within = False
         """True if the last iteration ended within its epoch, after the loop's last step."""
 
     @property
     def is_over(self) -> bool:
-        """True if the loop is over; see `StepSource`."""
+        """True if the loop has no further step. See `StepSource.is_over`."""
         return self._progress.is_past(self._last_epoch) or self._progress.has_all_steps
 
     def epochs(self, source: StepSource, n: int, max_steps: int | None) -> Iterator[int]:
@@ -394,7 +397,7 @@ class Iterations:
         return _NOTHING_LEFT.format(source.name) if nothing else None
 
     def acknowledge(self) -> None:
-        """Handles the end of the loop: see `Supply.acknowledge`."""
+        """Acknowledges finished batches at the end of the loop. Logs a warning if that fails."""
         session = self._introduction.met
         if session is None:
             return
@@ -409,8 +412,8 @@ class Iterations:
             )
 
     def _epoch_steps(self, source: StepSource, epoch: int, began: list[int]) -> Iterator[Step]:
-        """Yields the steps of an epoch. `began` receives the number of steps before this
-        iteration's first one, which a joiner learns at its step boundary."""
+        """Yields the steps of an epoch. `began`: list to which the number of steps before this
+        iteration's first step is appended. A joiner learns this number at its step boundary."""
         progress = self._progress
         if self._is_over(source, epoch, self._introduction.session(source)):
             self._note_end(epoch)
@@ -432,7 +435,7 @@ class Iterations:
             progress.take_part(epoch)
             try:
                 dealt = self._supply.take(placement, session, source.name)
-            except StopTraining:  # while it waited for a batch of its own
+            except StopTraining:  # while it waited for one of its batches
                 self._stopped = True
                 return
             if dealt is not None:
@@ -445,19 +448,20 @@ class Iterations:
             self._pass_over(source)
 
     def _note_end(self, epoch: int) -> None:
-        """Notes whether an iteration of `epoch` ends because the loop has all its steps."""
+        """Records whether an iteration of `epoch` ended because the loop has all its steps."""
         progress = self._progress
         self._ended_within = progress.has_all_steps and progress.cursor.epoch == epoch
 
     def _pass_over(self, source: StepSource) -> None:
-        """Ensures that `epochs()` does not yield an epoch that the run has left, since the rest of
-        it was not done yet."""
+        """Announces to the session that this iteration took no step, unless it belongs to
+        `epochs()`."""
         if self._progress.within is None:
             self._introduction.session(source).passed_over(source)
 
     def _is_over(self, source: StepSource, epoch: int, session: LoaderSession) -> bool:
-        """Returns whether this epoch is over here: the run has finished or left it, the loop has
-        taken all its steps, or this is a joiner whose peers are elsewhere."""
+        """Returns whether `epoch` is over on this rank: the run has finished or abandoned the
+        epoch, the loop has taken all its steps, or this rank is a joiner whose peers are in another
+        epoch."""
         return (
             self._progress.is_past(epoch)
             or self._progress.has_all_steps
@@ -465,7 +469,7 @@ class Iterations:
         )
 
     def _begin(self, source: StepSource, epoch: int, session: LoaderSession) -> Placement | None:
-        """Begins the next step and returns its placement; None when this rank should stop."""
+        """Begins the next step and returns its placement. Returns None if this rank should stop."""
         self._supply.drop()
         self._stopped = False
         self._last_epoch = epoch
@@ -485,13 +489,14 @@ class Iterations:
 
 
 _DROPS: Final = frozenset({"POP_TOP", "POP_ITER"})
-"""Instructions by which a `for` statement drops its iterator when `break` or `return` ends it."""
+"""Instructions by which a `for` statement drops its iterator when `break` or `return` ends the
+loop."""
 
 
 def _left_by_for() -> bool:
-    """Returns whether a `for` statement closes the calling generator at this moment, so that the
-    script has done nothing since the loop's body. An iterator of `next()` is closed when the script
-    lets go of it, perhaps long after."""
+    """Returns whether a `for` statement is closing the calling generator, so that the script has
+    done nothing since the loop's body. An iterator used with `next()` is closed when the script
+    drops it, perhaps much later."""
     frame = sys._getframe(1)
     while frame.f_back is not None and frame.f_code.co_flags & inspect.CO_GENERATOR:
         frame = frame.f_back

@@ -1,17 +1,17 @@
-"""The training loader that users make: its arguments, its place among the session's sources, and
-its ways to be iterated over.
+"""The training loader that users create: its arguments, its role as a source of the session's
+steps, and the ways to iterate over it.
 
-The parts that do the work, and who owns which state (all of it used by the thread of the user's
-training loop):
+The following modules do the work. The thread of the user's training loop uses all their state:
 
-- `cursor.py`        the cursor and the count of epochs
-- `step_batches.py`  the step that this rank was dealt, by `sampling.py`; or the leases
-- `iteration.py`     the loops that are under way; the name, and the session that knows it. It hands
-                     out a step's batches, which `fetch.py` makes
+- `cursor.py`: the cursor and the count of epochs.
+- `step_batches.py`: the step that this rank was dealt, by `sampling.py`; or the leases.
+- `iteration.py`: the running loops, and the loader's name and session. It passes a step's batches,
+  created by `fetch.py`, to the loop.
 
-The cursor moves only when the session says that a step is committed; what was handed out and not
-committed is dealt again. It decides nothing about membership and reduces nothing. None of its parts
-refers to it: when the script lets go of it, it is gone and its name free.
+The cursor moves only when the session reports that a step is committed. Batches that were passed to
+the loop but not committed are dealt again. The loader decides nothing about membership and reduces
+nothing. None of its parts refers to the loader, so that it is freed, and its name becomes
+available, when the script drops it.
 """
 
 from __future__ import annotations
@@ -60,12 +60,12 @@ from shoal_worker.state.digest import SAMPLES, identity_of
 
 
 class EvaluationBatches:
-    """Batches by number. Used by one thread at a time."""
+    """Numbered batches for evaluation. Used by one thread at a time."""
 
     def __init__(
         self, *, orders: EpochOrders, fetcher: Fetcher, size: int, seed: int, dealing: str
     ) -> None:
-        """Creates the batches. `dealing`: the values that determine the batches, the same on all
+        """Creates the batches. `dealing`: values that determine the batches; the same on all
         ranks."""
         self.dealing = dealing
         self._orders = orders
@@ -80,11 +80,12 @@ class EvaluationBatches:
         return math.ceil(self._length / self._size)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterates over all batches of an epoch, in order."""
+        """Iterates over all batches of the dataset, in order."""
         return (batch for _, batch in self.read(range(len(self))))
 
     def read(self, numbers: Iterable[int]) -> Iterator[tuple[int, Any]]:
-        """Yields (number, batch) for these numbers, in order. Data workers prepare them ahead."""
+        """Yields (number, batch) for the given numbers, in order. Data workers prepare the batches
+        ahead."""
         wanted = [(number, self._request(number)) for number in numbers]
         try:
             for place, (number, request) in enumerate(wanted):
@@ -117,11 +118,11 @@ class ElasticDataLoader:
     """Deals a dataset or a stream to the ranks of an elastic job: each sample exactly once per
     epoch, with a constant global batch.
 
-    There are three forms. With only `global_batch_size`, `for batch in loader` runs one step per
+    There are three forms. With `global_batch_size` alone, `for batch in loader` runs one step per
     iteration, and each rank gets its part of the global batch. With `micro_batch_size`, use `for
     step in loader.steps(): for batch in step`. With `batch_size` (async_sgd), whole batches are
-    leased first come, first served. `train=False` creates a loader for `evaluate`; iterated
-    directly, it yields every batch on this rank.
+    leased first come, first served. `train=False` creates a loader for `evaluate`; iterating over
+    that loader directly yields every batch on this rank.
     """
 
     def __init__(
@@ -145,37 +146,41 @@ class ElasticDataLoader:
     ) -> None:
         """
         Args:
-            dataset: has `__len__` and `__getitem__` (optionally `__getitems__`, which takes a list
-                of indices); or is a stream: an `IterableDataset`, which every rank reads
+            dataset: dataset with `__len__` and `__getitem__` (optionally `__getitems__`, which
+                takes a list of indices); or a stream: an `IterableDataset`, which every rank reads
                 completely, training on its own part, or a `ShardedStream` (docs/streams.md).
-            global_batch_size: samples in a step over all ranks, independent of their number.
-            micro_batch_size: samples in a micro-batch, which is then the unit dealt to ranks.
-            batch_size: samples in a leased batch (async_sgd). Exactly one of this and
-                `global_batch_size` is required.
-            seed: of the order, and of the random numbers that datasets, models and the loop draw
-                from the global generators of torch, NumPy and Python, which are seeded for each
-                batch; the same on every rank.
-            shuffle: use a new order each epoch instead of the dataset's. None: yes, except for a
-                stream, which has its own order; for a `ShardedStream` True shuffles the shards. No
-                effect with `sampler` or `train=False`.
-            drop_last: leave out the last step of an epoch if it is incomplete.
-            sampler: draws each epoch's indices instead, once per epoch; must draw the same on every
-                rank. To ensure this, its `set_epoch` is called, and the random generators that it
-                holds and the global ones are seeded. Ranks that drew different indices are stopped
-                in the epoch's first step (RANKS_DIVERGED).
-            collate_fn: combines a list of samples into a batch; None: torch's `default_collate`.
+            global_batch_size: number of samples in a step over all ranks, independent of the number
+                of ranks.
+            micro_batch_size: number of samples in a micro-batch. Whole micro-batches are then dealt
+                to ranks.
+            batch_size: number of samples in a leased batch (async_sgd). Exactly one of `batch_size`
+                and `global_batch_size` is required.
+            seed: seed of the order, and of the random numbers that datasets, models and the loop
+                draw from the global generators of torch, NumPy and Python, which are seeded for
+                each batch; the same on every rank.
+            shuffle: True to use a new order in each epoch instead of the dataset's order. None:
+                True, except for a stream, which has its own order. For a `ShardedStream`, True
+                shuffles the shards. No effect with `sampler` or `train=False`.
+            drop_last: True to leave out the last step of an epoch if it is incomplete.
+            sampler: sampler that draws each epoch's indices instead, once per epoch; it must draw
+                the same indices on every rank. To ensure this, the loader calls the sampler's
+                `set_epoch`, and seeds the sampler's own random generators and the global ones.
+                Ranks that drew different indices are stopped in the epoch's first step
+                (RANKS_DIVERGED).
+            collate_fn: function that combines a list of samples into a batch; None: torch's
+                `default_collate`.
             num_workers: number of processes that fetch ahead; 0: fetch in the loop. For a
-                `ShardedStream` they read this rank's shards ahead, and for another stream a single
-                one may; batches are assembled in the loop.
-            pin_memory: put batches in page-locked memory, if there is an accelerator.
-            weight_fn: a batch's weight in the mean over the step, instead of its number of samples
-                (for example the number of unmasked tokens).
-            name: distinguishes several loaders in checkpoints; the same on every rank and after a
-                restart. None: by order of construction.
-            look_ahead: with `batch_size`, hold one additional leased batch, so that `peek` knows
-                the next one.
-            train: False for evaluation: takes no part in steps. Batches have `micro_batch_size`
-                samples or, without it, the other size.
+                `ShardedStream` these processes read this rank's shards ahead; for another stream
+                only one process is allowed. Batches of streams are assembled in the loop.
+            pin_memory: True to put batches in page-locked memory, if there is an accelerator.
+            weight_fn: function that returns a batch's weight in the mean over the step, instead of
+                the batch's number of samples (for example the number of unmasked tokens).
+            name: name that distinguishes several loaders in checkpoints; the same on every rank and
+                after a restart. None: loaders are named in order of construction.
+            look_ahead: with `batch_size`, True to lease one additional batch, so that `peek` knows
+                the next batch.
+            train: False for an evaluation loader, which takes no part in steps. Its batches have
+                `micro_batch_size` samples or, without that argument, as many as the other size.
 
         Raises:
             ConfigurationError: invalid arguments, or a dataset that cannot be dealt.
@@ -214,7 +219,7 @@ class ElasticDataLoader:
         self._evaluation: EvaluationBatches | StreamedEvaluation | None = None
         self._record = _sample_record() if train else None
         collate = collate_fn or default_collate
-        # Training seeds the random numbers for each batch, so the fetcher need not put them back.
+        # Training seeds the random numbers for each batch, so the fetcher need not restore them.
         workers: dict[str, Any] = {
             "num_workers": num_workers,
             "pin_memory": pin_memory,
@@ -236,7 +241,7 @@ class ElasticDataLoader:
                 )
             else:
                 supply = PositionSupply(dataset, self._progress, **sizes)
-            supply.plan(0)  # refuses sizes that do not fit each other
+            supply.plan(0)  # raises if the sizes do not fit each other
             self._supply = supply
             # Data workers read the items; the batches are assembled here.
             fetcher = Fetcher(supply.items, collate_fn=collate, **{**workers, "num_workers": 0})
@@ -304,17 +309,18 @@ class ElasticDataLoader:
         """Creates a loader from a torch DataLoader with the same dataset, sampler or shuffling,
         batches, `collate_fn`, `num_workers`, `pin_memory` and `drop_last`.
 
-        The order differs from the one that torch's generator would draw. `prefetch_factor`,
+        The order differs from the order that torch's generator would draw. `prefetch_factor`,
         `persistent_workers`, `timeout` and `multiprocessing_context` have no effect.
 
         Args:
             loader: the DataLoader of a script for one process.
-            global_batch_size: samples in a step over all ranks; None: the loader's `batch_size`.
-            micro_batch_size: see `ElasticDataLoader`, also for the following arguments.
-            seed: of the order.
-            weight_fn: weight of a batch.
-            name: distinguishes several loaders.
-            train: False for evaluation.
+            global_batch_size: number of samples in a step over all ranks; None: the loader's
+                `batch_size`.
+            micro_batch_size: argument of `ElasticDataLoader`, like the following ones.
+            seed: seed of the order.
+            weight_fn: function that returns the weight of a batch.
+            name: name that distinguishes several loaders.
+            train: False for an evaluation loader.
 
         Raises:
             ConfigurationError: the loader has a batch_sampler, a DistributedSampler or a
@@ -347,12 +353,12 @@ class ElasticDataLoader:
 
     @property
     def epoch(self) -> int:
-        """Epoch of the cursor."""
+        """Epoch of the cursor, 0-based."""
         return self._progress.cursor.epoch
 
     @property
     def step(self) -> int:
-        """Number of committed steps of that epoch."""
+        """Number of committed steps in the cursor's epoch."""
         return self._progress.cursor.step
 
     @property
@@ -414,19 +420,20 @@ class ElasticDataLoader:
     @property
     def global_step(self) -> int:
         """Number of steps committed so far, over all epochs. Use this count for actions every k
-        steps, since it is the same on all ranks, including those that joined. In the leased form,
-        the steps of this rank."""
+        steps, since it is the same on all ranks, including ranks that joined later. In the leased
+        form, counts the steps of this rank."""
         return self._progress.cursor.global_step
 
     @property
     def plan(self) -> EpochPlan:
-        """Division of the cursor's epoch into steps; for a stream with unknown end, as if it were
-        infinite."""
+        """Division of the cursor's epoch into steps. For a stream with unknown end, describes an
+        infinite epoch."""
         return self._supply.plan(self._progress.cursor.epoch)
 
     def __len__(self) -> int:
-        """Returns the number of steps in a whole epoch, independent of the number of ranks; batches
-        in the leased form (over all ranks) and for evaluation.
+        """Returns the number of steps in a whole epoch, independent of the number of ranks. In the
+        leased form, returns the number of batches over all ranks; for evaluation, the number of
+        batches.
 
         Raises:
             TypeError: the loader reads a stream, which has no known length.
@@ -445,22 +452,22 @@ class ElasticDataLoader:
     # ------------------------------------------------------------------------ for the training loop
 
     def epochs(self, n: int | None = None, *, max_steps: int | None = None) -> Iterator[int]:
-        """Yields the epochs from the run's position (after a resume, or in a joiner) up to `n`,
-        or until the run has committed `max_steps` steps: `for epoch in loader.epochs(90)`, or
-        `for epoch in loader.epochs(max_steps=10_000)`.
+        """Yields the epochs from the run's position (after a resume, or in a joiner) up to `n`, or
+        until the run has committed `max_steps` steps: `for epoch in loader.epochs(90)`, or `for
+        epoch in loader.epochs(max_steps=10_000)`.
 
         Ends early when the job is stopped.
 
         Args:
             n: number of epochs. None: no limit.
-            max_steps: value of `global_step` with which the loop ends, possibly within an epoch,
-                in which a resumed run with a larger value continues. Steps before a resume count;
-                lost steps do not. In the leased form, number of batches over all ranks. With both
-                arguments, whichever comes first.
+            max_steps: value of `global_step` at which the loop ends, possibly within an epoch. A
+                resumed run with a larger value continues in that epoch. Steps before a resume
+                count; lost steps do not. In the leased form, number of batches over all ranks. With
+                both arguments, the loop ends at the first limit that is reached.
 
         Raises:
-            ConfigurationError: neither argument is given, or one is not a whole number; or it is an
-                evaluation loader.
+            ConfigurationError: neither argument is given, an argument is not a whole number, or
+                this is an evaluation loader.
         """
         self._refuse_evaluation("epochs()")
         if n is None and max_steps is None:
@@ -473,12 +480,12 @@ class ElasticDataLoader:
         return self._iterations.epochs(self, sys.maxsize if n is None else n, max_steps)
 
     def __iter__(self) -> Iterator[Any]:
-        """Iterates over this rank's batches, one per step; for an evaluation loader, over every
+        """Iterates over this rank's batches, one per step. An evaluation loader iterates over every
         batch.
 
-        A loop may begin within an epoch (after a resume, in a joiner), and receives the batch of a
-        lost step again, newly dealt. `enumerate` therefore counts this process's iterations, not
-        the run's steps; use `global_step` for those.
+        A loop may begin within an epoch (after a resume, in a joiner). After a lost step, the loop
+        receives its samples again, newly dealt. `enumerate` therefore counts this process's
+        iterations, not the run's steps; use `global_step` to count steps.
 
         Raises:
             ConfigurationError: the loader has micro-batches; iterate `steps()`.
@@ -494,32 +501,33 @@ class ElasticDataLoader:
         return self._iterations.batches(self)
 
     def steps(self) -> Iterator[Step]:
-        """Yields one `Step` per global batch; iterate each for this rank's batches of it."""
+        """Yields one `Step` per global batch. Iterate over each step for this rank's batches."""
         self._refuse_evaluation("steps()")
         return self._iterations.steps(self)
 
     @property
     def batch_weight(self) -> float:
-        """Weight, in the mean over its step, of the batch that was handed out last: its number of
-        samples, or the result of `weight_fn`.
+        """Weight of the last batch that this rank received in the mean over the batch's step: its
+        number of samples, or the result of `weight_fn`.
 
-        0 for a stand-in: in a step with fewer samples than ranks, a rank without samples gets a
-        copy of another's. Sums over batches therefore multiply by this, `total += loss.detach() *
-        loader.batch_weight`, and not by the length of the batch.
+        The weight is 0 for a stand-in: in a step with fewer samples than ranks, a rank without
+        samples gets a copy of another rank's samples. Therefore multiply by this weight in sums
+        over batches, `total += loss.detach() * loader.batch_weight`, and not by the length of the
+        batch.
         """
         self._refuse_evaluation("batch_weight")
         return self._delivery.batch_weight
 
     def peek(self) -> Any:
         """Returns the batch that this rank will probably get next, to prepare for it (for example
-        with `table.prefetch(...)`). Call it inside the loop. None if there is none in this epoch,
-        or it is not known, as with `batch_size` without `look_ahead` or data workers. The batch is
-        created once in this process; data workers create it again."""
+        with `table.prefetch(...)`). Call it inside the loop. Returns None if the epoch has no
+        further batch, or the next batch is not known, as with `batch_size` without `look_ahead` or
+        data workers. The batch is created once in this process; data workers create it again."""
         self._refuse_evaluation("peek()")
         return self._delivery.peek()
 
     def evaluation_batches(self) -> EvaluationBatches | StreamedEvaluation:
-        """Returns the numbered batches of an evaluation loader, for `evaluate` to deal to the
+        """Returns the numbered batches of an evaluation loader, which `evaluate` deals to the
         ranks.
 
         Raises:
@@ -568,8 +576,8 @@ class ElasticDataLoader:
         return dealt.handed_out if placement.leads_replica else 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the cursor after the last commit, in samples, and the values on which its meaning
-        depends. JSON-able."""
+        """Returns the cursor after the last commit, in samples, and the values that determine its
+        meaning. JSON-able."""
         return self.cursor_reader()()
 
     def cursor_reader(self) -> Callable[[], dict[str, Any]]:
@@ -580,9 +588,9 @@ class ElasticDataLoader:
         """Loads a cursor from a checkpoint or a peer. The global batch size may differ.
 
         Raises:
-            CorruptDataError: this is not a loader's state, or it is from a newer release.
-            ConfigurationError: the cursor is within an epoch that has another order here, so
-                samples would be lost or seen twice.
+            CorruptDataError: `state` is not a loader's state, or is from a newer release.
+            ConfigurationError: the cursor is within an epoch whose order differs here, so samples
+                would be lost or seen twice.
         """
         checked = self._progress.checked(state, loader=self.name, leased=self.leased)
         self._supply.load(state, loader=self.name)
@@ -602,7 +610,7 @@ def _read_cursor(progress: LoaderProgress, supply: Supply) -> dict[str, Any]:
 
 
 def _sample_record() -> SampleRecord | None:
-    """Returns the record of samples that this process was configured to write, if any."""
+    """Returns the sample record that this process is configured to write, or None."""
     settings = WorkerSettings.load()
     return (
         SampleRecord(settings.record_dir, settings.member_id)
@@ -672,7 +680,7 @@ def check_sizes(
 def check_rest(
     *, seed: int, num_workers: int, name: str | None, drop_last: bool, train: bool
 ) -> None:
-    """Raises ConfigurationError for invalid arguments that are independent of others."""
+    """Raises ConfigurationError for an invalid argument that can be checked alone."""
     if type(seed) is not int:
         raise ConfigurationError(f"seed={seed!r}: expected a whole number, the same on every rank")
     if type(num_workers) is not int or num_workers < 0:

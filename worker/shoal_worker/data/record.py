@@ -1,25 +1,25 @@
-"""A record of every sample that was handed out and every step that was committed, and the audit
-that reads it.
+"""A record of every sample that was passed to a training loop and every step that was committed,
+and the audit that reads the record.
 
-It is evidence, written beside the training and never read by it: one file of JSON lines per member,
-`<member_id>.jsonl`. Each line is one write to a file opened with O_APPEND, so lines already written
-outlive a SIGKILL; a last line may be torn, which the audit tolerates.
+The record is evidence: training writes the record and never reads it. There is one file of JSON
+lines per member, `<member_id>.jsonl`. Each line is one write to a file opened with O_APPEND, so
+lines already written survive a SIGKILL. A last line may be incomplete, which the audit tolerates.
 
     {"kind": "dealt", "loader", "generation", "epoch", "step", "rank", "index", "begin", "first",
      "samples": [...], "expected", "dataset", "drawn"}
-        written when a batch is handed out
+        written when a batch is passed to the loop
     {"kind": "committed", "loader", "generation", "epoch", "step", "begin"}
-        synchronous: the step counts on this rank
+        synchronous: this rank has committed the step
     {"kind": "finished", "loader", "generation", "epoch", "step", "known"}
         leased: this member's push of batch `step` is acknowledged; known: the servers had it from
         another member already
 
 `samples` are the dataset indices fetched, at positions `first`, `first` + 1, ... of the epoch's
-order; empty for a stand-in batch. `begin` is the position where the step begins, `index` the
-micro-batch (or the rank), `expected` how many samples a whole epoch deals, `dataset` the dataset's
-length, and `drawn` says that a sampler made the order. Of a stream `samples` are positions, or
-(shard << 32) + the place in the shard, `dataset` is -1, and `expected` grows until its end is
-known.
+order; empty for a stand-in batch. `begin` is the position where the step begins, and `index` is the
+micro-batch (or the rank). `expected` is the number of samples in a whole epoch, and `dataset` is
+the dataset's length. `drawn` is true if a sampler determined the order. For a stream, `samples` are
+positions, or (shard << 32) + the index in the shard; `dataset` is -1, and `expected` grows until
+the stream's end is known.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from shoal_common.errors import ConfigurationError, CorruptDataError
 
 
 class SampleRecord:
-    """One member's file, append-only. Safe to use from several threads."""
+    """One member's record file, append-only. Safe to use from several threads."""
 
     def __init__(self, directory: Path, member_id: str) -> None:
         directory.mkdir(parents=True, exist_ok=True)
@@ -47,7 +47,7 @@ class SampleRecord:
         )
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Appends one line."""
+        """Appends one line to the file."""
         line = json.dumps({"kind": kind, **fields}, separators=(",", ":")).encode() + b"\n"
         if os.write(self._file, line) != len(line):
             raise OSError("the sample record's disk is full: a line was written only partly")
@@ -68,28 +68,28 @@ class EpochAudit:
     once: int
     """Number of samples that count exactly once."""
     lost: int
-    """Number of samples that count nowhere: dropped by a fault, or not reached before the run
+    """Number of samples that never count: dropped by a fault, or not reached before the run
     ended."""
     repeated: int
     """Number of samples that count more than once."""
     lost_samples: tuple[int, ...]
-    """The lost samples, if they can be named (not with `drop_last`, which leaves out some
-    deliberately)."""
+    """The lost samples, if they can be identified. With `drop_last` they cannot, since it leaves
+    out some samples deliberately."""
     repeated_samples: tuple[int, ...]
 
     @property
     def exactly_once(self) -> bool:
-        """True if the epoch is complete and every sample counts once."""
+        """True if the epoch is complete and every sample counts exactly once."""
         return self.lost == 0 and self.repeated == 0
 
 
 @dataclass(frozen=True, kw_only=True)
 class Audit:
     """The audit of a directory of records. Samples are dataset indices, or positions if a sampler
-    drew the order."""
+    determined the order."""
 
     epochs: tuple[EpochAudit, ...]
-    """Audits by loader, then epoch; only epochs from which something was handed out."""
+    """Audits by loader, then epoch; only epochs from which a loop received a batch."""
 
     @property
     def once(self) -> int:
@@ -98,7 +98,7 @@ class Audit:
 
     @property
     def lost(self) -> int:
-        """Samples lost, over all epochs."""
+        """Number of samples lost, over all epochs."""
         return sum(epoch.lost for epoch in self.epochs)
 
     @property
@@ -108,18 +108,19 @@ class Audit:
 
     @property
     def exactly_once(self) -> bool:
-        """True if every epoch that was begun is complete, and every sample in it counts once."""
+        """True if every started epoch is complete and every sample in it counts exactly once."""
         return all(epoch.exactly_once for epoch in self.epochs)
 
 
 def audit(directory: Path) -> Audit:
     """Reads all records of one job in `directory`.
 
-    A step counts if a rank committed it and no later generation restarted before it: the first
-    position that a generation commits invalidates everything that lower generations committed from
-    there on. Its samples are those handed to all members for it in that generation. A leased batch
-    counts once for each member that finished it and was the first to push it; once if every member
-    was told that it was not the first, because the first one died with its push.
+    A step counts if a rank committed it and no later generation restarted before it. The first
+    position that a generation commits invalidates everything that earlier generations committed
+    from that position on. The samples of a step are those passed to all members for the step in
+    that generation. A leased batch counts once for each member that finished it and was the first
+    to push it. If no such member exists because the first member died after its push, the batch
+    counts once.
 
     Raises:
         ConfigurationError: `directory` does not exist.
@@ -180,7 +181,7 @@ def _read(file: Path) -> Iterator[dict[str, Any]]:
 
 
 class _Lines:
-    """The lines of one loader, of all members."""
+    """The lines of one loader, from all members."""
 
     def __init__(self) -> None:
         # A step lost and dealt again within one generation overwrites: the last hand-out is the one

@@ -32,11 +32,11 @@ Order = range | npt.NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Adjacent positions that one rank processes at once: a micro-batch, or its part of a plain
-    step."""
+    """Adjacent positions that one rank processes at once: a micro-batch, or the rank's part of a
+    plain step."""
 
     index: int
-    """0-based index within the step; the rank in a plain step."""
+    """Index within the step, 0-based; the rank in a plain step."""
     positions: range
 
     def __len__(self) -> int:
@@ -48,13 +48,13 @@ class EpochPlan:
     """Division of an epoch's positions into steps and blocks."""
 
     length: int
-    """Samples in the epoch."""
+    """Number of samples in the epoch."""
     global_batch_size: int
-    """Samples in a step."""
+    """Number of samples in a step."""
     micro_batch_size: int | None = None
-    """Samples in a micro-batch; None: a step is one plain batch per rank."""
+    """Number of samples in a micro-batch; None: a step is one plain batch per rank."""
     drop_last: bool = False
-    """True if a last step of fewer than `global_batch_size` samples is left out."""
+    """True to leave out a last step of fewer than `global_batch_size` samples."""
 
     def __post_init__(self) -> None:
         if self.global_batch_size < 1:
@@ -78,12 +78,13 @@ class EpochPlan:
 
     @property
     def counted(self) -> int:
-        """Number of samples in a whole epoch: `length` minus those left out by `drop_last`."""
+        """Number of samples in a whole epoch: `length` minus the samples left out by
+        `drop_last`."""
         return min(self.length, len(self) * self.global_batch_size)
 
     def step(self, cursor: int) -> range:
-        """Returns the positions of the step that begins at `cursor`; empty if the epoch has none
-        left."""
+        """Returns the positions of the step that begins at `cursor`; empty if the epoch has no
+        further step."""
         stop = min(cursor + self.global_batch_size, self.length)
         if self.drop_last and stop - cursor < self.global_batch_size:
             return range(cursor, cursor)
@@ -92,11 +93,11 @@ class EpochPlan:
     def deal(self, step: range, rank: int, world_size: int, least: int = 1) -> tuple[Block, ...]:
         """Returns the blocks of `rank` among `world_size` in a step.
 
-        Plain: one contiguous part, possibly empty; parts differ by at most one sample. In an
-        incomplete step each part has at least `least` samples or none, if whole steps have that
-        many for every rank; the highest ranks then get none. With micro-batches: a contiguous run
-        of whole micro-batches, possibly none; runs differ by at most one. Lower ranks get the
-        larger parts.
+        In a plain step each rank gets one contiguous part, possibly empty, and parts differ by at
+        most one sample. If the step is incomplete, each part has at least `least` samples or none,
+        provided that whole steps have that many for every rank; the highest ranks then get none.
+        With micro-batches each rank gets a contiguous run of whole micro-batches, possibly none,
+        and runs differ by at most one. Lower ranks get the larger parts.
         """
         if not 0 <= rank < world_size:
             raise ConfigurationError(
@@ -117,8 +118,8 @@ class EpochPlan:
 
 
 def part_of(items: int, rank: int, world_size: int) -> slice:
-    """Returns part `rank` of `items` split into `world_size` contiguous parts, the first `items %
-    world_size` of which have one more."""
+    """Returns part `rank` of `items` split into `world_size` contiguous parts. The first `items %
+    world_size` parts have one item more than the others."""
     each, more = divmod(items, world_size)
     start = rank * each + min(rank, more)
     return slice(start, start + each + (rank < more))
@@ -138,9 +139,9 @@ def part_of(items: int, rank: int, world_size: int) -> slice:
 def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
     """Returns the order of an epoch: `length` dataset indices.
 
-    The order is fully determined by its arguments: the indices sorted (stably) by the raw 64-bit
-    outputs of Philox4x64-10 with key (seed, epoch) and counter 0. It uses raw outputs because NumPy
-    keeps those stable over releases, unlike `Generator.permutation`. `seed` is taken modulo 2^64.
+    The arguments determine the order completely: the indices are sorted (stably) by the raw 64-bit
+    outputs of Philox4x64-10 with key (seed, epoch) and counter 0. NumPy keeps raw outputs stable
+    over releases, unlike `Generator.permutation`. `seed` is taken modulo 2^64.
     """
     if not shuffle:
         return range(length)
@@ -151,7 +152,7 @@ def permutation(seed: int, epoch: int, length: int, shuffle: bool) -> Order:
 
 
 class EpochOrders:
-    """Keeps the order of the epoch asked for last."""
+    """Orders of the samples of each epoch. Keeps the most recently requested order."""
 
     def __init__(
         self,
@@ -162,7 +163,7 @@ class EpochOrders:
         shuffle: bool,
         sampler: Iterable[int] | None,
     ) -> None:
-        """Creates the orders. `identity`: of the dataset whose indices are ordered."""
+        """Creates the orders. `identity`: identity of the dataset whose indices are ordered."""
         if isinstance(sampler, DistributedSampler):
             raise ConfigurationError(
                 "sampler=DistributedSampler(...): the loader already deals samples to the ranks; "
@@ -182,23 +183,26 @@ class EpochOrders:
 
     @property
     def arguments(self) -> dict[str, Any]:
-        """The values that, with the epoch, determine an order that is not drawn. JSON-able."""
+        """Values that, together with the epoch, determine an order that no sampler draws.
+        JSON-able."""
         return {"seed": self._seed, "shuffle": self._shuffle, "length": self.dataset_length}
 
     @property
     def drawn(self) -> bool:
-        """True if a sampler determines the order, so that indices may occur twice or not at all."""
+        """True if a sampler determines the order, so that indices may occur several times or not at
+        all."""
         return self._sampler is not None
 
     def length(self, epoch: int) -> int:
-        """Returns the number of samples in an epoch; draws it if the sampler has no length."""
+        """Returns the number of samples in an epoch. Draws the order if the sampler has no
+        length."""
         if self._sampler is None:
             return self.dataset_length
         length = getattr(self._sampler, "__len__", None)
         return length() if length is not None else len(self.order(epoch))
 
     def order(self, epoch: int) -> Order:
-        """Returns the dataset index at each position.
+        """Returns the dataset index at each position of an epoch.
 
         Raises:
             ConfigurationError: the sampler draws something other than indices of the dataset.
@@ -217,8 +221,8 @@ class EpochOrders:
         return list(part) if isinstance(part, range) else part.tolist()
 
     def digest(self, epoch: int) -> str | None:
-        """Returns the digest of a drawn order; None if the order follows from the loader's
-        arguments."""
+        """Returns the digest of an order drawn by a sampler. Returns None if the order follows from
+        the loader's arguments."""
         if self._sampler is None:
             return None
         return xxhash.xxh3_64_hexdigest(np.ascontiguousarray(self.order(epoch)).data)
@@ -250,8 +254,8 @@ class EpochOrders:
 
 
 def _generators_of(sampler: object) -> Iterator[object]:
-    """Returns the random generators held by a sampler and by samplers within it; `generator`, the
-    name in torch's samplers, first."""
+    """Yields the random generators of a sampler and of the samplers within it. The attribute
+    `generator`, the name in torch's samplers, comes first."""
     held = {"generator": getattr(sampler, "generator", None), **getattr(sampler, "__dict__", {})}
     for each in held.values():
         if isinstance(

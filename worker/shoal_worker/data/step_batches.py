@@ -1,11 +1,11 @@
-"""Sources of a loader's next step: dealt to the rank by its position in the world, or leased first
-come, first served.
+"""Sources of a loader's next step: a step is dealt to the rank by its position in the world, or
+leased first come, first served.
 
-Owns the step that this rank was dealt and that is not committed yet, and the leases: batches that
-this member took first come, first served, in the order of leasing, and that end when they are
-finished, or returned because the loop is left. Moves the cursor of the `LoaderProgress` when a step
-commits, or when an epoch turns out to have no step left. Fetches nothing. Used by the training
-thread only.
+This module owns the step that this rank was dealt and that is not committed yet, and the leases. A
+lease is a batch that this member took first come, first served; it ends when the batch is finished,
+or returned because the loop is left. The module moves the cursor of the `LoaderProgress` when a
+step commits, or when an epoch turns out to have no further step. It fetches nothing. Used by the
+training thread only.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class DealtStep:
     blocks: tuple[Block, ...]
     """This rank's blocks of samples."""
     most_blocks: int = 1
-    """Largest number of blocks of any rank."""
+    """Largest number of blocks that any rank has in the step."""
     handed_out: int = 0
-    """Number of this rank's samples that were handed to the user's loop."""
+    """Number of this rank's samples that the user's loop has received."""
 
 
 def dealt_by(plan: EpochPlan, positions: range, cursor: Cursor, placement: Placement) -> DealtStep:
-    """Returns the part of `placement`'s rank in the step of `positions`, which begins at
+    """Returns the part of the rank of `placement` in the step of `positions`, which begins at
     `cursor`."""
     return DealtStep(
         placement=placement,
@@ -67,8 +67,9 @@ def dealt_by(plan: EpochPlan, positions: range, cursor: Cursor, placement: Place
 
 
 class Step:
-    """One global batch, from `ElasticDataLoader.steps()`. Iterate it once: it yields this rank's
-    micro-batches, possibly none; without `micro_batch_size`, the single batch of this rank."""
+    """One global batch, from `ElasticDataLoader.steps()`. Iterate over it once: it yields this
+    rank's micro-batches, possibly none. Without `micro_batch_size`, it yields the single batch of
+    this rank."""
 
     def __init__(self, dealt: DealtStep, batches: Iterator[Any]) -> None:
         self.epoch = dealt.epoch
@@ -83,7 +84,8 @@ class Step:
         return self._length
 
     def __iter__(self) -> Iterator[Any]:
-        """Raises PreconditionError when called a second time: the samples would count twice."""
+        """Iterates over this rank's batches. Raises PreconditionError when called a second time,
+        since samples would count twice."""
         if self._batches is None:
             raise PreconditionError(
                 f"step {self.number} of epoch {self.epoch} was already iterated; a step yields "
@@ -94,7 +96,8 @@ class Step:
 
 
 class Dealer:
-    """Joins the orders (which samples) with the plan (which positions)."""
+    """Deals steps: combines the orders, which determine the samples, with the plan, which
+    determines the positions."""
 
     def __init__(
         self,
@@ -105,8 +108,8 @@ class Dealer:
         drop_last: bool,
         seed: int,
     ) -> None:
-        """Creates a dealer. `batch_size`: samples in a step over all ranks or, for leased batches,
-        in one batch."""
+        """Creates a dealer. `batch_size`: number of samples in a step over all ranks or, for leased
+        batches, in one batch."""
         self._orders = orders
         self._batch_size = batch_size
         self._micro_batch_size = micro_batch_size
@@ -115,17 +118,18 @@ class Dealer:
         self._made: EpochPlan | None = None
 
     def drawn(self, epoch: int) -> str | None:
-        """Returns the digest of the order that a sampler drew for `epoch`; None without a
+        """Returns the digest of the order that a sampler drew for `epoch`; None if there is no
         sampler."""
         return self._orders.digest(epoch)
 
     def announced_plan(self, epoch: int) -> EpochPlan:
-        """Returns the plan of `epoch` from the sampler's announced length, without drawing it."""
+        """Returns the plan of `epoch` from the sampler's announced length, without drawing the
+        order."""
         return self._plan(self._orders.length(epoch))
 
     def plan(self, epoch: int) -> EpochPlan:
-        """Returns the plan of `epoch` from its order: a sampler may draw fewer indices than its
-        length."""
+        """Returns the plan of `epoch` from the order itself: a sampler may draw fewer indices than
+        its length."""
         return self._plan(len(self._orders.order(epoch)))
 
     def deal(self, cursor: Cursor, placement: Placement) -> DealtStep | None:
@@ -146,8 +150,8 @@ class Dealer:
         )
 
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """Returns the request for a block's batch. A rank without samples in the step gets the
-        step's first ones, since it must take part in collectives."""
+        """Returns the request for a block's batch. If the rank has no samples in the step, requests
+        the step's first samples, since the rank must take part in collectives."""
         positions = block.positions or dealt.positions[: dealt.placement.least_samples]
         indices = tuple(self._orders.indices(dealt.epoch, positions))
         return Request(
@@ -171,8 +175,8 @@ class Dealer:
         return itertools.dropwhile(lambda planned: planned != request, self._planned(dealt))
 
     def following_leases(self, dealt: DealtStep, numbers: Iterable[int]) -> Iterator[Request]:
-        """Returns the requests for the batches of `numbers`. Like `numbers`, the iterator may
-        continue after it was exhausted."""
+        """Returns the requests for the batches of `numbers`. Like the iterator `numbers`, the
+        result may continue after it was exhausted."""
 
         def whole(number: int) -> Request:
             step = self.leased(dealt.epoch, number, dealt.placement)
@@ -200,7 +204,7 @@ class Dealer:
         return self._made
 
 
-# ------------------------------------------------------------------- where the next step comes from
+# ------------------------------------------------------------------------- sources of the next step
 
 _SHORTEST_RETRY_S = 0.01
 
@@ -209,11 +213,11 @@ class LeasedBatches:
     """Leased batches of one epoch. Used by one thread."""
 
     def __init__(self, *, loader: str, epoch: int, batches_in_epoch: int, ahead: int) -> None:
-        """Creates the leases. `ahead`: number of leases to hold at once, to keep data workers
+        """Creates the leases. `ahead`: number of leases to keep at once, so that data workers stay
         busy."""
         self.epoch = epoch
         self.done = False
-        """True if every batch of the epoch is finished, here or elsewhere."""
+        """True if every batch of the epoch is finished, on this member or another."""
         self._loader = loader
         self._batches_in_epoch = batches_in_epoch
         self._ahead = ahead
@@ -223,9 +227,10 @@ class LeasedBatches:
         self._finished: list[int] = []
 
     def take(self, session: LoaderSession) -> int | None:
-        """Returns the next batch to train on: the one handed out last, if it was not finished. None
-        if none is available: the epoch is `done`, or all remaining batches are leased elsewhere
-        (after waiting for the interval requested by the coordinator)."""
+        """Returns the next batch to train on: the last returned batch, if it was not finished.
+        Returns None if no batch is available: either the epoch is `done`, or all remaining batches
+        are leased by other members. In the latter case, first waits for the interval requested by
+        the coordinator."""
         if self._current is not None:
             return self._current
         want = self._ahead - len(self._held)
@@ -247,19 +252,19 @@ class LeasedBatches:
 
     @property
     def held(self) -> tuple[int, ...]:
-        """Leased batches after the one taken last, in order."""
+        """Leased batches after the last returned one, in order."""
         return tuple(self._held)
 
     def coming(self) -> Iterator[int]:
-        """Yields the batch taken last, then those held in order, then those leased later: it may
-        continue after it was exhausted."""
+        """Yields the last returned batch, then the other leased batches in order, then batches
+        leased later. The iterator may continue after it was exhausted."""
         self._announced = deque(self._held)
         if self._current is not None:
             self._announced.appendleft(self._current)
         return _Drain(self._announced)
 
     def finish(self) -> None:
-        """Marks the batch taken last as finished; the coordinator is notified with the next
+        """Marks the last returned batch as finished. The coordinator is notified with the next
         lease."""
         assert self._current is not None
         self._finished.append(self._current)
@@ -267,14 +272,14 @@ class LeasedBatches:
 
     def acknowledge(self, session: LoaderSession) -> None:
         """Reports finished batches to the coordinator when the loop is left, since there may be no
-        further lease, and returns all others, except one that is handed out and may still be
-        finished, unless it is within a round of inner steps."""
+        further lease. Returns all other batches, except for the current batch, which may still be
+        finished; within a round of inner steps that batch is returned too."""
         session.wait_for_others(None)
         try:
             if self._lease(session, 0).took_back_at_hand:
                 self._current = None
         finally:
-            self._held.clear()  # whether it has heard of it or not
+            self._held.clear()  # whether or not the coordinator was notified
 
     def _lease(self, session: LoaderSession, want: int) -> Leases:
         answer = session.lease_batches(
@@ -285,14 +290,14 @@ class LeasedBatches:
             want=want,
             at_hand=self._current,
         )
-        self._finished.clear()  # only now: acknowledging twice is harmless, losing it is not
+        self._finished.clear()  # only now: repeating it is harmless, losing it is not
         self._held += answer.batches
         self._announced += answer.batches
         return answer
 
 
 class _Drain:
-    """Takes items off a deque; raises StopIteration while it is empty."""
+    """Iterator that removes items from a deque. Raises StopIteration while the deque is empty."""
 
     def __init__(self, items: deque[int]) -> None:
         self._items = items
@@ -307,28 +312,29 @@ class _Drain:
 
 
 class Supply(abc.ABC):
-    """Deals one step after the other; the same one again until it is committed."""
+    """Deals one step after another. Repeats a step until it is committed."""
 
     leased: ClassVar[bool] = False
 
     def __init__(self, progress: LoaderProgress) -> None:
         self.current: DealtStep | None = None
-        """The step that was dealt and neither committed nor dropped."""
+        """The step that was dealt and has been neither committed nor dropped."""
         self._progress = progress
 
     @abc.abstractmethod
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
-        """Takes the next step, which becomes the current one; None if there is none now, or the
-        epoch is over."""
+        """Makes the next step the current step and returns it. Returns None if no step is available
+        now, or the epoch is over."""
 
     @abc.abstractmethod
     def request(self, dealt: DealtStep, block: Block) -> Request:
-        """Returns the request for the batch of `block` in `dealt`. A block without samples stands
-        for a stand-in."""
+        """Returns the request for the batch of `block` in the step `dealt`. For a block without
+        samples, requests a stand-in."""
 
     @abc.abstractmethod
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """Returns `request`, of `dealt`, and the requests that will probably follow it."""
+        """Returns `request`, which belongs to the step `dealt`, and the requests that will probably
+        follow."""
 
     @abc.abstractmethod
     def upcoming(self, dealt: DealtStep, request: Request) -> Request | None:
@@ -337,25 +343,25 @@ class Supply(abc.ABC):
 
     @abc.abstractmethod
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """Returns the entries of `block` in the record of samples (`record.py`): samples, expected,
-        dataset, drawn."""
+        """Returns the entries for `block` in the record of samples (`record.py`): samples,
+        expected, dataset, drawn."""
 
     @abc.abstractmethod
     def plan(self, epoch: int) -> EpochPlan:
-        """Returns the division of `epoch` into steps, as far as it is known without reading or
-        drawing it."""
+        """Returns the division of `epoch` into steps, as far as it is known without reading the
+        data or drawing the order."""
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """Returns the values that determine the batches in addition to the loader's arguments: the
-        same on all ranks. JSON-able; the same object while unchanged."""
+        """Returns the values that, in addition to the loader's arguments, determine the batches;
+        the same on all ranks. JSON-able. Returns the same object while the values are unchanged."""
         return {}
 
     def limit(self, max_steps: int | None) -> None:
-        """Ends the run's steps after this number, over all epochs; None: no more."""
+        """Ends the run's steps after `max_steps` steps over all epochs; None: no limit."""
         self._progress.max_steps = max_steps
 
     def epochs_of(self, max_steps: int) -> int:
-        """Returns an upper bound of the number of epochs in which `max_steps` are taken."""
+        """Returns an upper bound of the number of epochs needed for `max_steps` steps."""
         return sys.maxsize
 
     def steps_until(self, epoch: int) -> int | None:
@@ -365,7 +371,7 @@ class Supply(abc.ABC):
         if progress.max_steps is None:
             return steps
         left = max(0, progress.max_steps - progress.cursor.global_step)
-        if steps is None:  # its epochs may end before
+        if steps is None:  # its epochs may end earlier
             return left if epoch >= sys.maxsize else None
         return min(steps, left)
 
@@ -375,16 +381,16 @@ class Supply(abc.ABC):
         return max(0, (epoch - cursor.epoch) * len(self.plan(cursor.epoch)) - cursor.step)
 
     def drop(self) -> None:
-        """Drops the current step, which was not committed."""
+        """Drops the current step without committing it."""
         self.current = None
 
     def reset(self) -> None:
-        """Handles a replaced cursor."""
+        """Drops the current step because the cursor was replaced."""
         self.drop()
 
     def commit(self) -> DealtStep | None:
-        """Commits the current step by moving the cursor, and returns it. None if there is no such
-        step."""
+        """Commits the current step by moving the cursor, and returns the step. Returns None if
+        there is no current step."""
         dealt, self.current = self.current, None
         if dealt is not None:
             self._advance(dealt)
@@ -400,26 +406,26 @@ class Supply(abc.ABC):
         """True if the current step is known to be the last of its epoch."""
 
     def rest(self) -> None:  # noqa: B027  # most supplies read nothing
-        """Stops reading ahead after the loop is left."""
+        """Stops reading ahead. Called after the loop is left."""
 
     def acknowledge(self, session: LoaderSession) -> None:  # noqa: B027
         # most supplies have nothing to report
         """Reports finished batches when the loop is left, since there may be no further lease.
-        Raises ShoalError if that fails."""
+        Raises ShoalError if the report fails."""
 
     def capture(self) -> dict[str, Any]:
-        """Returns the loader's state in addition to the cursor. JSON-able."""
+        """Returns the loader's state other than the cursor. JSON-able."""
         return {}
 
     def load(self, state: Mapping[str, Any], *, loader: str) -> None:  # noqa: B027
-        # most supplies have no state beside the cursor
-        """Loads the result of `capture`, from a state whose cursor was checked and is loaded
+        # most supplies have no state in addition to the cursor
+        """Loads the result of `capture`. The cursor in `state` has been checked and is loaded
         afterwards. Raises CorruptDataError and ConfigurationError without having changed
         anything."""
 
 
 class IndexedSupply(Supply):
-    """Steps of a dataset with indexable samples."""
+    """Provides the steps of a dataset with indexable samples."""
 
     def __init__(self, dealer: Dealer, progress: LoaderProgress) -> None:
         super().__init__(progress)
@@ -446,11 +452,11 @@ class IndexedSupply(Supply):
 
 
 class DealtSupply(IndexedSupply):
-    """Gives every rank its part of every step."""
+    """Deals every rank its part of every step."""
 
     def take(self, placement: Placement, session: LoaderSession, loader: str) -> DealtStep | None:
         """Implements `Supply.take`. After a run with another batch size, `drop_last` may leave out
-        the rest at the cursor."""
+        the samples after the cursor."""
         self.current = self._dealer.deal(self._progress.cursor, placement)
         if self.current is None:
             self._progress.end_epoch()
@@ -482,7 +488,7 @@ class LeasedSupply(IndexedSupply):
     leased = True
 
     def __init__(self, dealer: Dealer, progress: LoaderProgress, *, ahead: int) -> None:
-        """Creates the supply. `ahead`: number of leases to hold at once."""
+        """Creates the supply. `ahead`: number of leases to keep at once."""
         super().__init__(dealer, progress)
         self._ahead = ahead
         self._leases: LeasedBatches | None = None
@@ -490,7 +496,7 @@ class LeasedSupply(IndexedSupply):
 
     @override
     def limit(self, max_steps: int | None) -> None:
-        # No member knows the steps of all: the last epoch has fewer batches instead.
+        # No member knows all members' steps, so the last epoch has fewer batches instead.
         self._max_steps = max_steps
 
     @override

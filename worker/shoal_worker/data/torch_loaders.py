@@ -1,4 +1,4 @@
-"""Converts the arguments of a torch DataLoader into those of Shoal's loader."""
+"""Converts the arguments of a torch DataLoader into the arguments of Shoal's loader."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ from shoal_worker.data.streaming.stream import is_stream
 
 
 def arguments_of(loader: Any, what: str) -> dict[str, Any]:
-    """Returns the arguments for the same dataset, order and batches. The batch is that of a script
-    on one process.
+    """Returns the arguments of Shoal's loader for the same dataset, order and batches. The batch
+    size is the DataLoader's, for a script on one process.
 
     Args:
         loader: a torch DataLoader.
-        what: its name in errors.
+        what: name of the DataLoader in errors.
 
     Raises:
-        ConfigurationError: it is no DataLoader, or has batches, an order or data workers that Shoal
-            does not support.
+        ConfigurationError: `loader` is not a DataLoader, or has batches, an order or data workers
+            that Shoal does not support.
     """
     if not isinstance(loader, DataLoader):
         raise ConfigurationError(
@@ -83,7 +83,7 @@ def order_of(loader: DataLoader[Any], what: str) -> dict[str, Any]:
 
 
 def fetching_of(loader: DataLoader[Any]) -> dict[str, Any]:
-    """Returns the arguments that control how batches are made of samples."""
+    """Returns the arguments that control how batches are made from samples."""
     return {
         "collate_fn": loader.collate_fn,
         "num_workers": loader.num_workers,

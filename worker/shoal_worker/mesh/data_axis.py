@@ -1,9 +1,9 @@
 """A rank's storage of the parameters of its part and of their optimizer state: a full copy on each
 replica, or a shard.
 
-The sharded form works like zero1, zero2 and fsdp among the ranks that hold the same part: each
-updates its shard and the one that it mirrors, and the parameters are gathered after the update or
-for the passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5;
+The sharded form works like zero1, zero2 and fsdp among the ranks with the same part: each rank
+updates its own shard and the shard that it mirrors, and the parameters are gathered after the
+update or for the passes. (Rajbhandari et al., "ZeRO", SC 2020, section 5;
 docs/explanation/mesh.md#sharding-along-the-data-axis.)
 """
 
@@ -44,28 +44,28 @@ State = Mapping[str, Mapping[str, Any]]
 
 
 class DataAxis(abc.ABC):
-    """One way of storing a rank's part of the parameters. `pieces`: these parameters, in the form
-    in which the module uses them."""
+    """Storage of a rank's part of the parameters. `pieces`: these parameters, in the form in which
+    the module uses them."""
 
     execution: ShardedExecution | None = None
-    """Gathers and frees the pieces block by block, where they are whole only while a block
-    computes."""
+    """Gathers and frees the pieces block by block, if pieces are unsharded only while their block
+    computes; else None."""
 
     def __init__(self, pieces: Mapping[str, nn.Parameter]) -> None:
         self.pieces = pieces
 
     @abc.abstractmethod
     def gather(self) -> None:
-        """Makes the pieces whole until `free`, before passes of a pipeline. A collective of the
-        replicas. A failure marks the step lost, or raises MembershipChanged if there is none."""
+        """Unshards the pieces until `free`, before the passes of a pipeline. A collective of the
+        replicas. A failure marks the step lost, or raises MembershipChanged outside of a step."""
 
     @abc.abstractmethod
     def free(self) -> None:
-        """Returns to the storage between passes."""
+        """Returns the pieces to the form in which they are stored between passes."""
 
     @abc.abstractmethod
     def release(self) -> None:
-        """Detaches from the module."""
+        """Detaches the pieces from the module."""
 
     @property
     @abc.abstractmethod
@@ -76,8 +76,8 @@ class DataAxis(abc.ABC):
     def use(
         self, optimizer: torch.optim.Optimizer, groups: Sequence[Sequence[str]], state: State
     ) -> None:
-        """Attaches the optimizer with the given state. `groups`: names of its parameters, possibly
-        including some that are not here."""
+        """Attaches the optimizer with the given state. `groups`: names of the optimizer's
+        parameters, possibly including some that this rank does not have."""
 
     @abc.abstractmethod
     def load(self, values: Mapping[str, torch.Tensor]) -> None:
@@ -85,21 +85,21 @@ class DataAxis(abc.ABC):
 
     @abc.abstractmethod
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """Returns the stored runs, for `gather`."""
+        """Returns this rank's elements of the pieces by shard, for `resharding.gather`."""
 
     @abc.abstractmethod
     def changed(self) -> None:
-        """Records that the values updated by this rank have changed; the pieces follow at the next
+        """Records that this rank has updated its values. The pieces receive them at the next
         gather. Does not communicate."""
 
     @abc.abstractmethod
     def fetch(self) -> None:
-        """Copies the owners' values to pieces that are whole between passes. A collective of the
-        replicas, the failure of which marks the step lost."""
+        """Copies the owners' values to pieces that are unsharded between passes. A collective of
+        the replicas. A failure marks the step lost."""
 
     def updated(self) -> None:
-        """Makes the result of the optimizer's step available in the pieces, now or at the next
-        gather. A failure marks the step lost."""
+        """Copies the result of the optimizer's step to the pieces, now or at the next gather. A
+        failure marks the step lost."""
         self.changed()
         self.fetch()
 
@@ -113,19 +113,19 @@ class DataAxis(abc.ABC):
         averages: bool,
         device: torch.device,
     ) -> MeshGradients:
-        """Creates the gradients. `counts(name)`: whether this rank, among the ranks of a replica,
-        counts the parameter in the norm. `first`: whether it belongs to the first replica. For the
-        others see `MeshGradients`."""
+        """Creates the gradients. `counts(name)`: returns whether this rank, among the ranks of its
+        replica, counts the parameter in the norm. `first`: True if this rank belongs to the first
+        replica. The other arguments are those of `MeshGradients`."""
 
 
 class Replicated(DataAxis):
-    """Data axis on which each rank holds all values."""
+    """Data axis on which each rank stores all values."""
 
     def gather(self) -> None:
-        """Does nothing: the pieces are always whole."""
+        """Does nothing: the pieces are always unsharded."""
 
     def free(self) -> None:
-        """Does nothing: the pieces stay whole."""
+        """Does nothing: the pieces remain unsharded."""
 
     @override
     def release(self) -> None:
@@ -191,8 +191,8 @@ class Replicated(DataAxis):
 
 
 class InShards(DataAxis):
-    """Data axis with the parameters in units, the shards of which belong to the replicas; each rank
-    mirrors another rank's shard."""
+    """Data axis with the parameters in units. Each unit is divided into shards, which belong to the
+    replicas; each rank mirrors another rank's shard."""
 
     def __init__(
         self,
@@ -208,18 +208,19 @@ class InShards(DataAxis):
         prefetch: int,
         whereabouts: Whereabouts,
     ) -> None:
-        """Takes over the pieces' memory. They are whole until `free`.
+        """Takes ownership of the pieces' memory. The pieces are unsharded until `free`.
 
         Args:
-            leaves: what the module has in the pieces' places: the pieces themselves, or DTensors
+            leaves: the module's parameters for these pieces: the pieces themselves, or DTensors
                 around them.
-            kind: pieces of one kind are on the same ranks of a replica.
-            division: of the replicas.
-            bucket_bytes: amount gathered and reduced at once, unless done by blocks.
+            kind: function that returns the kind of a piece; pieces of one kind are on the same
+                ranks of a replica.
+            division: division of the units over the replicas.
+            bucket_bytes: number of bytes gathered and reduced at once, unless done by blocks.
             blocks: with `Stage.PARAMETERS`, modules gathered in their passes, the outermost first,
-                with the names of their pieces; None: all are gathered by `gather`.
+                with the names of their pieces; None: `gather` gathers everything.
             prefetch: number of blocks gathered ahead.
-            whereabouts: of the model's hidden parameters.
+            whereabouts: location of the model's hidden parameters.
         """
         super().__init__(pieces)
         self._stage, self._division, self._collectives = stage, division, collectives
@@ -305,8 +306,8 @@ class InShards(DataAxis):
             unit.load([values[name] for name in unit.parameter_names])
 
     def runs(self, optimizer: torch.optim.Optimizer | None) -> dict[int, dict[str, PieceState]]:
-        """Implements `DataAxis.runs`. Of shards, not of pieces, which may be out of date after a
-        failure."""
+        """Implements `DataAxis.runs`. Reads the shards instead of the pieces, which may be out of
+        date after a failure."""
         states = optimizer.state if optimizer is not None else {}
         runs: dict[int, dict[str, PieceState]] = {}
         for unit in self.units:
@@ -355,7 +356,8 @@ class InShards(DataAxis):
 
 
 def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
-    """Returns a value of the optimizer's state on the device where the optimizer expects it."""
+    """Returns a value of the optimizer's state on the device on which the optimizer expects the
+    value."""
     if not isinstance(value, torch.Tensor):
         return value
     here = value.to(piece.device) if value.dim() else value
@@ -365,8 +367,8 @@ def _beside(piece: torch.Tensor, key: str, value: Any) -> Any:
 def alike_pieces(
     pieces: Mapping[str, nn.Parameter], kind: Callable[[str], Hashable], cap: float
 ) -> Iterator[list[str]]:
-    """Yields the units: pieces of one kind, up to `cap` bytes each (a larger piece is a unit by
-    itself)."""
+    """Yields the names of the pieces of each unit: pieces of one kind, up to `cap` bytes. A larger
+    piece is a unit by itself."""
     kinds: dict[tuple[torch.dtype, bool, Hashable], list[str]] = {}
     for name, piece in pieces.items():
         kinds.setdefault((piece.dtype, piece.requires_grad, kind(name)), []).append(name)

@@ -1,15 +1,16 @@
-"""The engine of tensor, pipeline and hybrid: the model's layers and stages are on different ranks,
-which together hold one replica.
+"""The engine of tensor, pipeline and hybrid: several ranks together have one replica, with the
+model's layers and stages on different ranks.
 
 One engine covers three axes (`layouts.py`): `tensor` and `pipeline` have a single rank on the other
-axes, and `hybrid` uses all. The model's layers communicate during passes, along the tensor axis and
-between stages. A step ends as described in `engine/partitioned.py`. Its gradients are final once
-those of this rank's part, accumulated over the micro-batches, are summed over the replicas and, if
-replicas hold shards of the sums (`data_axis.py`), sent to the ranks that mirror them. After a
-failure the state is split for the remaining ranks (`reshard`) from the parts that any of them
-holds. A part that no rank holds is lost: see docs/strategies/hybrid.md.
+axes, and `hybrid` uses all axes. The model's layers communicate during passes, along the tensor
+axis and between stages. A step ends as described in `engine/partitioned.py`. Each rank accumulates
+the gradients of its part over the micro-batches. The gradients are final once they are summed over
+the replicas and, if replicas have shards of the sums (`data_axis.py`), sent to the ranks that
+mirror these shards. After a failure the state is split for the remaining ranks (`reshard`) from the
+parts that are still on any of them. A part that is on no rank is lost: see
+docs/strategies/hybrid.md.
 
-`rank_mesh.py` holds the current division of the ranks, and `parts.py` this rank's part of the
+`rank_mesh.py` contains the current division of the ranks, and `parts.py` this rank's part of the
 model. Everything runs on the training thread.
 """
 
@@ -63,7 +64,7 @@ from shoal_worker.torch_internals import after_backward, pytree
 
 
 class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
-    """State and steps of a model that several ranks hold together."""
+    """State and steps of a model that is split over several ranks."""
 
     def __init__(self, setup: Setup, plan: MeshPlan) -> None:
         super().__init__(setup)
@@ -93,15 +94,17 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             plan.sharding.blocks(self._template.module)
         self.layouts = Layouts(plan, self._template)
         self._knows_others = False
-        """True if this is one of several models and `layouts` know the others' constraints."""
+        """True if there are several models and `layouts` already has the constraints of the
+        others."""
         self._mesh: RankMesh | None = None
-        """None until the first step, in a spare, and after its creation has failed."""
+        """This rank's mesh. None before the first step, on a spare, and after a failed attempt to
+        create the mesh."""
         self._in_passes = False
         """True if a forward pass is waiting for its backward pass."""
         self._begun = -1
         """Number of applied steps when the last step began."""
         self._came = False
-        """True if a backward pass of the step in progress has begun."""
+        """True if a backward pass of the current step has begun."""
         self._standing_in: nn.Module | None = None
         self._build()
 
@@ -111,11 +114,11 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def attach(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Extends `PartitionedEngine.attach`. Raises ConfigurationError if the model cannot be
-        split for the ranks with which the job begins."""
+        split over the ranks with which the job begins."""
         super().attach(optimizer)
         session = self._session
         if self._setup.several and not self._knows_others:
-            return  # with the last of the models all are looked at
+            return  # all models are checked with the last one
         if session.begins and not session.is_joining:
             # ranks that remain after a death wait for a replacement
             self.layouts.check_start(session.world_size, ranks_may_come=session.ranks_may_come)
@@ -124,11 +127,11 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         refuse_loading(self.module)
         self._writes: list[WrittenParameters] = []
         self._piece_writes = WrittenParameters((), self.strategy)
-        """Writes to the pieces that `_writes_of` has laid out."""
+        """Writes to the pieces for the mesh in `_writes_of`."""
         self._writes_of: RankMesh | None = None
         self._attributes = ModuleAttributes(self.module, numbers=False)
         self._looked = False
-        """True if a step of this process was checked for writes through `.data`."""
+        """True if a step of this process was already checked for writes through `.data`."""
         return ModelParts(
             self.module,
             self._template,
@@ -188,16 +191,17 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def idle(self) -> bool:
-        """True if this rank is a spare: no complete replica could be formed with it."""
+        """True if this rank is a spare: there are too few ranks for one more complete replica."""
         return self._parts is not None and self._parts.is_empty
 
     replaces_parameters = True
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass on all ranks of a replica together.
+        """Runs the module's forward pass. All ranks of a replica run it together.
 
         Raises:
-            ConfigurationError: a pipeline in training: only train_step can run a batch through it.
+            ConfigurationError: the model is a pipeline in training mode; only train_step can run a
+                batch through it.
         """
         training = self._trains
         if training and self.module.training and self._plan.pipelined:
@@ -246,8 +250,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return output
 
     def _await_gradients(self, output: Any) -> None:
-        """Keeps the module's parameters visible until a backward pass has run through it or the
-        step is over."""
+        """Keeps the module's parameters visible until a backward pass has run through `output` or
+        the step is over."""
         if self._parts is not None:
             self._parts.hidden.show()
             self._in_passes = True
@@ -271,10 +275,10 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._held.hidden.hide()
 
     def _begin_pass(self) -> bool:
-        """Prepares passes of training. Returns True if they are part of a step."""
+        """Prepares the passes of training. Returns True if the passes are part of a step."""
         step = self._session.ensure_step()
         if step is not self._session.step:
-            return False  # a joiner's pass ahead of its loop
+            return False  # a joiner's pass before its loop
         self._refuse_reduced(step)
         self._prepare_pass(step)
         return True
@@ -297,12 +301,12 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self, inputs: Any, targets: Any, loss_fn: Loss | None
     ) -> torch.Tensor | None:
         if not self._begin_pass() or self._mesh is None:
-            # ahead of the loop, or the step was lost before the model was split
+            # before the loop, or the step was lost before the model was split
             loss = loss_of(call_module(self._stand_in(), inputs), targets, loss_fn)
             loss.backward()
             return loss
         count = self._template.pipeline.micro_batches
-        seeds = torch.randint(2**62, (count,)).tolist()  # the ranks of a replica draw alike
+        seeds = torch.randint(2**62, (count,)).tolist()  # a replica's ranks draw the same numbers
         batches = cut_batch(inputs, targets, count=count, seeds=seeds)
         step = self._session.step
         if step is not None and step.weigh is not None:
@@ -311,7 +315,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
                 dataclasses.replace(one, weight=weight)
                 for one, weight in zip(batches, weights, strict=True)
             ]
-        # the commit all-reduce reports only the mean of these
+        # the commit all-reduce reports only the mean of these losses
         several = step is not None and step.in_micro_batches
         self._note_pass()
         with LosingStep(self._session), self._passing():
@@ -342,8 +346,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @torch.no_grad()
     def predict(self, inputs: Any) -> Any:
-        """Implements `ShardedModel.predict`. All ranks of a replica call it with the same inputs
-        and get the same outputs."""
+        """Implements `ShardedModel.predict`. All ranks of a replica call this method with the same
+        inputs and get the same outputs."""
         if self._ahead:
             return call_module(self._stand_in().eval(), inputs)
         self._note_pass()
@@ -354,7 +358,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Implements `ShardedModel.generate`. Each rank computes with its part of each layer,
-        unless parameters are elsewhere between passes."""
+        unless some parameters are on other ranks between passes."""
         if self._plan.pipelined or self._plan.sharding is not None:
             return super().generate(*args, **kwargs)
         if self._options.get("loss_parallel"):
@@ -374,15 +378,15 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             return module.generate(*args, **kwargs)
 
     def _note_pass(self) -> None:
-        """Records that the ranks of the replica are about to communicate in a pass, in a step or
-        between steps."""
+        """Records that the ranks of the replica are about to communicate in a pass, within a step
+        or between steps."""
         step = self._session.step
         if step is not None and self._mesh is not None:
             step.issues(FORWARD)
 
     @contextlib.contextmanager
     def _passing(self) -> Iterator[None]:
-        """Makes all parameters visible within the context, while the module computes."""
+        """Makes all parameters visible while the module computes within the context."""
         if self._parts is None or self._in_passes:
             yield
             return
@@ -394,13 +398,14 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def _ahead(self) -> bool:
-        """True if this process's script is not at the same point as its peers', which would not
-        answer, or a failure has left the model assigned to nobody and the step is lost."""
+        """True if no peer would answer, or the model is on no rank. In the first case this
+        process's script is at another point than the scripts of its peers. In the second case a
+        failure has interrupted the division of the ranks, and the step is lost."""
         return self.is_sharded and (self._session.is_joining or self._mesh is None)
 
     def _stand_in(self) -> nn.Module:
-        """Returns a module for such a script, with outputs that nobody uses: the module itself if
-        it is whole."""
+        """Returns a module whose outputs are not used, for a rank that cannot reach its peers.
+        Returns the module itself if it is not split."""
         if not self.is_sharded:
             return self.module
         if self._standing_in is None:
@@ -416,8 +421,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         )
 
     def _through_pipeline(self, inputs: Any) -> Any:
-        """Runs inputs through the pipeline. A failure in a step marks the step lost; nothing is
-        raised into the user's loop, and the outputs are meaningless. A failure in an operation
+        """Runs inputs through the pipeline. A failure within a step marks the step lost: no error
+        is raised into the user's loop, and the outputs are meaningless. A failure in an operation
         between steps is raised, and the operation is repeated."""
         with LosingStep(self._session, raises_outside=True):
             return self._laid_out.predict(inputs)
@@ -444,8 +449,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """Captures the state for `TrainingEngine`: all of it before the first step, and later the
-        part that every rank has."""
+        """Captures the state for `TrainingEngine`: the whole state before the first step, and
+        afterwards the part that every rank has."""
         if not self.is_sharded:
             own = {
                 "model": ModuleState(self.module).captured(),
@@ -479,7 +484,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             held.load_values(state["model"])
             if state["optimizer"] is not None:
                 held.load_optimizer(state["optimizer"])
-            self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
+            self._applied = state.get("applied", 0)  # restored ranks start counting again
             self._commit_payload = None
         else:
             if self._mesh is None or state["applied"] != self._applied:
@@ -547,16 +552,16 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @torch.no_grad()
     def consolidate(self, channel: Channel) -> None:
-        """Implements `TrainingEngine.consolidate`: some ranks may have begun the first step and
+        """Implements `TrainingEngine.consolidate`. Some ranks may have begun the first step and
         split the model for ranks that are gone."""
         if self._parts is not None and self._parts.make_whole_again(channel):
             self._mesh = None
 
     def _lay_out(self, group: Group, *, gathered: bool) -> None:
-        """Divides the ranks again. `gathered`: assemble the state from the ranks' parts; otherwise
-        each rank has all of it.
+        """Divides the ranks again. `gathered`: True to assemble the state from the ranks' parts;
+        False if each rank has the whole state.
 
-        A failure at any point leaves every rank with its previous parts, so that they can be
+        A failure at any point leaves every rank with its previous parts, so that the ranks can be
         divided again.
         """
         held, axes = self._held, self.layouts.axes(group.world_size)
@@ -571,7 +576,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             )
             self._mesh = mesh
         if gathered:
-            group.exchange(b"")  # all have theirs: what a spare holds is needed until then
+            group.exchange(b"")  # all ranks have their parts; until then a spare's state is needed
         if mesh is None:
             self._release()
             held.drop()
@@ -590,7 +595,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def holds(self) -> list[str]:
-        """Lists this rank's shards of its part of the model; see `TrainingEngine`."""
+        """Implements `TrainingEngine.holds`: lists this rank's shards of its part of the model."""
         if self._mesh is None or not self.is_sharded:
             return []
         cut = self._mesh.cut
@@ -607,7 +612,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         self._standing_in = None
         if self._mesh is None:
             with LosingStep(self._session) as dividing:
-                if self.lacks_ranks:  # nobody begins a step so, unless only to lose it
+                if self.lacks_ranks:  # a step that begins in this state is always lost
                     raise MembershipChanged("there are too few ranks for one replica of the model")
                 self._lay_out(self._session.group or alone(), gathered=False)
             if dividing.failed:
@@ -623,7 +628,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             # gradients of a lost step are invalid; micro-batches and pipelines leave none to add to
             self._held.hidden.drop_gradients()
         self._begun = self._applied
-        self._held.data_axis.fetch()  # what an update that was put back has left
+        self._held.data_axis.fetch()  # left by an update that was undone
         mesh.begin_step(self._applied + 1)
         if step.source is None:
             mesh.seed_step()
@@ -659,7 +664,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         session = self._session
         mesh = self._laid_out
         self._refuse_carried()
-        if step.lost is None:  # else collectives that failed may have left any values
+        if step.lost is None:  # failed collectives may have left any values
             for writes in self._writes:
                 writes.refuse(unless=self._proves_lost)
         self._held.hidden.show_gradients()
@@ -676,7 +681,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             failpoint("reduction.completed")
             self._agree_on_extremes(mesh, step, share)
             step.writes = self._digest_of_buffers(mesh)
-            if mesh.cut.axes.pipeline == 1:  # else ranks of other stages have others
+            if mesh.cut.axes.pipeline == 1:  # ranks of other stages have other parameters
                 step.written_between = joined(self._piece_writes.between, mesh.buffers.between)
             session.prepare_step()
 
@@ -700,8 +705,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return word, vars(payload)
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns unsplit parameters and buffers, which are equal on all ranks; stages have none in
-        common. See `TrainingEngine`."""
+        """Implements `TrainingEngine.whole_everywhere`: returns unsplit parameters and buffers,
+        which are equal on all ranks. Pipeline stages have none in common."""
         mesh, held = self._mesh, self._held
         if mesh is None or mesh.cut.axes.pipeline > 1:
             return {}
@@ -730,7 +735,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return self._piece_writes
 
     def _agree_on_extremes(self, mesh: RankMesh, step: Step, share: Share) -> None:
-        """Compares extremes with the ranks that hold the same part. Raises MembershipChanged."""
+        """Compares extremes with the ranks that have the same part. Raises MembershipChanged."""
         extremes = mesh.buffers.extremes
         if extremes:
             extremes.refuse_other_shapes(self.strategy)
@@ -744,7 +749,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
     def _digest_of_buffers(self, mesh: RankMesh) -> int:
         digest = mesh.buffers.exact_digest()
         if digest and mesh.cut.axes.pipeline > 1 and mesh.cut.axes.data > 1:
-            # ranks of other stages have others
+            # ranks of other stages have other buffers
             raise mesh.buffers.apart()
         return digest if mesh.cut.axes.pipeline == 1 else 0
 
@@ -806,7 +811,8 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return self._mesh is not None and self._mesh.buffers.size > 0
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Implements `Engine.check_state`. A model on the meta device is created from it."""
+        """Implements `Engine.check_state`. Creates the parameters of a model on the meta device
+        from the state."""
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 
@@ -823,7 +829,7 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
 
     @property
     def data_parallel_rank(self) -> int:
-        """Index of this rank's replica of the model; 0 in a spare."""
+        """Index of this rank's replica of the model; 0 on a spare."""
         at = self.layouts.axes(self._session.world_size).at(self._session.rank)
         return at.data if at is not None else 0
 
@@ -861,14 +867,14 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
         return whole | {"buffers": unsaved} if unsaved else whole
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns this rank's part for comparison with ranks of other replicas that hold the same;
-        see `TrainingEngine`."""
+        """Implements `TrainingEngine.in_common`: returns this rank's part, for comparison with
+        ranks of other replicas that have the same part."""
         return self._held.in_common() if self._mesh is not None else {}
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """Implements `TrainingEngine.whole_for`. The whole model has to fit on each rank beside its
-        part."""
+        """Implements `TrainingEngine.whole_for`. The whole model has to fit on each rank in
+        addition to the rank's part."""
         if self._parts is None or not self.is_sharded:
             yield
             return
@@ -883,13 +889,12 @@ class MeshEngine(PartitionedEngine[ModelParts, CommitPayload]):
             self._show(own)
 
     def _show(self, module: nn.Module) -> None:
-        """Makes `module` the one that passes compute with, and the one that `ShardedModel.module`
-        is."""
+        """Uses `module` in passes and shows it as `ShardedModel.module`."""
         self.module = module
         self._setup.show(module)
 
     def clone(self, remake: Callable[[nn.Module], nn.Module]) -> nn.Module:
-        """Returns a plain module as the user wrote it; see `Engine`."""
+        """Implements `Engine.clone`: returns a plain module as the user wrote it."""
         return self._whole_module(self._whole_state())
 
     @override

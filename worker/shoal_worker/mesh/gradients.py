@@ -1,8 +1,8 @@
-"""This rank's gradients of a step: accumulated over micro-batches by weight, then summed over the
+"""This rank's gradients in a step: accumulated over micro-batches by weight, then summed over the
 replicas.
 
-The changes of the buffers and the set of used parameters are summed with them. This module does not
-decide how a step ends. Owned by the training thread.
+The changes of the buffers and the set of used parameters are summed with the gradients. This module
+does not decide how a step ends. Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from shoal_worker.sharding.gradients import CutGradients, squared_norms
 from shoal_worker.sharding.layout import Division
 from shoal_worker.sharding.unit import Reducing, Stage, Unit
 
-# --------------------------------------------------------------------- whole on each rank of a part
+# ---------------------------------------------------------------- replicated on each rank of a part
 
 _SMALLEST: Final = 1e-12
-"""A float32 norm below this may miss squares that float32 has rounded to zero."""
+"""Norm in float32 below which squares may have been rounded to zero."""
 
 
 class MeshGradients(abc.ABC):
@@ -45,8 +45,8 @@ class MeshGradients(abc.ABC):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """Creates empty gradients. `buffers`: of the part. `averages`: losses are means, so
-        gradients are weighted by the number of samples."""
+        """Creates empty gradients. `buffers`: buffers of this rank's part. `averages`: True if
+        losses are means, so that gradients are weighted by the number of samples."""
         self._pieces = {name: piece for name, piece in pieces.items() if piece.requires_grad}
         self._averages = averages
         wide = any(piece.dtype == torch.float64 for piece in self._pieces.values())
@@ -59,46 +59,46 @@ class MeshGradients(abc.ABC):
         self._apart = (
             None if alike else torch.zeros(buffers.size, dtype=buffers.dtype, device=device)
         )
-        """Changes of buffers, if they need a wider dtype."""
+        """Changes of the buffers, if they need a wider dtype."""
         if self._apart is not None:
             self._changes = self._apart
 
     @abc.abstractmethod
     def added(self, name: str) -> torch.Tensor:
-        """Returns the accumulated gradient of one parameter, not yet summed over the replicas, in
-        its shape and not divided by anything."""
+        """Returns the accumulated gradient of one parameter in the parameter's shape, before the
+        sum over the replicas and before any division."""
 
     @abc.abstractmethod
     def squared_norm(self) -> float:
-        """Returns this rank's contribution to the squared norm of the sums."""
+        """Returns this rank's contribution to the squared norm of the summed gradients."""
 
     @abc.abstractmethod
     def hand_out(self, divisor: float) -> None:
-        """Gives the optimizer its gradients, the sums over `divisor`: none for parameters that no
-        replica used."""
+        """Sets the gradients for the optimizer to the sums divided by `divisor`. A parameter that
+        no replica used gets no gradient."""
 
     @abc.abstractmethod
     def scale(self, factor: float) -> None:
-        """Multiplies the gradients that were handed out."""
+        """Multiplies the optimizer's gradients by `factor`."""
 
     @abc.abstractmethod
     def norm_here(self) -> float:
-        """Returns the norm of the gradients that were handed out on this rank."""
+        """Returns the norm of the optimizer's gradients on this rank."""
 
     @abc.abstractmethod
     def forget(self) -> None:
-        """Discards the gradients that were handed out."""
+        """Discards the optimizer's gradients."""
 
     def begin(self) -> None:
-        """Begins a step."""
+        """Resets the gradients and the changes of buffers for a new step."""
         self._flat.zero_()
         self._changes.zero_()
 
     def add(
         self, weight: float, found: Mapping[str, torch.Tensor | None], changes: torch.Tensor
     ) -> None:
-        """Adds the results of some passes: gradients by name, and changes of buffers. Passes
-        without weight may have left anything and are skipped."""
+        """Adds the results of passes: gradients by parameter name, and changes of buffers. Passes
+        without weight are skipped, since their results may be arbitrary."""
         if not weight > 0:
             return
         self.add_all(
@@ -112,13 +112,14 @@ class MeshGradients(abc.ABC):
         self._weight += weight
 
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
-        """Adds gradients by parameter name, times `factor`. They must not be changed afterwards."""
+        """Adds gradients by parameter name, times `factor`. The caller must not change these
+        gradients afterwards."""
         together: list[tuple[torch.Tensor, torch.Tensor]] = []
         for name, gradient in gradients.items():
             added = self.added(name)
             if gradient.layout is torch.strided and gradient.dtype == added.dtype:
                 together.append((added, gradient))
-            else:  # one by one: what is made of it on the way is as large as it
+            else:  # one by one: temporary results are as large
                 added.add_(gradient.to(added.dtype), alpha=factor)
         if together:
             torch._foreach_add_(
@@ -128,24 +129,24 @@ class MeshGradients(abc.ABC):
             )
 
     def factor(self, weight: float) -> float:
-        """Returns the factor for gradients of a pass with this weight."""
+        """Returns the factor for the gradients of a pass with this weight."""
         return weight if self._averages else float(weight > 0)
 
     @property
     def any_left(self) -> bool:
-        """Passes have left gradients here already, before `add`."""
+        """True if passes have already added gradients before `add`."""
         return False
 
     sums_passes = False
-    """True if the replicas sum each pass with `sum_pass` instead of the step."""
+    """True if the replicas sum each pass with `sum_pass` instead of summing once per step."""
 
     @abc.abstractmethod
     def sum_pass(self) -> None:
-        """Sums the gradients added since the last call, including those that this rank shares with
-        others of its replica. A failure marks the step lost."""
+        """Sums the gradients added since the last call, including gradients that this rank shares
+        with other ranks of its replica. A failure marks the step lost."""
 
     def take_part(self) -> None:
-        """Takes part in a pass of other replicas for which this one has no samples."""
+        """Joins a pass of other replicas for which this replica has no samples."""
         if self.sums_passes:
             self.sum_pass()
 
@@ -162,26 +163,27 @@ class MeshGradients(abc.ABC):
 
     @property
     def like(self) -> torch.Tensor:
-        """Returns a tensor of the dtype and on the device required for changes of buffers."""
+        """Returns a tensor with the dtype and device required for changes of buffers."""
         return self._changes
 
     @property
     def present(self) -> Mapping[str, bool]:
-        """True for each parameter that was used."""
+        """Maps each parameter's name to True if the parameter was used."""
         return {
             name: count > 0
             for name, count in zip(self._pieces, self._presence.tolist(), strict=True)
         }
 
     def use(self, names: Sequence[str]) -> None:
-        """Marks parameters as used that another rank, which also holds them, has used."""
+        """Marks these parameters as used, because another rank with the same parameters has used
+        them."""
         for index, name in enumerate(self._pieces):
             if name in names:
                 self._presence[index] += 1
 
     @property
     def divisor(self) -> float:
-        """Divisor of the sums."""
+        """Divisor of the summed gradients."""
         return self.total_weight if self._averages else 1.0
 
     @property
@@ -196,12 +198,12 @@ class MeshGradients(abc.ABC):
 
 
 class ReplicatedGradients(MeshGradients):
-    """Gradients that each replica holds entirely. With several replicas they are in one flat vector
-    with the other sums, so that one all-reduce suffices.
+    """Gradients that each replica stores entirely. With several replicas they are in one flat
+    vector with the other sums, so that one all-reduce suffices.
 
-    The result of a step's first pass is kept as it is, with its factor: most steps have one pass,
-    and this saves adding it to zeros. It is never written to, since autograd may have given its
-    memory to two parameters.
+    The result of a step's first pass is kept unchanged together with its factor: most steps have
+    one pass, so this avoids adding the result to zeros. The result is never written to, since
+    autograd may have used its memory for two parameters.
     """
 
     def __init__(
@@ -213,7 +215,8 @@ class ReplicatedGradients(MeshGradients):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """Creates empty gradients. `counts(name)`: this rank counts the parameter in the norm."""
+        """Creates empty gradients. `counts(name)`: returns whether this rank counts the parameter
+        in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self._counted = [name for name in self._pieces if counts(name)]
         self._first: dict[str, tuple[torch.Tensor, float]] = {}
@@ -238,7 +241,7 @@ class ReplicatedGradients(MeshGradients):
 
     @override
     def add_all(self, gradients: Mapping[str, torch.Tensor], factor: float) -> None:
-        # Sparse ones are made dense by adding them.
+        # Adding sparse gradients makes them dense.
         first = {
             name
             for name, gradient in gradients.items()
@@ -253,7 +256,7 @@ class ReplicatedGradients(MeshGradients):
             self._first[name] = gradients[name].to(self._flat.dtype), factor
 
     def sum_pass(self) -> None:
-        """Not used here; see `MeshGradients`."""
+        """Not used for replicated gradients; see `MeshGradients`."""
 
     @override
     def sum_over(self, replicas: Group) -> None:
@@ -286,7 +289,8 @@ class ReplicatedGradients(MeshGradients):
         )
 
     def _added_times(self, name: str) -> tuple[torch.Tensor, float]:
-        """Returns the accumulated gradient as a tensor and a factor."""
+        """Returns a tensor and the factor by which it must be multiplied to get the accumulated
+        gradient."""
         return self._first[name] if name in self._first else (self.added(name), 1.0)
 
     @override
@@ -305,7 +309,7 @@ class ReplicatedGradients(MeshGradients):
             gradient, factor = self._added_times(name)
             if gradient.dtype == piece.dtype:
                 together.append((piece, gradient, divisor / factor))
-            else:  # one by one: its mean in the wider dtype is needed for a moment
+            else:  # one by one: needs its mean in the wider dtype
                 piece.grad = strided_like(gradient.div(divisor / factor).to(piece.dtype), piece)
         if together:
             means = torch._foreach_div(
@@ -334,9 +338,9 @@ class ReplicatedGradients(MeshGradients):
 def _squared_norm(terms: Iterable[tuple[torch.Tensor, float]]) -> float:
     """Returns the squared norm of tensors times numbers. Rows are summed in float32 and the row
     sums in float64: longer float32 sums lose precision, and float64 throughout takes several times
-    as long. If squares exceed the range of float32, float64 is used."""
+    as long. If squares exceed the range of float32, everything is computed in float64."""
     terms = list(terms)
-    if any(not tensor.is_cpu for tensor, _ in terms):  # a device widens as it reads
+    if any(not tensor.is_cpu for tensor, _ in terms):  # a device converts while reading
         norms_there = squared_norms([tensor for tensor, _ in terms])
         return float(
             (
@@ -368,10 +372,10 @@ def _norms(rows: torch.Tensor) -> torch.Tensor:
 
 # ---------------------------------------------------------------------------------------- in shards
 #
-# Gradients of a step that the replicas sum and split: each keeps the sums of its shard and of the
-# shard that it mirrors. Those of a pipeline are scattered after the passes, never from hooks: its
-# schedule accumulates its own micro-batches and may split backward passes in two, which hooks do
-# not see. Gradients shared by stages are therefore summed first.
+# Gradients of a step that the replicas sum and split: each replica keeps the sums of its shard and
+# of the shard that it mirrors. The gradients of a pipeline are scattered after the passes, never
+# from hooks: its schedule accumulates its own micro-batches and may split backward passes in two,
+# which hooks do not see. Gradients shared by stages are therefore summed first.
 
 _IN_FLIGHT: Final = 2
 """Maximum number of reductions in progress at once."""
@@ -393,8 +397,8 @@ class ScatteredGradients(MeshGradients):
         averages: bool,
         device: torch.device,
     ) -> None:
-        """Creates empty gradients. `units`: trained units of `pieces`. `counted`: units of which
-        this rank counts its shard in the norm."""
+        """Creates empty gradients. `units`: trained units of `pieces`. `counted`: units whose shard
+        this rank counts in the norm."""
         super().__init__(pieces, buffers=buffers, averages=averages, device=device)
         self.sums_passes = stage > Stage.OPTIMIZER
         self._units, self._counted = units, counted
@@ -426,7 +430,7 @@ class ScatteredGradients(MeshGradients):
             reducing.wait()
 
     def sum_over(self, replicas: Group) -> None:
-        """Extends `MeshGradients.sum_over` and sends this rank's shards to the ranks that mirror
+        """Extends `MeshGradients.sum_over`: also sends this rank's shards to the ranks that mirror
         them."""
         if not self.sums_passes:
             self.sum_pass()
@@ -461,17 +465,17 @@ class ScatteredGradients(MeshGradients):
 
 
 class GradientsOfPasses(ScatteredGradients):
-    """Gradients of units that are gathered block by block: they are reduced and freed during the
+    """Gradients of units that are gathered block by block. They are reduced and freed during the
     backward passes."""
 
     def __init__(self, *args: Any, execution: ShardedExecution, **kwargs: Any) -> None:
-        """Creates empty gradients. `execution` runs the units; for the other arguments see
+        """Creates empty gradients. `execution`: runs the units. The other arguments are those of
         `ScatteredGradients`."""
         super().__init__(*args, **kwargs)
         self._execution = execution
 
     def sum_pass(self) -> None:
-        """Does nothing: the reduction was started in the pass."""
+        """Does nothing: the pass itself started the reduction."""
 
     @override
     def take_part(self) -> None:

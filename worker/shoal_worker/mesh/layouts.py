@@ -1,9 +1,9 @@
-"""Placement of each tensor of a model's state for a division of the ranks, and how it is split and
-assembled.
+"""Placement of each tensor of a model's state for a division of the ranks. Also defines how each
+tensor is split and assembled.
 
-Derived from shapes alone, so that every rank derives the same placement, including for divisions in
-which it has never been, such as a peer's or one from before a rank died. No process groups, no
-values.
+Everything is derived from shapes alone, so that every rank derives the same placement. This
+includes divisions in which the rank has never been, such as a peer's division or one from before a
+rank died. The module uses no process groups and no values.
 """
 
 from __future__ import annotations
@@ -61,16 +61,17 @@ class Axes:
 
     @property
     def replica_size(self) -> int:
-        """Number of ranks that together hold one replica of the model."""
+        """Number of ranks in one replica of the model."""
         return self.pipeline * self.tensor
 
     @property
     def working(self) -> int:
-        """Number of ranks that are not spares; ranks below this one work."""
+        """Number of ranks that are not spares. Lower ranks work; this rank and higher ranks are
+        spares."""
         return self.replica_size * self.data
 
     def at(self, rank: int) -> Coordinate | None:
-        """Returns a rank's position; None for a spare."""
+        """Returns a rank's position on the axes; None for a spare."""
         if rank >= self.working:
             return None
         replica, within = divmod(rank, self.replica_size)
@@ -78,12 +79,12 @@ class Axes:
         return Coordinate(stage, part, replica)
 
     def rank(self, pipeline: int, tensor: int, data: int) -> int:
-        """The inverse of `at`."""
+        """Returns the rank at a position; the inverse of `at`."""
         return data * self.replica_size + pipeline * self.tensor + tensor
 
     def lines(self) -> Iterator[tuple[str, str, list[int]]]:
-        """Yields all groups along one axis, in the same order on every rank: axis, name and
-        ranks."""
+        """Yields the axis, name and ranks of every group along one axis, in the same order on every
+        rank."""
         yield "all", "working", list(range(self.working))
         for data in range(self.data):
             for stage in range(self.pipeline):
@@ -107,7 +108,7 @@ class Axes:
                 )
 
 
-# --------------------------------------------------------------------------- where each tensor lies
+# ----------------------------------------------------------------------------- placement of tensors
 
 TENSOR_OPTIONS: Final = frozenset(
     {
@@ -124,9 +125,9 @@ PIPELINE_OPTIONS: Final = frozenset({"schedule", "micro_batches", "stages_per_ra
 
 
 def meta_copy(module: nn.Module) -> nn.Module:
-    """Returns the module's structure without values; tied tensors stay tied. Activation
-    checkpointing is dropped, since its forward pass is an attribute of the module, not of its
-    class."""
+    """Returns the module's structure without values. Tied tensors remain tied. Activation
+    checkpointing is dropped, since its forward pass is an attribute of the module, not of the
+    module's class."""
     tensors = {id(t): empty_on(t, torch.device("meta")) for t in named_tensors(module).values()}
     checkpointed = [part for part in module.modules() if "forward" in part.__dict__]
     forwards = [part.__dict__.pop("forward") for part in checkpointed]
@@ -165,17 +166,17 @@ class Template:
     """Options for `make_plan`."""
     pipeline: PipelineSettings
     pipelined: bool
-    """True if there is a pipeline, even if it has one rank."""
+    """True if the model is run as a pipeline, even if the pipeline has one rank."""
     names: tuple[str, ...] = field(init=False)
-    """Names of the tensors of the state, parameters first; tied ones once, under their first
-    name."""
+    """Names of the tensors of the state, parameters first. Tied tensors appear once, under their
+    first name."""
     first_names: Mapping[str, str] = field(init=False)
-    """First name of each tensor, by each of its names in the module."""
+    """First name of each tensor, by every name that the tensor has in the module."""
     keys: Mapping[str, str] = field(init=False)
-    """Name of each tensor, by its key in the state dict."""
+    """Name of each tensor, by the tensor's key in the state dict."""
     parameter_names: frozenset[str] = field(init=False)
     tied_parameters: frozenset[str] = field(init=False)
-    """Additional names of parameters."""
+    """Names of tied parameters other than their first names."""
     _tensors: Mapping[str, torch.Tensor] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -217,7 +218,8 @@ class Template:
 def template_of(
     module: nn.Module, config: ShardingConfiguration, options: Mapping[str, Any], *, pipelined: bool
 ) -> Template:
-    """Returns the template of a module with the strategy's options for splitting it."""
+    """Returns the template of a module. `options`: the strategy's options for splitting the
+    module."""
     return Template(
         module=meta_copy(module),
         plan_options={
@@ -237,7 +239,7 @@ def template_of(
 
 
 class Blueprint:
-    """One division of a model's state."""
+    """One division of a model's state over the ranks."""
 
     def __init__(self, template: Template, axes: Axes) -> None:
         """Plans the division. Raises ConfigurationError if the model cannot be split in this
@@ -262,17 +264,18 @@ class Blueprint:
             self.split = split_model(template.module, len(self.rank_of), cut_points=cut_points)
 
     def holders(self, name: str) -> Sequence[int]:
-        """Returns the positions on the pipeline axis that hold a tensor; the first counts it."""
+        """Returns the positions on the pipeline axis that have a tensor. The first of them counts
+        the tensor."""
         if self.split is None:
             return (0,)
         return list(dict.fromkeys(self.rank_of[stage] for stage in self.split.placement[name]))
 
     def is_here(self, name: str, at: Coordinate) -> bool:
-        """Returns whether a rank holds a tensor or a part of it."""
+        """Returns whether the rank at a position has a tensor or a part of it."""
         return at.pipeline in self.holders(name)
 
     def share(self, at: Coordinate) -> Share:
-        """Returns the part of the model on a rank's pipeline stages."""
+        """Returns the part of the model on the pipeline stages of the rank at a position."""
         stages = self.split.stages if self.split is not None else ()
         elsewhere = [
             name
@@ -286,23 +289,23 @@ class Blueprint:
         return Share(parameters=here, elsewhere=tuple(elsewhere))
 
     def counts(self, name: str, at: Coordinate) -> bool:
-        """Returns whether a rank is the one, among those of its replica with the same elements,
-        that counts them."""
+        """Returns whether the rank at a position counts a parameter's elements. Among the ranks of
+        a replica with the same elements, one rank counts them."""
         whole_elsewhere = name not in self._layouts and at.tensor > 0
         return at.pipeline == self.holders(name)[0] and not whole_elsewhere
 
     def kind(self, name: str) -> Hashable:
-        """Returns the kind of a parameter: a rank that holds and counts one parameter of a kind
-        holds and counts all of them."""
+        """Returns the kind of a parameter. A rank that has and counts one parameter of a kind has
+        and counts all of them."""
         return tuple(self.holders(name)), name in self._layouts
 
     def parts(self, name: str) -> int:
-        """Returns the number of parts into which the tensor axis splits it."""
+        """Returns the number of parts into which the tensor axis splits a tensor."""
         return self.axes.tensor if name in self._layouts else 1
 
     def cut(self, name: str, whole: torch.Tensor, part: int) -> torch.Tensor:
-        """Returns a copy of one part of a tensor that has a parameter's shape, in the form held by
-        ranks."""
+        """Returns a copy of one part of a tensor, in the form that the ranks store. `whole`: a
+        tensor of the parameter's shape."""
         layout = self._layouts.get(name)
         return whole.clone() if layout is None else cut(whole, layout, self.axes.tensor, part)
 
@@ -312,7 +315,7 @@ class Blueprint:
         return whole.shape if layout is None else cut_shape(layout, self.axes.tensor, part)
 
     def join(self, name: str, parts: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The inverse of `cut`."""
+        """Assembles a tensor from its parts; the inverse of `cut`."""
         layout = self._layouts.get(name)
         if layout is None:
             return parts[0]
@@ -322,8 +325,8 @@ class Blueprint:
 
 # --------------------------------------------------------------------------------- the whole module
 #
-# The whole module as the user wrote it, beside this rank's part of it: for evaluation, for copies,
-# and as a stand-in.
+# The whole module as the user wrote it, in addition to this rank's part: for evaluation, for
+# copies, and as a stand-in.
 
 
 def whole_module(
@@ -332,10 +335,10 @@ def whole_module(
     unsaved: Mapping[str, torch.Tensor],
     device: torch.device,
 ) -> nn.Module:
-    """Returns a new module with these values. `unsaved`: buffers that are not part of its state
+    """Returns a new module with these values. `unsaved`: buffers that are not in the module's state
     dict."""
     whole = copy.deepcopy(template.module).to_empty(device=device)
-    for first, second in template.first_names.items():  # to_empty makes tied ones several
+    for first, second in template.first_names.items():  # to_empty separates tied parameters
         owner, _, name = first.rpartition(".")
         source, _, own = second.rpartition(".")
         if first != second and first in template.tied_parameters:
@@ -348,12 +351,12 @@ def whole_module(
 
 
 def zeros(template: Template) -> dict[str, torch.Tensor]:
-    """Returns zeros as values for a module whose outputs nobody uses."""
+    """Returns zeros for a module whose outputs are not used, by key of the state dict."""
     tensors = template.tensors()
     return {key: torch.zeros(tensors[first].shape) for key, first in template.keys.items()}
 
 
-# ---------------------------------------------------------------------------- how ranks are divided
+# -------------------------------------------------------------------------------- division of ranks
 #
 # Axes along which a model's ranks are divided, for any number of ranks: combines a strategy's plan
 # with the constraints of the model.
@@ -364,36 +367,37 @@ Fits = Callable[[Axes], bool]
 
 @dataclass(frozen=True, kw_only=True)
 class Sharding:
-    """Sharding of each rank's part along the data axis."""
+    """Options for sharding each rank's part along the data axis."""
 
     stage: Stage
     bucket_bytes: int
     """Number of bytes reduced or gathered at once."""
     blocks: Callable[[nn.Module], Sequence[ParameterGroup]] | None = None
-    """Parts of a model gathered at once in its passes."""
+    """Returns the parts of a module that are gathered together in its passes."""
     prefetch: int = 1
-    """Number of them gathered ahead."""
+    """Number of parameter groups gathered ahead."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class MeshPlan:
-    """A strategy's plan for dividing ranks."""
+    """A strategy's plan for dividing ranks along the axes."""
 
     axes_for: Callable[[int, Fits], Axes]
-    """Returns the division of a number of ranks. Ranks that cannot form a replica are spares."""
+    """Returns the division for a number of ranks. Ranks for which there is no replica are
+    spares."""
     axes_at_start: Callable[[int], Axes] | None = None
-    """Division required of the ranks with which the job begins; after a death the best possible
-    division of the remaining ranks is used. None: the sizes were given."""
+    """Returns the division required of the ranks with which the job begins. After a death the best
+    possible division of the remaining ranks is used. None: the user gave the sizes."""
     pipelined: bool
     """True if the model is run as a pipeline."""
     cuts_parameters: bool
-    """True if ranks hold pieces of parameters, which not every optimizer can update."""
+    """True if ranks have pieces of parameters, which some optimizers cannot update."""
     sharding: Sharding | None = None
 
 
 def first_that_fits(candidates: Iterable[Axes], fits: Fits) -> Axes:
-    """Returns the first possible division. If candidates are in descending size, additional ranks
-    never increase a rank's part of the model; ranks left over are spares.
+    """Returns the first possible division. If candidates are sorted by descending size, additional
+    ranks never increase a rank's part of the model; ranks that do not fit are spares.
 
     Raises:
         ConfigurationError: no division is possible.
@@ -405,7 +409,7 @@ def first_that_fits(candidates: Iterable[Axes], fits: Fits) -> Axes:
 
 
 def checked_size(option: str, value: object) -> int:
-    """Raises ConfigurationError: not a number of ranks."""
+    """Returns `value`. Raises ConfigurationError if it is not a number of ranks."""
     if not isinstance(value, int) or value < 1:
         raise ConfigurationError(f"{option}={value!r}: expected a number of ranks, at least 1")
     return value
@@ -419,11 +423,11 @@ def plan_along(
     pipelined: bool,
     cuts_parameters: bool,
 ) -> MeshPlan:
-    """Returns the plan for one axis in addition to the replicas. `axes(size, replicas)`: the axes
-    for this size.
+    """Returns the plan for one axis in addition to the replicas. `axes(size, replicas)`: returns
+    the axes for a size of this axis.
 
-    `options[option]` is the size. By default it is as large as the model allows; at the start of a
-    job it has to be the number of ranks.
+    `options[option]` is the size of the axis. By default the axis is as large as the model allows;
+    at the start of a job its size must be the number of ranks.
     """
     given = options.get(option)
     if given is not None:
@@ -444,8 +448,8 @@ def plan_along(
 
 
 class Layouts:
-    """Divisions of the ranks of one model, or of several models that are divided alike. The same on
-    every rank."""
+    """Divisions of the ranks of one model, or of several models that are divided in the same way.
+    Equal on every rank."""
 
     def __init__(self, plan: MeshPlan, template: Template) -> None:
         self._plan = plan
@@ -456,8 +460,8 @@ class Layouts:
         self._known: dict[int, Axes] = {}
 
     def divide_alike(self, several: Sequence[Layouts]) -> None:
-        """Divides the ranks from now on so that all models of `several` (trained by the same ranks,
-        including this one) can be split."""
+        """From now on divides the ranks in such a way that all models of `several` can be split.
+        `several`: layouts of the models trained by these ranks, including this one."""
         self._templates = [each._template for each in several]
         self._known.clear()
 
@@ -476,8 +480,9 @@ class Layouts:
         return self.axes(world_size).data == 0
 
     def check_start(self, world_size: int, *, ranks_may_come: bool) -> None:
-        """Raises ConfigurationError: the ranks that the job begins with cannot hold the model.
-        `ranks_may_come`: later, so that ranks that are left over now need not be so for good."""
+        """Raises ConfigurationError if the model does not fit on the ranks with which the job
+        begins. `ranks_may_come`: True if more ranks may join later, so that surplus ranks may
+        become useful."""
         if self._plan.axes_at_start is not None:
             for template in self._templates:
                 Blueprint(template, self._plan.axes_at_start(world_size))

@@ -1,9 +1,9 @@
-"""One model and its optimizer as held by this rank: whole at first, then this rank's part.
+"""One model and its optimizer on this rank: the whole state at first, then this rank's part.
 
-The user's module stays the same object; its layers are changed in place and get other parameters
+The user's module remains the same object. Its layers are changed in place and get other parameters
 each time that the ranks are divided. The optimizer updates `pieces`: plain tensors that share the
-memory of the layers' parameters or, if the data axis splits these, its shard of them
-(`data_axis.py`). Owned by the training thread.
+memory of the layers' parameters or, if the data axis splits the parameters, this rank's shard
+(`data_axis.py`). Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.tensor_parallel.context import DropoutRandomness
 from shoal_worker.tensor_parallel.layers import parallelize, unparallelize
 
-# -------------------------------------------------------------------- what is hidden between passes
+# ----------------------------------------------------------------- parameters hidden between passes
 #
 # The parts of a module's parameters that are hidden between passes, while this rank has only its
 # part of them. Values are hidden for a parameter that is split or on another stage (no torch call
@@ -66,8 +66,8 @@ class HiddenParameters:
     """The hidden parameters of one module in its current layout."""
 
     def __init__(self, parameters: Mapping[str, torch.Tensor], whereabouts: Whereabouts) -> None:
-        """Hides parameters of one module. `parameters`: all of them, including those on the meta
-        device, which are on another rank."""
+        """Hides the parameters of one module. `parameters`: all parameters, including parameters on
+        the meta device, which are on another rank."""
         self._whereabouts = whereabouts
         self._all = [
             (parameter, HiddenParameter(name, whereabouts))
@@ -79,7 +79,7 @@ class HiddenParameters:
         ]
         self._trained = [each for each in self._all if each[0].requires_grad]
         self._handed_out = False
-        """True if the parameters' gradients are those for the update."""
+        """True if the parameters' gradients are the summed gradients for the update."""
 
     def hide(self) -> None:
         """Hides the parameters after a pass."""
@@ -95,11 +95,11 @@ class HiddenParameters:
                 hide_gradient(parameter, place)
 
     def handed_out(self, updated: Iterable[torch.Tensor]) -> None:
-        """Records that the step's gradients are summed and that the parameters have those for this
-        rank's update: nobody should set others.
+        """Records that the step's gradients are summed and that the parameters have the gradients
+        for this rank's update. The script must not set other gradients.
 
-        `updated`: the tensors updated by the optimizer. A parameter among them that no rank has
-        used has no gradient, here or elsewhere.
+        `updated`: tensors that the optimizer updates. If no rank has used one of these parameters,
+        it has no gradient on any rank.
         """
         self._handed_out = True
         own = {id(piece) for piece in updated}
@@ -111,13 +111,13 @@ class HiddenParameters:
 
     @property
     def are_split(self) -> bool:
-        """True if some parameters here are split over ranks of one replica."""
+        """True if some parameters of this module are split over ranks of one replica."""
         return bool(self._split)
 
     @contextlib.contextmanager
     def carrying(self) -> Iterator[None]:
-        """Ends the step's gradients within the context of a committed step, and remembers which
-        parameters had one until they are cleared."""
+        """Drops the step's gradients at the end of the context of a committed step, and remembers
+        which parameters had a gradient until the gradients are cleared."""
         carried = [
             (parameter, place)
             for parameter, place in self._trained
@@ -131,8 +131,8 @@ class HiddenParameters:
 
     @property
     def carries(self) -> bool:
-        """True if some parameter has a gradient elsewhere, or had one in the last step that was not
-        cleared."""
+        """True if some parameter has a gradient on another rank, or had a gradient in the last step
+        that was not cleared."""
         return any(place.gradient for _, place in self._trained)
 
     def show(self) -> None:
@@ -142,18 +142,18 @@ class HiddenParameters:
         self.show_gradients()
 
     def show_gradients(self) -> None:
-        """Also restores the gradients of parameters that have values here."""
+        """Restores the gradients of parameters that have values on this rank."""
         for parameter, place in self._trained:
             show_gradient(parameter, place)
 
     def drop_gradients(self) -> None:
-        """Records that the parameters have no gradients, here or elsewhere."""
+        """Records that the parameters have no gradients on any rank."""
         self._handed_out = self._whereabouts.pending = False
         for parameter, place in self._trained:
             drop_gradient(parameter, place)
 
     def release(self) -> None:
-        """Restores the parameters before another object takes them over."""
+        """Restores the parameters, before another object hides them."""
         for parameter, place in self._all:
             show(parameter, place)
 
@@ -163,11 +163,11 @@ class HiddenParameters:
 _ALONE = Axes(pipeline=1, tensor=1, data=1)
 
 Shard = Callable[["ModelParts"], DataAxis]
-"""Takes over the pieces of a model that is laid out."""
+"""Function that returns the data axis for the pieces of a model that has been laid out."""
 
 
 class ModelParts(PartitionedState):
-    """The state of one model and its optimizer."""
+    """This rank's state of one model and its optimizer."""
 
     def __init__(
         self,
@@ -179,20 +179,20 @@ class ModelParts(PartitionedState):
         checkpointed: Sequence[str],
         whereabouts: Whereabouts,
     ) -> None:
-        """Wraps a module. `checkpointed`: modules with activation checkpointing. `whereabouts`: of
-        hidden parameters."""
+        """Wraps a module. `checkpointed`: modules with activation checkpointing. `whereabouts`:
+        location of the hidden parameters."""
         self.module = module
         self.template = template
         self.cut: MeshCut | None = None
-        """None: this rank holds the whole model."""
+        """This rank's place in the division of the ranks. None: this rank has the whole model."""
         self.blueprint: Blueprint | None = None
         self.pieces: dict[str, nn.Parameter] = {}
-        """The part of each parameter that is here."""
+        """This rank's part of each parameter."""
         self.parameters: dict[str, Any] = {}
-        """The objects used by the module for parameters that are here: the piece itself, or the
+        """Objects that the module uses for the parameters on this rank: the piece itself, or the
         DTensor around it."""
         self.data_axis: DataAxis = Replicated({})
-        """Storage of each piece."""
+        """Storage of the pieces."""
         self._group_names: list[list[str]] = []
         """Names of the parameters in the optimizer's groups, in the user's order."""
         self.whereabouts = whereabouts
@@ -201,15 +201,15 @@ class ModelParts(PartitionedState):
         self._dropout = dropout
         self._checkpointed = [module.get_submodule(name) for name in checkpointed]
         self._before: list[RankParts] = []
-        """Parts of previous divisions, the newest first, until the next commit (several if one
-        after another failed halfway), and copies of data held by only one other rank."""
+        """Parts of previous divisions, the newest first, until the next commit (several if
+        consecutive divisions failed halfway), and copies of data that only one other rank has."""
         self._blueprints: dict[Axes, Blueprint] = {}
         self._beside = frozenset(other_entries(module))
         """Keys of the module's extra state."""
         self._own_pieces()
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Implements `PartitionedState`: the optimizer updates the pieces."""
+        """Implements `PartitionedState`: makes the optimizer update the pieces."""
         names = {id(parameter): name for name, parameter in self.pieces.items()}
         self._group_names = [
             [names[id(p)] for p in group["params"]] for group in optimizer.param_groups
@@ -225,12 +225,12 @@ class ModelParts(PartitionedState):
 
     @property
     def is_whole(self) -> bool:
-        """True if this rank holds all of the state, as before the first division."""
+        """True if this rank has the whole state, as before the first division."""
         return self.cut is None and bool(self.pieces)
 
     @property
     def is_empty(self) -> bool:
-        """True if this rank holds nothing, not even of a previous division."""
+        """True if this rank has no state, not even from a previous division."""
         return self.cut is None and not self.pieces and not self._before
 
     def is_trained(self, name: str) -> bool:
@@ -241,10 +241,10 @@ class ModelParts(PartitionedState):
 
     def take(self, channel: Channel, axes: Axes, at: Coordinate | None) -> list[WholeTensor]:
         """Collects this rank's part of the state for other axes, for `lay_out`. Every rank of
-        `channel` calls it; with `at` None it gets no part.
+        `channel` calls this method. `at`: this rank's position; None: it gets no part.
 
-        Nothing is changed yet, since the collection may fail until the end. No rank ever holds more
-        than a few tensors of the whole.
+        Nothing is changed yet, since the collection may fail until its end. No rank ever has more
+        than a few unsplit tensors.
         """
         blueprint = self.blueprint_for(axes)
         parts = (
@@ -260,8 +260,9 @@ class ModelParts(PartitionedState):
         taken: Sequence[WholeTensor],
         shard: Shard | None,
     ) -> None:
-        """Splits the state for other axes. `mesh`: of this rank's tensor-parallel group, if it has
-        peers. `taken`: see `take`. `shard`: splits the pieces along the data axis."""
+        """Splits the state for other axes. `mesh`: mesh of this rank's tensor-parallel group; None
+        if it has no peers there. `taken`: the result of `take`. `shard`: function that splits the
+        pieces along the data axis."""
         blueprint = self.blueprint_for(cut.axes)
         # A failure from here on leaves the parts of previous divisions and none of this one.
         self._before, self.pieces, self.cut = self.held(), {}, None
@@ -281,11 +282,12 @@ class ModelParts(PartitionedState):
         )
 
     def forget_before(self) -> None:
-        """Discards previous divisions after the state was committed in the new one."""
+        """Discards previous divisions, after the state was committed in the new division."""
         self._before = []
 
     def make_whole(self) -> None:
-        """Makes this rank hold everything, with arbitrary values, until it is split again."""
+        """Allocates the whole state on this rank, with arbitrary values, until the state is split
+        again."""
         self._strip()
         named = named_tensors(self.module)
         self._replace(
@@ -296,7 +298,7 @@ class ModelParts(PartitionedState):
         self._point_optimizer({})
 
     def drop(self) -> None:
-        """Makes this rank hold nothing, as a spare."""
+        """Drops all state on this rank, which becomes a spare."""
         self._before = []
         self._strip()
         self.pieces, self.parameters, self.data_axis = {}, {}, Replicated({})
@@ -305,8 +307,8 @@ class ModelParts(PartitionedState):
         self.hide()
 
     def hide(self) -> None:
-        """Hides the parameters after the module was laid out, so that torch calls between passes
-        are handled as described in `HiddenParameters`."""
+        """Hides the parameters after the module was laid out. Torch calls between passes are then
+        handled as described in `HiddenParameters`."""
         named = named_tensors(self.module)
         parameters = {
             name: named[name]
@@ -331,7 +333,7 @@ class ModelParts(PartitionedState):
         return common
 
     def held(self) -> list[RankParts]:
-        """Returns the parts held, the newest first, for `gather`."""
+        """Returns this rank's parts, the newest first, for `gather`."""
         own = self.hold()
         return [*([own] if own is not None else []), *self._before]
 
@@ -339,13 +341,13 @@ class ModelParts(PartitionedState):
         """Implements `TrainingEngine.keep_two_copies`."""
         copied = copy_singles(channel, self.held(), self.blueprint_for, leaving)
         if copied is not None:
-            # first, since a leaving rank leaves once it has heard from all the others below
+            # first: a leaving rank leaves once it has received all other ranks' messages below
             self._before = [*self._before, *copied]
             channel.exchange(b"")
 
     def hold(self) -> RankParts | None:
-        """Returns this rank's part of the split state, or all of it with number -1 before the first
-        division."""
+        """Returns this rank's part of the split state. Before the first division, returns the whole
+        state, as the part of a division with number -1. Returns None if this rank has no state."""
         if not self.pieces and self.cut is None:
             return None
         cut = self.cut or MeshCut(number=-1, axes=_ALONE, at=Coordinate(0, 0, 0))
@@ -364,9 +366,10 @@ class ModelParts(PartitionedState):
         return RankParts(cut=cut, runs=runs)
 
     def make_whole_again(self, channel: Channel) -> bool:
-        """Makes the state whole on all ranks if only some of the ranks have split it and others may
-        be gone. No step was taken on the split state, so it is unchanged. Returns True if it was
-        split here. Part of an operation. Raises as `gather`."""
+        """Restores the whole state on all ranks if only some of the ranks have split it and others
+        may be gone. No step was taken on the split state, so it is unchanged. Returns True if this
+        rank had split its state. Called by all ranks within an operation. Raises the same errors as
+        `gather`."""
         received = channel.exchange(b"whole" if self.is_whole else b"")
         if all(received) or not any(received):
             return False
@@ -378,9 +381,9 @@ class ModelParts(PartitionedState):
 
     def gather_whole(self, channel: Channel) -> dict[str, Any]:
         """Returns the whole state, assembled from the ranks' parts, for `take_whole`. A collective.
-        Raises as `gather`."""
+        Raises the same errors as `gather`."""
         state = self._as_one_process(channel)
-        channel.exchange(b"")  # all have it: what this rank holds is needed until then
+        channel.exchange(b"")  # all ranks have the state; until then this rank's is needed
         return state
 
     def take_whole(self, state: Mapping[str, Any]) -> None:
@@ -391,7 +394,7 @@ class ModelParts(PartitionedState):
             self.load_optimizer(state["optimizer"])
 
     def _taken(self, one: WholeTensor, blueprint: Blueprint, at: Coordinate) -> WholeTensor | None:
-        """Returns this rank's part of one tensor."""
+        """Returns this rank's part of one tensor; None if it has no part."""
         if not blueprint.is_here(one.name, at):
             return None
         elements = {
@@ -432,7 +435,8 @@ class ModelParts(PartitionedState):
         self._put_meta()
 
     def _put_meta(self) -> None:
-        """Replaces every tensor of the state by one without values; tied ones stay tied."""
+        """Replaces every tensor of the state by a tensor without values. Tied tensors remain
+        tied."""
         fresh = {
             name: empty_on(tensor, torch.device("meta"))
             for name, tensor in self.template.tensors().items()
@@ -469,8 +473,8 @@ class ModelParts(PartitionedState):
         self.data_axis = Replicated(self.pieces)
 
     def counts(self, name: str) -> bool:
-        """Returns whether this rank is the one, among the ranks of its replica with the same
-        elements of a parameter, that counts them."""
+        """Returns whether this rank counts a parameter's elements. Among the ranks of a replica
+        with the same elements, one rank counts them."""
         assert self.blueprint is not None
         assert self.cut is not None
         return self.blueprint.counts(name, self.cut.at)
@@ -504,7 +508,7 @@ class ModelParts(PartitionedState):
     @override
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._check_values(tensors)
-        self._before = []  # which is of the values before
+        self._before = []  # parts with the previous values
         key_of = {first: key for key, first in self.template.keys.items()}
         self._put_values(
             {
@@ -523,7 +527,7 @@ class ModelParts(PartitionedState):
         self._check_optimizer(saved)
         if self.optimizer is None:
             return
-        self._before = []  # which is of the state before
+        self._before = []  # parts with the previous state
         tensors = self.template.tensors()
         state: dict[str, dict[str, Any]] = {}
         for group, names in zip(saved["param_groups"], self._group_names, strict=True):
@@ -590,16 +594,16 @@ class ModelParts(PartitionedState):
         return {"model": model, "optimizer": {"state": state, "param_groups": groups}}
 
     def help_assemble(self, channel: Channel) -> None:
-        """Serves the first rank's call of `assemble` on the other ranks, which need room for a few
-        whole tensors at a time."""
+        """Serves the first rank's call of `assemble`. Called on the other ranks, which need memory
+        for a few unsplit tensors at a time."""
         if not self.is_whole and not self.is_empty:
             for _ in gather(channel, self.held(), self.blueprint_for):
                 pass
             self.gather_beside(channel)
 
     def gather_beside(self, channel: Channel) -> dict[str, Any]:
-        """Returns the module's extra state, taken for each module from the first rank that runs it.
-        A collective of every rank of `channel`."""
+        """Returns the module's extra state, taken for each submodule from the first rank that runs
+        it. A collective of every rank of `channel`."""
         if not self._beside:
             return {}
         here = {key: value for key, value in other_entries(self.module).items() if self._runs(key)}
@@ -611,13 +615,14 @@ class ModelParts(PartitionedState):
         return merged
 
     def _runs(self, key: str) -> bool:
-        """Returns whether this rank runs the module that the extra-state entry `key` belongs to."""
+        """Returns whether this rank runs the module to which the extra-state entry `key`
+        belongs."""
         if self.cut is None or self.blueprint is None:
             return bool(self.pieces)
         return self.blueprint.share(self.cut.at).runs(key.rpartition(".")[0])
 
     def load_beside(self, values: Mapping[str, Any]) -> None:
-        """Takes over the module's extra state, as `gather_beside` gave it."""
+        """Loads the module's extra state, as returned by `gather_beside`."""
         if values:
             load_captured(self.module, values)
 
@@ -640,5 +645,5 @@ class ModelParts(PartitionedState):
         } | self.gather_beside(channel)
 
     def unsaved(self) -> dict[str, torch.Tensor]:
-        """Returns buffers that are in no state dict; every rank keeps them."""
+        """Returns the buffers that are in no state dict; every rank keeps them."""
         return unsaved_buffers(self.module)

@@ -1,7 +1,7 @@
 """The ranks of one generation in a model's current division: this rank's groups along the axes, and
-the objects that compute and sum on them.
+the objects that compute and sum on these groups.
 
-Created for each generation and dropped with it. Owned by the training thread.
+Created for each generation and dropped with it. Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ def alone() -> Group:
 
 class RankMesh:
     """One rank's part of its generation's mesh: its groups along the axes, and the objects that
-    compute and sum on them. Spares have none."""
+    compute and sum on these groups. Spares have no mesh."""
 
     def __init__(
         self, group: Group, axes: Axes, session: StrategySession, sharding: Sharding | None
     ) -> None:
         """Connects the groups along the axes; a collective of all ranks of `group` except spares.
-        `sharding`: along the data axis.
+        `sharding`: options for sharding along the data axis, or None.
 
         Raises:
             MembershipChanged: the group is over.
@@ -99,13 +99,13 @@ class RankMesh:
 
     @property
     def replicas(self) -> Group:
-        """Group of the ranks that hold the same part."""
+        """Group of the ranks with the same part of the model."""
         return self._groups["data"]
 
     @contextlib.contextmanager
     def drawing_alike(self) -> Iterator[None]:
-        """Makes the ranks that compute one replica draw the same random numbers within the context;
-        outside, each rank draws its own, unaffected by it.
+        """Makes the ranks of one replica draw the same random numbers within the context. Outside
+        of the context each rank draws its own numbers, which the context does not affect.
 
         Raises:
             MembershipChanged: the group is over.
@@ -124,8 +124,8 @@ class RankMesh:
         averages: bool,
         extremes: Mapping[str, Kind],
     ) -> None:
-        """Cuts the model for it; see `ModelParts.lay_out`. `averages`: see `MeshGradients`.
-        `extremes`: see `CommittedBuffers`."""
+        """Splits the model for this mesh with `ModelParts.lay_out`. `averages`: argument of
+        `MeshGradients`. `extremes`: argument of `CommittedBuffers`."""
         before = parts.data_axis.execution
         parts.lay_out(self.cut, self.tensor_mesh, taken, self._shard)
         blueprint = parts.blueprint
@@ -147,7 +147,7 @@ class RankMesh:
             self.pipeline = Pipeline(
                 parts.module,
                 parts.template.pipeline,
-                # asked for no more than that
+                # only this method is used
                 group=line.process_group if line.world_size > 1 else _OneRank(),  # type: ignore[arg-type]
                 device=self._session.device,
                 end=line.abort,
@@ -162,7 +162,7 @@ class RankMesh:
 
     @property
     def execution(self) -> ShardedExecution | None:
-        """The execution of sharded pieces; see `DataAxis`."""
+        """Execution of the sharded pieces, if any; see `DataAxis.execution`."""
         return self._parts.data_axis.execution
 
     def release(self) -> None:
@@ -173,13 +173,14 @@ class RankMesh:
     # --------------------------------------------------------------------------------------- passes
 
     def seed_step(self) -> None:
-        """Seeds the generators of a replica's ranks equally for the step that begins, by the first
-        rank's seed, the step and the replica, if no Shoal loader does so."""
+        """Seeds the generators of a replica's ranks equally for the step that begins, from the
+        first rank's seed, the step and the replica. Used if no Shoal loader seeds the
+        generators."""
         if self.cut.axes.replica_size > 1:
             seed_generators((self._seed, self._session.steps, self.cut.at.data))
 
     def begin_step(self, number: int) -> None:
-        """Begins step `number` of this model."""
+        """Resets the gradients and buffers for step `number` of this model."""
         self.forget()
         self.gradients.begin()
         self.buffers.step_begins()
@@ -187,7 +188,7 @@ class RankMesh:
             self.execution.begin_step(number)
 
     def begin_pass(self, step: Step) -> None:
-        """Prepares a replica's pass in a step, or its participation in others' passes.
+        """Prepares a pass of this replica in a step, or its part in a pass of other replicas.
 
         Raises:
             MembershipChanged: the group is over.
@@ -200,14 +201,15 @@ class RankMesh:
         self.execution.reduces_in_backward = True
         self.execution.factor = self.gradients.factor(weight or 0.0)
         if step.in_micro_batches and self.replicas.world_size > 1:
-            # or some lines of replicas might know, and others not
+            # otherwise only some groups of replicas might know the passes
             self.execution.learn_passes(self.all)
 
     def train_on(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None, *, everywhere: bool
     ) -> torch.Tensor | None:
-        """Runs a batch through the pipeline, accumulating gradients and changes of buffers in the
-        module. Returns its loss; unless `everywhere`, only on the last stage, and None elsewhere.
+        """Runs a batch through the pipeline and accumulates gradients and changes of buffers in the
+        module. Returns the batch's loss. Without `everywhere`, returns the loss only on the last
+        stage, and None on the other ranks.
 
         Raises:
             MembershipChanged: a rank failed or is gone.
@@ -222,7 +224,7 @@ class RankMesh:
         return take(micro_batches, loss)
 
     def _observe(self, moment: str, stage: int, index: int) -> None:
-        """Starts each micro-batch from the committed buffers, whatever the schedule."""
+        """Starts each micro-batch from the committed buffers, in any schedule."""
         if self._weighed_changes is None or not self._parts.module.training:
             return
         if moment == "before":
@@ -253,14 +255,14 @@ class RankMesh:
             self._parts.data_axis.free()
 
     def take_part(self) -> None:
-        """Takes part in a pass of other replicas for which this one has no samples."""
+        """Joins a pass of other replicas for which this replica has no samples."""
         if self.pipeline is not None:
             self._parts.data_axis.gather()
             self._parts.data_axis.free()
         self.gradients.take_part()
 
     def predict(self, inputs: Any) -> Any:
-        """Takes inputs through the pipeline. Raises MembershipChanged."""
+        """Runs inputs through the pipeline. Raises MembershipChanged."""
         assert self.pipeline is not None
         self._parts.data_axis.gather()
         try:
@@ -298,22 +300,22 @@ class RankMesh:
                 gradients.use([name])
 
     def forget(self) -> None:
-        """Discards the step's gradients, both those handed out and those in the module. Does not
-        communicate, since the group may be over."""
+        """Discards the step's gradients: the optimizer's and the module's. Does not communicate,
+        since the group may be over."""
         for parameter in self._parts.parameters.values():
             drop_gradient(parameter)
         self.gradients.forget()
         self._parts.data_axis.free()
 
     def drop_gradients(self) -> None:
-        """Discards the gradients of the step in progress, including those already handed out."""
+        """Discards all gradients of the current step, including the optimizer's."""
         self.forget()
         self.gradients.begin()
         if self.execution is not None:
             self.execution.drop_gradients()
 
     def _collected(self) -> Mapping[str, torch.Tensor | None]:
-        """Takes this rank's part of the gradients out of the module."""
+        """Removes this rank's gradients from the module and returns them."""
         return {
             name: taken_gradient(parameter) for name, parameter in self._parts.parameters.items()
         }
@@ -325,7 +327,7 @@ def _in_shards(
     assert parts.blueprint is not None
     blocks = None
     if sharding.blocks is not None:
-        # of the model as written: each split layer has its own class
+        # types of the model as written: each split layer has a class of its own
         blocks = [
             (parts.module.get_submodule(one.name), one.names)
             for one in sharding.blocks(parts.template.module)
@@ -345,7 +347,7 @@ def _in_shards(
 
 
 class _OneRank:
-    """Stands for the group of a pipeline on one rank."""
+    """Stand-in for the process group of a pipeline with a single rank."""
 
     def rank(self) -> int:
         return 0

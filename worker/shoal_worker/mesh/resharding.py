@@ -1,8 +1,9 @@
-"""Assembles a state that is split over ranks, one tensor at a time, on all of them.
+"""Assembles a state that is split over ranks, one tensor at a time, on all ranks.
 
-Uses messages to all ranks instead of collectives along the axes: it is used after ranks have joined
-or left, when the parts are still split for the previous ranks, and in operations between steps,
-when the newest group may include ranks that hold nothing yet. Not intended for every step.
+The functions use messages to all ranks instead of collectives along the axes. They are used after
+ranks have joined or left, when the parts are still split for the previous ranks, and in operations
+between steps, when the newest group may include ranks without any part. They are not intended for
+every step.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ from shoal_worker.mesh.layouts import Axes, Blueprint, Coordinate
 from shoal_worker.state.serial import dump_tensors, load_tensors
 
 _CHUNK_BYTES: Final = 32 << 20
-"""Number of bytes of values sent at once; a message also has their optimizer state, and a few
-copies of it exist for a moment."""
+"""Number of bytes of values sent at once. A message also contains the optimizer state of these
+values, and a few copies of the message exist temporarily."""
 _VALUE: Final = ""
-"""Key of a tensor's values, beside those of its optimizer state."""
+"""Key of a tensor's values; other keys are those of its optimizer state."""
 
 MeshPlace = tuple[int, int, int]
-"""Position on the pipeline axis, on the tensor axis, and the shard along the data axis."""
+"""Position on the pipeline axis, position on the tensor axis, and shard along the data axis."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,21 +45,22 @@ class MeshCut:
     """A division of the ranks and this rank's position in it."""
 
     number: int
-    """Number of the generation in which it was made; later divisions replace it."""
+    """Number of the generation that made the division. Later divisions replace it."""
     axes: Axes
     at: Coordinate
     shards: int = 1
-    """Number of shards into which the data axis splits each rank's part: 1, or its size."""
+    """Number of shards into which the data axis splits each rank's part: 1, or the size of the data
+    axis."""
     mirrored: int | None = None
-    """The shard that this rank mirrors beside its own."""
+    """The shard that this rank mirrors in addition to its own shard."""
 
     @property
     def positions(self) -> list[int]:
-        """The shards that this rank holds, its own first."""
+        """This rank's shards, its own first."""
         return [self.at.data % self.shards, *([self.mirrored] if self.mirrored is not None else [])]
 
     def row(self) -> list[int]:
-        """Returns it as integers, for the other ranks."""
+        """Returns the division and the position as integers, for the other ranks."""
         axes = self.axes
         return [
             self.number,
@@ -73,7 +75,7 @@ class MeshCut:
 
     @classmethod
     def of_row(cls, row: Sequence[int]) -> MeshCut:
-        """Inverse of `row`."""
+        """Creates a division from the result of `row`."""
         number, pipeline, tensor, data, shards, at_pipeline, at_tensor, position, *mirrored = row
         axes, at = (
             Axes(pipeline=pipeline, tensor=tensor, data=data),
@@ -90,8 +92,9 @@ class MeshCut:
 
 @dataclass(frozen=True, kw_only=True)
 class PieceState:
-    """Elements of a tensor (or of its part here) in one shard, and their optimizer state. Flat if
-    there are several shards, each of which continues where the previous one ends."""
+    """Elements of a tensor (or of this rank's part of the tensor) in one shard, and their optimizer
+    state. With several shards the elements are flat, and each shard continues where the previous
+    one ends."""
 
     value: torch.Tensor
     state: Mapping[str, Any]
@@ -99,27 +102,27 @@ class PieceState:
 
 @dataclass(frozen=True, kw_only=True)
 class RankParts:
-    """A rank's parts of a split state. Shares memory with it."""
+    """A rank's parts of a split state. Shares memory with the state."""
 
     cut: MeshCut
     runs: Mapping[int, Mapping[str, PieceState]]
     """Runs by shard and name. Entries other than parameters are not split along the data axis and
     belong to shard 0."""
     copied: bool = False
-    """True if it is a copy of another rank's data, used if no rank holds that data itself any
+    """True if this is a copy of another rank's data, to be used when no rank has the original any
     more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class WholeTensor:
-    """One tensor of the state as one process would have it, on the CPU."""
+    """One tensor of the state as it would be on a single process, on the CPU."""
 
     name: str
     value: torch.Tensor
     elements: Mapping[str, torch.Tensor]
-    """Optimizer state of the parameter's shape."""
+    """Optimizer state that has the parameter's shape."""
     rest: Mapping[str, Any]
-    """Other optimizer state."""
+    """All other optimizer state."""
 
 
 def gather(
@@ -130,9 +133,9 @@ def gather(
     state: bool = True,
 ) -> Iterator[WholeTensor]:
     """Yields the tensors of the newest division that is still complete, in the template's order.
-    Every rank of `channel` exhausts it.
+    Every rank of `channel` must exhaust the iterator.
 
-    `held`: the divisions of which this rank holds parts. `state`: include the optimizer's.
+    `held`: this rank's parts of all divisions. `state`: True to include the optimizer's state.
 
     Raises:
         ShardsLostError: no division is complete any more.
@@ -170,12 +173,12 @@ def copy_singles(
     blueprint_for: Callable[[Axes], Blueprint],
     leaving: Collection[int],
 ) -> list[RankParts] | None:
-    """Copies data held by only one rank to another rank, for the newest complete division. Returns
-    the copies that this rank keeps; None, on all ranks alike, if nothing has to be copied. A
-    division without replicas is never copied, since its state is held once.
+    """Copies data that only one rank has to another rank, for the newest complete division. Returns
+    the copies that this rank keeps, or None on all ranks if nothing has to be copied. A division
+    without replicas is never copied, since all its state is on one rank each.
 
-    `held`: the divisions of which this rank has parts. `leaving`: ranks about to leave, which keep
-    nothing and whose data does not count.
+    `held`: this rank's parts of all divisions. `leaving`: ranks about to leave, which keep no
+    copies and whose data does not count.
 
     Raises:
         MembershipChanged: the group is over.
@@ -183,7 +186,7 @@ def copy_singles(
     try:
         newest, cut = _newest(channel, held)
     except ShardsLostError:
-        return None  # cutting it anew says so
+        return None  # resharding reports this
     copies = plan_copies(newest, range(channel.world_size), leaving) if cut.axes.data > 1 else []
     if not copies:
         return None
@@ -250,8 +253,8 @@ def _take_copies(answer: bytes, arrived: Mapping[MeshPlace, dict[str, PieceState
 
 
 def _newest(channel: Channel, held: Sequence[RankParts]) -> tuple[ShardHolders[MeshPlace], MeshCut]:
-    """Returns the holders of the newest complete division, and that division on some rank. Raises
-    ShardsLostError if none is complete."""
+    """Returns the ranks with each part of the newest complete division, and that division as some
+    rank describes it. Raises ShardsLostError if no division is complete."""
     rows = [[int(one.copied), *one.cut.row()] for one in held]
     claims: list[Claim[MeshPlace]] = []
     cuts: dict[int, MeshCut] = {}
@@ -279,7 +282,7 @@ class _Arrived:
 
 @dataclass(frozen=True)
 class _Senders:
-    """Chooses the senders of each tensor."""
+    """Chooses the ranks that send the parts of each tensor."""
 
     blueprint: Blueprint
     ranks: Mapping[MeshPlace, Sequence[int]]
@@ -288,9 +291,9 @@ class _Senders:
     turns: SendingTurns = field(default_factory=SendingTurns)
 
     def of(self, name: str, elements: int) -> dict[tuple[int, int], int]:
-        """Returns the rank that sends each part and shard of one tensor with this number of
-        elements. All shards of one part are of one stage, since each stage splits shared tensors in
-        its own way."""
+        """Returns the rank that sends each part and shard of one tensor. `elements`: number of
+        elements of the tensor. All shards of one part come from one stage, since each stage splits
+        shared tensors in its own way."""
         stage = self.stages.choose(self.blueprint.holders(name), elements)
         parts = self.blueprint.parts(name)
         own = {
@@ -304,8 +307,8 @@ class _Senders:
 def _run_at(
     held: Sequence[RankParts], stage: int | None, part: int, shard: int, name: str
 ) -> PieceState | None:
-    """Returns the run of a tensor at a position; `stage` None: at any stage, since shared tensors
-    are equal."""
+    """Returns a tensor's elements at a position, if this rank has them. `stage` None: from any
+    stage, since shared tensors are equal."""
     at_hand = (
         one for one in held if one.cut.at.tensor == part and stage in (None, one.cut.at.pipeline)
     )
@@ -314,7 +317,7 @@ def _run_at(
 
 def checked(key: str, one: Any) -> Any:
     """Returns a non-tensor value of the optimizer's state. Raises ConfigurationError
-    (STATE_UNSUPPORTED) if it cannot be sent."""
+    (STATE_UNSUPPORTED) if the value cannot be sent."""
     if not isinstance(one, bool | int | float | str | None):
         raise ConfigurationError(
             f"the optimizer keeps an object of type {type(one).__name__} ({key!r}) in its state, "

@@ -1,10 +1,11 @@
-"""A DeviceMesh and a process group with a unique name, for torch's tensor-parallel code over a part
-of a generation's group.
+"""A DeviceMesh and a process group with a unique name. torch's tensor-parallel code uses them for a
+part of a generation's group.
 
-torch finds groups by name in the single world of a process, but a generation's groups come and go
+torch finds groups by name in the single world of a process. A generation's groups are short-lived
 and belong to no such world. Split layers communicate in the middle of a forward or backward pass,
-which may be the user's. A collective that fails in a step therefore does not raise: its result is
-zeros, the step is marked lost, and `optimizer.step()` reports it. Between steps it raises.
+which may be the user's. If a collective fails within a step, no error is raised: the result is
+zeros, the step is marked lost, and `optimizer.step()` reports the loss. Between steps the error is
+raised.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ _NUMBERS: Final = itertools.count(1)
 
 class StepGroup(ForwardingGroup):
     """Forwards to the process group of `group`, for a session's steps. A failure is reported to the
-    step, or raised if there is none.
+    current step, or raised outside of a step.
 
     torch's caches keep this object forever. It therefore does not keep the session or the group
     alive; without the group its collectives fail.
@@ -59,7 +60,8 @@ class StepGroup(ForwardingGroup):
         return [self._device]
 
     def failed(self, error: MembershipChanged) -> None:
-        """Ends the group for all ranks. Raises `error` outside of a step."""
+        """Ends the group for all ranks. Marks the current step lost because of `error`, or raises
+        `error` outside of a step."""
         group = self._held_group()
         if group is not None:
             group.abort(str(error))
@@ -83,15 +85,16 @@ class StepGroup(ForwardingGroup):
 
 
 class StepWork(Work):
-    """A collective that reports its failure to the step."""
+    """A collective that reports its failure to the current step."""
 
     def __init__(self, work: Work | None, group: StepGroup, outputs: Any) -> None:
-        """Wraps `work`; None: it has failed."""
+        """Wraps `work`, which is None if the collective has already failed."""
         super().__init__()
         self._work, self._group, self._outputs = work, group, outputs
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits for a result, valid or not. Raises MembershipChanged outside of a step."""
+        """Waits for a result, which is valid unless the step is lost. Raises MembershipChanged
+        outside of a step."""
         work, self._work = self._work, None
         if work is not None:
             try:
@@ -111,7 +114,7 @@ class StepWork(Work):
         return self._work is None or bool(self._work.is_completed())
 
     def is_success(self) -> bool:
-        """Returns whether there is a result, valid or not."""
+        """Returns whether there is a result, whether valid or not."""
         return self.is_completed()
 
     def synchronize(self) -> None:
@@ -138,11 +141,11 @@ def _blank(outputs: Any) -> None:
 
 
 class GroupMesh(DeviceMesh):
-    """A one-dimensional mesh over a process group that is in nobody's world. Its ranks are the
-    group's.
+    """A one-dimensional mesh over a process group that is not registered in a world. The mesh's
+    ranks are the group's.
 
-    No two meshes are equal, whatever ranks they have, since DTensor caches by mesh. Its caches keep
-    meshes, and therefore their groups, forever (`StepGroup`).
+    No two meshes are equal, whatever ranks they have, since DTensor caches by mesh. DTensor's
+    caches keep meshes, and therefore their groups, forever (`StepGroup`).
     """
 
     def __init__(self, group: StepGroup, device_type: str) -> None:

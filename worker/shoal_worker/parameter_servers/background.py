@@ -15,20 +15,20 @@ AnswerT = TypeVar("AnswerT")
 def wait_for_all(futures: Collection[Future[Any]]) -> None:
     """Waits until all futures are done, regardless of their outcome.
 
-    The wait is split into slices: Python runs signal handlers on the main thread between two
+    The wait is split into slices. Python runs signal handlers on the main thread between two
     instructions, so a signal that arrives just before that thread starts to wait, or at another
-    thread of the process, does not wake it. Otherwise a worker asked to leave by SIGTERM would not
-    notice while the servers make it wait for slower workers.
+    thread of the process, does not end the wait. Without slices, a worker asked to leave by SIGTERM
+    would not notice while the servers make it wait for slower workers.
     """
     while wait(futures, timeout=_SLICE_S).not_done:
         pass
 
 
 def in_background(call: Callable[[], AnswerT], *, name: str) -> Future[AnswerT]:
-    """Calls `call` on a thread with the given name and returns a future of its result.
+    """Runs `call` on a new thread called `name` and returns a future of the result.
 
-    A pool is not used because the interpreter would wait for it at exit, and the call may be
-    waiting for a server.
+    A thread pool is not used because the interpreter would wait for the pool at exit, and the call
+    may be waiting for a server.
     """
     future: Future[AnswerT] = Future()
 

@@ -1,9 +1,9 @@
 """A worker's connection to one parameter server: its identity, partitions, address and client, and
 single attempts to pull values over it.
 
-`Connection` finds a server again after it has moved or restarted. `Pulls` sends the requests and
-places the received values. The decision when to call, and retries, are elsewhere (server_link.py,
-persistence.py).
+`Connection` finds a server again after the server has moved or restarted. `Pulls` sends the
+requests and places the received values. Other modules decide when to call and when to retry
+(server_link.py, persistence.py).
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from shoal_worker.parameter_servers.tensors import (
 )
 
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Transfer rate assumed for a stream's deadline, in addition to a fixed minute."""
+"""Transfer rate assumed for the deadline of a stream, to which a fixed minute is added."""
 
 
 class Connection:
-    """Used by one thread at a time, except for `close`."""
+    """Connection to one parameter server. Used by one thread at a time, except for `close`."""
 
     def __init__(self, job: Job, share: ServerShare) -> None:
-        """Does not connect yet."""
+        """Creates a connection to the server of `share`. Does not connect yet."""
         self._job = job
         self.address = share.address
         """Address of the server."""
@@ -42,7 +42,8 @@ class Connection:
         self.adopt(share)
 
     def adopt(self, share: ServerShare) -> None:
-        """Adopts the server's share from the newest shard map. Called between calls."""
+        """Replaces the server's share by the share from the newest shard map. Must not be called
+        during another call."""
         self.share = share
         self.partitions: Mapping[int, Partition] = {
             partition.partition_id: partition for partition in share.partitions
@@ -59,7 +60,7 @@ class Connection:
 
     def find(self) -> None:
         """Looks up the server's current address, which may change after a restart. Raises
-        ShardMapChanged if partitions have moved, and UnavailableError if their server is not
+        ShardMapChanged if partitions have moved, and UnavailableError if the server is not
         registered yet."""
         shard_map = self._job.shard_map()
         if shard_map is None:
@@ -92,23 +93,23 @@ class Connection:
         return state
 
     def close(self) -> None:
-        """Ends calls in progress. Idempotent. Any thread may call it."""
+        """Ends calls in progress. Idempotent. Callable from any thread."""
         self._closed = True
         self.client.close()
 
 
 TURN_WAIT: Final = timedelta(seconds=5)
-"""Interval (ssp and bsp) between checks whether this worker should leave while it waits for slower
-ones."""
+"""With ssp and bsp, interval between checks whether this worker should leave while it waits for
+slower workers."""
 
 
 class Pulls:
-    """Pulls from one server, as single attempts. Used by one thread at a time."""
+    """Single attempts to pull from one server. Used by one thread at a time."""
 
     def __init__(
         self, job: Job, connection: Connection, ledger: Ledger, *, compression: str | None
     ) -> None:
-        """Creates the pulls. `compression`: of values, as in the options."""
+        """Creates the pulls. `compression`: compression of values, as in the options."""
         self._job = job
         self._connection = connection
         self._ledger = ledger
@@ -124,11 +125,12 @@ class Pulls:
     ) -> None:
         """Pulls newer values into the tensors' host memory.
 
-        `clock`: number of iterations finished by this member; None: as an observer, which waits for
-        no other worker. `codec` None: that of the options.
+        `clock`: number of iterations finished by this member; None: the member pulls as an
+        observer, which waits for no other worker. `codec`: codec of the values; None: the codec in
+        the options.
         """
         if not partitions:
-            return  # asking for none would ask for all
+            return  # an empty request would request all
         held = {each.partition_id: self._ledger.held(each.partition_id) for each in partitions}
         request = self._request(partitions, held, clock=clock, wait=wait)
         request.codec = self._incoming.codec if codec is None else codec
@@ -165,7 +167,7 @@ class Pulls:
     def _receive(
         self, request: pb.PullRequest, memory: Mapping[str, torch.Tensor], *, deadline: timedelta
     ) -> list[pb.PullHeader]:
-        """Pulls into the tensors' memory, which `memory` has by name."""
+        """Pulls into the flat tensors in `memory`, by name."""
         compressed: dict[int, torch.Tensor] = {}
 
         def room(header: pb.PullHeader) -> memoryview:

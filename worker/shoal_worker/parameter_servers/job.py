@@ -1,7 +1,7 @@
 """This worker's view of its job for asynchronous training: its identity and generation, and the
 addresses of the parameter servers.
 
-Any thread may call; the coordinator's link and client are safe to share.
+Any thread may call these methods; the coordinator's link and client can be shared.
 """
 
 from __future__ import annotations
@@ -56,15 +56,15 @@ class Job:
         fell_back: Callable[[Transport], None] = lambda transport: None,
     ) -> None:
         """Creates the job's view. `channel`: connection settings for services (token, TLS), without
-        its address. `patience`: longest wait for the coordinator, for servers to register, and for
-        a rank while there are too few workers. `transport`, `fell_back`: as for
+        an address. `patience`: longest wait for the coordinator, for servers to register, and for a
+        rank while there are too few workers. `transport`, `fell_back`: arguments of
         `ParameterServerClient`."""
         self._link = link
         self._channel = channel
         self.patience = patience
         self.straggler_patience = straggler_patience
-        """Time behind a slower worker after which the coordinator is notified, in case that worker
-        is stuck."""
+        """Time behind a slower worker after which this worker notifies the coordinator, in case the
+        slower worker is stuck."""
         self._transport = transport
         self._fell_back = fell_back
         self._entered = 0
@@ -86,13 +86,13 @@ class Job:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks in the newest generation; 1 before the first."""
+        """Number of ranks in the newest generation; 1 before the first generation."""
         newest = self._link.newest_generation
         return newest.world_size if newest is not None else 1
 
     def peers_before(self) -> list[Peer]:
-        """Returns peers of the newest generation that were in an earlier one and have a donor, by
-        rank."""
+        """Returns the other peers of the newest generation that were in an earlier generation and
+        have a donor, in rank order."""
         peers = self._peers_at(slice(None))
         return [
             p
@@ -101,8 +101,8 @@ class Job:
         ]
 
     def first_peer(self) -> Peer | None:
-        """Returns rank 0 of the newest generation; None if that is this worker, or has no donor, or
-        is unknown."""
+        """Returns rank 0 of the newest generation. Returns None if rank 0 is this worker, has no
+        donor, or is unknown."""
         others = [
             p
             for p in self._peers_at(slice(1))
@@ -119,8 +119,9 @@ class Job:
             return ()
 
     def entered(self) -> bool:
-        """Enters the newest generation and returns whether it differs from the previous one.
-        Membership changes do not interrupt asynchronous training."""
+        """Records that this worker is in the newest generation, and returns whether the
+        generation has changed since the last call. Membership changes do not interrupt
+        asynchronous training."""
         if self.generation == self._entered:
             return False
         self._entered = self.generation
@@ -128,8 +129,8 @@ class Job:
         return True
 
     def wait_for_rank(self, *, after: int) -> None:
-        """Blocks until a generation above `after` includes this member, after the job was on hold
-        for lack of workers.
+        """Blocks until a generation above `after` includes this member. Used when the job was on
+        hold for lack of workers.
 
         Raises:
             StopTraining: the job was stopped, or this member should leave.
@@ -140,17 +141,18 @@ class Job:
 
     @property
     def leaving(self) -> bool:
-        """True if the job stops or this member leaves at the next step boundary."""
+        """True if the job stops, or this member leaves, at the next step boundary."""
         return self._link.stopped is not None or self._link.draining is not None
 
     def departure(self) -> StopTraining:
-        """Returns the exception that ends this worker's training when it is `leaving`."""
+        """Returns the exception that ends this worker's training. Call it when `leaving` is
+        True."""
         stopped = self._link.stopped
         return StopTraining(stopped) if stopped is not None else Drained(self._link.draining or "")
 
     def accuse_slowest(self, detail: str) -> None:
-        """Reports to the coordinator that a peer is blocking this member, so that a member without
-        any progress is removed."""
+        """Reports to the coordinator that a peer is blocking this member, so that the coordinator
+        removes a member without any progress."""
         self._link.failed(self._link.newest, detail=detail, timed_out=True)
 
     def declare(self, tensors: Sequence[pb.TensorSpec]) -> pb.ShardMap:
@@ -159,7 +161,7 @@ class Job:
 
         Raises:
             ConfigurationError: the job has no parameter servers.
-            PreconditionError: other workers have declared other tensors.
+            PreconditionError: other workers have declared different tensors.
             DeadlineError: the servers did not register in time.
         """
         try:
@@ -197,9 +199,9 @@ class Job:
         sequence: int = 0,
         batch_ms: int = 0,
     ) -> pb.LeaseBatchesResponse:
-        """Leases batches, acknowledges finished ones and returns others, in one attempt. Raises
-        errors reported by the coordinator, and UnavailableError or DeadlineError if it is
-        unreachable."""
+        """Leases batches, acknowledges finished batches and returns other batches, in one attempt.
+        Raises errors reported by the coordinator, and UnavailableError or DeadlineError if the
+        coordinator is unreachable."""
         return self._link.client.lease_batches(
             self.job_id,
             self.member_id,
@@ -215,14 +217,14 @@ class Job:
         )
 
     def server_channel(self, address: str) -> ChannelSettings:
-        """Returns the connection settings for a server."""
+        """Returns the connection settings for the server at `address`."""
         # ServerLink resends a failed push after asking for its outcome; gRPC's own retries would
         # only hide the failure.
         return replace(self._channel, address=address, attempts=1)
 
     def server_client(self, address: str) -> ParameterServerClient:
-        """Returns a client of the server at `address` that acts for this worker. It is closed when
-        another server replaces that one and it no longer answers."""
+        """Returns a client of the server at `address` that acts for this worker. The client is
+        closed when another server replaces the server and the replaced server no longer answers."""
         channel = self.server_channel(address)
         client = ParameterServerClient(
             channel, transport=self._transport, member_id=self.member_id, fell_back=self._fell_back

@@ -1,9 +1,9 @@
-"""Sources of the batches of leased loaders: the coordinator, which reassigns a dead worker's
+"""Sources of batches for loaders that lease them: the coordinator, which reassigns a dead worker's
 batches, or this process if it runs alone.
 
-A worker leases blocks of batches ahead, enough for `lease_ahead`; a thread renews the leases and
-acknowledges finished batches. A step therefore does not wait for the coordinator, and training
-continues for about that long while the coordinator is unreachable.
+A worker leases blocks of batches ahead, enough for `lease_ahead`. A separate thread renews the
+leases and acknowledges finished batches. A step therefore does not wait for the coordinator, and
+training continues for about `lease_ahead` while the coordinator is unreachable.
 """
 
 from __future__ import annotations
@@ -28,26 +28,26 @@ from shoal_worker.parameter_servers.job import Job
 _log = logging.getLogger(__name__)
 
 _MOST_WANTED: Final = 1024
-"""Maximum number of batches that a worker requests at once and holds."""
+"""Maximum number of batches that a worker requests at once and keeps leased."""
 _ACKNOWLEDGED_AFTER: Final = 6
-"""Finished batches are acknowledged within this fraction (1/6) of `lease_ahead`, unless another
+"""Divisor of `lease_ahead`: finished batches are acknowledged within a sixth of it, unless another
 request carries them earlier."""
 _STANDS_STILL: Final = 2
 """Multiple of `lease_ahead` without a finished batch after which a worker returns all batches that
-have not been handed out."""
+its loader has not received."""
 _LONGEST_BACKOFF_S: Final = 1.0
 _LOOK_S: Final = 0.2
-"""Interval between checks whether this worker should leave: SIGTERM cannot notify."""
+"""Interval between checks whether this worker should leave. SIGTERM cannot end a wait."""
 _LAST_WORD_S: Final = 5.0
 """Time for which a leaving worker tries to report its finished batches."""
 _SPARED: Final = 8
-"""Number of batches above twice the sufficient number that are not worth returning."""
+"""Number of batches, beyond twice the sufficient number, that are not worth returning."""
 _NOTHING: Final = Leases(batches=(), epoch_done=False, retry_after_s=0.0)
 
 
 class LeaseSource(Protocol):
-    """Gives out the batches of each loader's epochs, each to one worker. Used by the training
-    thread."""
+    """Assigns the batches of each loader's epochs to workers, each batch to one worker. Used by the
+    training thread."""
 
     def lease(
         self,
@@ -60,14 +60,15 @@ class LeaseSource(Protocol):
         at_hand: int | None = None,
     ) -> Leases:
         """Leases batches for a loader; see `LoaderSession.lease_batches`. Loaders take batches in
-        lease order, one at a time, and report `finished` before they take the next. With `want` 0
-        the loop was left, and all leased batches except finished ones and `at_hand` are
+        lease order, one at a time, and report `finished` before they take the next batch. `want` 0
+        means that the loop was left: all leased batches except finished ones and `at_hand` are
         returned."""
         ...
 
     def at_hand(self, loader: str) -> int:
-        """Returns the key of the batch of `loader` in progress, which is the same on every member
-        that has it and unique in the job. 0: there is none, or it cannot be reassigned."""
+        """Returns the key of the batch of `loader` in progress. The key is unique in the job, and
+        the same on every member that has the batch. Returns 0 if no batch is in progress, or the
+        batch cannot be reassigned."""
         ...
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
@@ -75,7 +76,7 @@ class LeaseSource(Protocol):
         ...
 
     def is_idle(self, loader: str) -> bool:
-        """Returns whether this worker holds no batch of `loader`."""
+        """Returns whether this worker has no leased batch of `loader`."""
         ...
 
     def close(self) -> None:
@@ -93,15 +94,15 @@ class _Block:
     batches_in_epoch: int
     first_key: int = 0
     leased: deque[int] = field(default_factory=deque)
-    """Leased batches that have not been handed to the loader."""
+    """Leased batches that the loader has not received."""
     out: list[int] = field(default_factory=list)
-    """Batches handed to the loader and not finished; the first is in progress."""
+    """Batches that the loader has received and not finished; the first is in progress."""
     finished: list[int] = field(default_factory=list)
     """Batches with acknowledged pushes that have not been reported to the coordinator."""
     returned: list[int] = field(default_factory=list)
-    """Batches to be returned untrained that have not been reported to the coordinator."""
+    """Batches to be returned untrained. The coordinator has not been notified yet."""
     loop_left: bool = False
-    """True if the loader's loop takes no batches at the moment, so that none are leased ahead."""
+    """True if the loader's loop currently takes no batches, so that none are leased ahead."""
     wanted: int = 0
     """Number of batches that the training thread is waiting for; 0 if it is not waiting."""
     asking: bool = False
@@ -111,15 +112,15 @@ class _Block:
     batch was finished, or the start."""
     finished_at: float = 0.0
     pace_s: float = 0.0
-    """Seconds from one finished batch to the next, averaged; 0: not known."""
+    """Average seconds from one finished batch to the next; 0: not known."""
     asks_below: int = 1
-    """Number of leased batches below which more are requested: half of the number after the last
-    answer. 0: the coordinator has none, and is asked again only after another batch is finished or
-    if the training thread waits."""
+    """Number of leased batches below which more batches are requested: half of the number after the
+    last answer. 0: the coordinator has no more batches, and is asked again only after another batch
+    is finished or if the training thread waits."""
     answer: pb.LeaseBatchesResponse | None = None
     """Last answer of the coordinator."""
     failure: Exception | None = None
-    """Error with which the coordinator refused a request, for the training thread to raise."""
+    """Error with which the coordinator refused a request. The training thread raises it."""
 
     @property
     def is_settled(self) -> bool:
@@ -140,20 +141,21 @@ class _Request:
 
 class CoordinatorLeases:
     """Leases from the coordinator. The training thread takes and finishes batches. A separate
-    thread talks to the coordinator in numbered requests, one after another, and repeats each until
-    it is answered, so that no batch is lost with an answer."""
+    thread sends numbered requests to the coordinator, one after another, and repeats each request
+    until it is answered, so that no batch is lost with an answer."""
 
     def __init__(self, job: Job, *, ahead: timedelta) -> None:
-        """Creates the leases. `ahead`: amount of work to hold, estimated from the pace so far."""
+        """Creates the leases. `ahead`: amount of work to lease ahead, estimated from the pace so
+        far."""
         self._job = job
         self._ahead_s = ahead.total_seconds()
         self._blocks: dict[str, _Block] = {}
-        """Newest block of each loader, which is replaced only when it is settled."""
+        """Newest block of each loader. A block is replaced only when it is settled."""
         self._changed = threading.Condition()
         self._closed = False
         self._thread: threading.Thread | None = None
         self._numbered = 0
-        """Number of the last request; used by the request thread only."""
+        """Number of the last request. Used by the request thread only."""
         self._trouble = ""
         """Reason why the coordinator has not answered yet."""
 
@@ -200,7 +202,7 @@ class CoordinatorLeases:
             answer = block.answer
             given = tuple(block.leased.popleft() for _ in range(min(want, len(block.leased))))
             block.out += given
-            self._changed.notify_all()  # there may be less than half left
+            self._changed.notify_all()  # fewer than half may be left
             done = answer is not None and answer.epoch_done
             return Leases(
                 batches=given,
@@ -215,7 +217,7 @@ class CoordinatorLeases:
             return 0 if block is None or not block.out else block.first_key + block.out[0]
 
     def newest_epoch(self, loader: str, epoch: int) -> int:
-        """Implements `LeaseSource.newest_epoch`. Raises DeadlineError, and StopTraining if this
+        """Implements `LeaseSource.newest_epoch`. Raises DeadlineError, or StopTraining if this
         worker should leave."""
         answer = self._job.retry_until(
             "the coordinator",
@@ -230,11 +232,12 @@ class CoordinatorLeases:
             return not block.out and not block.leased
 
     def close(self) -> None:
-        """Implements `LeaseSource.close`. Leased and unacknowledged batches are reassigned."""
+        """Implements `LeaseSource.close`. Leased and unacknowledged batches are reassigned to other
+        workers."""
         with self._changed:
             self._closed = True
             self._changed.notify_all()
-            thread, self._thread = self._thread, None  # whoever closes it again does not wait again
+            thread, self._thread = self._thread, None  # a second `close` does not wait again
         if thread is not None:
             thread.join(_LAST_WORD_S)
 
@@ -245,7 +248,7 @@ class CoordinatorLeases:
         if block is not None and block.epoch == epoch:
             return block
         if block is not None:
-            # with a batch that was handed out, and could still be finished until now
+            # with a batch that the loader has, which could still be finished until now
             self._leave(block, None)
         pace_s = 0.0 if block is None else block.pace_s
         block = self._blocks[loader] = _Block(
@@ -261,8 +264,8 @@ class CoordinatorLeases:
         return block
 
     def _leave(self, block: _Block, at_hand: int | None) -> None:
-        """Returns all batches except `at_hand`. From now on they no longer belong to this worker,
-        even before the coordinator is notified."""
+        """Returns all batches except `at_hand`. From now on the returned batches do not belong to
+        this worker, even before the coordinator is notified."""
         block.loop_left = True
         block.returned += [batch for batch in (*block.out, *block.leased) if batch != at_hand]
         block.out = [batch for batch in block.out if batch == at_hand]
@@ -271,7 +274,8 @@ class CoordinatorLeases:
             self._await(block, lambda: block.is_settled, for_batches=False)
 
     def _await(self, block: _Block, done: Callable[[], bool], *, for_batches: bool) -> None:
-        """Waits until the request thread has done its work. Raises as `lease`."""
+        """Waits until `done()` is True, which the request thread brings about. Raises the errors of
+        `lease`."""
         begun = time.monotonic()
         leaving_since: float | None = None
         block.failure = None
@@ -332,7 +336,7 @@ class CoordinatorLeases:
                 block.leased.clear()
                 block.asks_below = 0
             if enough and len(block.leased) > 2 * enough + _SPARED and not block.loop_left:
-                # This worker has become slower: the others have more of it.
+                # This worker has become slower; other workers need these batches.
                 block.returned += [block.leased.pop() for _ in range(len(block.leased) - enough)]
             missing = min(max(enough - len(block.leased), 0), _MOST_WANTED)
             late = (
@@ -365,8 +369,8 @@ class CoordinatorLeases:
         return min(_MOST_WANTED, 1 + int(self._ahead_s / block.pace_s))
 
     def _ask(self, request: _Request) -> pb.LeaseBatchesResponse | Exception | None:
-        """Sends a request and returns the answer or error; None if this object was closed
-        meanwhile."""
+        """Sends a request and returns the answer or the error. Returns None if this object was
+        closed meanwhile."""
         block = request.block
         backoff = Backoff(longest_s=_LONGEST_BACKOFF_S)
         logged = False
@@ -394,7 +398,7 @@ class CoordinatorLeases:
                     )
                     logged = True
                 wait_s = backoff.next_s(error)
-            except Exception as error:  # whatever it is, the training thread is to raise it
+            except Exception as error:  # of any kind: the training thread raises it
                 return error
             with self._changed:
                 if self._changed.wait_for(lambda: self._closed, wait_s):
@@ -415,7 +419,7 @@ class CoordinatorLeases:
         del block.finished[: len(request.finished)]
         del block.returned[: len(request.returned)]
         block.unsaid_since = time.monotonic()
-        # If the loop was left meanwhile, nobody takes them.
+        # If the loop was left meanwhile, no loop takes these batches.
         (block.returned if block.loop_left else block.leased).extend(answer.batches)
         if answer.batches and (block.wanted or request.waited_for):
             # the loop was waiting for these batches, not idle, and the wait is not part of a step
@@ -437,7 +441,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
     now = time.monotonic()
     for batch in finished:
         if batch not in block.out:
-            continue  # said again, since the answer to the first time was an error
+            continue  # repeated, since the first answer was an error
         block.out.remove(batch)
         if not block.finished:
             block.unsaid_since = now
@@ -449,7 +453,7 @@ def _finish(block: _Block, finished: Sequence[int]) -> None:
 
 
 class LocalLeases:
-    """Leases in a world of one, without other members: the batches of an epoch in order."""
+    """Leases in a world of one: all batches of an epoch in order."""
 
     def __init__(self) -> None:
         self._dealt: defaultdict[tuple[str, int], int] = defaultdict(int)
@@ -485,7 +489,7 @@ class LocalLeases:
         return Leases(batches=batches, epoch_done=done, retry_after_s=0.0)
 
     def at_hand(self, loader: str) -> int:
-        """Implements `LeaseSource.at_hand`; there are no other members."""
+        """Implements `LeaseSource.at_hand`. Always 0, because there are no other members."""
         return 0
 
     def newest_epoch(self, loader: str, epoch: int) -> int:

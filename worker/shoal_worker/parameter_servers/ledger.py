@@ -1,9 +1,10 @@
 """One worker's progress with each partition: acknowledged pushes, pulled versions, and pushes with
-unknown outcome. Also an iteration on its way to the servers and its outcome, exchanged between
-`ParameterServers` and its links.
+unknown outcome. Also defines the iteration and the outcome that `ParameterServers` and its links
+exchange.
 
-There is one ledger for all servers, since partitions move between them: its entries remain valid
-wherever a partition is. Each partition's entry belongs to the thread that talks to its server.
+There is one ledger for all servers, since partitions move between servers: an entry remains valid
+wherever its partition is. Each partition's entry belongs to the thread that calls the partition's
+server.
 """
 
 from __future__ import annotations
@@ -22,27 +23,28 @@ class Pushed:
     """The outcome of a push."""
 
     staleness: int
-    """Versions between the pull that the gradient was computed on and the push; the largest over
-    the partitions."""
+    """Number of versions between the pull on which the gradient was computed and the push; the
+    largest over the partitions."""
     known: bool
-    """True if the whole push had already been applied for another member, which held the same
-    batch."""
+    """True if the whole push had already been applied for another member with the same batch."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Delivery:
-    """One iteration on its way to the servers. Its progress is kept when partitions move halfway
-    through. Each partition's entries belong to the thread that talks to its server."""
+    """One iteration that is being sent to the servers. Its progress is kept when partitions move
+    halfway through. Each partition's entries belong to the thread that calls the partition's
+    server."""
 
     iteration: Iteration
     payloads: dict[int, Callable[[], Payload]] = field(default_factory=dict)
-    """Payload of each partition, the same for every attempt."""
+    """Payload of each partition; the same in every attempt."""
     acknowledged: dict[int, pb.PartitionResult] = field(default_factory=dict)
     there: set[int] = field(default_factory=set)
-    """Partitions that take this push for an earlier, abandoned push of the same batch."""
+    """Partitions on which an earlier, abandoned push of the same batch was already applied. They
+    only acknowledge this push."""
     pulled: set[int] = field(default_factory=set)
-    """Partitions whose values for the next iteration have been pulled. With bsp, others may have
-    advanced since."""
+    """Partitions whose values for the next iteration have been pulled. With bsp, other partitions
+    may have advanced since."""
 
     def outcome(self) -> Pushed:
         """Returns the combined outcome of all partitions."""
@@ -52,7 +54,7 @@ class Delivery:
 
 
 class ShardMapChanged(Exception):
-    """Partitions have moved: this is the map now."""
+    """Partitions have moved. The error contains the new shard map."""
 
     def __init__(self, shard_map: coordinator_pb.ShardMap) -> None:
         super().__init__(f"partitions have moved; the shard map is at epoch {shard_map.epoch}")
@@ -61,26 +63,27 @@ class ShardMapChanged(Exception):
 
 @dataclass
 class _Entry:
-    """The state of one partition."""
+    """This worker's progress with one partition."""
 
     acknowledged: int = 0
     """Sequence number of the last acknowledged push."""
     base: int = 0
-    """Version on which the next gradient is computed; 0 if never pulled."""
+    """Version on which the next gradient is computed; 0 if the partition was never pulled."""
     held: int = 0
-    """Version that need not be sent again; 0 if any version is new."""
+    """Version that the server need not send again; 0 if any version is new."""
     doubt: int | None = None
-    """Batch key (or 0) of a push that was started and not acknowledged."""
+    """Batch key (or 0) of a push that was started and not acknowledged; None if there is none."""
 
 
 class Ledger:
-    """All partitions of the job, by number."""
+    """This worker's progress with all partitions of the job, by partition number."""
 
     def __init__(self, partitions: Iterable[int]) -> None:
         self._entries = {partition_id: _Entry() for partition_id in partitions}
 
     def held(self, partition_id: int) -> int:
-        """Returns the version that need not be sent again; 0 if any version is new."""
+        """Returns the partition's version that the server need not send again; 0 if any version is
+        new."""
         return self._entries[partition_id].held
 
     def has_values(self, partition_id: int) -> bool:
@@ -88,19 +91,20 @@ class Ledger:
         return self._entries[partition_id].base > 0
 
     def next_push(self, partition_id: int) -> tuple[int, int]:
-        """Returns the sequence number of a partition's next push and the version on which its
-        gradient is computed."""
+        """Returns the sequence number of a partition's next push, and the version on which the
+        push's gradient is computed."""
         entry = self._entries[partition_id]
         return entry.acknowledged + 1, entry.base
 
     def doubt(self, partition_id: int) -> int | None:
-        """Returns the batch of a push that was started and not acknowledged, so that its outcome is
-        unknown. 0: it had no batch; None: there is no such push."""
+        """Returns the batch of a partition's push that was started and not acknowledged, so that
+        the push's outcome is unknown. Returns 0 if the push had no batch, and None if there is no
+        such push."""
         return self._entries[partition_id].doubt
 
     def begun(self, partitions: Iterable[int], batch: int) -> None:
-        """Records that the next push of these partitions, with gradients of this batch, is
-        starting."""
+        """Records that the next push of these partitions is starting. `batch`: key of the batch of
+        its gradients."""
         for partition_id in partitions:
             self._entries[partition_id].doubt = batch
 
@@ -123,8 +127,8 @@ class Ledger:
             entry.base = entry.held = header.version
 
     def ahead(self, state: Iterable[pb.PartitionVersion]) -> frozenset[int]:
-        """Returns the partitions for which the server has more pushes of this worker than were
-        acknowledged."""
+        """Returns the partitions for which the server has applied more pushes of this worker than
+        it has acknowledged."""
         return frozenset(
             here.partition_id
             for here in state
@@ -132,7 +136,8 @@ class Ledger:
         )
 
     def follow(self, state: Iterable[pb.PartitionVersion]) -> None:
-        """Continues after all of this worker's pushes that the server has, acknowledged or not."""
+        """Continues after all of this worker's pushes that the server has applied, acknowledged or
+        not."""
         for here in state:
             entry = self._entries[here.partition_id]
             entry.acknowledged = here.sequence
@@ -140,11 +145,11 @@ class Ledger:
             entry.doubt = None
 
     def rewind(self, state: Iterable[pb.PartitionVersion]) -> int:
-        """Continues from the server's state. Returns the number of acknowledged pushes that it has
-        lost, counted by partition.
+        """Continues from the server's state. Returns the number of acknowledged pushes that the
+        server has lost, counted by partition.
 
-        One push more than acknowledged is not a loss: the push in progress was applied, and
-        resending it will only be acknowledged.
+        If the server has one push more than it acknowledged, nothing is lost: it has applied the
+        push in progress, and only acknowledges that push when it is sent again.
         """
         lost = 0
         for here in state:

@@ -1,5 +1,5 @@
-"""Options of `as_distributed(..., strategy="async_sgd", ...)` in addition to the common ones, and
-the description of the user's optimizer for the servers. Values only."""
+"""Options of `as_distributed(..., strategy="async_sgd", ...)` in addition to the common options,
+and the description of the user's optimizer for the servers. Contains only values."""
 
 from __future__ import annotations
 
@@ -34,32 +34,33 @@ class AsyncOptions:
     """
 
     consistency: str = "asp"
-    """Consistency model. "asp": nobody waits. "ssp": a worker more than `staleness_bound`
-    iterations ahead of the slowest one waits at the end of its step. "bsp": all workers that take
-    part in an iteration compute it on the same values, those after all pushes of the previous
-    one."""
+    """Consistency model. "asp": no worker waits. "ssp": a worker that is more than
+    `staleness_bound` iterations ahead of the slowest worker waits at the end of its step. "bsp":
+    all workers that take part in an iteration compute on the same values, which include all pushes
+    of the previous iteration."""
     staleness_bound: int | None = None
-    """Maximum number of iterations ahead (>= 0); required with ssp, and only allowed there."""
+    """Maximum number of iterations (>= 0) that a worker may be ahead; required with ssp, and only
+    allowed with ssp."""
     pull_every: int = 1
     """Interval between pulls, in steps (>= 1). Larger values save at most half of the traffic, at
     the cost of gradients of older values."""
     prefetch: bool = False
-    """Pull values while the next batch is computed instead of waiting for them: steps are shorter
-    by a pull, and gradients are computed on values that are older by at most one pull. With "asp"
-    only."""
+    """True to pull values while the next batch is computed instead of waiting for them. Steps are
+    shorter by a pull, and gradients are computed on values that are older by at most one pull. Only
+    allowed with "asp"."""
     server_timeout: timedelta = timedelta(minutes=5)
     """Longest time that a parameter server may be unreachable (for example while restarting) before
     `optimizer.step()` fails."""
 
     lease_ahead: timedelta = timedelta(seconds=20)
-    """Amount of work that a worker leases ahead, estimated from its pace: it continues to train for
-    about that long while the coordinator is unreachable. Leased batches of a worker that dies are
-    reassigned. 0: each batch is leased separately."""
+    """Amount of work that a worker leases ahead, estimated from its pace. The worker continues to
+    train for about this time while the coordinator is unreachable. Leased batches of a worker that
+    dies are reassigned. 0: each batch is leased separately."""
 
     delay_compensation: float = 0.0
-    """Strength of the servers' compensation for staleness of gradients (DC-ASGD; Zheng et al., ICML
-    2017), >= 0; 0 disables it; 0.04 is a good first value. Costs a server up to a copy of its share
-    for each worker."""
+    """Strength (>= 0) of the servers' compensation for the staleness of gradients (DC-ASGD; Zheng
+    et al., ICML 2017). 0 disables it; 0.04 is a good first value. Costs a server up to a copy of
+    its share for each worker."""
 
     pull_compression: str | None = None
     """Rounding of values sent by the servers: "bf16", "fp16" or "int8"; None: no rounding. The
@@ -72,8 +73,8 @@ class AsyncOptions:
     al., 2023, algorithm 1). The same on all workers. None: each step is a push, and the servers run
     the optimizer."""
     outer_optimizer: torch.optim.Optimizer | None = None
-    """Optimizer run by the servers with `inner_steps`, and required then: one that the servers
-    support, made from the same parameters. For K workers
+    """Optimizer that the servers run with `inner_steps`, which requires it: an optimizer that the
+    servers support, made from the same parameters. For K workers
     `shoal.optim.DelayedNesterov(net.parameters(), every=K)` uses the paper's learning rate and
     momentum."""
 
@@ -186,16 +187,16 @@ class AsyncOptions:
 
     @property
     def waits_for_others(self) -> bool:
-        """True if a worker may wait for others (ssp and bsp)."""
+        """True if a worker may have to wait for other workers (ssp and bsp)."""
         return self.consistency != "asp"
 
     @property
     def in_step(self) -> bool:
-        """True if workers proceed in step (bsp)."""
+        """True if all workers compute each iteration together (bsp)."""
         return self.consistency == "bsp"
 
     def message(self) -> pb.Consistency:
-        """Returns the message for ConfigureOptimizer."""
+        """Returns the consistency model as the message for ConfigureOptimizer."""
         modes = {
             "asp": pb.Consistency.MODE_ASP,
             "ssp": pb.Consistency.MODE_SSP,
@@ -223,14 +224,14 @@ def check_pull_compression(name: str) -> None:
 
 
 def check_configuration(config: ShardingConfiguration, backend: str) -> None:
-    """Rejects settings that have no meaning without a common step.
+    """Rejects settings that are meaningless without steps common to all workers.
 
     Raises:
-        ConfigurationError: such a setting is present; the message says what to do.
+        ConfigurationError: such a setting is present; the message explains the remedy.
     """
     if backend not in backend_names():
-        # async_sgd has no process group, so that any known one will do; a misspelled one would be
-        # an error with other strategies.
+        # async_sgd has no process group, so any known backend is accepted; a misspelled one would
+        # be an error with other strategies.
         raise ConfigurationError(
             f"backend={backend!r}: expected one of {', '.join(backend_names())}"
         )
@@ -250,7 +251,7 @@ def check_configuration(config: ShardingConfiguration, backend: str) -> None:
 _OR_HERE = ", or pass inner_steps= to run the optimizer in the workers"
 
 Values = tuple[tuple[str, float], ...]
-"""Hyperparameters of one group by the servers' names, sorted."""
+"""Hyperparameters of one parameter group under the servers' names, sorted."""
 
 
 # ------------------------------------------------------------------------------------ the optimizer
@@ -266,15 +267,15 @@ Values = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True, kw_only=True)
 class Revision:
-    """The hyperparameters at one position in the schedule."""
+    """The hyperparameters at one position of the schedule."""
 
     number: int
-    """Number of changes so far; 0: as configured."""
+    """Number of changes so far; 0: the configured hyperparameters."""
     groups: tuple[Values, ...]
 
 
 class ServerOptimizer:
-    """The optimizer run by the servers."""
+    """The optimizer that the servers run."""
 
     def __init__(
         self,
@@ -284,13 +285,12 @@ class ServerOptimizer:
         delay_compensation: float = 0.0,
         argument: str = "optimizer",
     ) -> None:
-        """Describes the optimizer for the servers. `names`: id(parameter) -> its name among the
-        declared tensors. `delay_compensation`: see `AsyncOptions`. `argument`: name of the user's
-        argument, for errors.
+        """Describes the optimizer for the servers. `names`: name of each parameter among the
+        declared tensors, by id(parameter). `delay_compensation`: see `AsyncOptions`. `argument`:
+        name of the user's argument, for errors.
 
         Raises:
-            ConfigurationError: the servers do not support this optimizer, or not with these
-                settings.
+            ConfigurationError: the servers do not support this optimizer or these settings.
         """
         # Exactly these classes: a subclass may override the update, which would be silently
         # ignored.
@@ -363,7 +363,7 @@ class ServerOptimizer:
         elements together.
 
         Raises:
-            ConfigurationError: a row that must stay whole is split.
+            ConfigurationError: a row that must not be split is split.
         """
         if self._declared.unit is Unit.ELEMENT:
             return
@@ -393,11 +393,11 @@ class ServerOptimizer:
             )
 
     def look(self) -> Revision:
-        """Returns the newest revision, a new one if a scheduler or the user has changed something
-        since the last call.
+        """Returns the newest revision of the hyperparameters. Creates a new revision if a scheduler
+        or the user has changed something since the last call.
 
         Schedulers read `optimizer.param_groups` in each step, and every read records changes. Two
-        scheduler steps in a row are therefore two revisions.
+        scheduler steps in a row therefore create two revisions.
         """
         now = self._read()
         if now != self._latest.groups:
@@ -406,13 +406,13 @@ class ServerOptimizer:
         return self._latest
 
     def adopt(self, number: int) -> None:
-        """Continues from a peer's settings, which are revision `number` and have been loaded into
-        the optimizer."""
+        """Continues from a peer's settings, which have been loaded into the optimizer. `number`:
+        number of the peer's revision."""
         self._latest = Revision(number=number, groups=self._read())
 
     def change(self, revision: Revision) -> tuple[dict[str, float], list[pb.ParameterGroup]]:
-        """Returns `revision` in the form for SetHyperparameters: for all tensors, and for
-        individual groups."""
+        """Returns `revision` in the form for SetHyperparameters: the hyperparameters for all
+        tensors, and for individual groups."""
         return self._variable(revision.groups[0]), self._messages(
             tuple(tuple(self._variable(values).items()) for values in revision.groups)
         )
@@ -424,8 +424,8 @@ class ServerOptimizer:
         )
 
     def _messages(self, groups: tuple[Values, ...]) -> list[pb.ParameterGroup]:
-        """Returns the groups' messages; none for a single group, whose hyperparameters are the
-        optimizer's own."""
+        """Returns the messages for the groups. Returns no messages for a single group, whose
+        hyperparameters are the optimizer's own."""
         if len(groups) == 1:
             return []
         pairs = zip(self._tensors, groups, strict=True)

@@ -1,9 +1,9 @@
 """A coordinator and a parameter server owned by this process, for `python train.py` without a
 cluster.
 
-The worker's distribution does not depend on the services, so they are started as programs on
-loopback, if installed. Their lifetime is tied to this process: they are closed at a regular exit
-and killed by the kernel otherwise. Their output goes to a file, the end of which is quoted if they
+The worker's distribution does not depend on the services, so this module starts them as programs on
+loopback, if they are installed. Their lifetime is tied to this process: it closes them at a regular
+exit, and the kernel kills them otherwise. Their output goes to a file, whose end is quoted if they
 fail to start.
 """
 
@@ -53,11 +53,12 @@ JobT = TypeVar("JobT", bound=Job)
 
 
 def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | None]:
-    """Returns the session's job for use with parameter servers, and the cluster that was started
-    for a process without one, to be closed.
+    """Returns the session's job for use with parameter servers. For a process without a cluster,
+    also starts a cluster and returns it, and the caller must close it.
 
     Raises:
-        ConfigurationError: the ranks belong to a launch, which has no servers; and as `OwnCluster`.
+        ConfigurationError: the ranks belong to a launch, which has no servers, or `OwnCluster`
+            cannot start the services.
     """
     membership, settings, own = session.membership, session.settings, None
     if membership is None:
@@ -84,14 +85,14 @@ def open_job(session: Session, kind: type[JobT]) -> tuple[JobT, OwnCluster | Non
 
 
 class OwnCluster:
-    """Both services, with this process as the only member of their job."""
+    """A coordinator and a parameter server. This process is the only member of their job."""
 
     def __init__(self) -> None:
         """Starts the services and returns once they are ready.
 
         Raises:
             ConfigurationError: the services are not installed.
-            UnavailableError, DeadlineError: one of them did not start.
+            UnavailableError, DeadlineError: a service did not start.
         """
         missing = [
             distribution
@@ -115,7 +116,7 @@ class OwnCluster:
 
     @property
     def link(self) -> CoordinatorLink:
-        """This process's session with the coordinator; it has a rank."""
+        """This process's session with the coordinator, in which it has a rank."""
         assert self._link is not None
         return self._link
 
@@ -125,7 +126,8 @@ class OwnCluster:
         return self._channel
 
     def close(self) -> None:
-        """Leaves the job and stops the services; they are gone when this returns. Idempotent."""
+        """Leaves the job and stops the services; they have exited when this method returns.
+        Idempotent."""
         if self._link is not None:
             self._link.leave(LeaveReason.FINISHED, timeout=timedelta(seconds=2))
         for service in reversed(self._services):
@@ -152,7 +154,7 @@ class OwnCluster:
         self._link.wait_generation(after=0, timeout=_START_TIMEOUT)
 
     def _start(self, module: str, *arguments: str) -> str:
-        """Starts a service; returns its address."""
+        """Starts a service and returns its address."""
         service = _Service(module, arguments, self._scratch.path)
         self._services.append(service)
         return service.wait_address()
@@ -191,7 +193,7 @@ class _Service:
         self._process = process
 
     def wait_address(self) -> str:
-        """Returns host:port of its gRPC service once it is serving."""
+        """Waits until the service is serving and returns host:port of its gRPC endpoint."""
         deadline = time.monotonic() + _START_TIMEOUT.total_seconds()
         while True:
             with contextlib.suppress(FileNotFoundError):

@@ -1,8 +1,8 @@
-"""Retries of calls to one parameter server: a call is repeated until it succeeds or fails
+"""Retries of calls to one parameter server. A call is repeated until it succeeds or fails
 permanently.
 
-Before each retry the server's state is determined by its `ServerLink`. This module does not know
-the contents of calls.
+Before each retry the server's `ServerLink` determines the server's state. This module does not
+depend on the contents of calls.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class Persistence:
-    """Used by one thread at a time."""
+    """Retries of calls to one parameter server. Used by one thread at a time."""
 
     def __init__(
         self,
@@ -58,10 +58,15 @@ class Persistence:
         started: Callable[[], bool],
         resynchronize: Callable[[], None],
     ) -> None:
-        """Creates the retries. `patience`: how long a server may be unreachable. `closing`: set
-        when nothing should be waited for any more. `started`: returns whether all of this worker's
-        tensors on the server have values. `resynchronize`: determines the server's state; raises
-        what its calls raise, and ShardMapChanged."""
+        """Creates the retries.
+
+        `patience`: longest time that the server may be unreachable.
+        `closing`: event that is set when all waits should end.
+        `started`: function that returns whether all of this worker's tensors on the server have
+        values.
+        `resynchronize`: function that determines the server's state. Raises the errors of its
+        calls, and ShardMapChanged.
+        """
         self._job = job
         self._connection = connection
         self._patience = patience
@@ -70,7 +75,7 @@ class Persistence:
         self._resynchronize = resynchronize
 
     def retry_until(self, method: str, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats `attempt` until it succeeds, determining the server's state before each retry.
+        """Repeats `attempt` until it succeeds. Determines the server's state before each retry.
 
         Raises ShardMapChanged if partitions have moved, DeadlineError if the server was unreachable
         for longer than `server_timeout`, and errors that no retry can cure.

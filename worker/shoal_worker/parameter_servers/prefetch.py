@@ -1,8 +1,8 @@
 """Values pulled while this worker computes (`AsyncOptions.prefetch`).
 
-They are received into separate memory, since values must not change during a computation, and
-become the module's at a step boundary. A failed pull costs nothing but its values: the next push
-contacts the same server and reports the problem.
+Values are received into separate memory, since they must not change during a computation, and are
+copied to the module at a step boundary. A failed pull loses only its values: the next push contacts
+the same server and reports the problem.
 """
 
 from __future__ import annotations
@@ -27,26 +27,29 @@ Pulled = Sequence[tuple[Partition, pb.PullHeader]]
 
 
 class Source(Protocol):
-    """One server."""
+    """A parameter server from which values can be prefetched."""
 
     def pull_ahead(self, memory: dict[str, torch.Tensor]) -> Pulled:
-        """Pulls newer values into flat host tensors, by name. On any thread, one at a time."""
+        """Pulls newer values into flat host tensors, by name. Called from any thread, one call at a
+        time."""
         ...
 
 
 class Prefetch:
     """One pull from all servers in the background. Used by the training thread, which makes no
-    other calls to servers meanwhile."""
+    other calls to servers during the pull."""
 
     def __init__(self, tensors: Sequence[HostTensor], ledger: Ledger) -> None:
-        """Creates an idle prefetch. `tensors`: the trained ones. `ledger`: of all partitions."""
+        """Creates an idle prefetch. `tensors`: the trained tensors. `ledger`: ledger of all
+        partitions."""
         self._tensors = tensors
         self._ledger = ledger
         self._memory: dict[str, torch.Tensor] = {}
         self._pulls: list[Future[Pulled]] = []
 
     def begin(self, servers: Sequence[Source]) -> None:
-        """Pulls from all of them. The one before must be over: see `land` and `drop`."""
+        """Starts to pull from all servers. The previous pull must be over, after `land` or
+        `drop`."""
         assert not self._pulls, "the earlier prefetch must be landed or dropped first"
         if not self._memory:
             self._memory = {
@@ -70,7 +73,7 @@ class Prefetch:
     @torch.no_grad()
     def land(self) -> bool:
         """Waits for the pull and writes the received values to the tensors' receive buffers.
-        Returns False if nothing was received, or not from all servers."""
+        Returns False if nothing was received, or some server did not answer."""
         pulls, self._pulls = self._pulls, []
         wait_for_all(pulls)
         for pull in pulls:
@@ -89,6 +92,7 @@ class Prefetch:
         return bool(pulls)
 
     def drop(self) -> None:
-        """Waits for the pull and discards its result: newer values come another way."""
+        """Waits for the pull and discards its result, because newer values are received in another
+        way."""
         self.wait()
         self._pulls = []

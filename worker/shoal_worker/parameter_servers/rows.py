@@ -1,5 +1,5 @@
-"""Rows of sparse tables as `server_link.py` and `tensors.py` know them: pushes, and the partitions
-that are buckets."""
+"""Rows of sparse tables for `server_link.py` and `tensors.py`: pushes, and the partitions that are
+buckets."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ ROWS_DTYPE: Final = dtype_info("float32")
 
 @dataclass(frozen=True, kw_only=True)
 class PushedRows:
-    """A step's push to one bucket: the same bytes in every attempt."""
+    """A step's push to one bucket; its bytes are the same in every attempt."""
 
     partition_id: int
     version: int
@@ -28,8 +28,8 @@ class PushedRows:
 
 
 def buckets_of_servers(shard_map: coordinator_pb.ShardMap) -> dict[int, tuple[int, ...]]:
-    """Returns the partitions that are buckets of tables by server index, for servers that have
-    any."""
+    """Returns the partitions that are buckets of tables, by server index. Servers without buckets
+    are left out."""
     found: dict[int, tuple[int, ...]] = {}
     for partition in shard_map.partitions:
         if partition.HasField("bucket"):

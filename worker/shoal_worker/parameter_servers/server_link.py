@@ -2,19 +2,20 @@
 recovery after the server was unreachable.
 
 A push carries a sequence number per partition. After a failed call its outcome is unknown, so the
-link asks the server for its state and then sends the same numbers again: pushes that were already
-applied are acknowledged and not applied twice. A server that returns with less than it had
-acknowledged has lost its disk or has no data directory. Updates of all workers are then lost; the
-link reports this in the log and the metrics, initializes an empty server with this worker's own
-values, and continues from the server's state
+link asks the server for its state and then sends the same numbers again: the server acknowledges
+pushes that were already applied, without applying them twice. A server that comes back with less
+than it had acknowledged has lost its disk or has no data directory. Updates of all workers are then
+lost; the link reports this in the log and the metrics, initializes an empty server with this
+worker's own values, and continues from the server's state
 (docs/explanation/parameter-servers.md#pushes-count-once).
 
-Partitions may move to another server meanwhile
+Partitions may meanwhile move to another server
 (docs/explanation/parameter-servers.md#moving-partitions). The link then raises ShardMapChanged,
 `ParameterServers` reassigns the partitions, and unacknowledged pushes go to the new owner under the
 same numbers.
 
-Used by one thread at a time: the training thread passes work to a pool thread and waits for it.
+Used by one thread at a time: the training thread passes work to a pool thread and waits for that
+thread.
 """
 
 from __future__ import annotations
@@ -57,10 +58,11 @@ from shoal_worker.parameter_servers.tensors import (
 _log = logging.getLogger(__name__)
 
 _FIRST_VALUES_WAIT: Final = timedelta(seconds=1)
-"""Interval between checks for rank 0, which has to provide the initial values."""
+"""Interval between checks whether rank 0 has provided the initial values."""
 _MOST_FINISHED: Final = 2048
-"""Maximum number of finished batches kept for a server that is pushed to only occasionally. More
-than a worker may have leased, so that earlier ones are acknowledged."""
+"""Maximum number of finished batches kept for a server that receives only occasional pushes. The
+maximum is larger than the number of batches that a worker may have leased, so that earlier batches
+are acknowledged."""
 _LARGEST_CLOCK: Final = 2**63 - 1
 
 AnswerT = TypeVar("AnswerT")
@@ -68,16 +70,16 @@ AnswerT = TypeVar("AnswerT")
 
 @dataclass(frozen=True, kw_only=True)
 class Position:
-    """A server's record of this worker's position."""
+    """This worker's position according to one server."""
 
     clock: int
-    """Number of finished iterations by the server's count. `by_others`: by the count of each
-    participating member."""
+    """Number of finished iterations as counted by the server. `by_others`: the same position as
+    counted by each participating member."""
     by_others: Mapping[str, int]
 
 
 class ServerLink:
-    """One server, and the partitions that it has."""
+    """This worker's link to one server and the partitions on that server."""
 
     def __init__(
         self,
@@ -91,23 +93,23 @@ class ServerLink:
         closing: threading.Event,
         lost: Callable[[int], None],
     ) -> None:
-        """Creates the link. `ledger`, `payloads`: of all servers. `closing`: set when nothing
-        should be waited for any more. `lost`: notified of this worker's updates, counted by
-        partition, that the server had acknowledged and has lost."""
+        """Creates the link. `ledger`, `payloads`: shared by the links to all servers. `closing`:
+        event that is set when all waits should end. `lost`: function called with the number of this
+        worker's updates, counted by partition, that the server had acknowledged and has lost."""
         self._ledger = ledger
         self._payloads = payloads
         self._job = job
         self._optimizer = optimizer
         self._options = options
         self.gave_values = False
-        """The server had none, and holds this worker's."""
+        """True if the server had no values and received this worker's."""
         self._closing = closing
         self._lost = lost
         self._revision = Revision(number=0, groups=())
         """Newest revision sent to this server."""
         self._clock = 0
         self._finished_batches: list[int] = []
-        """Batches finished on all servers and not reported to this one yet."""
+        """Batches finished on all servers that this server has not been notified of."""
         self._server = Connection(job, share)
         self._pulls = Pulls(job, self._server, ledger, compression=options.pull_compression)
         self._persistence = Persistence(
@@ -131,18 +133,18 @@ class ServerLink:
         return self._server.address
 
     def adopt(self, share: ServerShare) -> None:
-        """Adopts the server's share from the newest shard map, parts of which this worker may not
-        have pulled before. Called between calls."""
+        """Replaces the server's share by the share from the newest shard map. This worker may not
+        have pulled all of the new share before. Must not be called during another call."""
         self._server.adopt(share)
         self._started = self._has_values()
 
     def _has_values(self) -> bool:
-        """Returns whether this worker has pulled everything on the server before."""
+        """Returns whether this worker has already pulled everything on the server."""
         return all(map(self._ledger.has_values, self._server.partitions))
 
     def joins(self, others: Sequence[ServerLink]) -> None:
-        """Synchronizes a link created during training with the existing links `others`. Called
-        between calls."""
+        """Synchronizes a link created during training with the existing links `others`. Must not be
+        called during another call."""
         self._clock = max(link._clock for link in others)
         self._finished_batches = max((list(link._finished_batches) for link in others), key=len)
 
@@ -152,18 +154,20 @@ class ServerLink:
         """Sets the server's optimizer and consistency.
 
         Raises:
-            PreconditionError (OPTIMIZER_CONFLICT): another worker has set other ones.
-            DeadlineError: the server was not there in time.
+            PreconditionError (OPTIMIZER_CONFLICT): another worker has set a different optimizer or
+                consistency.
+            DeadlineError: the server was not reachable in time.
         """
         self._persistence.retry_until("ConfigureOptimizer", self._configure)
 
     def start(self, *, has_values: bool, joins_late: bool = False) -> None:
-        """Initializes the server with rank 0's values unless it has some, and adopts its values.
+        """Initializes the server with rank 0's values if the server has none, and pulls the
+        server's values.
 
-        `has_values`: this worker can provide values. `joins_late`: the run had already begun, so a
-        server without values may have lost training progress, which is logged. Raises
-        PreconditionError if it is rank 0 and has no values; DeadlineError; and StopTraining if it
-        should leave before it gets any.
+        `has_values`: True if this worker can provide values. `joins_late`: True if the run had
+        already begun; a server without values may then have lost training progress, which is
+        logged. Raises PreconditionError if this worker is rank 0 and has no values, DeadlineError,
+        and StopTraining if the worker should leave before it gets any values.
         """
         deadline = time.monotonic() + self._options.server_timeout.total_seconds()
         while not self._started:
@@ -240,7 +244,7 @@ class ServerLink:
             self.advance_clock(iteration.clock)
 
     def _prepare(self, pushed: Sequence[Partition | PushedRows], delivery: Delivery) -> None:
-        """Creates the payloads, after determining the outcome of abandoned pushes."""
+        """Creates the payloads. First determines the outcome of abandoned pushes."""
         new = [each for each in pushed if each.partition_id not in delivery.payloads]
         batch = delivery.iteration.batch
         self._ledger.computed_on(
@@ -264,8 +268,8 @@ class ServerLink:
             )
 
     def _push_in_turn(self, push: Callable[[], AnswerT]) -> AnswerT:
-        """Pushes; with bsp, once all workers have read the values that it changes. A leaving worker
-        does not wait: its batch is reassigned."""
+        """Runs a push. With bsp, the push waits until all workers have read the values that it
+        changes. A leaving worker does not wait: its batch is reassigned."""
         try:
             return self._persistence.in_turn("Push", push)
         except DeadlineError as error:
@@ -274,14 +278,15 @@ class ServerLink:
             raise
 
     def finished(self, batch: int) -> None:
-        """Records that every push of the batch with this key was acknowledged on all servers."""
+        """Records that all servers have acknowledged every push of a batch. `batch`: key of the
+        batch."""
         self._finished_batches.append(batch)
         del self._finished_batches[:-_MOST_FINISHED]
 
     def pull_in_turn(self, pulled: set[int]) -> None:
         """Pulls as soon as this worker may begin its next iteration; with asp, immediately.
-        Partitions in `pulled` were already pulled for that iteration from a previous server and are
-        skipped; this server's are added."""
+        `pulled`: partitions that were already pulled for that iteration from a previous server.
+        They are skipped, and this server's partitions are added."""
         if not self._server.trained:
             return
         missing = [each for each in self._server.trained if each.partition_id not in pulled]
@@ -293,7 +298,7 @@ class ServerLink:
             except DeadlineError as error:
                 if error.reason not in NOT_MY_TURN:
                     raise
-                return  # the next step boundary lets it go; it needs no newer values for that
+                return  # it leaves at the next step boundary and needs no newer values
             pulled.update(each.partition_id for each in missing)
         elif not self._options.in_step:
             self.advance_clock(self._clock)
@@ -328,8 +333,9 @@ class ServerLink:
         self._tell(clock)
 
     def enter(self, clock: int) -> Position | None:
-        """Starts participation of this worker, which has finished `clock` iterations; from now on
-        others may wait for it. Returns None if nothing is trained on this server."""
+        """Starts the participation of this worker, which has finished `clock` iterations. From now
+        on other workers may wait for this worker. Returns None if nothing is trained on this
+        server."""
         self._clock = clock
         if not self._takes_part:
             return None
@@ -346,13 +352,13 @@ class ServerLink:
         return Position(clock=own, by_others=others)
 
     def place(self, at: int | None) -> None:
-        """Sets this worker's finished iterations to `at` by the server's count, which is not lower
-        than before; None: no change."""
+        """Sets this worker's position to `at`, in iterations as counted by the server, which must
+        not be lower than before. None: no change."""
         if at is not None:
             self._tell(self._clock, place=at)
 
     def rest(self) -> None:
-        """Reports that nobody needs to wait for this worker until it enters again."""
+        """Reports that no worker needs to wait for this worker until it enters again."""
         if self._takes_part:
             self._tell(_LARGEST_CLOCK)
 
@@ -378,13 +384,13 @@ class ServerLink:
     # -------------------------------------------------------------------------------------- the end
 
     def snapshot(self) -> str:
-        """Makes the server write its snapshot and returns its path. Raises the errors listed for
-        Snapshot in the .proto file. Any thread may call it."""
+        """Makes the server write its snapshot and returns the snapshot's path. Raises the errors
+        listed for Snapshot in the .proto file. Callable from any thread."""
         return self._server.client.snapshot(self._job.job_id).path
 
     def farewell(self, patience: timedelta) -> None:
-        """Reports that nobody needs to wait for this worker any more. An unreachable server is
-        notified by the coordinator."""
+        """Reports that no worker needs to wait for this worker any more. If the server is
+        unreachable, the coordinator notifies it."""
         try:
             self._server.client.advance_clock(
                 self._job.job_id, self._job.member_id, clock=_LARGEST_CLOCK, deadline=patience
@@ -393,7 +399,7 @@ class ServerLink:
             _log.debug("server %d did not receive the leave message: %s", self.index, error)
 
     def close(self) -> None:
-        """Ends calls in progress. Idempotent. Any thread may call it."""
+        """Ends calls in progress. Idempotent. Callable from any thread."""
         self._server.close()
 
     # ------------------------------------------------------------------------------ single attempts
@@ -484,8 +490,8 @@ class ServerLink:
         batch: int = 0,
         finished: Sequence[int] = (),
     ) -> Iterator[tuple[pb.PushHeader, memoryview]]:
-        """Yields headers and payloads, created as they are sent. `clock`: of a push; None: initial
-        values. `finished`: reported with the first."""
+        """Yields headers and payloads, created as they are sent. `clock`: clock of a push; None:
+        initial values. `finished`: finished batches reported with the first payload."""
         generation = self._job.generation
         for payload in payloads:
             partition = payload.partition
@@ -513,12 +519,12 @@ class ServerLink:
                 finished = ()
             yield header, payload.data
 
-    # ---------------------------------------------------------------------- where the server stands
+    # -------------------------------------------------------------------------- state of the server
 
     def _resynchronize(self) -> None:
-        """Locates the server and determines how much of its acknowledged state it still has. Raises
-        what its calls raise, and UnavailableError / PARTITION_MOVING, since parts of a push before
-        such a partition would be sent in vain."""
+        """Locates the server and determines how much of its acknowledged state the server still
+        has. Raises the errors of its calls. Raises UnavailableError (PARTITION_MOVING) if a
+        partition is moving: the preceding parts of a push would be sent in vain."""
         self._server.find()
         state = self._server.look()
         if moving := [each.partition_id for each in state.partitions if each.moving]:
@@ -553,9 +559,10 @@ class ServerLink:
             self._rewind(each for each in state.partitions if each.partition_id in own)
 
     def _look_back(self, doubtful: Mapping[int, bool]) -> frozenset[int]:
-        """Determines which of these partitions have an abandoned push. The value: the next push is
-        the same batch under the same number. Returns the partitions that will take it for the
-        abandoned push and only acknowledge it; the others continue after the server's state."""
+        """Determines on which of these partitions an abandoned push was applied. `doubtful`: True
+        for a partition if the next push has the same batch under the same number. Returns the
+        partitions that will take the next push for the abandoned push and only acknowledge it; the
+        other partitions continue after the server's state."""
         self._server.find()
         held = [each for each in self._server.look().partitions if each.partition_id in doubtful]
         if len(held) < len(doubtful):
@@ -568,7 +575,8 @@ class ServerLink:
         return frozenset(partition_id for partition_id in there if doubtful[partition_id])
 
     def _rewind(self, state: Iterable[pb.PartitionVersion]) -> None:
-        """Continues from the server's state."""
+        """Continues from the server's state. Logs and reports the updates that the server has
+        lost."""
         lost = self._ledger.rewind(state)
         if lost:
             _log.warning(

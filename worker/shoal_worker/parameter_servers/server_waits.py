@@ -1,7 +1,7 @@
 """Measures how long the training thread has waited for parameter servers; heartbeats report it.
 
-A worker that waits for a server is not stuck, so it is not removed. Other threads talk to servers
-as well: they pull values and rows ahead and save tables. Their waits do not count, since the
+A worker that waits for a server is not stuck, so it is not removed. Other threads also call
+servers: they pull values and rows ahead and save tables. Their waits do not count, since the
 training thread may meanwhile be stuck in its own code.
 """
 
@@ -14,10 +14,11 @@ from contextlib import contextmanager
 
 
 class ServerWaits:
-    """The waits of one worker. Any thread may call."""
+    """The waits of one worker for parameter servers. Callable from any thread."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """Created by the training thread. `clock`: monotonic time in seconds."""
+        """Creates the record. Must be called by the training thread. `clock`: returns monotonic
+        time in seconds."""
         self._clock = clock
         self._training = threading.get_ident()
         self._waits: dict[object, tuple[float, str, int]] = {}
@@ -40,8 +41,8 @@ class ServerWaits:
 
     @contextmanager
     def collects(self) -> Iterator[None]:
-        """Marks the training thread as waiting for other threads that talk to servers, within the
-        context. No effect in other threads."""
+        """Marks the training thread as waiting, within the context, for other threads that call
+        servers. Has no effect in other threads."""
         if threading.get_ident() != self._training:
             yield
             return
@@ -53,8 +54,8 @@ class ServerWaits:
 
     @property
     def now(self) -> tuple[float, str]:
-        """Seconds for which the training thread has waited, and the server; (0, ""): it waits for
-        none."""
+        """Returns the seconds for which the training thread has been waiting, and the server; (0,
+        "") if it waits for no server."""
         collects = self._collects_since
         waits = [
             (since if thread == self._training else max(since, collects or since), server)

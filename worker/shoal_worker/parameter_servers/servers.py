@@ -1,9 +1,10 @@
-"""All parameter servers of the job, as used by one worker: the same call is made to all servers at
+"""All parameter servers of the job, as used by one worker. The same call is made to all servers at
 once, and the answers are combined.
 
-While values are still being pushed to one server, values of another are pulled: each server has its
-own thread. The training thread waits for all of them, so only one side uses the tensors' memory at
-a time. An error at one server is raised once the others have finished.
+Each server has its own thread, so values are pulled from one server while values are still being
+pushed to another. The training thread waits for all of these threads, so only one side uses the
+tensors' memory at a time. An error at one server is raised once the calls to the other servers have
+finished.
 
 When partitions have moved (docs/explanation/parameter-servers.md#moving-partitions), the training
 thread reassigns them after all threads have returned and calls all servers again. Every call here
@@ -53,7 +54,7 @@ AnswerT = TypeVar("AnswerT")
 
 
 class ParameterServers:
-    """Used by the training thread."""
+    """All parameter servers of the job. Used by the training thread."""
 
     def __init__(
         self,
@@ -65,7 +66,7 @@ class ParameterServers:
         metrics: WorkerMetrics,
         compressor: GradientCompressor | None = None,
     ) -> None:
-        """Does not connect yet. `compressor`: of the pushes."""
+        """Creates the links. Does not connect yet. `compressor`: compressor of the pushes."""
         self._job = job
         self._optimizer = optimizer
         self._options = options
@@ -86,19 +87,21 @@ class ParameterServers:
         self._snapshot: threading.Thread | None = None
 
     def configure(self) -> None:
-        """Sets optimizer and consistency on each server. Raises as `ServerLink.configure`."""
+        """Sets the optimizer and the consistency on each server. Raises the same errors as
+        `ServerLink.configure`."""
         self._each(ServerLink.configure)
 
     def start(self, *, has_values: bool, joins_late: bool = False) -> bool:
-        """Rank 0 gives the first values, if there are none yet; then the module has what the
-        servers hold. True: some had none, and took this worker's. Raises as `ServerLink.start`."""
+        """Initializes servers without values with rank 0's values, and loads the servers' values
+        into the module. Returns True if a server had no values and received this worker's. Raises
+        the same errors as `ServerLink.start`."""
         self._each(lambda link: link.start(has_values=has_values, joins_late=joins_late))
         publish(self._tensors)
         return any(link.gave_values for link in self._links)
 
     def exchange(self, iteration: Iteration) -> Pushed:
-        """Pushes gradients, and pulls values or, with `prefetch`, begins to. Raises as
-        `ServerLink.exchange`."""
+        """Pushes gradients, and pulls values or, with `prefetch`, starts to pull. Raises the same
+        errors as `ServerLink.exchange`."""
         ahead = self._prefetch if iteration.pull else None
         delivery = Delivery(
             iteration=iteration if ahead is None else replace(iteration, pull=False)
@@ -115,13 +118,13 @@ class ParameterServers:
         return delivery.outcome()
 
     def finished(self, batch: int) -> None:
-        """Records that every push of the batch with this key was acknowledged; the servers are
+        """Records that every push of the batch with this key was acknowledged. The servers are
         notified with the next push."""
         for link in self._links:
             link.finished(batch)
 
     def take_prefetched(self) -> None:
-        """Loads prefetched values into the module, if they have arrived. Called between two
+        """Loads prefetched values into the module if they have arrived. Called between two
         steps."""
         if self._prefetch is not None and self._prefetch.is_there:
             self._land()
@@ -139,8 +142,8 @@ class ParameterServers:
         publish(self._trained)
 
     def read(self) -> dict[str, torch.Tensor]:
-        """Returns the servers' values by name, in separate host memory; the module is not
-        changed."""
+        """Returns the servers' values by name, in separate host memory. Does not change the
+        module."""
         values = {
             t.name: torch.empty(t.parameter.shape, dtype=t.parameter.dtype, device="cpu")
             for t in self._tensors
@@ -150,10 +153,10 @@ class ParameterServers:
         return values
 
     def enter(self, clock: int) -> None:
-        """Starts participation after `clock` finished iterations and pulls the values for the next
-        one. From now on others may wait for this worker."""
+        """Starts this worker's participation after `clock` finished iterations and pulls the values
+        for the next iteration. From now on other workers may wait for this worker."""
         placed_on: Sequence[ServerLink] = ()
-        while placed_on is not self._links:  # again where partitions have moved meanwhile
+        while placed_on is not self._links:  # again if partitions have moved meanwhile
             positions = self._each(lambda link: link.enter(clock))
             placed_on = self._links
             if self._options.in_step:
@@ -163,13 +166,14 @@ class ParameterServers:
         publish(self._trained)
 
     def _place(self, positions: Sequence[int | None]) -> None:
-        """Sets this worker's position on each server. `positions`: in the order of the links."""
+        """Sets this worker's position on each server. `positions`: positions in the order of the
+        links."""
         places = dict(zip((link.index for link in self._links), positions, strict=True))
         self._each(lambda link: link.place(places.get(link.index)))
 
     def rest(self) -> None:
-        """Reports that nobody needs to wait for this worker until it enters again; after the
-        leave message this is already known."""
+        """Reports that no worker needs to wait for this worker until it enters again. Does nothing
+        after `close`, which has already reported this."""
         if not self._closing.is_set():
             self._each(ServerLink.rest)
 
@@ -183,20 +187,20 @@ class ParameterServers:
             self._snapshot.start()
 
     def close(self) -> None:
-        """Signs off, so that nobody waits for this worker, and ends all calls. Idempotent."""
+        """Signs off, so that no worker waits for this worker, and ends all calls. Idempotent."""
         if self._closing.is_set():
             return
         self._closing.set()
         if self._snapshot is not None:
             self._snapshot.join()
         if self._options.waits_for_others:
-            # One after another: at interpreter exit, a pool takes no more work.
+            # One after another: at interpreter exit, a pool accepts no more work.
             for link in self._links:
                 link.farewell(_FAREWELL)
         self._abort()
 
     def _each(self, call: Callable[[ServerLink], AnswerT]) -> list[AnswerT]:
-        """Returns each server's answer in the order of the links, calling all servers again after
+        """Returns each server's answer in the order of the links. Calls all servers again after
         partitions have moved."""
         self._job.waits.trains()
         if self._prefetch is not None:
@@ -229,7 +233,7 @@ class ParameterServers:
         return [future.result() for future in futures]
 
     def _deal_out(self, shard_map: coordinator_pb.ShardMap) -> None:
-        """Gives each server's link its current partitions."""
+        """Assigns the current partitions to the servers' links."""
         dealt = shares(shard_map, self._tensors)
         before = {(link.index, link.address): link for link in self._links}
         # Another server may have the index of one that was drained. Everything that can fail comes
@@ -281,13 +285,13 @@ class ParameterServers:
 
 
 def aligned(positions: Sequence[Position | None]) -> list[int | None]:
-    """Returns the starting position on each server, by that server's own count, of a worker that
-    joins running training, so that all positions belong to one iteration; None: no change.
+    """Returns the starting position of a worker that joins running training on each server, as
+    counted by that server. All positions belong to one iteration. None: no change.
 
-    Servers place it one by one, and an iteration may begin in between. A participating member has
-    one count for all servers; by that count the worker moves to the furthest of its positions. If
-    there are several members, the one with the smallest spread is used, since another may have
-    rested between two answers.
+    Servers place the worker one after another, and an iteration may begin in between. A
+    participating member has one count for all servers; by that count the worker moves to the
+    furthest of its positions. If there are several members, the member with the smallest spread is
+    used, since another member may have rested between two answers.
     """
     placed = [position for position in positions if position is not None]
     common = (

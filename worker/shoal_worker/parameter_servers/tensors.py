@@ -1,8 +1,8 @@
 """A module's parameters and gradients in host memory, for sending and receiving.
 
-On the CPU this is the tensors' own memory. Tensors on a device, and non-contiguous ones, use a host
-copy each. Belongs to the training thread, except for the values, which the servers' threads read
-and write during an exchange.
+On the CPU this is the tensors' own memory. Each tensor on a device, or with a non-contiguous
+layout, uses a copy in host memory. Used by the training thread. The servers' threads also read and
+write the values during an exchange.
 
 Also defines plain values: the parts of tensors on each server, from the coordinator's shard map,
 and the gradients of a step with their encodings (`Iteration`).
@@ -52,9 +52,11 @@ class HostTensor:
     def __init__(
         self, name: str, parameter: nn.Parameter, *, trained: bool, apart: bool = False
     ) -> None:
-        """Declares a parameter. `trained`: it belongs to the optimizer, so that it is pushed and
-        pulled in every step; others only get their initial values. `apart`: it shares a partition
-        with no other tensor.
+        """Declares a parameter.
+
+        `trained`: True if the optimizer has the parameter, so that it is pushed and pulled in every
+        step. Other parameters only get their initial values.
+        `apart`: True if the parameter shares a partition with no other tensor.
 
         Raises:
             ConfigurationError: the servers do not support the dtype.
@@ -77,7 +79,7 @@ class HostTensor:
 
     @property
     def spec(self) -> coordinator_pb.TensorSpec:
-        """The specification for DeclareTensors."""
+        """Returns the tensor's specification for DeclareTensors."""
         shape, dtype = list(self._shape), self.dtype.name
         return coordinator_pb.TensorSpec(
             name=self.name, shape=shape, dtype=dtype, frozen=not self.trained, apart=self._apart
@@ -89,8 +91,8 @@ class HostTensor:
         return math.prod(self._shape[1:])
 
     def target(self) -> torch.Tensor:
-        """Returns the flat tensor into which values are received; `publish` makes them the
-        parameter's.
+        """Returns the flat tensor into which values are received; `publish` copies them to the
+        parameter.
 
         Raises:
             ConfigurationError: the parameter's shape or dtype has changed since `as_distributed`.
@@ -107,20 +109,22 @@ class HostTensor:
         return self._values.reshape(-1)
 
     def values(self) -> torch.Tensor:
-        """Returns the parameter's current values, flat. Raises as `target`."""
+        """Returns the parameter's current values as a flat tensor. Raises the same errors as
+        `target`."""
         flat = self.target()
         if self._values is not None and not _is_host_memory(self.parameter):
             self._values.copy_(self.parameter.detach())
         return flat
 
     def publish(self) -> None:
-        """Makes the received values the parameter's; on a device, in the order of its stream."""
+        """Copies the received values into the parameter; on a device, in the order of the device's
+        stream."""
         if self._values is not None and not _is_host_memory(self.parameter):
             self.parameter.detach().copy_(self._values, non_blocking=True)
 
     def gradient(self) -> torch.Tensor | None:
-        """Returns the flat gradient; None if there is none in this step. From a device, the copy is
-        complete once its stream has reached it."""
+        """Returns the flat gradient; None if the parameter has no gradient in this step. A copy
+        from a device is complete once the device's stream has reached it."""
         gradient = self.parameter.grad
         if gradient is None:
             return None
@@ -145,8 +149,8 @@ class HostTensor:
 
 
 def gradients(tensors: Iterable[HostTensor]) -> dict[str, torch.Tensor]:
-    """Returns the existing gradients, flat and in host memory, by tensor name; blocks until copies
-    from a device are complete. They must not change until they are sent."""
+    """Returns the existing gradients, flat and in host memory, by tensor name. Blocks until copies
+    from a device are complete. The gradients must not change until they are sent."""
     found: dict[str, torch.Tensor] = {}
     devices: set[torch.device] = set()
     for tensor in tensors:
@@ -158,7 +162,7 @@ def gradients(tensors: Iterable[HostTensor]) -> dict[str, torch.Tensor]:
 
 
 def publish(tensors: Sequence[HostTensor]) -> None:
-    """Copies the received values into the parameters; returns once they are there."""
+    """Copies the received values into the parameters. Returns once the copies are complete."""
     for tensor in tensors:
         tensor.publish()
     # Written without autograd's knowledge: a graph that saved the older values must notice, as
@@ -168,11 +172,12 @@ def publish(tensors: Sequence[HostTensor]) -> None:
 
 
 def check_gradients(tensors: Iterable[HostTensor]) -> None:
-    """Refuses gradients that servers would refuse, before anything is sent.
+    """Rejects gradients that servers would refuse, before anything is sent.
 
     Raises:
-        ConfigurationError: a sparse one.
-        InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values, naming the parameter.
+        ConfigurationError: a gradient is sparse.
+        InvalidRequestError (GRADIENT_NOT_FINITE): a gradient contains NaN or infinite values; the
+            message names the parameter.
     """
     found = [
         (tensor.name, tensor.parameter.grad)
@@ -199,7 +204,8 @@ def check_outer_gradients(found: Mapping[str, torch.Tensor], *, steps: int) -> N
     before anything is sent.
 
     Raises:
-        InvalidRequestError (GRADIENT_NOT_FINITE): NaN or infinite values; names the parameter.
+        InvalidRequestError (GRADIENT_NOT_FINITE): the result contains NaN or infinite values; the
+            message names the parameter.
     """
     for name, culprits in _not_finite(list(found.items())):
         raise InvalidRequestError(
@@ -222,8 +228,8 @@ def _not_finite(found: Sequence[tuple[str, torch.Tensor]]) -> Iterator[tuple[str
 
 @torch.no_grad()
 def _surely_finite(found: Sequence[torch.Tensor]) -> bool:
-    """Returns True if all elements are certainly finite. A sum is not finite if an element is not,
-    and is much cheaper than isfinite(), but can overflow by itself: False is inconclusive."""
+    """Returns True if all elements are certainly finite; False is inconclusive. A sum is not finite
+    if an element is not, and is much cheaper than isfinite(), but can itself overflow."""
     sums: dict[tuple[torch.device, torch.dtype], list[torch.Tensor]] = {}
     for gradient in found:
         wide = torch.float64 if gradient.dtype is torch.float64 else torch.float32
@@ -261,9 +267,9 @@ class Piece:
 
     tensor: HostTensor
     begin: int
-    """First element."""
+    """Index of the first element."""
     end: int
-    """End of the range, exclusive."""
+    """Index after the last element."""
 
     @property
     def length(self) -> int:
@@ -272,7 +278,7 @@ class Piece:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The piece's shape as codecs treat it: rows and columns."""
+        """Rows and columns of the piece, as codecs treat it."""
         return codecs.piece_shape(offset=self.begin, length=self.length, row=self.tensor.row)
 
     def of(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -282,7 +288,7 @@ class Piece:
 
 
 class Partition:
-    """Pieces of tensors of one dtype, one after another: the unit of pushes and pulls."""
+    """Consecutive pieces of tensors of one dtype: the unit of pushes and pulls."""
 
     def __init__(self, partition_id: int, pieces: Sequence[Piece]) -> None:
         self.partition_id = partition_id
@@ -292,7 +298,7 @@ class Partition:
         """Number of elements."""
         self.size_bytes = self.length * self.dtype.item_bytes
         self.trained = any(piece.tensor.trained for piece in pieces)
-        """True if part of it is pushed and pulled in every step."""
+        """True if part of the partition is pushed and pulled in every step."""
         self._landing: torch.Tensor | None = None
 
     def absent_from(self, gradients: Collection[str]) -> tuple[int, ...]:
@@ -304,15 +310,15 @@ class Partition:
         )
 
     def places(self, absent: Collection[int]) -> tuple[tuple[int, int], ...]:
-        """Returns the first and end element, within the partition, of each piece except those at
-        the positions `absent`."""
+        """Returns the first element and the end, within the partition, of each piece except the
+        pieces at the positions `absent`."""
         missing = frozenset(absent)
         bounds = pairwise(accumulate((piece.length for piece in self.pieces), initial=0))
         return tuple(each for position, each in enumerate(bounds) if position not in missing)
 
     def shapes(self, absent: Collection[int]) -> dict[int, tuple[int, int]]:
-        """Returns rows and columns of each piece except those at the positions `absent`, by
-        position."""
+        """Returns the rows and columns of each piece by position, except for the pieces at the
+        positions `absent`."""
         missing = frozenset(absent)
         return {
             position: piece.shape
@@ -323,8 +329,8 @@ class Partition:
     def gathered(
         self, memory: Mapping[str, torch.Tensor], absent: Collection[int] = ()
     ) -> torch.Tensor:
-        """Returns the pieces, except those at the positions `absent`, one after another: a single
-        piece in place, otherwise a copy. Any thread may call it."""
+        """Returns the pieces one after another, except for the pieces at the positions `absent`. A
+        single piece is returned in place, several pieces as a copy. Callable from any thread."""
         missing = frozenset(absent)
         present = [
             piece.of(memory)
@@ -334,7 +340,8 @@ class Partition:
         return present[0] if len(present) == 1 else torch.cat(present)
 
     def landing(self, memory: Mapping[str, torch.Tensor]) -> torch.Tensor:
-        """Returns the memory into which the partition is written; `landed` copies it from there."""
+        """Returns the memory into which the partition is received; `landed` copies from this memory
+        to the tensors."""
         if len(self.pieces) == 1:
             return self.pieces[0].of(memory)
         if self._landing is None:
@@ -344,7 +351,7 @@ class Partition:
         return self._landing
 
     def landed(self, memory: Mapping[str, torch.Tensor]) -> None:
-        """Copies the data written to `landing` into each tensor."""
+        """Copies the data received in `landing` into each tensor."""
         if self._landing is not None:
             into = [piece.of(memory) for piece in self.pieces]
             torch._foreach_copy_(
@@ -358,7 +365,7 @@ class ServerShare:
 
     index: int
     address: str
-    """Address (host:port) when the map was read; a restarted server may have another."""
+    """Address (host:port) when the map was read. A restarted server may have another address."""
     epoch: int
     """Epoch of the shard map."""
     partitions: tuple[Partition, ...]
@@ -369,7 +376,7 @@ class ServerShare:
 def shares(
     shard_map: coordinator_pb.ShardMap, tensors: Sequence[HostTensor]
 ) -> tuple[ServerShare, ...]:
-    """Returns the servers that hold something, by index.
+    """Returns the servers with at least one partition, by index.
 
     Raises:
         PreconditionError (SHARD_MAP_INCOMPLETE): a partition's server is not registered.
@@ -421,21 +428,23 @@ class Iteration:
     clock: int
     """Number of iterations finished by this worker, including this one."""
     revision: Revision
-    """Hyperparameters with which (or with newer ones) the push is applied."""
+    """Hyperparameters with which the push is applied, unless the servers already have newer
+    ones."""
     gradients: Mapping[str, torch.Tensor]
-    """Flat gradients of this step in host memory, by tensor name; tensors without a gradient are
+    """Flat gradients of this step in host memory, by tensor name. Tensors without a gradient are
     left out."""
     pull: bool
     batch: int = 0
-    """Key of the leased batch on which the gradients were computed; 0: none."""
+    """Key of the leased batch on which the gradients were computed; 0: no batch."""
     in_part: bool = False
-    """True if other calls push the rest of the batch; `ParameterServers.finished` marks its end."""
+    """True if other calls push the rest of the batch. `ParameterServers.finished` marks the end of
+    the batch."""
     rows: Mapping[int, PushedRows] = field(default_factory=dict)
     """Pushes to buckets of sparse tables, by partition."""
 
 
 class Payload(NamedTuple):
-    """The data sent of a partition."""
+    """The data sent for a partition."""
 
     partition: Partition | PushedRows
     absent: tuple[int, ...]
@@ -445,18 +454,19 @@ class Payload(NamedTuple):
     codec: int
     data: memoryview
     rows: int = 0
-    """Number of rows of a sparse table in it."""
+    """Number of rows of a sparse table in the payload."""
 
 
 class Payloads:
     """Creates the payloads of partitions. A partition's compression state belongs to the thread
-    that talks to its server."""
+    that calls the partition's server."""
 
     def __init__(
         self, compressor: GradientCompressor | None, partitions: Iterable[int], *, stream: int
     ) -> None:
-        """Creates the payload factory. `compressor`: of gradients; None: no compression.
-        `partitions`: all of the job, by number. `stream`: see `CompressedPushes`."""
+        """Creates the payload factory. `compressor`: compressor of gradients; None: no compression.
+        `partitions`: all partitions of the job, by number. `stream`: argument of
+        `CompressedPushes`."""
         self._compressed = (
             {}
             if compressor is None
@@ -464,7 +474,7 @@ class Payloads:
         )
 
     def values(self, partitions: Iterable[Partition]) -> Iterator[Payload]:
-        """Yields the tensors' values, created as they are sent."""
+        """Yields the payloads of the tensors' values, created as they are sent."""
         for partition in partitions:
             memory = {piece.tensor.name: piece.tensor.values() for piece in partition.pieces}
             yield Payload(
@@ -477,7 +487,8 @@ class Payloads:
 
     def gradient(self, partition: Partition, iteration: Iteration) -> Callable[[], Payload]:
         """Returns a function that encodes the payload of one push of a partition, with the same
-        bytes in every attempt. Report the outcome with `settle` before the next push."""
+        bytes in every attempt. Report the outcome of the push with `settle` before the next
+        push."""
         compressed = self._compressed.get(partition.partition_id)
         if compressed is None:
             return lambda: _as_it_is(partition, iteration.gradients)
@@ -496,14 +507,15 @@ class Payloads:
         return lambda: payload
 
     def rows(self, pushed: PushedRows) -> Callable[[], Payload]:
-        """Returns a function that gives the uncompressed payload of rows of a table."""
+        """Returns a function that returns the uncompressed payload of rows of a table."""
         payload = Payload(pushed, (), pushed.length, pb.CODEC_RAW, pushed.data, pushed.rows)
         return lambda: payload
 
     def settle(self, partitions: Iterable[int], *, applied: Collection[int]) -> None:
-        """Reports for which of these partitions the server has applied the last push, with this
-        very payload: its compression error then becomes part of the next push. For the others the
-        push was and will not be applied, and the previous compression error remains."""
+        """Records on which of these partitions the server has applied the last push with this
+        payload. The compression error of these pushes becomes part of the next push. On the other
+        partitions the push is never applied, and the previous compression error remains. `applied`:
+        partitions on which the push was applied."""
         for partition_id in partitions:
             compressed = self._compressed.get(partition_id)
             if compressed is not None and compressed.unanswered:
@@ -520,12 +532,12 @@ class PulledValues:
     """Encoding of values sent by the servers."""
 
     def __init__(self, compression: str | None) -> None:
-        """Parses `compression`: see `AsyncOptions.pull_compression`."""
+        """Parses `compression`, the value of `AsyncOptions.pull_compression`."""
         self._compressor = parse_compression(compression)
 
     @property
     def codec(self) -> pb.Codec:
-        """Requested codec. A server answers with it or with CODEC_RAW."""
+        """The requested codec. A server answers with this codec or with CODEC_RAW."""
         return (
             pb.CODEC_RAW if self._compressor is None else pb.Codec.ValueType(self._compressor.codec)
         )

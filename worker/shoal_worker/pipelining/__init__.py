@@ -1,7 +1,7 @@
-"""Pipeline parallelism: a model split into stages, and torch's schedules executed over any process
-group. No strategy and no session here.
+"""Pipeline parallelism: splits a model into stages and executes torch's schedules over any process
+group. Does not depend on strategies or sessions.
 
-`pipeline` is one rank's part; `split` splits the model, and `partial` runs the part of one stage.
-`schedule` provides torch's orders, `executor` executes them over `links`, and `micro_batches`
-divides batches.
+`pipeline` is one rank's part of a pipeline; `split` splits the model, and `partial` runs the part
+of one stage. `schedule` provides torch's orders, `executor` executes them over `links`, and
+`micro_batches` divides batches.
 """

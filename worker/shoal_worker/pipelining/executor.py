@@ -1,16 +1,16 @@
-"""Executes a schedule: one rank's stages, micro-batch by micro-batch.
+"""Executes a schedule: runs one rank's stages, micro-batch by micro-batch.
 
-torch provides the order (schedule.py) and the split of a backward pass in two (`_backward`); the
-stages themselves are run here and not by torch's PipelineStage, for the reasons in
-docs/explanation/mesh.md#pipelines. Gradients are added to the parameters with the given weights;
+torch provides the order (schedule.py) and the division of a backward pass into two halves
+(`_backward`). The stages themselves are run here and not by torch's PipelineStage, for the reasons
+in docs/explanation/mesh.md#pipelines. Gradients are added to the parameters with the given weights;
 nothing is averaged or reduced.
 
-Shapes of tensors between stages are learned from the first micro-batch of each kind of input, which
-sends them ahead of its activation; for later ones buffers are posted immediately. Every step begins
-with one small all-reduce that checks that all ranks were given the same batch; the first stage
-computes meanwhile.
+The shapes of tensors between stages are learned from the first micro-batch of each kind of input,
+which sends the shapes ahead of its activation. For later micro-batches, receive buffers are posted
+immediately. Every step begins with one small all-reduce that checks that all ranks were given the
+same batch; the first stage computes meanwhile.
 
-Threads: one, the caller's.
+Threads: only the caller's.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ stage_backward_input, stage_backward_weight = stage_backwards()
 _HEADER_BYTES: Final = 1024
 
 Loss = Callable[[Any, Any], torch.Tensor]
-"""Maps (output of the last stage, targets) to a scalar."""
+"""Maps (output of the last stage, targets) to a scalar loss."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class _Shape:
 
 @dataclass(frozen=True)
 class _BorderShape:
-    """The shapes that the receiver of a Border needs."""
+    """The shapes that the receiver of a Border needs to know."""
 
     shapes: tuple[_Shape, ...]
     wrapped: int
@@ -91,7 +91,7 @@ class _BorderShape:
 
 @dataclass
 class _Arriving:
-    """A Border with its tensors in transit."""
+    """A Border whose tensors are in transit."""
 
     shape: _BorderShape
     tensors: tuple[torch.Tensor, ...]
@@ -107,15 +107,14 @@ class _Arriving:
 
 @dataclass
 class _Held:
-    """Data kept from a forward pass for the backward pass."""
+    """Data kept from a forward pass for its backward pass."""
 
     inputs: tuple[torch.Tensor, ...]
     outputs: tuple[torch.Tensor, ...]
     gradients: tuple[torch.Tensor | None, ...] | None = None
-    """Gradients of the outputs; None: the outputs are losses, with gradients of one."""
+    """Gradients of the outputs; None: the outputs are losses, whose gradients are one."""
     weights_later: list[dict[str, Any]] | None = None
-    """torch's data for the second half of a split backward pass; None: that half is the whole
-    pass."""
+    """torch's data for the second half of a split backward pass; None: the pass is not split."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -123,14 +122,15 @@ class Ran:
     """The results of one pass through the schedule."""
 
     losses: list[torch.Tensor]
-    """Losses by micro-batch, detached; empty unless the last stage is here and there was a loss."""
+    """Losses by micro-batch, detached; empty on ranks without the last stage and without a loss
+    function."""
     outputs: list[Any]
-    """Outputs by micro-batch; empty unless the last stage is here and there was no loss."""
+    """Outputs by micro-batch; empty on ranks without the last stage and with a loss function."""
 
 
 class _IntoStage(torch.autograd.Function):
-    """Identity for a received value, which is a leaf: a stage may begin with an in-place operation,
-    which a leaf does not allow. Costs nothing."""
+    """Identity function for a received value. The value is a leaf, but a stage may begin with an
+    in-place operation, which leaves do not allow. Costs nothing."""
 
     @staticmethod
     def forward(ctx: Any, received: torch.Tensor) -> torch.Tensor:
@@ -142,16 +142,16 @@ class _IntoStage(torch.autograd.Function):
 
 
 class ScheduleExecutor:
-    """One rank's part of a pipeline."""
+    """Runs one rank's stages of a pipeline in the order of a schedule."""
 
     def __init__(self, stages: Mapping[int, PartialModel], stage_count: int, links: Links) -> None:
-        """Creates the executor of `stages`, those on this rank."""
+        """Creates the executor of `stages`, the stages on this rank."""
         self._stages = dict(stages)
         self._last = stage_count - 1
         self._links = links
         self._shapes: dict[tuple[int, int, bool, bool], _BorderShape] = {}
-        """Shapes of a stage's outputs, by stage and a micro-batch's signature, with or without
-        gradients, in training mode or not."""
+        """Shapes of a stage's outputs, by stage, signature of the micro-batch, use of gradients,
+        and training mode."""
         self._trainable: tuple[bool, ...] = ()
 
     def run(
@@ -163,20 +163,21 @@ class ScheduleExecutor:
         scales: Sequence[float] = (),
         observe: Callable[[str, int, int], None] | None = None,
     ) -> Ran:
-        """Runs the micro-batches through the pipeline. All ranks call it with the same schedule and
-        micro-batches.
+        """Runs the micro-batches through the pipeline. All ranks call this method with the same
+        schedule and micro-batches.
 
         Args:
-            schedule: For this number of micro-batches.
-            micro_batches: In order.
-            loss: None: forward passes only, without gradients.
-            scales: Factors of the micro-batches' losses before their backward passes.
-            observe: Called with ("before" or "after", stage, micro-batch) around each forward pass.
+            schedule: schedule for this number of micro-batches.
+            micro_batches: the micro-batches, in order.
+            loss: loss function; None: forward passes only, without gradients.
+            scales: factors of the micro-batches' losses before their backward passes.
+            observe: function called with ("before" or "after", stage, micro-batch) around each
+                forward pass.
 
         Raises:
             MembershipChanged: another rank failed or is gone.
-            ConfigurationError: ranks were given different batches; the model or the loss does
-                something that a pipeline cannot.
+            ConfigurationError: ranks were given different batches, or the model or the loss does
+                something that a pipeline does not support.
         """
         with (
             self._links.ending_on_failure("a pipeline step"),
@@ -189,9 +190,9 @@ class ScheduleExecutor:
         return ran
 
     def _agree(self, micro_batches: Sequence[MicroBatch]) -> Callable[[], None]:
-        """Starts checking whether all ranks were given the same kind of batch, and whether any has
-        learned shapes that are no longer valid. Returns a function that waits for the answer and
-        applies it; nothing may be sent to another stage before."""
+        """Starts checking whether all ranks were given the same kind of batch, and whether any rank
+        has learned shapes that are no longer valid. Returns a function that waits for the answer
+        and applies it. Nothing may be sent to another stage before that function has returned."""
         trainable = tuple(
             p.requires_grad for stage in self._stages.values() for p in stage.held_parameters
         )
@@ -259,8 +260,8 @@ class _Pass:
         self._results: list[Any] = []
 
     def run(self, agree: Callable[[], None]) -> Ran:
-        """Runs the pass. `agree` is called before anything is sent to or received from another
-        stage; the first stage computes meanwhile."""
+        """Runs the pass. `agree`: function called before anything is sent to or received from
+        another stage; the first stage computes meanwhile."""
         does = {
             Kind.FORWARD: self._forward,
             Kind.BACKWARD: self._backward,
@@ -278,13 +279,13 @@ class _Pass:
                 agreed = True
             try:
                 does[action.kind](action.stage, action.micro_batch)
-            except Exception as error:  # whatever the stage raised, with where
+            except Exception as error:  # of any kind: raised again with its location
                 error.add_note(
                     f"in pipeline stage {action.stage}, micro-batch {action.micro_batch}, "
                     f"{action.kind.name.lower()}"
                 )
                 raise
-        if not agreed:  # a pipeline of one rank, that computes no gradients
+        if not agreed:  # a pipeline of one rank without gradients
             agree()
         results = self._results
         return Ran(losses=results if self._loss else [], outputs=[] if self._loss else results)
@@ -312,7 +313,8 @@ class _Pass:
             self._held[stage, index] = _Held(() if received is None else received.tensors, outputs)
 
     def _finish(self, output: Any, index: int) -> tuple[torch.Tensor, ...]:
-        """Finishes the last stage: returns the loss, or the output unchanged."""
+        """Finishes the last stage: returns the loss, or records the output if there is no loss
+        function."""
         if self._loss is None:
             self._results.append(output)
             return ()
@@ -324,15 +326,15 @@ class _Pass:
             )
         weighs = self._scales[index] != 0
         if not weighs:
-            # it may hold anything: the mean over no tokens, for example, has gradients that are not
-            # finite
+            # it may contain anything: the mean over no tokens, for example, has non-finite
+            # gradients
             keep_gradients_from(output)
         self._results.append(loss.detach().clone() if weighs else torch.zeros_like(loss.detach()))
         return (loss * self._scales[index],)
 
     def _hand_on(self, border: Border, stage: int, index: int) -> tuple[torch.Tensor, ...]:
-        """Passes a value to the next stage and keeps it until it is sent, unless that stage is
-        here."""
+        """Passes a value to the next stage. If the next stage is on another rank, keeps the value
+        until it is sent."""
         if self._splits and any(one._is_view() for one in border.tensors):
             # torch's split backward pass detaches outputs in place, which views do not allow.
             border = Border(
@@ -409,7 +411,7 @@ class _Pass:
                     list(held.inputs),
                     iter(self._stages[stage].held_parameters),
                 )
-            except RuntimeError as error:  # torch's, around the error itself
+            except RuntimeError as error:  # torch's error, raised from the original one
                 raise error.__cause__ or error from None
             if all(one is None for one in found):
                 raise ConfigurationError(
@@ -447,8 +449,8 @@ class _Pass:
             )
 
     def _hand_back(self, held: _Held, stage: int, index: int) -> None:
-        """Returns gradients to the previous stage, one for each tensor that it passed and that
-        requires one."""
+        """Returns gradients to the previous stage, one for each tensor that the stage passed on and
+        that requires a gradient."""
         if stage == 0:
             return
         gradients = tuple(
@@ -496,7 +498,8 @@ def _into_stage(received: Border) -> Border:
 def _generators_kept(
     micro_batches: Sequence[MicroBatch], device: torch.device
 ) -> contextlib.AbstractContextManager[None]:
-    """Restores torch's generators afterwards, as if no micro-batch had seeded them."""
+    """Returns a context that restores torch's generators at its end, if any micro-batch seeds
+    them."""
     seeded = any(one.seed is not None for one in micro_batches)
     devices = [device] if device.type == "cuda" else []
     return torch.random.fork_rng(devices=devices) if seeded else contextlib.nullcontext()

@@ -1,12 +1,13 @@
 """Communication between the ranks of one pipeline: transfers between stages, and small collectives,
 over one process group.
 
-Any `torch.distributed.ProcessGroup` is suitable, whether or not it is known to torch's world.
+Any `torch.distributed.ProcessGroup` is suitable, whether or not it is registered in torch's world.
 Transfers between two ranks arrive in the order in which they were sent (schedule.py ensures that
-both sides agree), so they need no tags, which NCCL lacks. Every wait ends with the group's timeout,
-or when the group ends. A failure ends the group, so that no other rank waits for this one.
+both sides agree), so they need no tags, which NCCL does not support. Every wait ends with the
+group's timeout, or when the group ends. A failure ends the group, so that no other rank waits for
+this rank.
 
-Threads: one thread issues everything.
+Threads: one thread issues all calls.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from torch.distributed.tensor import DTensor
 from shoal_worker.backends.base import GroupEndedError
 
 _SENDS_AHEAD: Final = 2
-"""Maximum number of sends in progress to one peer; a further one waits for the first. They keep
-their tensors alive."""
+"""Maximum number of sends in progress to one peer. A further send waits until the first one has
+finished. Sends keep their tensors alive."""
 
 
 @dataclass
@@ -38,15 +39,15 @@ class Traffic:
     activations: int = 0
     gradients: int = 0
     headers: int = 0
-    """Shapes of activations, sent when they are new."""
+    """Bytes of the shapes of activations, which are sent when they are new."""
     shared: int = 0
-    """Gradients of parameters that several stages hold."""
+    """Bytes of gradients of parameters that are on several stages."""
     outputs: int = 0
-    """Outputs of the last stage."""
+    """Bytes of outputs of the last stage."""
 
 
 class Links:
-    """One rank's connections to the others of its pipeline."""
+    """One rank's connections to the other ranks of its pipeline."""
 
     def __init__(
         self,
@@ -56,9 +57,10 @@ class Links:
         end: Callable[[str], None] | None = None,
         come_after: Callable[[dist.Work], None] | None = None,
     ) -> None:
-        """Connects the ranks. `end(reason)` ends the group for all ranks; None: the group's own
-        `abort`. `come_after(work)` orders later computations after a transfer of floating-point
-        numbers that does not influence the host; None: the host waits for it."""
+        """Connects the ranks. `end(reason)`: ends the group for all ranks; None: use the
+        group's own `abort`. `come_after(work)`: orders later computations after a transfer of
+        floating-point numbers that the host does not read; None: the host waits for the
+        transfer."""
         self._group = group
         self.rank: int = group.rank()
         self.size: int = group.size()
@@ -71,7 +73,8 @@ class Links:
         )
 
     def end(self, reason: str) -> None:
-        """Ends the group, here and soon on all other ranks. Idempotent; any thread."""
+        """Ends the group, here at once and soon on all other ranks. Idempotent; callable from any
+        thread."""
         if self._end is not None:
             self._end(reason)
         else:
@@ -83,7 +86,7 @@ class Links:
         notice immediately."""
         try:
             yield
-        except BaseException as error:  # an interrupt leaves the others waiting as an error does
+        except BaseException as error:  # an interrupt leaves others waiting, too
             self._sends.clear()
             cause = str(error).strip().partition("\n")[0] or type(error).__name__
             self.end(
@@ -97,8 +100,8 @@ class Links:
     # ------------------------------------------------------------------------------------ transfers
 
     def send(self, tensor: torch.Tensor, peer: int, what: str) -> None:
-        """Starts sending `tensor`, which must not change until `finish_sends`; `what` is for
-        errors."""
+        """Starts to send `tensor`, which must not change until `finish_sends`. `what`: description
+        of the transfer, for errors."""
         pending = self._sends[peer]
         while len(pending) >= _SENDS_AHEAD:
             self._finish_send(peer)
@@ -107,12 +110,12 @@ class Links:
             pending.append((self._group.send([contiguous], peer, 0), contiguous, what))
 
     def receive(self, into: torch.Tensor, peer: int, what: str) -> Incoming:
-        """Starts to receive into `into`, a contiguous tensor."""
+        """Starts to receive a tensor into `into`, which must be contiguous."""
         with self._translated(what, peer):
             return Incoming(self, self._group.recv([into], peer, 0), into, peer, what)
 
     def finish_sends(self) -> None:
-        """Waits until everything sent has been received."""
+        """Waits until the peers have received everything that was sent."""
         for peer in self._sends:
             while self._sends[peer]:
                 self._finish_send(peer)
@@ -133,7 +136,7 @@ class Links:
     def start_all_reduce(
         self, tensor: torch.Tensor, what: str, op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM
     ) -> Callable[[], None]:
-        """Starts an all-reduce; the result is in place once the returned function has been
+        """Starts an all-reduce. The result is in place once the returned function has been
         called."""
         return start_all_reduce(self._group, tensor, what, op) if self.size > 1 else lambda: None
 
@@ -170,7 +173,7 @@ class Incoming:
         self._links, self._work, self._into, self._peer, self._what = links, work, into, peer, what
 
     def wait(self) -> None:
-        """Waits until later computations find the data in place. Raises MembershipChanged if it
+        """Waits until later computations can use the data. Raises MembershipChanged if the data
         will not arrive."""
         with self._links._translated(self._what, self._peer):
             self._links._await(self._work, self._into)
@@ -182,7 +185,7 @@ def all_reduce(
     what: str,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> None:
-    """Reduces `tensor` over the group's ranks, in place. Raises MembershipChanged when the group is
+    """Reduces `tensor` over the group's ranks, in place. Raises MembershipChanged if the group is
     over."""
     start_all_reduce(group, tensor, what, op)()
 
@@ -193,7 +196,7 @@ def start_all_reduce(
     what: str,
     op: dist.ReduceOp.RedOpType = dist.ReduceOp.SUM,
 ) -> Callable[[], None]:
-    """Starts an all-reduce; the result is in place once the returned function has been called."""
+    """Starts an all-reduce. The result is in place once the returned function has been called."""
     options = AllreduceOptions()
     options.reduceOp = dist.ReduceOp(op)
     with _group_errors(what):
@@ -207,8 +210,8 @@ def start_all_reduce(
 
 
 def end_group(group: Any, reason: str) -> None:
-    """Ends a process group. Shoal's groups report the reason to all ranks; torch's own accept
-    none."""
+    """Ends a process group. Shoal's groups report the reason to all ranks; torch's own groups
+    accept no reason."""
     try:
         group.abort(reason)
     except TypeError:
@@ -217,8 +220,8 @@ def end_group(group: Any, reason: str) -> None:
 
 @contextmanager
 def _group_errors(what: str) -> Iterator[None]:
-    """Treats a failed transfer or collective as the end of the group, since later ones might no
-    longer match."""
+    """Converts a failed transfer or collective to the error for an ended group, since later
+    operations might no longer match."""
     try:
         yield
     except MembershipChanged as error:
@@ -237,8 +240,8 @@ def _group_errors(what: str) -> Iterator[None]:
 
 
 def plain(value: Any) -> Any:
-    """Returns the value with all mappings as dicts and all tensors whole, since logits of layers
-    that are split over ranks may not be."""
+    """Returns the value with all mappings as dicts and all DTensors as full tensors. Logits of
+    layers that are split over ranks may be DTensors."""
     if isinstance(value, DTensor):
         return value.full_tensor()
     if isinstance(value, Mapping):
@@ -253,11 +256,11 @@ def plain(value: Any) -> Any:
 
 
 def broadcast_output(value: Any, source: int, links: Links) -> Any:
-    """Sends `value` of rank `source`, which is `plain`, to all ranks: first its structure, then its
-    tensors. All ranks call it.
+    """Sends `value` of rank `source` to all ranks: first its structure, then its tensors. All ranks
+    call this function. `value`: a result of `plain`.
 
     Raises:
-        ConfigurationError: on `source`: it contains something that cannot be sent.
+        ConfigurationError: on `source`, if the value contains something that cannot be sent.
         MembershipChanged: a rank failed or is gone.
     """
     tensors: list[torch.Tensor] = []

@@ -1,8 +1,7 @@
 """Division of a batch into the micro-batches that pass through the pipeline one after another.
 
-Every rank of a pipeline divides the same batch in the same way. Micro-batches may be of unequal
-size: sizes differ by at most one sample, and a batch with fewer samples than micro-batches gives
-one per sample.
+Every rank of a pipeline divides the same batch in the same way. The sizes of micro-batches differ
+by at most one sample. A batch with fewer samples than micro-batches is divided into single samples.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from shoal_common.errors import ConfigurationError
 
 from shoal_worker.torch_internals import pytree
 
-# ------------------------------------------------------- what goes into a stage and comes out of it
+# -------------------------------------------------------------------- inputs and outputs of a stage
 #
 # Inputs and outputs of a stage. A `Call` contains the model's arguments; every stage has it, since
 # ranks of one replica are given the same batch. A `Border` is passed from one stage to the next:
@@ -27,15 +26,15 @@ from shoal_worker.torch_internals import pytree
 
 @dataclass(frozen=True, kw_only=True)
 class Call:
-    """Arguments of the model's forward."""
+    """Arguments of the model's forward method."""
 
     args: tuple[Any, ...] = ()
     kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def of(cls, inputs: Any) -> Call:
-        """Returns the call for `inputs`: a mapping is keyword arguments, a tuple positional ones,
-        anything else one argument."""
+        """Returns the call for `inputs`: a mapping becomes keyword arguments, a tuple becomes
+        positional arguments, and any other value becomes a single argument."""
         if isinstance(inputs, Mapping):
             return cls(kwargs=dict(inputs))
         return cls(args=inputs if isinstance(inputs, tuple) else (inputs,))
@@ -47,9 +46,9 @@ class Border:
 
     tensors: tuple[torch.Tensor, ...]
     wrapped: int = 0
-    """Length of the tuple in which the model wraps them; 0: it is a bare tensor."""
+    """Length of the tuple in which the model wraps the tensors; 0: the value is a bare tensor."""
     given: int = 0
-    """Bit mask of the other elements of that tuple that are present and not None; layered models
+    """Bit mask of the other elements of the tuple that are present and not None. Layered models
     pass only the first element."""
 
     @classmethod
@@ -58,7 +57,7 @@ class Border:
         tensors.
 
         Raises:
-            TypeError: it is something else, which cannot be sent.
+            TypeError: the value is neither and cannot be sent.
         """
         if isinstance(value, torch.Tensor):
             return cls(tensors=(value,))
@@ -74,13 +73,13 @@ class Border:
         )
 
     def value(self) -> Any:
-        """Returns the value in the form taken by the next block of a chain."""
+        """Returns the value in the form that the next block of a chain takes."""
         return self.tensors if self.wrapped else self.tensors[0]
 
 
 def tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """The tensors in nested mappings, tuples, lists and the attributes of plain objects'
-    mappings."""
+    """Yields the tensors in nested mappings, tuples and lists, and in attributes of plain
+    objects."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, Mapping):
@@ -92,7 +91,8 @@ def tensors_in(value: Any) -> Iterator[torch.Tensor]:
 
 
 def keep_gradients_from(output: Any) -> None:
-    """Replaces the gradient of an output by zero in the backward pass, even if it is not finite."""
+    """Replaces the gradient of an output by zero in the backward pass, even if the gradient is not
+    finite."""
     for one in pytree.tree_leaves(output):
         if isinstance(one, torch.Tensor) and one.requires_grad:
             one.register_hook(torch.zeros_like)
@@ -100,20 +100,20 @@ def keep_gradients_from(output: Any) -> None:
 
 @dataclass(frozen=True, kw_only=True)
 class MicroBatch:
-    """A unit of data that passes through the pipeline."""
+    """A part of a batch that passes through the pipeline as a unit."""
 
     inputs: Any
-    """A mapping is keyword arguments of the model, a tuple positional ones, anything else one
-    argument."""
+    """Arguments of the model: a mapping of keyword arguments, a tuple of positional arguments, or a
+    single argument."""
     targets: Any = None
     weight: float
-    """Its share of the batch: samples, or tokens. The batch's loss is the mean of the
-    micro-batches' losses by weight."""
+    """Weight of the micro-batch in the batch: its samples, or tokens. The batch's loss is the
+    weighted mean of the micro-batches' losses."""
     samples: int
-    """Rows."""
+    """Number of rows."""
     seed: int | None = None
-    """Seed of each stage's random numbers, together with the stage's index; None: the generator's
-    current state is used."""
+    """Seed of each stage's random numbers, together with the stage's index; None: use the
+    generator's current state."""
 
     @property
     def call(self) -> Call:
@@ -122,7 +122,7 @@ class MicroBatch:
 
     @functools.cached_property
     def signature(self) -> int:
-        """Hash of 62 bits, equal for inputs of the same structure, shapes and dtypes."""
+        """Hash of 62 bits; equal for inputs with the same structure, shapes and dtypes."""
         leaves, structure = pytree.tree_flatten(self.inputs)
         shapes = [
             f"{tuple(one.shape)}{one.dtype}"
@@ -141,24 +141,25 @@ def cut_batch(
     weight_fn: Callable[[Any, Any], float] | None = None,
     seeds: Sequence[int] | None = None,
 ) -> list[MicroBatch]:
-    """Divides a batch into `count` micro-batches along the first dimension, or one for each sample
-    if those are fewer.
+    """Divides a batch into `count` micro-batches along the first dimension, or into single samples
+    if there are fewer than `count`.
 
-    Tensors of one dimension or more are divided and must have the same number of rows; everything
-    else is the same for all micro-batches. A tensor that is not a batch but has the same number of
-    rows by chance, such as a mask of T x T with T samples, cannot be distinguished and is divided
+    Tensors of one dimension or more are divided and must have the same number of rows; every other
+    value is passed to all micro-batches. A tensor that is not a batch but happens to have the same
+    number of rows, such as a mask of T x T with T samples, cannot be distinguished and is divided
     as well.
 
     Args:
-        inputs: See `MicroBatch`.
-        targets: Divided likewise.
-        count: At least 1.
-        weight_fn: Weight of a micro-batch, from its inputs and targets; None: its samples.
-        seeds: One for each micro-batch.
+        inputs: inputs of the batch; see `MicroBatch`.
+        targets: targets, divided in the same way.
+        count: number of micro-batches; at least 1.
+        weight_fn: function that returns the weight of a micro-batch from its inputs and targets;
+            None: the weight is the number of samples.
+        seeds: one seed for each micro-batch.
 
     Raises:
-        ConfigurationError: no samples, different numbers of rows, or a weight that is negative or
-            not a number.
+        ConfigurationError: there are no samples, the numbers of rows differ, or a weight is
+            negative or not a number.
     """
     if count < 1:
         raise ConfigurationError(f"micro_batches={count}: expected at least 1")
@@ -201,7 +202,7 @@ def cut_batch(
 
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int]) -> Any:
-    """Combines the outputs of the micro-batches: tensors are joined along the first dimension;
+    """Combines the outputs of the micro-batches. Tensors are joined along the first dimension;
     numbers and scalar tensors are averaged by samples."""
     flattened = [pytree.tree_flatten(one) for one in outputs]
     merged: list[Any] = []

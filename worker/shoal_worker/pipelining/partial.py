@@ -1,19 +1,21 @@
 """The part of a model that one stage runs.
 
-Of a chain it is some of the blocks. A layered model (split.py) keeps its own forward code, which
-each stage runs whole, on a copy of the model in which what other stages hold has no values:
+In a chain the part consists of some of the blocks. A layered model (split.py) keeps its own forward
+code, and each stage runs all of that code on a copy of the model. In the copy, modules of other
+stages have no values:
 
-- modules before the layers give placeholders (`Placeholder`) of the right shape, found by running
-  them on `meta`;
-- the layers of earlier stages hand their placeholder on; the stage's first layer takes the value
-  received instead of it;
-- where the next stage's part begins, the forward ends.
+- Modules before the layers return placeholders (`Placeholder`) of the right shape, which is
+  determined by running the modules on `meta`.
+- The layers of earlier stages pass their placeholder on. The stage's first layer uses the received
+  value instead of the placeholder.
+- The forward pass ends where the next stage's part begins.
 
-So masks, position tables and whatever else a model makes from its inputs alone are made again on
-each stage instead of sent. What needs another stage's values by any other way than the one tensor
-from layer to layer is refused when it happens, and never computed wrongly.
+Masks, position tables and other values that a model computes from its inputs alone are therefore
+recomputed on each stage instead of sent. If the model needs values of another stage other than the
+one tensor passed from layer to layer, an error is raised at that point. Nothing is ever computed
+wrongly.
 
-Threads: a stage runs one forward at a time.
+Threads: a stage runs one forward pass at a time.
 """
 
 from __future__ import annotations
@@ -89,14 +91,15 @@ _LOOKS: Final = frozenset(
     }
     | {"detach", "requires_grad_", "t", "__repr__", "__len__", "__hash__", "data_ptr", "get_device"}
 )
-"""Operations permitted on an Absent."""
+"""Operations permitted on an `Absent`."""
 
 
 class Placeholder(torch.Tensor):
-    """Stands for a value that only another stage has: see above."""
+    """Placeholder for a value that is only on another stage, as described in the module."""
 
     received: torch.Tensor | None = None
-    """The value that has replaced it, if any, for a repeated run (activation checkpointing)."""
+    """The value that has replaced the placeholder, if any, for a repeated run (activation
+    checkpointing)."""
 
     @classmethod
     def __torch_function__(
@@ -120,8 +123,8 @@ class Placeholder(torch.Tensor):
 
 
 class Absent(torch.Tensor):
-    """Represents a parameter of another stage: see above. Attributes can be read; a transposed or
-    detached one is Absent again."""
+    """A parameter of another stage, as described in the module. Its attributes can be read. A
+    transposed or detached `Absent` is also an `Absent`."""
 
     @classmethod
     def __torch_function__(
@@ -143,7 +146,7 @@ class Absent(torch.Tensor):
 
 
 def absent_like(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns an Absent that replaces a parameter or buffer."""
+    """Returns an `Absent` that replaces a parameter or buffer."""
     with DisableTorchFunctionSubclass():
         # not like a DTensor
         empty = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(Absent)
@@ -163,8 +166,8 @@ def placeholder_like(value: torch.Tensor, device: torch.device) -> Placeholder:
 # ----------------------------------------------------------------------------------- a stage's part
 
 Inside = Callable[[Callable[[], Any], bool], Any]
-"""Wraps a part of the model's forward pass (second argument: whether it is the end) and returns its
-result."""
+"""Runs a part of the model's forward pass within a wrapper and returns the result. The second
+argument is True for the last part."""
 
 
 def _as_it_is(run: Callable[[], Any], _: bool) -> Any:
@@ -172,20 +175,20 @@ def _as_it_is(run: Callable[[], Any], _: bool) -> Any:
 
 
 class PartialModel(nn.Module):
-    """One stage's part. Its parameters and buffers are the original model's own."""
+    """One stage's part of a model. Its parameters and buffers are the original model's own."""
 
     _modes: Sequence[tuple[nn.Module, nn.Module]]
-    """Each of its modules, paired with the module of the whole model whose training mode it
+    """Each module of the part, paired with the module of the whole model whose training mode it
     follows."""
 
     def forward(self, received: Border | None, call: Call) -> Any:
-        """Returns the next stage's input, as a Border; the model's output on the last stage.
+        """Returns the next stage's input as a Border; on the last stage, the model's output.
         `received`: None on the first stage."""
         raise NotImplementedError
 
     @functools.cached_property
     def held_parameters(self) -> list[nn.Parameter]:
-        """Parameters that have values here."""
+        """Parameters of the part that have values."""
         return [p for p in self.parameters() if not p.is_meta]
 
     def follow_modes(self) -> None:
@@ -206,12 +209,13 @@ def partial_model(
     """Returns the part of `module` that a stage runs, sharing its tensors. Parts that are not on
     the stage may be on `meta`.
 
-    `plain`: converts a module of another stage so that it can be run for its output's shape only;
-    None: no conversion is needed. `inside`: runs blocks as within the model's own forward pass,
-    which a chain's stages do not have; None: not needed.
+    `plain`: function that converts a module of another stage so that it can be run to determine its
+    output's shape; None: no conversion is needed.
+    `inside`: function that runs blocks as if within the model's own forward pass, which a chain's
+    stages do not use; None: not needed.
 
     Raises:
-        ConfigurationError: a layered model that cannot be copied.
+        ConfigurationError: a layered model cannot be copied.
     """
     plan = split.stages[stage]
     if split.blocks.form is Form.CHAIN:
@@ -261,8 +265,8 @@ class _ChainPart(PartialModel):
 
 
 class _StageEnds(BaseException):
-    """Raised where the next stage's part begins, through the model's forward. Not an Exception, so
-    that no handler of the model catches it."""
+    """Raised through the model's forward pass where the next stage's part begins. Not an Exception,
+    so that no handler of the model catches it."""
 
     def __init__(self, border: Border) -> None:
         self.border = border
@@ -270,21 +274,21 @@ class _StageEnds(BaseException):
 
 @dataclass
 class _Run:
-    """One forward."""
+    """One forward pass of a stage."""
 
     received: Border | None
-    """The received value that still has to be inserted."""
+    """The received value, until the stage's first layer uses it."""
 
 
 @dataclass
 class _State:
-    """Mutable state of a stage's forwards. Not in the module itself, since setting an attribute of
-    a module is slow."""
+    """Mutable state of a stage's forward passes. Kept outside the module, since setting an
+    attribute of a module is slow."""
 
     run: _Run | None = None
     wrapped: int = 0
     given: int = 0
-    """Structure of the layers' outputs: see `Border`."""
+    """Structure of the layers' outputs, as in `Border`."""
 
 
 class _LayeredPart(PartialModel):
@@ -359,8 +363,8 @@ class _LayeredPart(PartialModel):
     # --------------------------------------------------------------------------------------- layers
 
     def _arrange_layer(self, name: str, index: int, first: int, end: int, layers: int) -> None:
-        """Replaces a layer's forward. `first`: the layer that takes the received value (-1: nothing
-        is received); `end`: the first layer of the next stage."""
+        """Replaces a layer's forward. `first`: index of the layer that takes the received value
+        (-1: nothing is received). `end`: index of the first layer of the next stage."""
         layer = self.shell.get_submodule(name)
         original = layer.forward
         if max(first, 0) <= index < end:
@@ -378,7 +382,7 @@ class _LayeredPart(PartialModel):
 
     def _skipped(self, *args: Any, **kwargs: Any) -> Any:
         """Replaces the forward of an earlier stage's layer: computes nothing and returns a
-        placeholder of the layer's output."""
+        placeholder for the layer's output."""
         received = self._running.received
         slot = _hidden_slot(args, kwargs)
         hidden = args[0] if slot is None else kwargs[slot]
@@ -426,7 +430,7 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _entering_after(self) -> Callable[..., Any]:
-        """Returns the forward of the last layer, for a stage that has only the modules after the
+        """Returns the forward of the last layer for a stage that has only the modules after the
         layers."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -439,8 +443,8 @@ class _LayeredPart(PartialModel):
         return forward
 
     def _take(self, name: str, stand_in: Any) -> torch.Tensor:
-        """Returns the received value. If the layer runs again in the backward pass, the value from
-        the first run."""
+        """Returns the received value. If the layer runs again in the backward pass, returns the
+        value from the first run."""
         known = getattr(stand_in, "received", None)
         if known is not None:
             return known  # type: ignore[no-any-return]  # torch's attributes are untyped
@@ -456,7 +460,7 @@ class _LayeredPart(PartialModel):
         return stand_in.received
 
     def _ending(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the next stage's first layer."""
+        """Ends the stage's forward pass. Replaces the forward of the next stage's first layer."""
         slot = _hidden_slot(args, kwargs)
         value = args[0] if slot is None else kwargs[slot]
         raise _StageEnds(
@@ -464,7 +468,7 @@ class _LayeredPart(PartialModel):
         )
 
     def _ending_after(self, original: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns the forward of the last layer, for a stage before one that has only the modules
+        """Returns the forward of the last layer for a stage whose successor has only the modules
         after the layers."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
@@ -476,8 +480,8 @@ class _LayeredPart(PartialModel):
     # -------------------------------------------------------------------- modules before the layers
 
     def _stand_in(self, name: str) -> None:
-        """Makes a module of another stage return placeholders. Their shapes follow from its inputs
-        and are cached, since micro-batches are alike."""
+        """Makes a module of another stage return placeholders. Their shapes are determined from the
+        module's inputs and cached, since micro-batches are similar."""
         module = self.shell.get_submodule(name)
         original = module.forward
         module.eval()
@@ -518,7 +522,7 @@ class _LayeredPart(PartialModel):
         return run
 
     def _record(self, layer: nn.Module, args: Any, output: Any) -> None:
-        """Learns how this model's layers wrap their output."""
+        """Records how this model's layers wrap their output."""
         border = _output_border(output)
         self._state.wrapped, self._state.given = border.wrapped, border.given
 
@@ -530,8 +534,8 @@ def _copy(
     others: Sequence[str],
     plain: Callable[[nn.Module], None],
 ) -> nn.Module:
-    """Returns a copy of the model's structure, with the same tensors where the stage holds them,
-    and without values for those in `others`."""
+    """Returns a copy of the model's structure. Tensors on this stage are the same objects; tensors
+    of the modules in `others` have no values."""
     named = named_tensors(module)
     valueless = {id(tensor): absent_like(tensor) for tensor in named.values()}
     elsewhere: dict[int, Any] = {}
@@ -544,7 +548,7 @@ def _copy(
 
 
 def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Returns a parameter or buffer of the same shape and kind, without its values."""
+    """Returns a parameter or buffer of the same shape and kind, without values."""
     empty = torch.empty_like(tensor, device=device)
     return (
         nn.Parameter(empty, requires_grad=tensor.requires_grad)
@@ -554,8 +558,8 @@ def empty_on(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
 
 
 def _hidden_slot(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """Returns the name of a layer's argument for the previous layer's output; None: its first
-    argument; otherwise the first that is a tensor."""
+    """Returns the name of a layer's keyword argument for the previous layer's output: the first
+    argument that is a tensor. Returns None if that output is the first positional argument."""
     if args:
         return None
     for name, value in kwargs.items():
@@ -584,8 +588,8 @@ def _shape_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _kind(value: Any) -> Any:
-    """Returns a key that is equal for inputs for which a module's output shapes are equal. Unknown
-    values are equal to nothing else."""
+    """Returns a key for a module's input. Equal keys imply equal shapes of the module's output. A
+    value of unknown type equals no other value."""
     if isinstance(value, torch.Tensor):
         return value.shape, value.dtype
     if isinstance(value, dict):

@@ -1,10 +1,10 @@
-"""One rank's part of a model that is trained as a pipeline: what `mesh/rank_mesh.py` drives.
+"""One rank's part of a model that is trained as a pipeline, as used by `mesh/rank_mesh.py`.
 
     pipeline = Pipeline(module, PipelineSettings(schedule="1f1b", micro_batches=8), group=group)
     loss = pipeline.train_on(cut_batch(inputs, targets, count=8), loss_fn)
 
-It knows nothing of sessions, generations or optimizers, and leaves the gradients where autograd
-does. When ranks come or go, a new one is made on a new group. Threads: one.
+This module does not depend on sessions, generations or optimizers, and leaves the gradients where
+autograd does. When ranks join or leave, a new pipeline is created on a new group. Threads: one.
 """
 
 from __future__ import annotations
@@ -47,15 +47,15 @@ def sum_shared(
     links: Links,
     here: Sequence[bool],
 ) -> None:
-    """Gives each copy of a shared parameter the sum of all copies' gradients, added in the order of
-    their stages.
+    """Sets the gradient of each copy of a shared parameter to the sum of all copies' gradients,
+    added in the order of their stages.
 
     Args:
-        shared: Of the whole model, the same on every rank.
-        rank_of: The rank of each stage.
-        parameters: Those of this rank, by any of their names.
-        links: To the pipeline's ranks.
-        here: Whether a gradient of each of `shared` exists on any rank.
+        shared: shared parameters of the whole model, the same on every rank.
+        rank_of: the rank of each stage.
+        parameters: parameters of this rank, by any of their names.
+        links: connections to the pipeline's ranks.
+        here: for each shared parameter, True if any rank has a gradient.
     """
     for one, exists in zip(shared, here, strict=True):
         ranks = list(dict.fromkeys(rank_of[stage] for stage in one.stages))
@@ -87,7 +87,7 @@ def sum_shared(
 def shared_exist(
     shared: Sequence[SharedParameter], parameters: Mapping[str, nn.Parameter], links: Links
 ) -> list[bool]:
-    """Returns for each shared parameter whether any copy has a gradient."""
+    """Returns, for each shared parameter, whether any copy has a gradient."""
     if not shared:
         return []
     own = [parameters.get(one.names[0]) for one in shared]
@@ -106,15 +106,16 @@ class PipelineSettings:
     """Settings of a pipeline."""
 
     schedule: str = "1f1b"
-    """One of `schedule_names()`."""
+    """Name of the schedule; one of `schedule_names()`."""
     micro_batches: int = 4
-    """Number of micro-batches per batch; fewer if it has fewer samples."""
+    """Number of micro-batches per batch. A batch with fewer samples has fewer micro-batches."""
     stages_per_rank: int | None = None
-    """None: 1 for gpipe and 1f1b, 2 for the others."""
+    """Number of stages on each rank. None: 1 for gpipe and 1f1b, 2 for other schedules."""
     cut_points: Sequence[str] | None = None
-    """Names of the submodules that begin a new stage; None: stages of balanced parameter bytes."""
+    """Names of the submodules that begin a new stage. None: stages are balanced by parameter
+    bytes."""
     loss_reduction: Literal["mean", "sum"] = "mean"
-    """Combination of the micro-batches' losses: their mean by weight, or their sum."""
+    """Combination of the micro-batches' losses: their weighted mean, or their sum."""
 
     def __post_init__(self) -> None:
         if not isinstance(self.micro_batches, int) or self.micro_batches < 1:
@@ -143,19 +144,21 @@ class Pipeline:
         """Splits `module` over the ranks of `group`; sends nothing.
 
         Args:
-            module: The model, the same on every rank; parts that this rank does not hold may be on
-                `meta`. It is kept, and shares the tensors of this rank's stages.
-            settings: The same on every rank.
-            group: The ranks of one replica, in the order of the stages.
-            device: Of this rank's tensors; None: the CPU.
-            end: Ends the group for all ranks, with a reason; None: the group's own `abort`.
-            come_after: See `Links`.
-            observe: See `ScheduleExecutor.run`.
-            split: Predetermined split; None: by the settings.
-            plain, inside: See `partial_model`.
+            module: the model, the same on every rank; parts that this rank does not have may be on
+                `meta`. The pipeline keeps the model and shares the tensors of this rank's stages.
+            settings: settings, the same on every rank.
+            group: the ranks of one replica, in the order of the stages.
+            device: device of this rank's tensors; None: the CPU.
+            end: function that ends the group for all ranks, with a reason; None: the group's own
+                `abort`.
+            come_after: argument of `Links`.
+            observe: argument of `ScheduleExecutor.run`.
+            split: predetermined split; None: split by the settings.
+            plain, inside: arguments of `partial_model`.
 
         Raises:
-            ConfigurationError: the model or the settings cannot be pipelined over so many ranks.
+            ConfigurationError: the model or the settings do not allow a pipeline over this number
+                of ranks.
         """
         kind = schedule_kind(settings.schedule)
         self.settings = settings
@@ -181,7 +184,7 @@ class Pipeline:
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor:
         """Runs forward and backward passes of micro-batches like `take_through`. Returns the loss
-        of this replica's batch, on every rank of the pipeline."""
+        of this replica's batch on every rank of the pipeline."""
         mean_loss = self.take_through(micro_batches, loss)
         total = self._zero() if mean_loss is None else mean_loss
         with self.links.ending_on_failure("a pipeline step"):
@@ -191,12 +194,12 @@ class Pipeline:
     def take_through(
         self, micro_batches: Sequence[MicroBatch], loss: Loss | None = None
     ) -> torch.Tensor | None:
-        """Runs forward and backward passes of micro-batches; adds the gradients of the batch's loss
-        to the parameters'. Returns the loss of this replica's batch on the last stage, and None
-        elsewhere. Without `loss`, it is the output's `.loss`.
+        """Runs forward and backward passes of micro-batches, and adds the gradients of the batch's
+        loss to the parameters' gradients. Returns the loss of this replica's batch on the last
+        stage, and None on other ranks. Without `loss`, the loss is the output's `.loss`.
 
-        All ranks of the replica call it with the same micro-batches. If a parameter is on several
-        stages, each has its stage's part of the gradient.
+        All ranks of the replica call this method with the same micro-batches. If a parameter is on
+        several stages, each copy has its stage's part of the gradient.
 
         Raises:
             MembershipChanged: a rank failed or is gone. The gradients are then invalid.
@@ -237,8 +240,9 @@ class Pipeline:
     # ----------------------------------------------------------------------------------- evaluation
 
     def predict(self, inputs: Any) -> Any:
-        """Returns the model's output in evaluation mode, without gradients, on all ranks; mappings
-        arrive as plain dicts. All ranks of the replica call it with the same batch."""
+        """Returns the model's output in evaluation mode, without gradients, on all ranks.
+        Mappings are returned as plain dicts. All ranks of the replica call this method with the
+        same batch."""
         batches = cut_batch(inputs, count=self.settings.micro_batches)
         with evaluating(self.module):
             self._follow_modes()
@@ -255,10 +259,10 @@ class Pipeline:
 
 
 def own_loss(output: Any, targets: Any) -> torch.Tensor:
-    """Returns the loss that the model computed itself.
+    """Returns the loss that the model itself computed.
 
     Raises:
-        ConfigurationError: it has none.
+        ConfigurationError: the output has no loss.
     """
     found = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
     if not isinstance(found, torch.Tensor):

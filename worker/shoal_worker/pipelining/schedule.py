@@ -2,9 +2,9 @@
 values.
 
 torch.distributed.pipelining computes the orders and places sends and receives so that they cannot
-deadlock; executor.py executes them. A schedule that requires more micro-batches than there are is
-computed for that number, and the actions of the missing ones are removed, which leaves a valid
-order. The names are torch's, or the short ones below.
+deadlock; executor.py executes the orders. If a schedule requires more micro-batches than there are,
+its order is computed for the required number, and the actions of the missing micro-batches are
+removed, which leaves a valid order. The names are torch's, or the short names below.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ class Kind(enum.StrEnum):
     BACKWARD = "B"
     """The whole backward pass of a stage."""
     BACKWARD_INPUT = "I"
-    """Only the part needed by the previous stage."""
+    """The part of a backward pass that the previous stage needs."""
     BACKWARD_WEIGHT = "W"
-    """The rest of it, later."""
+    """The rest of a backward pass, which runs later."""
     SEND_FORWARD = "SEND_F"
     RECEIVE_FORWARD = "RECV_F"
     SEND_BACKWARD = "SEND_B"
@@ -54,18 +54,19 @@ class Action:
 
 @dataclass(frozen=True, kw_only=True)
 class ScheduleKind:
-    """One of the schedules."""
+    """Properties of one of the schedules."""
 
     name: str
     torch_class: str
     stages_per_rank: int | None
-    """None: any number, from 1."""
+    """Number of stages on each rank; None: any number, from 1."""
     v_shaped: bool = False
-    """True if ranks take the stages forth and back (0 1 1 0) rather than in rounds (0 1 0 1)."""
+    """True if stages are assigned to ranks forth and back (0 1 1 0) instead of in rounds (0 1 0
+    1)."""
 
     @property
     def default_stages_per_rank(self) -> int:
-        """Value used by default."""
+        """Number of stages on each rank if the user gives none."""
         return self.stages_per_rank or 2
 
 
@@ -89,10 +90,10 @@ def schedule_names() -> list[str]:
 
 
 def schedule_kind(name: str) -> ScheduleKind:
-    """Returns a schedule by its short name, or by torch's.
+    """Returns a schedule by its short name or by torch's name.
 
     Raises:
-        ConfigurationError: an unknown name; lists the known ones.
+        ConfigurationError: the name is unknown; the message lists the known names.
     """
     wanted = name.lower().removeprefix("schedule")
     for kind in _KINDS.values():
@@ -103,22 +104,22 @@ def schedule_kind(name: str) -> ScheduleKind:
 
 @dataclass(frozen=True, kw_only=True)
 class Schedule:
-    """The order of all ranks of one pipeline."""
+    """The order of actions of all ranks of one pipeline."""
 
     name: str
     micro_batches: int
     rank_of: tuple[int, ...]
     """The rank of each stage."""
     actions: tuple[tuple[Action, ...], ...]
-    """By rank."""
+    """Actions of each rank, in order."""
 
     @property
     def stages(self) -> int:
-        """Number of stages."""
+        """Number of stages of the pipeline."""
         return len(self.rank_of)
 
     def stages_on(self, rank: int) -> tuple[int, ...]:
-        """Returns the stages of one rank, ascending."""
+        """Returns the stages of one rank in ascending order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
 
@@ -149,7 +150,7 @@ def checked_stages_per_rank(kind: ScheduleKind, stages_per_rank: int | None) -> 
 def training_schedule(
     name: str, *, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> Schedule:
-    """Returns the order of a training step: forward and backward passes of `micro_batches`
+    """Returns the order of a training step: the forward and backward passes of `micro_batches`
     micro-batches.
 
     Raises:
@@ -167,8 +168,8 @@ def training_schedule(
 
 @functools.lru_cache(maxsize=64)
 def forward_schedule(rank_of: tuple[int, ...], micro_batches: int) -> Schedule:
-    """Returns the order of forward passes only, breadth first: each rank takes all micro-batches
-    through one of its stages and then the next."""
+    """Returns an order of forward passes only, breadth first: each rank runs all micro-batches
+    through one of its stages and then through the next stage."""
     order = {
         rank: [
             _Action(stage, torch_schedules.FORWARD, index)
@@ -197,8 +198,8 @@ class _StandIn:
 
 
 def _one_forward_one_backward(ranks: int, micro_batches: int) -> dict[int, list[Any]]:
-    """Returns the order in which torch's Schedule1F1B runs; the order that it gives as a value
-    lacks the last stage's first forward pass (torch 2.13)."""
+    """Returns the order in which torch's Schedule1F1B runs. The order that torch provides as a
+    value lacks the last stage's first forward pass (torch 2.13)."""
     order: dict[int, list[Any]] = {}
     for rank in range(ranks):
         ahead = min(ranks - 1 - rank, micro_batches)
@@ -244,8 +245,8 @@ def _check_complete(
 def _torch_order(
     kind: ScheduleKind, ranks: int, stages_per_rank: int, micro_batches: int
 ) -> dict[int, list[Any]]:
-    """Returns torch's order of computations, by rank, for as many micro-batches as it needs,
-    without the missing ones."""
+    """Returns torch's order of computations by rank, for the number of micro-batches that the
+    schedule requires, without the actions of missing micro-batches."""
     make: Callable[..., Any] = torch_schedules.get_schedule_class(kind.torch_class)
     stages = [
         _StandIn(rank * stages_per_rank, ranks * stages_per_rank, 0, ranks)
@@ -257,7 +258,7 @@ def _torch_order(
     for wanted in range(micro_batches, micro_batches + 2 * ranks * stages_per_rank + 1):
         try:
             order = make(given, wanted, scale_grads=False).pipeline_order
-        except ValueError as error:  # too few, or no multiple of something
+        except ValueError as error:  # too few, or not a required multiple
             refusal = error
             continue
         return {rank: list(_computations(order[rank], micro_batches)) for rank in range(ranks)}

@@ -1,17 +1,17 @@
-"""Possible cuts of a model, and the parts held by each stage: a plain, printable value that is the
-same on every rank.
+"""Possible cuts of a model, and the parts of each stage. The result is a plain, printable value
+that is the same on every rank.
 
 Stages are contiguous runs of blocks. By default their parameter bytes are balanced: the largest
-stage is as small as possible (dynamic programming, not greedy), and among those splits the one with
+stage is as small as possible (dynamic programming, not greedy), and among such splits the one with
 the least sum of squares is chosen. Values and devices are ignored: a model on `meta` is split in
 the same way.
 
 The sequence of blocks is found by structure and not by tracing. Three forms are supported. A model
 that **offers** its blocks (`pipeline_blocks()`) and an `nn.Sequential` are **chains**: each block
-takes the output of the previous one. A model with a `ModuleList` of equal layers (such as GPT, BERT
-and Llama, wherever the list is nested) is **layered**: modules registered before the list
-(embeddings) run before it, and modules registered after it (norm, head) after it. A layered model
-keeps its own `forward`; partial.py runs parts of it.
+takes the output of the previous one. A model with a `ModuleList` of layers of one class (such as
+GPT, BERT and Llama, wherever the list is nested) is **layered**: modules registered before the list
+(embeddings) run before the layers, and modules registered after the list (norm, head) run after
+them. A layered model keeps its own `forward`; partial.py runs parts of it.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ _REMEDY: Final = (
 
 @runtime_checkable
 class OffersBlocks(Protocol):
-    """A model that declares its own cuts."""
+    """A model that declares its own possible cuts."""
 
     def pipeline_blocks(self) -> list[nn.Module]:
-        """Returns the model's submodules in the order in which they run. The first takes the
-        model's inputs, each other one what the one before it returned (a tensor, or a tuple of
-        tensors, as one argument), and the last one's output is the model's. Cuts fall between
-        them."""
+        """Returns the model's submodules in the order in which they run. The first submodule takes
+        the model's inputs. Each later one takes the result of its predecessor (a tensor, or a tuple
+        of tensors, as one argument). The result of the last one is the model's output. The model
+        can be cut between the submodules."""
         ...
 
 
@@ -56,15 +56,15 @@ class Form(enum.StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """An indivisible part: one or more submodules that run one after another."""
+    """An indivisible part of a model: one or more submodules that run one after another."""
 
     names: tuple[str, ...]
-    """Names of its submodules in the model. In a layered model those before and after the layers
-    form one block each."""
+    """Names of the block's submodules in the model. In a layered model the modules before the
+    layers form one block, and so do the modules after the layers."""
 
     @property
     def name(self) -> str:
-        """Name of a cut point before it."""
+        """Name of the cut point before the block."""
         return self.names[0]
 
 
@@ -77,20 +77,19 @@ class Blocks:
     layers: str | None = None
     """Name of the ModuleList; None for a chain."""
     has_embedding: bool = False
-    """Layered: whether the first block comes before the layers."""
+    """True if the first block of a layered model precedes the layers."""
     has_head: bool = False
-    """Layered: whether the last block comes after the layers."""
+    """True if the last block of a layered model follows the layers."""
     everywhere: tuple[str, ...] = ()
-    """Layered: modules around the layers that own parameters or buffers directly, "" being the
-    model itself. Their forward code runs on every stage and may use these there."""
+    """In a layered model, the modules around the layers that own parameters or buffers directly; ""
+    is the model itself. Their forward code runs on every stage and may use these tensors there."""
 
 
 def find_blocks(module: nn.Module) -> Blocks:
     """Returns the blocks of a model.
 
     Raises:
-        ConfigurationError: the model has none of the three forms, or the blocks that it offers are
-            inconsistent.
+        ConfigurationError: the model has none of the three forms, or it offers inconsistent blocks.
     """
     if isinstance(module, OffersBlocks):
         return _offered(module)
@@ -109,8 +108,9 @@ def find_blocks(module: nn.Module) -> Blocks:
 
 
 def stateful(module: nn.Module) -> bool:
-    """Returns whether a module belongs to one stage: it has parameters, or statistics that training
-    changes. Others (dropout, activations, tables of constants) may be on several."""
+    """Returns whether a module must be on one stage only: it has parameters, or statistics that
+    training changes. Other modules (dropout, activations, tables of constants) may be on several
+    stages."""
     if next(module.parameters(), None) is not None:
         return True
     return any(
@@ -155,7 +155,7 @@ def _is_plain_sequential(module: nn.Module) -> bool:
 
 
 def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the parts of a Sequential and of nested ones."""
+    """Yields the parts of a Sequential and of the Sequentials nested in it."""
     for name, part in module._modules.items():
         # not named_children(), which yields a module that is used twice only once
         if part is not None and _is_plain_sequential(part) and part._modules:
@@ -165,8 +165,8 @@ def _flattened(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
 
 
 def _longest_list(module: nn.Module) -> str | None:
-    """Returns the outermost ModuleList with the most parameters whose entries (at least two) are
-    all of one class."""
+    """Returns the name of the ModuleList with the most parameters whose entries (at least two) all
+    have the same class. Of equal lists, the outermost is chosen."""
     candidates = [
         (sum(p.numel() for p in part.parameters()), -name.count("."), name)
         for name, part in module.named_modules()
@@ -179,8 +179,9 @@ def _longest_list(module: nn.Module) -> str | None:
 
 
 def _layered(module: nn.Module, layers: str) -> Blocks:
-    """Returns the blocks of a model with a list of layers: one of all modules registered before the
-    list (at any level around it), one per layer, and one of all modules registered after it."""
+    """Returns the blocks of a model with a list of layers: one block of all modules registered
+    before the list (at any level around it), one block per layer, and one block of all modules
+    registered after the list."""
     entries = list(module.get_submodule(layers)._modules.items())
     if len({id(layer) for _, layer in entries}) < len(entries):
         raise ConfigurationError(
@@ -221,29 +222,30 @@ _UNITS: Final = ("B", "KiB", "MiB", "GiB", "TiB")
 
 @dataclass(frozen=True, kw_only=True)
 class StagePlan:
-    """The part of one stage."""
+    """The part of the model on one stage."""
 
     index: int
     first: int
-    """Its first block."""
+    """Index of the stage's first block."""
     last: int
-    """The block after its last one."""
+    """Index after the stage's last block."""
     modules: tuple[str, ...]
-    """Names of its submodules, in the order in which they run."""
+    """Names of the stage's submodules, in the order in which they run."""
     parameters: int
-    """Number of elements, including those shared with other stages."""
+    """Number of parameter elements, including parameters shared with other stages."""
     parameter_bytes: int
 
 
 @dataclass(frozen=True, kw_only=True)
 class SharedParameter:
-    """A parameter of which several stages hold a copy: tied weights, or a parameter of a module
-    around the layers. Its gradients are summed over these stages."""
+    """A parameter with copies on several stages: tied weights, or a parameter of a module around
+    the layers. Its gradients are summed over these stages."""
 
     names: tuple[str, ...]
-    """All its names, in the model's order; the first is the one that the optimizer knows."""
+    """All names of the parameter, in the model's order. The optimizer knows the parameter by the
+    first name."""
     stages: tuple[int, ...]
-    """Ascending; the first is the owner, which counts it."""
+    """Stages with a copy, ascending. The first stage is the owner, which counts the parameter."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -253,7 +255,7 @@ class Split:
     blocks: Blocks
     stages: tuple[StagePlan, ...]
     placement: Mapping[str, tuple[int, ...]]
-    """Stages of each parameter and buffer, by name (tied ones under each of their names), in the
+    """Stages of each parameter and buffer, by name (tied tensors under each of their names), in the
     model's order. The first stage is the owner."""
     shared: tuple[SharedParameter, ...]
 
@@ -279,14 +281,14 @@ def split_model(
     """Splits a model into `stages` stages.
 
     Args:
-        module: The whole model; parameters may be on `meta`.
-        stages: Number of stages, at least 1 and at most the number of blocks.
-        cut_points: Names of the submodules that begin a new stage, in order, one fewer than stages;
-            None: balanced by parameter bytes.
+        module: the whole model; parameters may be on `meta`.
+        stages: number of stages, at least 1 and at most the number of blocks.
+        cut_points: names of the submodules that begin a new stage, in order, one fewer than stages;
+            None: stages are balanced by parameter bytes.
 
     Raises:
-        ConfigurationError: the model cannot be split, has too few blocks, or a cut point is not one
-            of them.
+        ConfigurationError: the model cannot be split, has too few blocks, or has no block for a cut
+            point.
     """
     blocks = find_blocks(module)
     if not 1 <= stages <= len(blocks.blocks):
@@ -316,9 +318,9 @@ def split_model(
 
 
 def balanced_borders(sizes: Sequence[int], parts: int) -> list[tuple[int, int]]:
-    """Cuts `sizes` into `parts` non-empty runs, (first, one after the last) each: the largest sum
-    is as small as possible, and the sum of the squares the least among those. O(len(sizes)^2 *
-    parts)."""
+    """Divides `sizes` into `parts` non-empty runs and returns the first index and the end of each.
+    The largest sum is as small as possible; among such divisions, the sum of squares is the least.
+    O(len(sizes)^2 * parts)."""
     totals = [0]
     for size in sizes:
         totals.append(totals[-1] + size)
@@ -372,7 +374,7 @@ def _named_borders(blocks: Blocks, stages: int, cut_points: Sequence[str]) -> li
 def _placement(
     blocks: Blocks, borders: Sequence[tuple[int, int]], named: Mapping[str, torch.Tensor]
 ) -> dict[str, tuple[int, ...]]:
-    """Returns the stages of each tensor. Tied parameters are wherever one of their names is."""
+    """Returns the stages of each tensor. A tied parameter is on the stages of all its names."""
     prefixes = [
         tuple(f"{name}." for block in blocks.blocks[first:last] for name in block.names)
         for first, last in borders
@@ -440,8 +442,8 @@ def _stage_plan(
 
 
 def named_tensors(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Returns parameters and buffers by name, in the order of a state dict if it has them; tied
-    ones under each name."""
+    """Returns parameters and buffers by name, in the order of the state dict for tensors that it
+    contains. Tied tensors appear under each of their names."""
     found: dict[str, torch.Tensor] = {}
     for prefix, part in module.named_modules(remove_duplicate=False):
         for name, tensor in [*part._parameters.items(), *part._buffers.items()]:

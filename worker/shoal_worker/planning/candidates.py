@@ -11,9 +11,11 @@ from shoal_worker.replicated.rounds import RoundOptions
 from shoal_worker.sharding.unit import Stage
 
 _MOST_STAGES: Final = 16
-"""Maximum number of stages: longer pipelines wait more than they compute, for usual batch sizes."""
+"""Maximum number of stages. With usual batch sizes, longer pipelines wait more than they
+compute."""
 MICRO_BATCHES_PER_STAGE: Final = 4
-"""Number of micro-batches per stage, with which a pipeline waits for about a fifth of the step."""
+"""Number of micro-batches per stage. With this number a pipeline waits for about a fifth of the
+step."""
 STAGES: Final = {
     "zero1": Stage.OPTIMIZER,
     "zero2": Stage.GRADIENTS,
@@ -21,7 +23,7 @@ STAGES: Final = {
     "fsdp": Stage.PARAMETERS,
     "hsdp": Stage.PARAMETERS,
 }
-"""State that each strategy shards over the ranks; also along the data axis."""
+"""State that each strategy shards over the ranks. Also applies to the data axis of a hybrid."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,13 +33,14 @@ class Choice:
     strategy: str
     axes: Axes
     along_data: str = "ddp"
-    """Strategy of a hybrid's data axis."""
+    """Strategy of a hybrid on its data axis."""
     options: Mapping[str, Any] = field(default_factory=dict)
     """Keyword arguments of `as_distributed`, except `strategy` and a pipeline's `micro_batches`."""
 
     @property
     def label(self) -> str:
-        """Short name: tp, pp and dp are the ranks along the tensor, pipeline and data axes."""
+        """Short name of the choice; tp, pp and dp are the numbers of ranks along the tensor,
+        pipeline and data axes."""
         axes = self.axes
         if self.strategy == "hsdp":
             shards: int = self.options["shard_size"]
@@ -52,7 +55,7 @@ class Choice:
 
 
 def choices(world_size: int, ranks_per_host: int) -> Iterator[Choice]:
-    """Yields the candidates, the simplest first."""
+    """Yields the candidates, beginning with the simplest."""
     alone = Axes(pipeline=1, tensor=1, data=world_size)
     for strategy in ("ddp", "zero1", "zero2", "fsdp", "zero3"):
         if world_size > 1 or strategy == "ddp":
@@ -80,14 +83,14 @@ def _on_mesh(axes: Axes) -> Iterator[Choice]:
     whole = "hybrid" if tensor and pipeline else "tensor" if tensor else "pipeline"
     yield Choice(strategy=whole, axes=axes, options=tensor | pipeline)
     if axes.data > 1:
-        for along in ("zero1", "fsdp"):  # zero2 holds what zero1 does, and sends it for every pass
+        for along in ("zero1", "fsdp"):  # zero2 needs as much memory as zero1, and sends more
             options = tensor | pipeline | {"data_parallel_strategy": along}
             yield Choice(strategy="hybrid", axes=axes, along_data=along, options=options)
 
 
 def _replica_sizes(world_size: int, ranks_per_host: int) -> Iterator[int]:
-    """Yields replica sizes: one host, and two, four and more hosts; with a single host, its
-    halves."""
+    """Yields replica sizes: one host, and two, four and more hosts. With a single host, yields half
+    of its ranks."""
     size = ranks_per_host if ranks_per_host < world_size else world_size // 2
     while 1 < size < world_size:
         if world_size % size == 0:

@@ -10,35 +10,35 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class Memory:
-    """Bytes on the rank that holds most."""
+    """Bytes on the rank with the most memory in use, by role."""
 
     parameters: float
     gradients: float
-    """Gradients in the form that the optimizer gets; those in transit count as staging."""
+    """Gradients in the form that the optimizer gets. Gradients in transit count as staging."""
     optimizer: float
-    """The optimizer's state."""
+    """State of the optimizer."""
     mirrors: float = 0.0
-    """Bytes of parameters, gradients and state that the rank mirrors for another, so that a death
-    loses nothing."""
+    """Parameters, gradients and state that the rank mirrors for another rank, so that a death loses
+    nothing."""
     staging: float = 0.0
-    """Temporary memory: gathered blocks, reductions in progress, the start of a round; and the
-    model's buffers."""
+    """Temporary memory: gathered blocks, reductions in progress, and the start of a round. Includes
+    the model's buffers."""
     activations: float | None = None
-    """Memory kept by autograd for the backward pass; None: there was no example."""
+    """Memory that autograd keeps for the backward pass; None: unknown without an example."""
 
     @property
     def held(self) -> float:
-        """Parameters, gradients, optimizer state and mirrors."""
+        """Sum of parameters, gradients, optimizer state and mirrors."""
         return self.parameters + self.gradients + self.optimizer + self.mirrors
 
     def roles(self) -> dict[str, float]:
-        """Bytes by role; activations that are not known are 0."""
+        """Returns the bytes by role. Unknown activations count as 0."""
         return {field.name: getattr(self, field.name) or 0.0 for field in dataclasses.fields(self)}
 
     @property
     def total(self) -> float:
-        """Sum of all roles. They need not all be at their largest at once, so a step's peak is
-        rarely higher."""
+        """Sum of all roles. The roles need not reach their maximum at the same time, so a step's
+        peak is rarely higher."""
         return sum(self.roles().values())
 
 
@@ -48,9 +48,9 @@ class When(enum.StrEnum):
     FORWARD = "forward"
     BACKWARD = "backward"
     ALONE = "alone"
-    """Nothing is computed meanwhile."""
+    """Sent while nothing is computed."""
     IN_PIPELINE = "in pipeline"
-    """Sent between stages. Waits for it count as time of the pipeline."""
+    """Sent between stages. Waiting for it counts as time of the pipeline."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,13 +58,13 @@ class Traffic:
     """One kind of message."""
 
     what: str
-    """gradients, parameters, mirrors, activations or averages."""
+    """Content of the message: gradients, parameters, mirrors, activations or averages."""
     sent: float
     """Bytes that a rank sends in a step, averaged over the ranks."""
     when: When
     group: int
-    """Number of adjacent ranks that the message's path spans: up to a host's size it stays on the
-    host."""
+    """Number of adjacent ranks that the message's path spans. Up to a host's size, the path stays
+    on the host."""
     messages: float = 1.0
     """Number of collectives."""
 
@@ -75,8 +75,8 @@ def all_reduce(size: float, ranks: int) -> float:
 
 
 def gather(size: float, ranks: int) -> float:
-    """Returns the bytes that a rank sends to gather `size` bytes of which each rank has a part, or
-    to reduce-scatter them."""
+    """Returns the bytes that a rank sends to gather or to reduce-scatter `size` bytes, which are
+    divided over the ranks."""
     return size * (ranks - 1) / ranks
 
 

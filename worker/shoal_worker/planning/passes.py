@@ -1,10 +1,10 @@
-"""A forward and a backward pass on tensors without values: records memory kept by autograd, inputs
-and outputs of modules, and the number of operations.
+"""A forward and a backward pass on tensors without values. Records the memory that autograd keeps,
+inputs and outputs of modules, and the number of operations.
 
 The passes run under torch's FakeTensorMode, as if on the CPU: shapes and storages are those of a
 real run, and nothing is computed. Additional memory of a GPU's kernels (workspaces, other attention
-kernels) is not included. Modules with activation checkpointing keep only their inputs, and count as
-computed twice.
+kernels) is not included. Modules with activation checkpointing keep only their inputs, and their
+operations count twice.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shoal_worker.torch_internals import FakeTensorMode, pytree
 
 
 def _as(known: Any) -> Callable[..., Any]:
-    """Returns a counter of a function's operations that counts them as those of another torch
+    """Returns a counter for the operations of a function. It counts them as for another torch
     function with the same first arguments."""
 
     def counted(*args: Any, **kwargs: Any) -> Any:
@@ -48,7 +48,7 @@ _CPU_ATTENTION: Final = {
         torch.ops.aten._scaled_dot_product_flash_attention_backward
     ),
 }
-"""Functions unknown to torch's counter."""
+"""Counters for functions that torch's counter does not support."""
 _ENTERING: Final = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATTENTION)
 
 
@@ -57,10 +57,10 @@ class ModulePass:
     """Inputs and outputs of one module, over all its calls."""
 
     input_bytes: int = 0
-    """Size of its first input tensor."""
+    """Size of the module's first input tensor."""
     input_needs_gradient: bool = False
     output_bytes: int = 0
-    """Size of its first output tensor."""
+    """Size of the module's first output tensor."""
     inputs: set[int] = field(default_factory=set)
     """Storages of the inputs."""
     outputs: set[int] = field(default_factory=set)
@@ -76,7 +76,8 @@ class Saved:
     size: int
     """Size in bytes."""
     module: str
-    """Path of the innermost module that used it first; "" is the model itself, or the loss."""
+    """Path of the innermost module that used the storage first; "" is the model itself, or the
+    loss."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -86,34 +87,35 @@ class Passes:
     samples: int
     forward_flops: int
     flops: int
-    """Forward and backward."""
+    """Number of operations of the forward and the backward pass."""
     saved: tuple[Saved, ...]
     recomputed: tuple[Saved, ...]
-    """Memory kept temporarily while the largest module with activation checkpointing recomputes;
-    empty if there is none."""
+    """Memory kept temporarily during recomputation by the largest module with activation
+    checkpointing; empty if there is no such module."""
     modules: Mapping[str, ModulePass]
 
     def io_of(self, *paths: str) -> ModulePass:
-        """Returns the record of the first of these modules that was called. Some modules are used
-        without being called."""
+        """Returns the record of the first of the modules in `paths` that was called. Some modules
+        are used without being called."""
         return next((self.modules[path] for path in paths if path in self.modules), ModulePass())
 
     def flops_of(self, names: Sequence[str]) -> int:
-        """Returns the operations of these modules' forward passes."""
+        """Returns the number of operations in the forward passes of these modules."""
         return sum(self.io_of(name).flops for name in names)
 
     def kept_at_most(self, plan: TensorParallelPlan | None = None) -> float:
-        """Returns the bytes that autograd keeps on a rank; see `kept`."""
+        """Returns the bytes that autograd keeps on a rank, including the memory kept during
+        recomputation."""
         return sum(self.kept(plan).values()) + sum(self.kept(plan, self.recomputed).values())
 
     def kept(
         self, plan: TensorParallelPlan | None = None, saved: Sequence[Saved] | None = None
     ) -> dict[str, float]:
-        """Returns the bytes of `saved` (by default everything that autograd keeps from the forward
-        to the backward pass) by module.
+        """Returns the bytes of `saved` by module. By default `saved` is everything that autograd
+        keeps from the forward to the backward pass.
 
-        With a `plan`, tensors inside a split block count as one part of it, except for those that
-        every rank holds entirely: the block's input, and its sum.
+        With a `plan`, tensors inside a split block count as one part of it. Exceptions are tensors
+        that are entirely on every rank: the block's input, and its sum.
         """
         split, whole = (set[str](), set[int]()) if plan is None else self._split_in(plan)
         kept: dict[str, float] = {}
@@ -148,8 +150,8 @@ def measure(module: nn.Module, inputs: Any, targets: Any, loss_fn: Loss | None) 
 
     Args:
         module: the whole model.
-        inputs, targets, loss_fn: arguments of `train_step`; values do not matter. Without `loss_fn`
-            the output's `.loss` is used, or the mean of the output.
+        inputs, targets, loss_fn: arguments of `train_step`; values do not matter. Without
+            `loss_fn`, the loss is the output's `.loss` or the mean of the output.
 
     Raises:
         ConfigurationError: the model cannot be run in this way.
@@ -207,8 +209,8 @@ def _run(
 
 
 class _Step(nn.Module):
-    """Both passes as one call, in which the model has stand-ins for its parameters, also while it
-    recomputes activations."""
+    """Both passes as one call. Within the call, including recomputation, the model's parameters are
+    replaced by stand-ins."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -217,8 +219,8 @@ class _Step(nn.Module):
     def forward(
         self, inputs: Any, targets: Any, loss_fn: Loss | None, recorder: _Recorder
     ) -> tuple[int, tuple[Saved, ...]]:
-        """Returns the operations of the forward pass, and the memory kept while the largest
-        checkpointed module recomputes."""
+        """Returns the number of operations of the forward pass, and the memory kept while the
+        largest checkpointed module recomputes."""
         with (
             recorder.hooked(self.model),
             torch.autograd.graph.saved_tensors_hooks(recorder.keep, _same),
@@ -257,27 +259,29 @@ def _same(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _Recorder:
-    """Owned by the thread that runs the passes."""
+    """Records the modules' operations and the memory that autograd keeps. Used by the thread that
+    runs the passes."""
 
     def __init__(self, counter: FlopCounterMode, own: Any) -> None:
         """Creates a recorder. `own`: parameters and buffers, which are not activations."""
         self.modules: dict[str, ModulePass] = {}
         self.saved: dict[int, Saved] = {}
         self.beside = 0
-        """Operations counted that are of neither pass."""
+        """Number of counted operations that belong to neither pass."""
         self._counter = counter
         self._checkpointed: dict[tuple[type, int], tuple[str, Callable[..., Any], Any, Any]] = {}
-        """Modules that recompute their activations, one of each kind and size: path, original
-        forward, and arguments."""
+        """Modules that recompute their activations, one of each kind and size, with their path,
+        original forward, and arguments."""
         self._own = {_storage(tensor) for tensor in own}
         self._alive: list[torch.Tensor] = []
-        """All tensors seen, so that no other storage gets the identity of a freed one."""
+        """All tensors seen, kept alive so that no other storage gets the identity of a freed
+        one."""
         self._open: list[tuple[str, int]] = []
-        """The running modules, with the operations counted before each."""
+        """Running modules, each with the number of operations counted before it."""
 
     @property
     def counted(self) -> int:
-        """Operations until now."""
+        """Number of operations counted so far."""
         return self._counter.get_total_flops()
 
     @contextlib.contextmanager
@@ -305,8 +309,8 @@ class _Recorder:
         return tensor
 
     def largest_recomputed(self) -> tuple[Saved, ...]:
-        """Returns the memory kept by autograd while the recomputing module that keeps most does so.
-        Called within `hooked`."""
+        """Returns the memory that autograd keeps during recomputation by the module that keeps the
+        most. Called within `hooked`."""
         kept, modules = self.saved, self.modules
         largest: dict[int, Saved] = {}
         for path, forward, args, kwargs in self._checkpointed.values():
@@ -361,5 +365,5 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def scaled(amount: float, samples: float, passes: Passes) -> float:
-    """Scales an `amount` measured with the example to `samples` samples."""
+    """Scales `amount`, measured with the example, to `samples` samples."""
     return amount * math.ceil(samples) / passes.samples

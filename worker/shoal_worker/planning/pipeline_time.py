@@ -1,5 +1,5 @@
-"""Simulates a pipeline's schedule: the duration of a step, the fraction that ranks wait, and their
-memory meanwhile."""
+"""Simulates a pipeline's schedule: the duration of a step, the fraction of it that ranks wait, and
+their memory during the step."""
 
 from __future__ import annotations
 
@@ -20,17 +20,17 @@ class StageCosts:
 
     forward_flops: tuple[float, ...]
     backward_share: float
-    """Operations of a backward pass relative to those of the forward pass."""
+    """Number of operations of a backward pass relative to those of the forward pass."""
     kept: tuple[float, ...]
-    """Bytes that autograd keeps until the backward pass."""
+    """Bytes that autograd keeps until the backward pass, by stage."""
     recomputed: float
     """Bytes kept temporarily while activations are recomputed."""
     border_bytes: tuple[float, ...]
-    """Between each stage and the next."""
+    """Bytes sent from each stage to the next."""
 
 
 def most_in_flight(schedule: Schedule, costs: StageCosts) -> list[float]:
-    """Returns the maximum bytes of activations that each rank keeps."""
+    """Returns the maximum number of bytes of activations that each rank keeps."""
     most = []
     for actions in schedule.actions:
         kept = highest = 0.0
@@ -53,7 +53,7 @@ def play(
     latency: float = 0.0,
 ) -> tuple[float, float]:
     """Returns the seconds from the first forward to the last backward pass, and the average
-    fraction of that during which ranks wait. `latency`: seconds per action in addition to its
+    fraction of this time that ranks wait. `latency`: seconds per action in addition to its
     operations."""
     ends: dict[tuple[bool, int, int], float] = {}
     queues = [
@@ -89,9 +89,9 @@ def _ready(
     ends: dict[tuple[bool, int, int], float],
     bytes_per_second: float,
 ) -> float | None:
-    """Returns the time when an action's inputs are available; None if not known yet."""
+    """Returns the time when an action's inputs are available; None if the time is not known yet."""
     if action.kind is Kind.BACKWARD_WEIGHT:
-        return 0.0  # its rank has made the rest of this backward pass before
+        return 0.0  # its rank has computed the rest of this pass before
     forward = action.kind is _FORWARD
     source = action.stage - 1 if forward else action.stage + 1
     if source < 0:

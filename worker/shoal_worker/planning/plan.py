@@ -24,55 +24,56 @@ class PlannedStrategy:
     options: Mapping[str, Any]
     """Keyword arguments of `as_distributed`, except `strategy`."""
     data: int
-    """Number of replicas, or of ranks over which the batch is dealt."""
+    """Number of replicas, or of ranks among which the batch is divided."""
     tensor: int
     pipeline: int
     samples: int
-    """Number of samples of a step for each of `data`."""
+    """Number of samples in a step for each of the `data` replicas or ranks."""
     memory: Memory | None
-    """Bytes on the rank that holds most; None: the model cannot be trained so."""
+    """Bytes on the rank with the most memory in use; None: the model cannot be trained in this
+    way."""
     traffic: tuple[Traffic, ...]
     estimate: Estimate | None
-    """Estimated time; None: there was no example."""
+    """Estimated time; None: unknown without an example."""
     fits: bool
     reason: str
-    """Reason why it does not fit or is impossible; empty: it fits."""
+    """Reason why the strategy does not fit or is impossible; empty if it fits."""
 
     @property
     def exact(self) -> bool:
-        """True if the result equals that of one process on the whole batch."""
+        """True if the result equals the result of a single process with the whole batch."""
         return self.strategy != "local_sgd"
 
     @property
     def sent(self) -> float:
-        """Bytes that a rank sends in a step, averaged over the ranks; excludes activations without
-        an example."""
+        """Bytes that a rank sends in a step, averaged over the ranks. Without an example, excludes
+        activations."""
         return sent(self.traffic)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Costs of strategies, the best first. `print(plan)` is the table."""
+    """Costs of strategies, sorted from the best to the worst. `print(plan)` prints a table."""
 
     model: str
     parameters: int
-    """Elements."""
+    """Number of parameter elements."""
     parameter_bytes: int
     optimizer: str
     world_size: int
     global_batch_size: int | None
-    """Samples of a step; None: there was no example."""
+    """Number of samples in a step; None: unknown without an example."""
     device_memory: int | None
-    """Bytes of each rank; None: not bounded."""
+    """Bytes of memory on each rank; None: unlimited."""
     assumptions: Assumptions
     strategies: tuple[PlannedStrategy, ...]
-    """All planned strategies: first those that fit, the fastest first; then those that fit and
-    change the result (local_sgd); then those that do not fit; then those that are impossible."""
+    """All planned strategies in this order: strategies that fit, the fastest first; strategies that
+    fit but change the result (local_sgd); strategies that do not fit; impossible strategies."""
 
     @property
     def recommended(self) -> PlannedStrategy | None:
-        """The fastest that fits and gives the result of one process; without an example the
-        simplest. None: nothing fits."""
+        """The fastest strategy that fits and gives the result of a single process; without an
+        example, the simplest. None: no strategy fits."""
         return next((each for each in self.strategies if each.fits and each.exact), None)
 
     def __str__(self) -> str:
@@ -103,7 +104,8 @@ _MOST: Final = 16
 
 
 def render(plan: Plan, *, everything: bool = False) -> str:
-    """Returns the plan as lines of at most `WIDTH` columns. `everything`: all rows."""
+    """Returns the plan as lines of at most `WIDTH` columns. `everything`: True to include all
+    rows."""
     fitting = [each for each in plan.strategies if each.fits]
     too_large = [each for each in plan.strategies if not each.fits and each.memory is not None]
     impossible = [each for each in plan.strategies if each.memory is None]
@@ -144,7 +146,8 @@ def render(plan: Plan, *, everything: bool = False) -> str:
 
 
 def _shown(rows: Sequence[PlannedStrategy], most: int) -> list[PlannedStrategy]:
-    """Returns the first rows, and the first of each strategy that is not among them."""
+    """Returns the first rows, followed by the first row of each strategy that is not among
+    these."""
     first = list(rows[:most])
     there = {each.strategy for each in first}
     for each in rows[most:]:

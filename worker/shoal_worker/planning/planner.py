@@ -1,5 +1,5 @@
-"""`shoal.plan`: plans every strategy and mesh that is possible for a number of ranks, and ranks
-them."""
+"""`shoal.plan`: plans every strategy and mesh that is possible for a number of ranks, and sorts the
+results."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from shoal_worker.strategies import registry
 from shoal_worker.tensor_parallel.plan import Style
 
 RESERVE: Final = 0.1
-"""Fraction of a device's memory that a plan leaves to the allocator, the runtime and kernels'
+"""Fraction of a device's memory that a plan leaves to the allocator, the runtime and the kernels'
 workspaces."""
 
 
@@ -57,32 +57,33 @@ def plan(
     """Estimates the costs of every strategy for the model on `world_size` ranks: memory by role,
     traffic, a pipeline's bubble, and a step's time.
 
-    Nothing is trained or sent, and the model and the optimizer are not changed; the model may be on
+    Nothing is trained or sent, and the model and the optimizer are not changed. The model may be on
     the meta device.
 
     Args:
-        model: as for `as_distributed`.
-        optimizer: over the model's parameters.
+        model: model, as for `as_distributed`.
+        optimizer: optimizer of the model's parameters.
         world_size: number of ranks, at least 1.
-        device_memory: of each rank: bytes, "80GB" or "80GiB"; None: everything fits.
-        example: inputs of the model as for `train_step`, for one rank: a tensor, a tuple of
-            positional or a mapping of keyword arguments, the values of which do not matter. Without
-            it activations, times and the messages of tensor and pipeline are unknown.
-        targets, loss_fn: as for `train_step`. Without `loss_fn` the output's `.loss`, or the
-            output's mean, is the loss.
-        global_batch_size: samples of a step, dealt over the replicas; None: the example's for each
-            rank.
+        device_memory: memory of each rank: bytes, "80GB" or "80GiB"; None: everything fits.
+        example: inputs of the model for one rank, as for `train_step`: a tensor, a tuple of
+            positional arguments or a mapping of keyword arguments. The values do not matter.
+            Without an example, activations, times and the messages of tensor and pipeline are
+            unknown.
+        targets, loss_fn: arguments, as for `train_step`. Without `loss_fn`, the loss is the
+            output's `.loss` or the output's mean.
+        global_batch_size: number of samples in a step, divided among the replicas; None: as many
+            for each rank as the example has.
         config: settings common to all strategies; None: the defaults.
         ranks_per_host: number of ranks that share a host's links. Tensor parallelism stays within a
             host.
         device_flops, efficiency: peak operations per second of a device, and the fraction that
             training reaches.
         bandwidth, local_bandwidth: bytes per second that a rank sends to other hosts, and within
-            its own.
+            its own host.
 
     Raises:
-        ConfigurationError: invalid values, nothing to train, or an example that cannot be passed
-            through the model without values.
+        ConfigurationError: a value is invalid, there is nothing to train, or the example cannot be
+            passed through the model without values.
     """
     if type(world_size) is not int or world_size < 1:
         raise ConfigurationError(
@@ -144,8 +145,8 @@ def _batch(given: int | None, subject: Subject, world_size: int) -> int | None:
 
 
 def _order(each: PlannedStrategy) -> tuple[int, float, float]:
-    """Returns the sort key. Sorting is stable, so candidates with equal costs stay in order of
-    simplicity."""
+    """Returns the sort key of a planned strategy. Sorting is stable, so candidates with equal costs
+    remain in order of simplicity."""
     if each.memory is None:
         return 3, 0.0, 0.0
     if not each.fits:
@@ -159,7 +160,7 @@ def _order(each: PlannedStrategy) -> tuple[int, float, float]:
 
 
 class _Planner:
-    """Plans one strategy after another."""
+    """Plans one strategy after another for one subject."""
 
     def __init__(
         self,
@@ -177,7 +178,7 @@ class _Planner:
         self._cut: dict[bool, Blueprints] = {}
 
     def planned(self, choice: Choice) -> PlannedStrategy:
-        """Returns its costs, or the reason why it is impossible."""
+        """Returns the costs of a choice, or the reason why it is impossible."""
         axes = choice.axes
         samples = 1 if self._batch is None else math.ceil(self._batch / axes.data)
         options, costs, reason = dict(choice.options), None, ""
@@ -218,8 +219,8 @@ class _Planner:
         )
 
     def _check(self, choice: Choice) -> None:
-        """Checks a choice. Raises ConfigurationError if `as_distributed` would refuse it, or if
-        there are fewer samples than replicas."""
+        """Raises ConfigurationError if `as_distributed` would refuse the choice, or if there are
+        fewer samples than replicas."""
         registry.check_model(
             registry.find(choice.strategy)[0].declaration,
             self._subject.module,

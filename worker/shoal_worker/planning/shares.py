@@ -3,7 +3,7 @@ to split a model.
 
 The layouts are those of a run: buckets (`replicated/buckets.py`), units and shards with their
 padding (`sharding/layout.py`), parts of layers and pipeline stages (`mesh/layouts.py`). This module
-defines which of these each engine keeps and sends; tests and docs/planner.md compare it with real
+defines what each engine keeps and sends; tests and docs/planner.md compare the results with real
 runs.
 """
 
@@ -43,9 +43,9 @@ class Costs:
     memory: Memory
     traffic: tuple[Traffic, ...]
     schedule: Schedule | None = None
-    """Schedule of a pipeline; None: there is none."""
+    """Schedule of the pipeline; None without a pipeline."""
     stages: StageCosts | None = None
-    """Costs of a pipeline's stages; None: there is none, or no example."""
+    """Costs of the pipeline's stages; None without a pipeline or an example."""
 
 
 def _activations(subject: Subject, samples: float) -> float | None:
@@ -54,7 +54,7 @@ def _activations(subject: Subject, samples: float) -> float | None:
 
 
 def _whole(subject: Subject) -> tuple[float, float]:
-    """Returns the bytes of all parameters, and of their optimizer state."""
+    """Returns the bytes of all parameters, and the bytes of their optimizer state."""
     return (
         sum(p.nbytes for p in subject.parameters.values()),
         sum(subject.state_of(name).of(p.numel()) for name, p in subject.trained.items()),
@@ -65,7 +65,7 @@ def _whole(subject: Subject) -> tuple[float, float]:
 
 
 def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
-    """Returns the costs of `ddp`: each rank holds the whole model, and its gradients are in the
+    """Returns the costs of `ddp`: each rank stores the whole model. The gradients are stored in the
     buckets that are summed."""
     parameters, state = _whole(subject)
     trained = list(subject.trained.values())
@@ -96,8 +96,8 @@ def ddp(subject: Subject, world_size: int, samples: float) -> Costs:
 
 
 def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int) -> Costs:
-    """Returns the costs of `local_sgd`: each rank holds the whole model and its start of the round;
-    parameters are averaged at the round's end."""
+    """Returns the costs of `local_sgd`: each rank stores the whole model and a copy from the start
+    of the round. Parameters are averaged at the end of the round."""
     parameters, state = _whole(subject)
     memory = Memory(
         parameters=parameters,
@@ -118,18 +118,18 @@ def local_sgd(subject: Subject, world_size: int, samples: float, sync_every: int
 
 @dataclass(frozen=True, kw_only=True)
 class _Unit:
-    """A unit that is gathered or reduced at once."""
+    """A unit: parameters that are gathered or reduced at once."""
 
     names: tuple[str, ...]
     layout: UnitLayout
     dtype: torch.dtype
-    """Dtype of the shards."""
+    """Dtype of the unit's shards."""
     whole_dtype: torch.dtype
     wire_dtype: torch.dtype
-    """Dtype of gradients that are summed."""
+    """Dtype in which gradients are summed."""
     trained: bool
     stays: bool = False
-    """True if it stays whole after gathering until the pass is over: the outermost unit."""
+    """True for the outermost unit, which remains gathered until the pass is over."""
 
     @property
     def whole(self) -> int:
@@ -138,12 +138,12 @@ class _Unit:
 
     @property
     def shard(self) -> int:
-        """Bytes."""
+        """Bytes of one shard."""
         return self.layout.shard_numel * self.dtype.itemsize
 
     @property
     def gradient(self) -> int:
-        """Bytes of the whole gradient in transit."""
+        """Bytes of the unsharded gradient in transit."""
         return self.layout.padded_numel * self.wire_dtype.itemsize if self.trained else 0
 
 
@@ -157,8 +157,8 @@ def _unit(
     mixed: bool = True,
     turn: int | None = None,
 ) -> _Unit:
-    """Creates a unit. `mixed`: the configuration's dtypes apply. `turn`: tensors are dealt whole,
-    beginning with this rank; None: they are split."""
+    """Creates a unit. `mixed`: True if the configuration's dtypes apply. `turn`: first rank in the
+    assignment of whole tensors to ranks; None: tensors are split."""
     config, dtype = subject.config, parameters[0].dtype
     summed = (
         torch.float64
@@ -188,8 +188,8 @@ def _cut_memory(
     *,
     gathered: bool = False,
 ) -> Memory:
-    """Returns the memory of the rank that holds most, assuming that it mirrors an equally full
-    shard. `gathered`: everything is whole during the passes."""
+    """Returns the memory of the rank with the most memory in use, assuming that it mirrors an
+    equally full shard. `gathered`: True if everything is unsharded during the passes."""
     apart = [stage is Stage.PARAMETERS or unit.whole_dtype != unit.dtype for unit in units]
     gradients, state = max(
         (_updated(subject, units, position) for position in _fullest(units, division)), key=sum
@@ -207,13 +207,13 @@ def _cut_memory(
 
 
 def _fullest(units: Sequence[_Unit], division: Division) -> Iterable[int]:
-    """Returns shards that include the fullest: the first if parameters are split; any if tensors
-    are dealt whole."""
+    """Returns shards that include the fullest: the first shard if parameters are split, all shards
+    if whole tensors are assigned to ranks."""
     return range(division.shards) if any(unit.layout.whole_tensors for unit in units) else (0,)
 
 
 def _updated(subject: Subject, units: Sequence[_Unit], position: int) -> tuple[float, float]:
-    """Returns the bytes of the gradients and of the optimizer state of one shard."""
+    """Returns the bytes of one shard's gradients and of its optimizer state."""
     gradients = state = 0.0
     for unit in (unit for unit in units if unit.trained):
         for name, piece in zip(unit.names, unit.layout.pieces(position), strict=True):
@@ -223,8 +223,8 @@ def _updated(subject: Subject, units: Sequence[_Unit], position: int) -> tuple[f
 
 
 def _staged(units: Sequence[_Unit], stage: Stage, *, gathered: bool, ahead: int) -> float:
-    """Returns the temporary memory: gradients of units being accumulated or reduced, each with its
-    receive buffer; and gathered parameters, `ahead` blocks in advance."""
+    """Returns the temporary memory: gradients of units that are being accumulated or reduced, each
+    with its receive buffer, and gathered parameters. `ahead`: number of blocks gathered ahead."""
     gradients = sorted((unit.gradient for unit in units), reverse=True)
     staged = 2.0 * sum(gradients[:_IN_FLIGHT])
     if gathered:
@@ -243,8 +243,8 @@ def _cut_traffic(
     *,
     gathers: int | None = None,
 ) -> list[Traffic]:
-    """Returns the traffic. `gathers`: how often split parameters are gathered in a step; None: as
-    blocks are, once for each pass."""
+    """Returns the traffic of sharded units. `gathers`: how often split parameters are gathered in a
+    step; None: once for each pass, as blocks are."""
     shards, replicas = division.shards, division.replicas
     trained = sum(unit.trained for unit in units)
 
@@ -290,8 +290,8 @@ def _cut_traffic(
 def sharded(
     subject: Subject, world_size: int, samples: float, stage: Stage, shards: int | None = None
 ) -> Costs:
-    """Returns the costs of zero1, zero2, zero3 and fsdp; with `shards`, of hsdp with this number of
-    ranks per replica."""
+    """Returns the costs of zero1, zero2, zero3 and fsdp. With `shards`, returns the costs of hsdp
+    with this number of ranks per replica."""
     division = Division(world_size=world_size, shards=shards or world_size)
     groups = subject.blocks if stage is Stage.PARAMETERS else subject.buckets
     parts = [
@@ -324,12 +324,13 @@ def _with(memory: Memory, *, activations: float | None) -> Memory:
 # ---------------------------------------------------------------------------------------- on a mesh
 
 Blueprints = Callable[[Axes], Blueprint]
-"""Returns the division along these axes. Raises ConfigurationError if the model cannot be split in
-this way."""
+"""Returns the division of the model along these axes. Raises ConfigurationError if the model cannot
+be split in this way."""
 
 
 def blueprints(template: Template) -> Blueprints:
-    """Returns a cached function that splits a model along the axes; replicas are equal."""
+    """Returns a cached function that splits a model along the axes. All replicas are split in the
+    same way."""
 
     @functools.cache
     def cut(tensor: int, pipeline: int) -> Blueprint:
@@ -352,10 +353,10 @@ def on_mesh(
     Args:
         subject: the model and optimizer.
         axes: division of the ranks.
-        blueprint: division of the model along them.
-        samples: of a replica.
+        blueprint: division of the model along the axes.
+        samples: number of samples for a replica.
         stage: state sharded by the data axis; None: nothing.
-        micro_batches: of a pipeline.
+        micro_batches: number of micro-batches of a pipeline.
     """
     pipelined = axes.pipeline > 1
     schedule = stages = None
@@ -413,8 +414,8 @@ def _mean(traffic: Sequence[Traffic]) -> Traffic:
 def _place(
     subject: Subject, axes: Axes, blueprint: Blueprint, stage: Stage | None, pipeline: int
 ) -> tuple[Memory, list[Traffic]]:
-    """Returns the memory of the first tensor-parallel part at a pipeline position, and its traffic
-    to other replicas."""
+    """Returns the memory of the first tensor-parallel part at a pipeline position, and the traffic
+    from that part to other replicas."""
     at = Coordinate(pipeline, 0, 0)
     parameters = subject.parameters
     pieces = {
@@ -475,8 +476,8 @@ def _mesh_units(
 
 
 def _stage_costs(passes: Passes, blueprint: Blueprint, samples: float) -> StageCosts:
-    """Returns the costs of one micro-batch of `samples` samples. Operations of no stage's modules,
-    mainly the loss, belong to the last stage."""
+    """Returns the costs of one micro-batch of `samples` samples. Operations outside of the stages'
+    modules, mainly the loss, count for the last stage."""
     assert blueprint.split is not None
     tensor = blueprint.axes.tensor
     names = [stage.modules for stage in blueprint.split.stages]
@@ -513,8 +514,8 @@ def _stage_of(module: str, stages: Sequence[Sequence[str]]) -> int:
 def _tensor_traffic(
     passes: Passes, plan: TensorParallelPlan | None, samples: float, axes: Axes
 ) -> list[Traffic]:
-    """Returns the traffic of activations: for each split block, its outputs in the forward pass and
-    the gradient of its input in the backward pass."""
+    """Returns the traffic of activations. Each split block sends its outputs in the forward pass
+    and the gradient of its input in the backward pass."""
     if plan is None:
         return []
     ranks = plan.size
@@ -549,8 +550,8 @@ def _tensor_traffic(
 
 
 def _tied(subject: Subject, blueprint: Blueprint) -> float:
-    """Returns the bytes that all ranks of a pipeline send for the gradients of parameters that
-    several stages hold."""
+    """Returns the bytes that all ranks of a pipeline send for the gradients of parameters that are
+    on several stages."""
     assert blueprint.split is not None
     sizes = {name: parameter.nbytes for name, parameter in subject.parameters.items()}
     sent = 0.0

@@ -1,14 +1,15 @@
-"""An estimate of a step's time: operations over a device's speed, bytes over a link's, and which of
-the two hide each other.
+"""Estimates a step's time from the number of operations, a device's speed, the bytes sent and a
+link's speed. Accounts for the overlap of computing and sending.
 
-    computing      operations / (device_flops x efficiency); of a pipeline, its schedule played
-                   through
-    forward pass   what is gathered for it beside it hides behind it
-    backward pass  gradients that are summed in it, and what is gathered for it, hide behind it
-    alone          sums of activations between split layers, what is sent after the passes: is added
+    computing      operations / (device_flops x efficiency); for a pipeline, the simulated time of
+                   its schedule
+    forward pass   overlaps with the gathering of its parameters
+    backward pass  overlaps with the gathering of its parameters and the reduction of gradients
+    alone          sums of activations between split layers, and messages after the passes, add to
+                   the time
 
-Left out: the optimizer's own time, the loading of data, and that ranks share a switch. It ranks
-strategies; it is no forecast.
+Not included: the optimizer's own time, the loading of data, and switches shared by several ranks.
+The estimate ranks strategies; it is not a forecast.
 """
 
 from __future__ import annotations
@@ -27,20 +28,21 @@ class Assumptions:
     """Assumptions of the estimate of a step's time."""
 
     device_flops: float = 312e12
-    """Peak operations per second of a rank's device; by default an A100's in bfloat16."""
+    """Peak operations per second of a rank's device. The default is an A100's in bfloat16."""
     efficiency: float = 0.4
     """Fraction of the peak that training reaches."""
     bandwidth: float = 12.5e9
-    """Bytes a second that a rank sends to other hosts: by default its own 100 Gbit/s."""
+    """Bytes per second that a rank sends to other hosts. The default is 100 Gbit/s for each
+    rank."""
     local_bandwidth: float = 150e9
-    """Bytes a second that a rank sends to others of its host."""
+    """Bytes per second that a rank sends to other ranks on its host."""
     latency: float = 20e-6
-    """Minimum duration of a collective, or of a micro-batch in a stage, in seconds; for a
-    collective multiplied by the logarithm of its ranks."""
+    """Minimum duration, in seconds, of a collective or of a micro-batch in a stage. For a
+    collective, multiplied by the logarithm of the number of ranks."""
     ranks_per_host: int = 8
 
     def seconds(self, traffic: Traffic) -> float:
-        """Returns the duration of the traffic alone."""
+        """Returns the duration of the traffic by itself."""
         return traffic.sent / self._speed(
             traffic.group
         ) + traffic.messages * self.latency * math.log2(max(2, traffic.group))
@@ -50,11 +52,12 @@ class Assumptions:
 
     @property
     def flops(self) -> float:
-        """Operations a second that are reached."""
+        """Operations per second that training reaches."""
         return self.device_flops * self.efficiency
 
     def border_speed(self, group: int) -> float:
-        """Returns bytes per second between pipeline stages of a replica of `group` ranks."""
+        """Returns the bytes per second between pipeline stages. `group`: number of ranks of a
+        replica."""
         return self._speed(group)
 
 
@@ -66,7 +69,7 @@ class Estimate:
     computing: float
     """Seconds of computation, including the pipeline's bubble."""
     bubble: float
-    """Average fraction of the pipeline's time during which ranks wait; 0 without a pipeline."""
+    """Average fraction of the pipeline's time that ranks wait; 0 without a pipeline."""
 
 
 def estimate(
@@ -78,7 +81,7 @@ def estimate(
     tensor: int,
     replica_size: int,
 ) -> Estimate:
-    """Estimates a step in which a replica processes `samples` samples."""
+    """Estimates the duration of a step. `samples`: number of samples that a replica processes."""
     bubble = 0.0
     if costs.schedule is not None and costs.stages is not None:
         speed = assumptions.border_speed(replica_size)

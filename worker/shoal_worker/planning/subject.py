@@ -1,4 +1,4 @@
-"""The subject of a plan: a model and its optimizer, as sizes."""
+"""The subject of a plan: a model and its optimizer, reduced to sizes."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class StateSize:
     """Size of the optimizer's state of one parameter."""
 
     per_element: float
-    """Bytes per element, for state that has the parameter's shape or grows with it."""
+    """Bytes per element, for state that has the parameter's shape or grows with the parameter."""
     fixed: int
-    """Bytes of the rest, such as a step count."""
+    """Bytes of all other state, such as a step count."""
 
     def of(self, elements: int) -> float:
-        """Returns the bytes for `elements` elements."""
+        """Returns the bytes of state for a parameter of `elements` elements."""
         return self.per_element * elements + self.fixed if elements else 0.0
 
 
@@ -44,14 +44,14 @@ class Subject:
     """A model without values, and its known properties."""
 
     module: nn.Module
-    """On the meta device."""
+    """The model, on the meta device."""
     config: ShardingConfiguration
     state: Mapping[str, StateSize]
-    """By parameter."""
+    """Size of the optimizer's state, by parameter."""
     optimizer: str
-    """Name of its class."""
+    """Name of the optimizer's class."""
     passes: Passes | None
-    """None: there was no example."""
+    """Measured passes; None: there was no example."""
     buffer_bytes: int
     shared_buffer_elements: int
     """Number of elements of the buffers that the ranks synchronize in each step: statistics and
@@ -64,12 +64,13 @@ class Subject:
 
     @functools.cached_property
     def blocks(self) -> list[ParameterGroup]:
-        """Groups that are gathered at once if parameters are split, the outermost module first."""
+        """Groups of parameters that are gathered together if parameters are split. The group of the
+        outermost module is first."""
         return in_blocks(self.module, self.config)
 
     @functools.cached_property
     def buckets(self) -> list[ParameterGroup]:
-        """Groups that are reduced at once if they are not."""
+        """Groups of parameters that are reduced together if parameters are not split."""
         return in_buckets(self.module, self.config)
 
     @functools.cached_property
@@ -79,8 +80,8 @@ class Subject:
 
     @property
     def whole_tensors(self) -> bool:
-        """True if the optimizer needs whole tensors, so that with sharded state each tensor is
-        dealt to one rank."""
+        """True if the optimizer needs whole tensors. With sharded state, each tensor is then
+        assigned to one rank."""
         return self.optimizer in WHOLE_TENSORS
 
     def state_of(self, name: str) -> StateSize:
@@ -97,7 +98,7 @@ def subject_of(
     targets: Any,
     loss_fn: Loss | None,
 ) -> Subject:
-    """Determines the sizes of a model and its optimizer, which are not changed.
+    """Determines the sizes of a model and its optimizer. Does not change either.
 
     Raises:
         ConfigurationError: there is nothing to train, the optimizer belongs to another model or
@@ -137,7 +138,7 @@ def subject_of(
 def _state_sizes(
     model: nn.Module, module: nn.Module, optimizer: torch.optim.Optimizer
 ) -> dict[str, StateSize]:
-    """Returns the state sizes by parameter; see `_state_size`."""
+    """Returns the size of the optimizer's state of each parameter, by name."""
     names = {id(p): name for name, p in model.named_parameters()}
     foreign = sum(id(p) not in names for group in optimizer.param_groups for p in group["params"])
     if foreign:
@@ -161,11 +162,11 @@ def _state_sizes(
 def _state_size(
     optimizer: torch.optim.Optimizer, group: Mapping[str, Any], like: nn.Parameter
 ) -> StateSize:
-    """Returns the size of the state that a copy of the optimizer keeps of one parameter after a
-    step: without values or, if it requires some, with zeros."""
+    """Returns the size of the state that the optimizer keeps of one parameter after a step. Steps a
+    copy of the optimizer on a tensor without values or, if it requires values, with zeros."""
     try:
         state = _stepped(optimizer, group, nn.Parameter(torch.empty_like(like, device="meta")))
-    except Exception:  # whatever its code raises, over a tensor that has no values
+    except Exception:  # its code may raise anything for a tensor without values
         try:
             state = _stepped(optimizer, group, nn.Parameter(torch.zeros_like(like, device="cpu")))
         except Exception as error:

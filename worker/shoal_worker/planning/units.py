@@ -16,10 +16,10 @@ _SCALES: Final = (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)
 
 def parse_bytes(what: str, value: str | float) -> int:
     """Returns bytes, or bytes per second, from a number, or "80GB" (10^9), "80GiB" (2^30),
-    "25GB/s", "200Gbit/s".
+    "25GB/s", "200Gbit/s". `what`: name of the value, for errors.
 
     Raises:
-        ConfigurationError: it is none of these, or not above 0. `what` names it.
+        ConfigurationError: the value has none of these forms, or is not above 0.
     """
     amount = _parse(value, {"b": 1.0, "bit": 0.125, "": 1.0}, _FACTORS | _FACTORS_1024)
     if amount is None or amount < 1:
@@ -31,10 +31,11 @@ def parse_bytes(what: str, value: str | float) -> int:
 
 
 def parse_flops(what: str, value: str | float) -> float:
-    """Returns floating-point operations per second from a number, or "312T", "312TFLOP/s".
+    """Returns floating-point operations per second from a number, or "312T", "312TFLOP/s". `what`:
+    name of the value, for errors.
 
     Raises:
-        ConfigurationError: it is none of these, or not above 0. `what` names it.
+        ConfigurationError: the value has none of these forms, or is not above 0.
     """
     amount = _parse(value, {"flop": 1.0, "flops": 1.0, "": 1.0}, _FACTORS)
     if amount is None or amount < 1:
@@ -62,18 +63,19 @@ def _parse(value: str | float, units: dict[str, float], factors: dict[str, int])
 
 
 def readable_bytes(amount: float) -> str:
-    """Returns an amount with a unit that gives one to four digits before the decimal point."""
+    """Formats a number of bytes with a unit, with one to four digits before the decimal point."""
     unit, scale = scale_for(amount)
     return f"{amount:.0f} B" if scale == 1 else f"{amount / scale:.1f} {unit}"
 
 
 def scale_for(amount: float) -> tuple[str, int]:
-    """Returns the largest unit in which an amount is at least 1, and its bytes."""
+    """Returns the largest unit in which an amount is at least 1, and the number of bytes in that
+    unit."""
     return next((each for each in _SCALES if amount >= each[1]), _SCALES[-1])
 
 
 def readable_seconds(seconds: float) -> str:
-    """Returns three significant digits with a unit."""
+    """Formats a duration with three significant digits and a unit."""
     if seconds >= 100:
         return f"{seconds:,.0f} s"
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):

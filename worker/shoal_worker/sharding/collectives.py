@@ -3,16 +3,16 @@
 Inside a step a failure never raises, since the calling forward or backward pass belongs to the
 user. The step is marked lost, the results are zeros, and nothing more is sent in that step. Outside
 of a step (evaluation, gathering a state) the failure is raised, because the session then repeats
-the entire operation. The same holds for a unit's compressed reduce-scatter, which replaces the
-collectives' own if the model has `gradient_compression=`.
+the entire operation. The same rules apply to a unit's compressed reduce-scatter, which replaces the
+plain reduce-scatter if the model has `gradient_compression=`.
 
-Ranks that gather blocks in different orders would pair up wrongly. With blocks of one size nothing
-fails: each uses another block's values as its own. Each rank therefore records a trace of the
-collectives issued in a step, and a check word of it is part of the commit all-reduce. If sizes
-differ a collective fails, and the step is lost before its commit all-reduce: the ranks then compare
-their traces at the next rendezvous.
+Ranks that gather blocks in different orders would exchange the wrong data. If the blocks have the
+same size, nothing fails: each rank uses the values of another block as its own. Each rank therefore
+records a trace of the collectives issued in a step, and a check word of the trace is part of the
+commit all-reduce. If sizes differ, a collective fails, and the step is lost before its commit
+all-reduce: the ranks then compare their traces at the next rendezvous.
 
-Runs on the training thread and, in a backward pass, on torch's thread for it.
+Runs on the training thread and, in a backward pass, on torch's thread for the backward pass.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ if TYPE_CHECKING:
     from shoal_worker.engine.step.compressed import GradientCompression
 
 _CHECK_BITS: Final = 20
-"""Chosen so that the squares' sum over up to 8192 ranks is exact in float64."""
+"""Number of bits of the check word. With 20 bits, the sum of the squares over up to 8192 ranks is
+exact in float64."""
 
 
 class IssuedCollectives:
@@ -53,7 +54,7 @@ class IssuedCollectives:
         self._check = 0
 
     def begin(self, step: int) -> None:
-        """Begins step number `step` of this model."""
+        """Clears the trace for step number `step` of this model."""
         self._step, self._check = step, 0
         self._codes.clear()
 
@@ -64,7 +65,7 @@ class IssuedCollectives:
         self._check = zlib.crc32(code.to_bytes(4, "little"), self._check)
 
     def word(self) -> list[float]:
-        """Returns this rank's part of the check word."""
+        """Returns this rank's part of the sum of the ranks' check words."""
         value = float(self._check & ((1 << _CHECK_BITS) - 1))
         return [1.0, value, value * value]
 
@@ -74,21 +75,21 @@ class IssuedCollectives:
 
     @staticmethod
     def check(summed: Sequence[float], strategy: str) -> None:
-        """Checks the sum of the ranks' words.
+        """Checks the sum of the ranks' check words.
 
         Raises:
-            PreconditionError: they issued different collectives.
+            PreconditionError: the ranks issued different collectives.
         """
         if not agree(summed):
             raise _different(strategy)
 
     @staticmethod
     def compare(issued: Sequence[bytes], strategy: str) -> None:
-        """Compares traces after a failure. `issued`: the ranks' traces. Ranks in one step must have
-        issued the same up to the end of each.
+        """Compares the ranks' traces after a failure. Within one step, a shorter trace must be the
+        beginning of every longer one. `issued`: the ranks' traces.
 
         Raises:
-            PreconditionError: they did not.
+            PreconditionError: the traces differ.
         """
         steps: dict[int, list[list[int]]] = {}
         for each in filter(None, issued):
@@ -114,7 +115,8 @@ class Pending(Protocol):
     """A collective in progress."""
 
     def wait(self) -> bool:
-        """Waits for the result; returns whether it is available to later computation. Call it once.
+        """Waits for the result and returns whether later computations can use it. Call this method
+        once.
 
         Within a step on a device, the device waits for the result, and its success is known when
         the step is prepared.
@@ -131,11 +133,13 @@ class Collectives(Protocol):
     def world_size(self) -> int: ...
     @property
     def lost(self) -> bool:
-        """True if a collective of the step has failed, so that no more are issued in it."""
+        """True if a collective of the step has failed, so that no more collectives are issued in
+        the step."""
         ...
 
     def all_gather(self, full: torch.Tensor, shard: torch.Tensor) -> Pending:
-        """Starts to fill `full` with all ranks' `shard`, by rank. Flat tensors of one dtype."""
+        """Starts to fill `full` with the `shard` of all ranks, in rank order. Both are flat tensors
+        of one dtype."""
         ...
 
     def reduce_scatter(self, shard: torch.Tensor, full: torch.Tensor) -> Pending:
@@ -143,8 +147,8 @@ class Collectives(Protocol):
         ...
 
     def pass_on(self, received: torch.Tensor, sent: torch.Tensor, *, stride: int) -> Pending:
-        """Starts to send `sent` to the rank `stride` after this one, and to receive from the rank
-        `stride` before it. Equal sizes."""
+        """Starts to send `sent` to the rank `stride` after this rank, and to receive from the rank
+        `stride` before it. Sizes must be equal."""
         ...
 
 
@@ -153,7 +157,7 @@ class _Ended:
         self._succeeded = succeeded
 
     def wait(self) -> bool:
-        """Returns at once, since it has ended already."""
+        """Returns at once, since the collective has already ended."""
         return self._succeeded
 
 
@@ -162,14 +166,14 @@ _FAILED: Final = _Ended(False)
 
 
 class SessionCollectives:
-    """Collectives over the session's current group; in a world of one they are copies."""
+    """Collectives over the session's current group. In a world of one they are copies."""
 
     def __init__(self, session: StrategySession) -> None:
         self._session = session
 
     @property
     def rank(self) -> int:
-        """This process's rank among those that share the model."""
+        """This process's rank among the ranks that share the model."""
         return self._session.rank
 
     @property
@@ -179,7 +183,7 @@ class SessionCollectives:
 
     @property
     def lost(self) -> bool:
-        """True if a collective has failed, as in `Collectives`."""
+        """True if a collective of the step has failed; see `Collectives.lost`."""
         step = self._session.step
         return step is not None and step.lost is not None
 
@@ -219,12 +223,12 @@ class SessionCollectives:
 
     @property
     def _group(self) -> Group | None:
-        """Ranks that share the model."""
+        """Group of the ranks that share the model."""
         return self._session.group
 
     @property
     def _shard_group(self) -> Group | None:
-        """Ranks that jointly hold all shards."""
+        """Group of the ranks that together have all shards."""
         return self._group
 
     def _issue(
@@ -250,7 +254,8 @@ class SessionCollectives:
 
 
 class PartCollectives(SessionCollectives):
-    """Collectives over some ranks of the session's current group, only as long as that exists."""
+    """Collectives over some ranks of the session's current group. Valid only as long as that group
+    exists."""
 
     def __init__(self, session: StrategySession, part: Group) -> None:
         super().__init__(session)
@@ -272,8 +277,8 @@ class PartCollectives(SessionCollectives):
 
 
 class ReplicatedCollectives(SessionCollectives):
-    """Gathers within the rank's replica, and sums gradients within it first, then each shard over
-    the replicas."""
+    """Gathers parameters within the rank's replica. Sums gradients first within the replica, then
+    each shard over the replicas."""
 
     def __init__(self, session: StrategySession) -> None:
         super().__init__(session)
@@ -281,7 +286,7 @@ class ReplicatedCollectives(SessionCollectives):
         self._across: Group | None = None
 
     def connect(self, group: Group, division: Division) -> None:
-        """Connects the parts of a new group. A collective of its ranks.
+        """Connects the parts of a new group. A collective of all its ranks.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -322,7 +327,7 @@ class ReplicatedCollectives(SessionCollectives):
 
 
 class _Then:
-    """One collective after another."""
+    """Two collectives, one after the other."""
 
     def __init__(self, first: Pending, second: Callable[[], Pending]) -> None:
         self._first, self._second = first, second
@@ -363,12 +368,12 @@ def _copy(to: torch.Tensor, source: torch.Tensor) -> None:
 
 
 class CompressedScatter:
-    """Scatters one unit's gradients, compressed."""
+    """Reduces and scatters one unit's gradients in compressed form."""
 
     def __init__(
         self, compression: GradientCompression, session: StrategySession, number: int
     ) -> None:
-        """`number`: of the unit, the same on all ranks."""
+        """`number`: number of the unit, the same on all ranks."""
         self._compression = compression
         self._session = session
         self._number = number
@@ -402,7 +407,8 @@ class _Scattering:
         reduction: Reduction | None,
         shard: torch.Tensor | None,
     ) -> None:
-        """`shard`: None if the step is lost. `reduction`: None if there is nothing to wait for."""
+        """`shard`: destination of the sum; None if the step is lost. `reduction`: the reduction in
+        progress; None if there is nothing to wait for."""
         self._session = session
         self._group = group
         self._reduction = reduction

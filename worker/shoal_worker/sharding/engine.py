@@ -1,20 +1,20 @@
-"""Engine of zero1, zero2, zero3, fsdp and hsdp: tensors of parameters, gradients and optimizer
+"""Engine of zero1, zero2, zero3, fsdp and hsdp: the elements of parameters, gradients and optimizer
 state are sharded over the ranks.
 
 Strategies differ in what is sharded (`Stage`), in what is gathered or reduced at once (`groups`),
 and in whether there are replicas of the shards (`divide`). (Rajbhandari et al., "ZeRO", SC 2020,
 sections 5 and 7; Zhao et al., "PyTorch FSDP", VLDB 2023, section 3.) The optimizer updates flat
-pieces of parameters, which is correct for elementwise optimizers, i.e. most of them. For those that
-consider entire tensors (Muon, Adafactor) each tensor is assigned to one rank
+pieces of parameters, which is correct for elementwise optimizers, the majority. For optimizers that
+consider entire tensors (Muon, Adafactor), each tensor is assigned to one rank
 (`UnitLayout.whole_tensors`).
 
-A step ends as described in `engine/partitioned.py`. Its gradients are prepared when each rank has
-its shard's sum and has passed it on to the mirror holder, which mirrors the shard: parameters and
-optimizer state, as further pieces of the same optimizer. The commit all-reduce also tells which
-parameters were used and how the buffers changed. Owners and mirrors apply the same update. After a
-failure the shards are redistributed for the new group (`reshard`). Operations on the state between
-steps are in `sharded_state.py`; the gathering of units in the passes is in `execution.py`.
-Everything runs on the training thread, equally on every rank.
+A step ends as described in `engine/partitioned.py`. A rank's gradients are prepared when it has the
+sum of its shard and has sent this sum to the mirror holder. The mirror holder mirrors the shard's
+parameters and optimizer state as further pieces of the same optimizer. The commit all-reduce also
+determines which parameters were used and how the buffers changed. Owners and mirror holders apply
+the same update. After a failure the shards are redistributed for the new group (`reshard`).
+Operations on the state between steps are in `sharded_state.py`; the gathering of units in the
+passes is in `execution.py`. Everything runs on the training thread, in the same way on every rank.
 """
 
 from __future__ import annotations
@@ -66,32 +66,33 @@ from shoal_worker.state.tree import StatePart
 from shoal_worker.torch_internals import pytree
 
 _WIDE: Final = torch.empty(0, dtype=torch.float64)
-"""Dtype and device of the commit sum."""
+"""Empty tensor with the dtype and device of the commit sum."""
 
 Groups = Callable[[nn.Module, ShardingConfiguration], list[ParameterGroup]]
-"""Returns the units of a model that are gathered or reduced at once, that of the outermost module
-first."""
+"""Returns the units of a model that are gathered or reduced at once, beginning with the unit of the
+outermost module."""
 Divide = Callable[[Topology], Division]
-"""Returns the division of the model for ranks with this distribution over hosts."""
+"""Returns the division of the model over ranks that are distributed over hosts in this way."""
 
 OPTIONS: Final = frozenset({"elementwise_optimizer", "whole_tensors"})
 """Keyword arguments of `as_distributed` read by this engine."""
 SETTINGS: Final = frozenset({"param_dtype", "reduce_dtype", "offload", "mirrors"})
-"""Configuration fields read by it but not by every engine."""
+"""Configuration fields read by this engine but not by every engine."""
 
 
 def in_buckets(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
-    """Returns buckets, reduced as soon as the backward pass has filled them."""
+    """Returns a model's parameters in buckets, which are reduced as soon as the backward pass has
+    filled them."""
     return by_bytes(module, config.bucket_cap_mb << 20)
 
 
 def in_blocks(module: nn.Module, config: ShardingConfiguration) -> list[ParameterGroup]:
-    """Returns blocks, each of which is unsharded in memory while it computes."""
+    """Returns a model's parameters in blocks. Each block is unsharded only while it computes."""
     return by_modules(module, config.shard_modules, at_least=config.minimum_parameter_group_size)
 
 
 def _in_dtype(inputs: Any, dtype: torch.dtype) -> Any:
-    """Converts floating-point tensors within `inputs`."""
+    """Converts the floating-point tensors within `inputs` to `dtype`."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor,
@@ -104,19 +105,20 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     over the ranks."""
 
     _execution: ShardedExecution
-    """Runs the units of the module, once that has values."""
+    """Runs the units of the module, once the module has values."""
 
     def __init__(
         self, setup: Setup, *, stage: Stage, groups: Groups, divide: Divide | None = None
     ) -> None:
-        """Takes over the memory of the parameters. They are sharded when the first step begins:
-        until then all ranks hold them unsharded.
+        """Takes ownership of the parameters' memory. The parameters are sharded when the first step
+        begins; until then they are unsharded on all ranks.
 
         Args:
-            setup: the model and the rest.
-            stage: what is sharded.
-            groups: what is gathered or reduced at once.
-            divide: into replicas that each hold all shards; None: all ranks jointly hold them once.
+            setup: the model and its configuration.
+            stage: state that is sharded.
+            groups: function that returns the units that are gathered or reduced at once.
+            divide: function that divides the ranks into replicas that each have all shards; None:
+                all ranks together have each shard once.
         """
         super().__init__(setup)
         self.stage = stage
@@ -124,7 +126,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._weighed = False
         """True if the weight of the gradients of this micro-batch, or of this step, is known."""
         self._frozen_pass = False
-        """True if the last forward pass was one of the model with all parameters frozen."""
+        """True if all parameters were frozen in the last forward pass."""
         compressor = self.config.compressor
         if compressor is not None and compressor.of_matrices:
             raise ConfigurationError(
@@ -142,7 +144,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._weights = 0.0
         """Weight of this rank's micro-batches in this step."""
         self._changes: torch.Tensor | None = None
-        """Their weighted changes of the buffers."""
+        """Weighted changes of the buffers by this rank's micro-batches."""
         self._build()
 
     def _unit(self, part: ParameterGroup) -> Unit:
@@ -220,11 +222,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # ------------------------------------------------------------------------- the passes of a step
 
     def _passes_begin(self) -> None:
-        """Begins the passes of a step."""
+        """Resets the state of the passes at the beginning of a step."""
         self._weighed = self._frozen_pass = False
 
     def _micro_batch_begins(self) -> None:
-        """Begins the passes of a micro-batch."""
+        """Prepares the passes of a micro-batch."""
         step = self._session.step
         self._weighed = False
         if step is not None:
@@ -233,16 +235,16 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._execution.begin_passes()
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module's forward pass; in training its backward pass reduces the gradients over
+        """Runs the module's forward pass. In training, its backward pass reduces the gradients over
         all ranks."""
         self._frozen_pass = False
         if self._trains:
             step = self._session.ensure_step()
-            if step.source is not None:  # else this may be a dry run before the loop, and no step
+            if step.source is not None:  # otherwise it may be a dry run, and no step
                 check_reproducible(self.config, step)
             if step is self._session.step:
                 self._weigh(step)
-            else:  # a joiner's pass ahead of its loop
+            else:  # a joiner's pass before its loop
                 self._execution.factor = 0.0
         if self.config.param_dtype is not None:
             args, kwargs = _in_dtype((args, kwargs), self.config.param_dtype)
@@ -255,7 +257,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def forward_frozen(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs a forward pass without anything to reduce in the backward pass."""
+        """Runs a forward pass whose backward pass reduces nothing."""
         self._execution.reduces_in_backward = False
         self._frozen_pass = True
         if self.config.param_dtype is not None:
@@ -268,7 +270,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         return loss
 
     def _weigh(self, step: Step) -> None:
-        """Determines the weight of the coming pass's gradients."""
+        """Determines the weight of the gradients of the next pass."""
         self._refuse_reduced(step)
         self._refuse_half_a_pass(step)
         self._weighed = True
@@ -286,8 +288,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def _before_backward(self) -> None:
-        """Prepares a backward pass before its gradients are taken; its forward pass may have
-        covered only part of the module."""
+        """Prepares a backward pass before its gradients are used. Its forward pass may have covered
+        only part of the module."""
         step = self._session.step
         if step is None or step.share is None or self._frozen_pass:
             return
@@ -327,8 +329,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # ------------------------------------------------------------------------------------- training
 
     def exchange_update(self, update: TentativeUpdate) -> None:
-        """Exchanges an update. Unsharded parameters are fetched before the next step at the
-        latest."""
+        """Implements `Engine.exchange_update`. Unsharded parameters are fetched before the next
+        step at the latest."""
         # data being copied to host memory could otherwise be read too early
         self._held.bring_mirrors()
         super().exchange_update(update)
@@ -344,7 +346,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
     # -------------------------------------------------------------- TrainingEngine: for the session
 
     def capture(self) -> dict[str, Any]:
-        """Returns the entire state before the first step; afterwards the part that every rank
+        """Returns the entire state before the first step; afterwards, the part that every rank
         has."""
         if self._held.whole:
             return self._held.capture_whole() | {
@@ -365,7 +367,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._give_values(state)
         if "model" in state:
             self._held.restore_whole(state)
-            self._applied = state.get("applied", 0)  # a checkpoint's ranks begin to count anew
+            self._applied = state.get("applied", 0)  # restored ranks start counting again
             if self._compression is not None:
                 self._compression.restore(state.get("compression"))
             self._commit_payload = None
@@ -408,7 +410,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def check_state(self, state: Mapping[str, Any]) -> None:
-        """Checks a state. A model on the meta device is created from it."""
+        """Checks a state. If the model is on the meta device, creates its parameters from the
+        state."""
         if "model" in state and self._parts is not None:
             self._parts.check(state)
 
@@ -466,8 +469,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
                 number=step.placement.generation, rank=step.placement.rank, topology=topology
             )
         elif self.stage is not Stage.PARAMETERS:
-            self._execution.gather_all()  # where a failure kept it from being done after the update
-        # operations between steps may have brought them
+            self._execution.gather_all()  # if a failure prevented it after the update
+        # operations between steps may have moved them to the device
         self._held.mirrors.put_away(self.optimizer)
         if self._compression is not None:
             trained = self._held.trained
@@ -518,7 +521,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             for _ in range(share.most_micro_batches - (share.micro_batches or 0)):
                 self._execution.take_part()
         self._execution.reduce_rest()
-        if step.lost is None:  # else collectives that failed may have left any values
+        if step.lost is None:  # failed collectives may have left any values
             if not self._carries_writes:
                 self._writes.refuse(unless=self._proves_lost)
                 for unit in self._held.units:
@@ -574,7 +577,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             extremes.agree(group.exchange(made) if group is not None else [made])
 
     def _buffer_changes(self, step: Step) -> torch.Tensor:
-        """Returns this rank's part of the buffers' changes."""
+        """Returns this rank's part of the changes of the buffers."""
         if step.in_micro_batches:
             return (
                 torch.zeros(self._step_buffers.size, dtype=torch.float64)
@@ -604,8 +607,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._execution.drop_gradients()
 
     def _prepare(self) -> None:
-        """Passes the summed gradients on to the mirror holder, and prepares the step; or it is
-        marked lost."""
+        """Sends the summed gradients to the mirror holder and prepares the step. On a failure the
+        step is marked lost."""
         if not self._gradients.pass_on(self._collectives, self._held.division):
             return
         with LosingStep(self._session):
@@ -613,7 +616,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
             self._session.prepare_step()
 
     def _updated(self) -> None:
-        """Fetches the other ranks' pieces of unsharded parameters."""
+        """Fetches the other ranks' pieces of unsharded parameters after an update."""
         self._held.updated()
         self._execution.applied()
 
@@ -625,7 +628,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         self._step_buffers.put_back()
         step = self._session.step
         if step is not None and step.lost is None:
-            # Nobody intended the step, and the script's later writes are its own.
+            # No step was intended, and the script's later writes are its own.
             self._writes.forget()
             self._attributes.forget()
             return
@@ -687,7 +690,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @torch.no_grad()
     def assemble(self, channel: Channel) -> dict[str, Any]:
-        """Returns the state with each rank's compression residuals."""
+        """Returns the whole state with each rank's compression residuals."""
         whole = self._held.assemble(channel)
         return (
             whole
@@ -706,11 +709,11 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def in_common(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns shards with their mirrors, and unsharded state."""
+        """Returns this rank's shards, including mirrors, and unsharded state."""
         return self._held.in_common() if self._parts is not None and not self._parts.whole else {}
 
     def whole_everywhere(self) -> Mapping[str, Mapping[str, torch.Tensor]]:
-        """Returns parameters only if they are not sharded."""
+        """Returns the parameters if they are not sharded."""
         parameters = {}
         if self._carries_writes:
             with inside():
@@ -722,8 +725,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @torch.no_grad()
     def consolidate(self, channel: Channel) -> None:
-        """Consolidates parameters that are unsharded on every rank but were updated only on their
-        owners; and handles that only some ranks may have begun the first step."""
+        """Updates parameters that are unsharded on every rank but were updated only on their
+        owners. Also restores a consistent state if only some ranks have begun the first step."""
         if self._parts is not None:
             self._parts.make_whole_again(channel)
             self._parts.fill(channel)
@@ -749,7 +752,7 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
 
     @property
     def holds(self) -> list[str]:
-        """Shards of this rank, including the mirrored one."""
+        """Lists this rank's shards, including the mirrored one."""
         cut = self._parts.cut if self._parts is not None and self.is_sharded else None
         return (
             [str(position) for position in (cut.position, cut.mirrored) if position is not None]
@@ -758,8 +761,8 @@ class ShardedEngine(PartitionedEngine[ShardedState, ShardedCommitPayload]):
         )
 
     def layout(self) -> dict[str, Any]:
-        """Returns what is sharded, the number of shards, the number of owners of each, and whether
-        others mirror it."""
+        """Returns the sharded state, the number of shards, the number of owners of each shard, and
+        whether other ranks mirror shards."""
         division = (
             self._parts.division if self._parts is not None else Division(world_size=1, shards=1)
         )

@@ -1,20 +1,20 @@
-"""Gathers, frees and reduces units: hooks on the user's modules, around forward and
-backward passes as they come.
+"""Gathers, frees and reduces units with hooks on the user's modules, around forward and backward
+passes.
 
-- Forward: before a unit's module runs its parameters are gathered, and the gathering of the next
-  one, or of as many as is said, is begun; afterwards they are freed. The outermost unit stays,
-  since its own layers stand at both ends (embedding and head).
-- Backward: before the first gradient enters a unit it is gathered again. When the gradients leave
-  its module its own are reduced and it is freed; where nothing is gathered, when all its parameters
-  have theirs.
-- Reductions are begun in one fixed order, last unit first, whatever order the gradients came in,
-  and each unit takes part in every backward pass. So ranks of which some do not use a parameter
-  still issue the same collectives. Gatherings follow the passes, which must go through the blocks
-  in the same order on all ranks: `issued` finds those that do not.
+- Forward: before a unit's module runs, its parameters are gathered, and the gathering of the next
+  units (`prefetch`) is started. Afterwards the parameters are freed. The outermost unit remains
+  gathered, since its own layers run first and last (embedding and head).
+- Backward: before the first gradient enters a unit, the unit is gathered again. When the gradients
+  have left its module, the unit's own gradients are reduced and the unit is freed. If nothing is
+  gathered, the unit is reduced when all its parameters have their gradients.
+- Reductions are issued in one fixed order, last unit first, in whatever order the gradients arrive,
+  and each unit takes part in every backward pass. So ranks still issue the same collectives if some
+  of them do not use a parameter. Gatherings follow the passes, which must run through the blocks in
+  the same order on all ranks; `issued` detects ranks that differ.
 
-It knows nothing of steps: who calls it says how much the coming gradients weigh, and when to reduce
-(`engine.py`). All of it runs on the training thread, or in a backward pass on the thread that torch
-runs it on while the training thread waits.
+This module does not depend on steps. The caller determines the weight of the coming gradients, and
+when to reduce (`engine.py`). Everything runs on the training thread or, in a backward pass, on
+torch's thread for the backward pass, while the training thread waits.
 """
 
 from __future__ import annotations
@@ -41,18 +41,18 @@ from shoal_worker.torch_internals import after_backward, in_backward, uncompiled
 
 # -------------------------------------------------------------------------------------------- hooks
 #
-# Hooks on the user's modules and parameters, which call whoever follows the passes through them.
+# Hooks on the user's modules and parameters, which report the progress of passes.
 
 
 class GradientHook:
-    """Calls when autograd has left a parameter its gradient.
+    """Calls a method when autograd has accumulated a parameter's gradient.
 
-    It must not lead back to the parameter: Python's collector does not see such a cycle, and the
-    model would never be freed.
+    The hook must not refer to the parameter: Python's garbage collector does not see such a cycle,
+    and the model would never be freed.
     """
 
     def __init__(self, ready: Callable[[int, int], None], number: int, index: int) -> None:
-        """`ready`: a method, called with `number` and `index` as long as its object lives."""
+        """`ready`: a method, called with `number` and `index` as long as its object exists."""
         self._ready, self._number, self._index = weakref.WeakMethod(ready), number, index
 
     def __call__(self, _: torch.Tensor) -> None:
@@ -62,7 +62,7 @@ class GradientHook:
 
 
 class _ModuleHook:
-    """A hook of one module; in a copy of the module (`clone`) it does nothing."""
+    """A hook of one module. In a copy of the module (`clone`) it does nothing."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Callable[..., None]:
         return _do_nothing
@@ -78,7 +78,7 @@ def _do_nothing(*_args: Any, **_kwargs: Any) -> None: ...
 
 
 class BeforeForward(_ModuleHook):
-    """Calls with a module's inputs, before the module computes. Registered with
+    """Calls a function with a module's inputs before the module computes. Registered with
     `with_kwargs=True`."""
 
     def __init__(self, call: Callable[[Any], None]) -> None:
@@ -90,7 +90,7 @@ class BeforeForward(_ModuleHook):
 
 
 class AfterForward(_ModuleHook):
-    """Calls with a module's output, after the module has computed."""
+    """Calls a function with a module's output after the module has computed."""
 
     def __init__(self, call: Callable[[Any], None]) -> None:
         self._call = call
@@ -103,11 +103,11 @@ class AfterForward(_ModuleHook):
 # --------------------------------------------------------------------- gathering, freeing, reducing
 
 _IN_FLIGHT: Final = 2
-"""Maximum number of reductions in progress; each holds a full gradient of its unit."""
+"""Maximum number of reductions in progress. Each needs memory for a full gradient of its unit."""
 
 
 class Block:
-    """A module that is gathered at once, by its units."""
+    """A module whose units are gathered together."""
 
     def __init__(self, module: nn.Module, units: Sequence[Unit]) -> None:
         self.units = units
@@ -118,23 +118,24 @@ class Block:
             if not type(part).__module__.startswith("torch.nn.modules.")
         ]
         self._before: list[tuple[Any, dict[int, tuple[torch.Tensor, int]]]] = []
-        """Inputs of each forward pass in progress, and the tensors visible there and in attributes
-        at its beginning, with torch's count of changes to each."""
+        """Inputs of each forward pass in progress, and the tensors visible in the inputs and in
+        attributes when the pass began, with torch's count of changes to each tensor."""
         self.open = 0
-        """Number of forward passes through it without a finished backward pass."""
+        """Number of forward passes through the module without a finished backward pass."""
         self.passes_gradients = False
-        """True if a backward pass may go through it: it has trained parameters, or inputs that
-        require a gradient."""
+        """True if a backward pass may run through the module: it has trained parameters, or inputs
+        that require a gradient."""
 
     def begins(self, inputs: Any) -> None:
-        """Begins a forward pass with gradients."""
+        """Records the beginning of a forward pass with gradients."""
         self._before.append(
             (inputs, {id(tensor): (tensor, tensor._version) for tensor in self._visible(inputs)})
         )
 
     def left_behind(self) -> list[torch.Tensor]:
-        """Ends the last forward pass. Returns the tensors that it has left in its inputs, e.g. by
-        appending to a list, and in attributes of modules, such as an auxiliary loss."""
+        """Ends the last forward pass. Returns the tensors that the pass has stored in its
+        inputs, for example by appending to a list, and in attributes of modules, such as an
+        auxiliary loss."""
         if not self._before:
             return []
         inputs, before = self._before.pop()
@@ -156,7 +157,7 @@ class Block:
 
 
 class ShardedExecution:
-    """Runs the units of one module."""
+    """Gathers, frees and reduces the units of one module in its passes."""
 
     def __init__(
         self,
@@ -167,9 +168,10 @@ class ShardedExecution:
         *,
         prefetch: int = 1,
     ) -> None:
-        """`units`: the modules that are units, outermost first, with their parameters' units (one
-        for each dtype; trained and frozen). `whereabouts`: of the model's hidden parameters; None
-        if they belong to no model. `prefetch`: number of blocks gathered ahead."""
+        """`units`: the modules that are units, outermost first, each with the units of its
+        parameters (one for each dtype; trained and frozen). `whereabouts`: location of the model's
+        hidden parameters; None if they belong to no model. `prefetch`: number of blocks gathered
+        ahead."""
         self._collectives = collectives
         self._stage = stage
         self._whereabouts = whereabouts or Whereabouts()
@@ -178,16 +180,16 @@ class ShardedExecution:
         self._reduced = [unit for unit in reversed(self.units) if unit.trained]
         """Units in the order of reduction."""
         self.factor: float | None = None
-        """Weight of the coming gradients; None: none are expected."""
+        """Weight of the coming gradients; None: no gradients are expected."""
         self.came = False
         """True if a gradient has arrived since the last `forget`, whatever its weight."""
         self.before_backward: Callable[[], None] = _do_nothing
-        """Called when a backward pass begins, before any gradient is taken."""
+        """Function called when a backward pass begins, before any gradient is used."""
         self.reduces_in_backward = True
-        """True if gradients are reduced as they become ready; otherwise when `reduce_rest` is
-        called."""
+        """True if gradients are reduced as they become ready; False if `reduce_rest` reduces
+        them."""
         self.issued = IssuedCollectives()
-        """Trace of the step, if units are gathered in passes."""
+        """Trace of the step's collectives, if units are gathered in passes."""
         self._numbers = {unit: number for number, unit in enumerate(self.units)}
         modules = [(module, Block(module, list(own))) for module, own in units]
         self._blocks = [block for _, block in modules]
@@ -196,32 +198,32 @@ class ShardedExecution:
         """Blocks in the order of the last forward pass, for prefetching."""
         self._visited: list[Block] = []
         self._root_forwards = 0
-        """Number of forward passes of the root in progress: several if a model calls itself, as a
-        LightningModule's `training_step` does."""
+        """Number of forward passes of the outermost module in progress. There are several if a
+        model calls itself, as in a LightningModule's `training_step`."""
         self.pinned = False
-        """True if gathered units stay until `free_all`."""
+        """True if gathered units remain until `free_all`."""
         self._in_backward = False
         self._ready: dict[Unit, int] = {}
-        """Number of a unit's parameters with a gradient in this backward pass."""
+        """Number of each unit's parameters that have a gradient in this backward pass."""
         self._left: set[Unit] = set()
-        """Units whose modules the gradients of this backward pass have left."""
+        """Units whose modules the gradients of this backward pass have already left."""
         self._next = 0
-        """Position in `_reduced` of the next reduction of this backward pass."""
+        """Index in `_reduced` of the next unit to be reduced in this backward pass."""
         self._on_their_way: deque[Reducing] = deque()
         self._pass: list[tuple[str, Unit]] = []
         """Collectives of the current pass, forward and backward."""
         self._whole_pass: list[tuple[str, Unit]] = []
         """Collectives of the last complete pass."""
         self._all_know = False
-        """True if the ranks of this group all know the collectives of a pass."""
+        """True if all ranks of this group know the collectives of a pass."""
         self._asked = False
-        """True if they have exchanged them in this step."""
+        """True if the ranks have exchanged the collectives of a pass in this step."""
         self._number = 0
-        """Number of the step that began last."""
+        """Number of the last step that began."""
         self._issues: Callable[[str], None] = _do_nothing
         self._hooks: list[RemovableHandle] = []
         self._around_root: tuple[BeforeForward, AfterForward] | None = None
-        """Calls around the outermost module's forward pass."""
+        """Functions called around the outermost module's forward pass."""
         for number, unit in enumerate(self._reduced):
             for index, leaf in enumerate(unit.leaves):
                 self._hooks.append(
@@ -247,15 +249,15 @@ class ShardedExecution:
             self._around_root = before, after
 
     def release(self) -> None:
-        """Removes the hooks from modules and parameters, which now belong to another object."""
+        """Removes the hooks from modules and parameters, so that another object can use them."""
         for hook in self._hooks:
             hook.remove()
 
     # ----------------------------------------------------------------------------- for the strategy
 
     def as_forward(self, module: nn.Module, method: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns a method of the outermost module that can be called like its `forward`, with the
-        module's own parameters gathered."""
+        """Returns a method of the outermost module in a form that can be called like its `forward`,
+        with the module's own parameters gathered."""
         if self._around_root is None:
             return method
         before, after = self._around_root
@@ -278,13 +280,14 @@ class ShardedExecution:
             unit.finish_gathering()
 
     def free_all(self) -> None:
-        """Frees everything that is not kept at rest."""
+        """Frees all gathered parameters, except for parameters that remain unsharded between
+        passes."""
         self.pinned = False
         for unit in self.units:
             unit.free()
 
     def applied(self) -> None:
-        """Handles the optimizer's update of the shards. Fetches unsharded parameters."""
+        """Fetches unsharded parameters after the optimizer has updated the shards."""
         for unit in self.units:
             unit.changed()
         if self._stage is not Stage.PARAMETERS:
@@ -293,8 +296,8 @@ class ShardedExecution:
 
     @property
     def passed(self) -> list[tuple[str, int]]:
-        """Collectives of one forward and backward pass: their kinds and units. For `take_part`,
-        there or in a joiner."""
+        """Kind and unit of each collective of one forward and backward pass, for `take_part` on
+        this rank or on a joiner."""
         return [(kind, self._numbers[unit]) for kind, unit in self._whole_pass]
 
     @passed.setter
@@ -302,9 +305,9 @@ class ShardedExecution:
         self._whole_pass = [(kind, self.units[number]) for kind, number in collectives]
 
     def learn_passes(self, group: Group) -> None:
-        """Learns the other ranks' passes before the first collective of a step of which a rank may
-        have no micro-batch. They are exchanged once per generation. If none is known, as in the
-        run's first step, the parameters stay unsharded for that step.
+        """Learns the other ranks' passes before the first collective of a step in which a rank may
+        have no micro-batch. The ranks exchange their passes once per generation. If no rank knows a
+        pass, as in the run's first step, the parameters remain unsharded for that step.
 
         Raises:
             MembershipChanged: the group has ended.
@@ -321,15 +324,15 @@ class ShardedExecution:
             self._all_know = True
 
     def keep_whole(self) -> None:
-        """Keeps units gathered until the update: passes gather no more, but are recorded as if they
-        did. A rank without samples can therefore take part although no pass is known."""
+        """Keeps units gathered until the update. Passes then gather nothing, but are recorded as if
+        they did. A rank without samples can therefore take part although no pass is known."""
         self.gather_all()
         for unit in self.units:
             unit.resident = True
             unit.free()
 
     def take_part(self) -> None:
-        """Takes part in a pass of other ranks for which this one has no samples: the same
+        """Joins a pass of other ranks for which this rank has no samples: issues the same
         collectives, without a gradient. If no pass is known, these are only the reductions, since
         parameters are unsharded on all ranks."""
         self.free_all()
@@ -343,7 +346,7 @@ class ShardedExecution:
         self._pass = []
 
     def reduce_rest(self) -> None:
-        """Reduces what was not reduced in a backward pass, and waits for all sums."""
+        """Reduces the gradients that no backward pass has reduced, and waits for all sums."""
         if not self.reduces_in_backward or any(unit.has_gradient() for unit in self._reduced):
             self._next = 0
             self._reduce_ready(all_of_them=True)
@@ -351,8 +354,9 @@ class ShardedExecution:
             self._on_their_way.popleft().wait()
 
     def begin_step(self, number: int, issues: Callable[[str], None] = _do_nothing) -> None:
-        """Begins step number `number` of this model: see `forget`. Gradients of a lost step are
-        invalid. `issues`: called with each joint action that this rank is about to perform."""
+        """Begins step number `number` of this model: calls `forget` and, when a lost step is
+        repeated, drops its gradients. `issues`: function called before each joint action of this
+        rank."""
         self.forget()
         if number == self._number:
             self.drop_gradients()
@@ -362,30 +366,30 @@ class ShardedExecution:
 
     @property
     def carries(self) -> bool:
-        """True if gradients of the previous step were not cleared, and none of this step have
+        """True if gradients of the previous step were not cleared, and no gradient of this step has
         arrived."""
         return not self.came and any(unit.hidden.have_gradients for unit in self._reduced)
 
     def begin_passes(self) -> None:
-        """Begins the passes of a micro-batch."""
+        """Starts to record the collectives of a micro-batch's passes."""
         self._pass = []
 
     def end_passes(self) -> None:
-        """Ends the passes and keeps the list of their collectives: a rank without samples must
-        issue the same ones."""
+        """Ends the passes and keeps the list of their collectives, because a rank without samples
+        must issue the same ones."""
         if self._pass and not self._collectives.lost:
-            # otherwise some were issued twice, and some not at all
+            # otherwise some collectives were issued twice, and some not at all
             self._whole_pass = self._pass
         self._pass = []
 
     def refuse_half_a_pass(self) -> None:
-        """Checks outside of backward passes. Raises PreconditionError if one of this step raised an
-        error half way."""
+        """Raises PreconditionError if a backward pass of this step raised an error half way. Does
+        nothing within a backward pass."""
         if self._in_backward and not in_backward():
             raise half_a_pass()
 
     def settle(self) -> None:
-        """Waits for collectives in progress, whose failure no longer matters."""
+        """Waits for all collectives in progress and ignores their failures."""
         while self._on_their_way:
             with contextlib.suppress(MembershipChanged):
                 # between steps there is none to mark as lost
@@ -402,8 +406,9 @@ class ShardedExecution:
             unit.forget_gradients()
 
     def drop_gradients(self) -> None:
-        """Drops all gradients so far: those left from the last step, and those already summed in
-        the current one. A graph built earlier may still produce others, with the same weight."""
+        """Drops all gradients so far: the gradients left from the last step, and the gradients
+        already summed in the current step. A graph built earlier may still produce more gradients,
+        with the same weight."""
         if self._whereabouts.pending:
             factor = self.factor
             self.forget()
@@ -412,12 +417,13 @@ class ShardedExecution:
             unit.hidden.drop_gradients()
 
     def show_gradients(self) -> None:
-        """Begins a training forward pass."""
+        """Restores the parameters' gradients for a training forward pass."""
         for unit in self._reduced:
             unit.hidden.show_gradients()
 
     def resharded(self) -> None:
-        """Handles a new group, whose ranks need not have made the same passes."""
+        """Discards what is known about passes, because the ranks of a new group need not have made
+        the same passes."""
         self._order = []
         self._visited = []
         self._all_know = False
@@ -450,7 +456,7 @@ class ShardedExecution:
                 self._start(following.units)
 
     def after_forward(self, block: Block, output: Any) -> None:
-        """Handles a block that has computed."""
+        """Frees a block that has computed, or keeps it for its backward pass."""
         is_root = block is self._root
         if self._in_backward:
             return
@@ -459,12 +465,12 @@ class ShardedExecution:
         stays = is_root or self.pinned
         left_behind = block.left_behind()
         if not torch.is_grad_enabled():
-            stays = self.pinned  # nobody will come back to it
+            stays = self.pinned  # no backward pass will follow
         elif not when_gradients_come(
             [output, *left_behind], lambda _: self._before_backward(block), mode="any"
         ):
-            # It may have returned an object that does not show its tensors. The backward pass's end
-            # frees it.
+            # It may have returned an object that does not show its tensors. The end of the backward
+            # pass frees it.
             stays = stays or block.passes_gradients
         if not stays:
             for unit in block.units:
@@ -476,13 +482,14 @@ class ShardedExecution:
             unit.hidden.show()
 
     def hide_copies(self, _: Any) -> None:
-        """Hides them after the computation; they are freed unless a backward pass follows."""
+        """Hides parameters that are copies of shards, after the module has computed. Frees the
+        parameters unless a backward pass follows."""
         if not torch.is_grad_enabled():
             self.free_all()
 
     def gradient_ready(self, number: int, index: int) -> None:
-        """Handles parameter `index` of unit `number`, in order of reduction, whose gradient of this
-        backward pass is ready.
+        """Takes a parameter's gradient when it is ready in this backward pass. `number`: index of
+        the unit in the order of reduction. `index`: index of the parameter in the unit.
 
         Raises:
             PreconditionError: the pass does not belong to a step.
@@ -518,8 +525,9 @@ class ShardedExecution:
                 self._start(self._order[position - ahead].units)
 
     def _after_backward_of(self, block: Block) -> None:
-        """Handles gradients that have left a module: all of its own are complete (autograd runs the
-        last created nodes first, and accumulates at once)."""
+        """Reduces and frees a block after the gradients have left its module. All gradients of the
+        module are complete then: autograd runs the last created nodes first, and accumulates at
+        once."""
         self._enter_backward()
         block.open -= 1
         if block.open == 0:

@@ -1,12 +1,12 @@
-"""Summed gradients of a step on this rank: of its own shard and of the one that it mirrors.
+"""Summed gradients of a step on this rank, for its own shard and the shard that it mirrors.
 
 Their squared norm can be summed exactly, so that it does not depend on the distribution of elements
-over ranks: squares of float32 numbers are exact in float64. Each is split into digits of 20 bits at
-fixed positions; the digits of one position add up to integers below 2^53 for 2^31 elements, which
-float64 represents exactly, even through an all-reduce. (The idea of a long accumulator: Kulisch,
-"Computer Arithmetic and Validity", 2013, chapter 8.)
+over ranks. Squares of float32 numbers are exact in float64. Each square is split into digits of 20
+bits at fixed positions; the digits of one position add up to integers below 2^53 for 2^31 elements,
+which float64 represents exactly, even through an all-reduce. (The idea of a long accumulator:
+Kulisch, "Computer Arithmetic and Validity", 2013, chapter 8.)
 
-It does not know how a step ends (`engine.py`). Owned by the training thread.
+This module does not decide how a step ends (`engine.py`). Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from shoal_worker.sharding.unit import Unit
 
 _BITS: Final = 20
 _HIGHEST: Final = 260
-"""Exponent above all squares of float32."""
+"""Exponent above all squares of float32 numbers."""
 DIGITS: Final = 28
-"""Down to 2^-300: below the square of the smallest float32."""
+"""Number of digits. They reach 2^-300, below the square of the smallest float32 number."""
 
 
 def square_digits(values: torch.Tensor) -> torch.Tensor:
-    """Returns the digits of the sum of squares of finite float32 `values`: float64 [DIGITS],
-    integers, on the CPU."""
+    """Returns the digits of the sum of squares of finite float32 `values`: integers in a float64
+    tensor [DIGITS] on the CPU."""
     rest = values.double().square()
     digits = torch.zeros(DIGITS, dtype=torch.float64)
     largest = float(rest.max()) if rest.numel() else 0.0
@@ -58,21 +58,21 @@ def from_digits(digits: Sequence[float]) -> float:
 
 
 _SQUARED_AT_ONCE: Final = 1 << 16
-"""Number of elements processed at once on a CPU. Their float64 copies stay in the cache; for an
-entire shard they would be four times its size, and determine the step's peak."""
+"""Number of elements processed at once on a CPU. Their float64 copies remain in the cache. For an
+entire shard the copies would be four times its size and determine the step's peak memory."""
 
 
 class CutGradients:
-    """Gradients of all trained units."""
+    """Gradients of all trained units on this rank."""
 
     def __init__(self, trained: Sequence[Unit], *, exact: bool) -> None:
-        """`exact`: the norm's bits do not depend on the number of ranks."""
+        """`exact`: True if the bits of the norm must not depend on the number of ranks."""
         self._trained = trained
         self._exact = exact
 
     @property
     def touched(self) -> list[bool]:
-        """Flags of the trained parameters that this rank used in this step."""
+        """For each trained parameter, True if this rank used the parameter in this step."""
         return [flag for unit in self._trained for flag in unit.touched]
 
     def pass_on(self, collectives: Collectives, division: Division) -> bool:
@@ -93,7 +93,7 @@ class CutGradients:
 
     def squared_norm_part(self, counted: Sequence[Unit]) -> torch.Tensor:
         """Returns this rank's part of the squared norm, as float64 numbers to be summed over the
-        ranks. `counted`: units of which no other rank adds the same."""
+        ranks. `counted`: units that no other rank counts."""
         gradients = [unit.own.gradient for unit in counted if unit.own.gradient is not None]
         plain = squared_norms(gradients).sum().cpu().view(1)
         if not self._exact:
@@ -107,7 +107,7 @@ class CutGradients:
         )
 
     def squared_norm(self, summed: torch.Tensor) -> float:
-        """Returns the squared norm of all gradients, from the sum of the ranks' parts."""
+        """Returns the squared norm of all gradients. `summed`: sum of the ranks' parts."""
         return (
             from_digits(summed[1:].tolist())
             if self._exact and summed[0].isfinite()
@@ -115,8 +115,8 @@ class CutGradients:
         )
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
-        """Gives the optimizer its gradients: the sums over `divisor`, but none for parameters that
-        no rank used (`present`)."""
+        """Sets the optimizer's gradients to the sums divided by `divisor`. `present`: for each
+        parameter, True if some rank used it; parameters that no rank used get no gradient."""
         flags = iter(present)
         for unit in self._trained:
             here = [next(flags) for _ in unit.parameters]
@@ -126,12 +126,12 @@ class CutGradients:
             unit.placement.arrived()
 
     def scale(self, factor: float) -> None:
-        """Multiplies the gradients that were handed out."""
+        """Multiplies the optimizer's gradients by `factor`."""
         if gradients := self._handed_out():
             torch._foreach_mul_(gradients, factor)
 
     def norm_here(self) -> float:
-        """Returns the norm of the final gradients of this rank's own and mirrored shard."""
+        """Returns the norm of the optimizer's gradients for this rank's own and mirrored shard."""
         return math.sqrt(float(squared_norms(self._handed_out()).sum()))
 
     def _handed_out(self) -> list[torch.Tensor]:
@@ -142,8 +142,8 @@ class CutGradients:
 
 
 def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Returns the squared norm of each, on its own device, without waiting for it. In float64,
-    since squares of large gradients exceed float32."""
+    """Returns the squared norm of each gradient, on the gradient's device, without waiting for the
+    device. Computes in float64, since squares of large gradients exceed float32."""
     return (
         torch.stack([_squared_norm(each) for each in gradients])
         if gradients
@@ -153,7 +153,7 @@ def squared_norms(gradients: Sequence[torch.Tensor]) -> torch.Tensor:
 
 def _squared_norm(gradient: torch.Tensor) -> torch.Tensor:
     if not gradient.is_cpu:
-        # one kernel, which widens as it reads
+        # one kernel, which converts while reading
         norm: torch.Tensor = torch.linalg.vector_norm(gradient, dtype=torch.float64)
         return norm.square()
     return torch.stack(

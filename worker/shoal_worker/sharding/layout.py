@@ -1,23 +1,24 @@
 """Location of sharded elements, and their movement when it changes. Pure arithmetic: all ranks
-compute the same.
+compute the same results.
 
-Within a unit (`UnitLayout`), which is gathered and reduced in one collective: its parameters, in
-order, fill a vector that is padded to equal shards of complete cache lines, one per rank. A rank's
-shard is divided at the parameters' boundaries into pieces: an optimizer sees one piece per
-parameter, possibly an empty one, so that parameter groups keep their meaning.
+A unit (`UnitLayout`) is gathered and reduced in one collective. Its parameters, in order, fill a
+vector that is padded to equal shards of complete cache lines, one per rank. A rank's shard is
+divided at the parameters' boundaries into pieces: an optimizer sees one piece per parameter,
+possibly an empty one, so that parameter groups remain meaningful.
 
-An optimizer that considers entire tensors gets another layout (`whole_tensors`): each parameter has
-one owner, and every other rank's piece is empty. All shards are as long as the longest, so that the
-same collectives move them.
+An optimizer that considers entire tensors requires another layout (`whole_tensors`): each parameter
+has one owner, and every other rank's piece is empty. All shards are as long as the longest, so that
+the same collectives move them.
 
-Among ranks (`Division`): the number of shards of a model, and the shards of each rank. Ranks that
-jointly hold all shards form a replica: adjacent ranks, so that a replica of a host's size is on one
-host. With one replica each shard is mirrored by another rank; with several each has copies in the
-others, and needs no mirror.
+A `Division` defines the number of shards of a model, and the shards of each rank. Ranks that
+together have all shards form a replica. The ranks of a replica are adjacent, so a replica of a
+host's size is on one host. With one replica, another rank mirrors each shard. With several
+replicas, each shard has copies in the other replicas and needs no mirror.
 
-From one division to another (`runs` and below): position p of w is the p-th of w shards of a unit's
-layout. Before a move each old position is held by one or more ranks (its owner, its mirror holder);
-afterwards each rank holds its assigned positions. One all-to-all per vector performs the move.
+To move from one division to another (`runs` and the functions below it), position p of w denotes
+the p-th of w shards of a unit's layout. Before a move, one or more ranks have each old position
+(its owner, its mirror holder). Afterwards each rank has its assigned positions. One all-to-all per
+vector performs the move.
 """
 
 from __future__ import annotations
@@ -33,7 +34,8 @@ import torch
 from shoal_worker.elastic.contract.generation import Topology
 
 _ALIGNMENT = 16
-"""In elements. Shards start at multiples of it, so that vectorized kernels cover all of a shard."""
+"""Number of elements at whose multiples shards start, so that vectorized kernels cover all of a
+shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -41,11 +43,11 @@ class Piece:
     """A range of elements of one parameter owned by one rank."""
 
     parameter: int
-    """Index in the unit."""
+    """Index of the parameter in the unit."""
     start: int = 0
-    """First element in the flattened parameter."""
+    """Index of the first element in the flattened parameter."""
     offset: int = 0
-    """Offset in the shard."""
+    """Offset of the range in the shard."""
     length: int = 0
     """Number of elements; may be 0."""
 
@@ -55,12 +57,12 @@ class Segment:
     """Elements that are adjacent both in the concatenated parameters and in one shard."""
 
     start: int
-    """First element, counted over all parameters in order."""
+    """Index of the first element, counted over all parameters in order."""
     length: int
     position: int
-    """Index of their shard."""
+    """Index of the shard with the elements."""
     offset: int
-    """Offset in the shard."""
+    """Offset of the elements in the shard."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,10 +72,10 @@ class UnitLayout:
     shapes: tuple[torch.Size, ...]
     world_size: int
     whole_tensors: bool = False
-    """True if no parameter is split: each is in one rank's shard."""
+    """True if no parameter is split: each parameter is in one rank's shard."""
     turn: int = 0
-    """With `whole_tensors`, the first rank in the assignment: a different one in each unit, so that
-    no rank gets the largest of all."""
+    """With `whole_tensors`, the first rank in the assignment. It differs between units, so that no
+    rank gets the largest tensor of every unit."""
 
     def over(self, world_size: int) -> UnitLayout:
         """Returns the layout of the same parameters over another number of ranks."""
@@ -91,9 +93,9 @@ class UnitLayout:
 
     @functools.cached_property
     def owners(self) -> list[int]:
-        """With `whole_tensors`, the rank that owns each parameter: the largest is assigned first,
-        each to the rank with the fewest elements (Graham, "Bounds on Multiprocessing Timing
-        Anomalies", 1969). Depends only on sizes, `world_size` and `turn`."""
+        """With `whole_tensors`, the rank that owns each parameter. The largest parameter is
+        assigned first, each to the rank with the fewest elements (Graham, "Bounds on
+        Multiprocessing Timing Anomalies", 1969). Depends only on sizes, `world_size` and `turn`."""
         owners, loads = [0] * len(self.shapes), [0] * self.world_size
         for index in sorted(range(len(self.shapes)), key=lambda i: (-self.numels[i], i)):
             owners[index] = min(
@@ -122,7 +124,7 @@ class UnitLayout:
 
     @functools.cached_property
     def starts(self) -> list[int]:
-        """Start of each parameter in the flat vector."""
+        """Index of each parameter's first element in the flat vector."""
         if not self.whole_tensors:
             return [0, *itertools.accumulate(self.numels)][: len(self.numels)]
         ends, starts = [rank * self.shard_numel for rank in range(self.world_size)], []
@@ -132,7 +134,7 @@ class UnitLayout:
         return starts
 
     def pieces(self, rank: int) -> tuple[Piece, ...]:
-        """Returns the part of each parameter owned by `rank`, in order."""
+        """Returns the part of each parameter that `rank` owns, in order."""
         first, last = rank * self.shard_numel, (rank + 1) * self.shard_numel
         pieces = []
         for index, (numel, begins) in enumerate(zip(self.numels, self.starts, strict=True)):
@@ -150,13 +152,13 @@ class UnitLayout:
 
     def piece(self, shard: torch.Tensor, cut: Piece) -> torch.Tensor:
         """Returns a piece's elements in its shard: flat, or in the parameter's shape if tensors are
-        whole and the piece is not empty."""
+        not split and the piece is not empty."""
         flat = shard[cut.offset : cut.offset + cut.length]
         return flat.view(self.shapes[cut.parameter]) if self.whole_tensors and cut.length else flat
 
     def views(self, flat: torch.Tensor) -> list[torch.Tensor]:
-        """Returns views of a flat vector of this layout in the parameters' shapes. Its last padding
-        may be missing."""
+        """Returns views of a flat vector of this layout in the parameters' shapes. The vector may
+        lack the last padding."""
         return [
             flat[start : start + numel].view(shape)
             for start, numel, shape in zip(self.starts, self.numels, self.shapes, strict=True)
@@ -164,7 +166,7 @@ class UnitLayout:
 
     @functools.cached_property
     def segments(self) -> list[Segment]:
-        """All elements, in order."""
+        """All elements of the parameters in order, as segments."""
         if not self.whole_tensors:
             size, positions = (
                 self.shard_numel,
@@ -191,7 +193,8 @@ class UnitLayout:
         return segments
 
     def shard_of(self, elements: torch.Tensor, position: int) -> torch.Tensor:
-        """Returns a copy of one shard of the parameters' `numel` elements in order, zero-padded."""
+        """Returns a zero-padded copy of one shard. `elements`: the parameters' `numel` elements in
+        order."""
         shard = elements.new_zeros(self.shard_numel)
         for segment in self.segments:
             if segment.position == position:
@@ -201,8 +204,8 @@ class UnitLayout:
         return shard
 
     def in_order(self, flat: torch.Tensor) -> torch.Tensor:
-        """Returns the parameters' elements in order from a flat vector; may share memory with
-        it."""
+        """Returns the parameters' elements in order from a flat vector. The result may share memory
+        with the vector."""
         return (
             torch.cat([view.reshape(-1) for view in self.views(flat)])
             if self.whole_tensors
@@ -211,7 +214,7 @@ class UnitLayout:
 
 
 def layout_of(parameters: Sequence[torch.Tensor], world_size: int) -> UnitLayout:
-    """The layout of these parameters."""
+    """Returns the layout of these parameters."""
     return UnitLayout(shapes=tuple(p.shape for p in parameters), world_size=world_size)
 
 
@@ -224,13 +227,13 @@ def mirror_stride(topology: Topology) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Division:
-    """Division of `world_size` ranks into replicas that each hold all shards."""
+    """Division of `world_size` ranks into replicas that each have all shards."""
 
     world_size: int
     shards: int
-    """Divides `world_size`."""
+    """Number of shards; divides `world_size`."""
     stride: int = 1
-    """Distance in ranks to a shard's mirror, with one replica."""
+    """Distance in ranks to a shard's mirror, if there is one replica."""
 
     @property
     def replicas(self) -> int:
@@ -239,7 +242,7 @@ class Division:
 
     @property
     def mirrors(self) -> bool:
-        """True if ranks hold other ranks' shards besides their own."""
+        """True if ranks mirror other ranks' shards in addition to their own shards."""
         return self.replicas == 1 and self.shards > 1
 
     def position(self, rank: int) -> int:
@@ -247,11 +250,11 @@ class Division:
         return rank % self.shards
 
     def mirrored(self, rank: int) -> int | None:
-        """Returns the index of the shard that it mirrors."""
+        """Returns the index of the shard that `rank` mirrors; None if ranks mirror no shards."""
         return (rank - self.stride) % self.shards if self.mirrors else None
 
     def held(self, rank: int) -> list[int]:
-        """Returns all shards that it holds, ascending."""
+        """Returns the indices of all shards on `rank`, ascending."""
         mirrored = self.mirrored(rank)
         return sorted({self.position(rank)} | ({mirrored} if mirrored is not None else set()))
 
@@ -268,9 +271,9 @@ def among_all(topology: Topology) -> Division:
 
 
 def in_replicas(topology: Topology, shards: int | None) -> Division:
-    """Returns replicas of that many ranks; None: of the largest host's number. If that does not
-    divide the number of ranks: of the next larger divisor, up to all of them. No rank therefore
-    holds more than requested."""
+    """Returns a division into replicas of `shards` ranks; None: as many ranks as on the largest
+    host. If this number does not divide the number of ranks, the next larger divisor is used. So no
+    rank has a larger part of the state than requested."""
     world_size = topology.world_size
     wanted = min(shards or topology.most_local, world_size)
     fitting = next(number for number in range(wanted, world_size + 1) if world_size % number == 0)
@@ -279,7 +282,8 @@ def in_replicas(topology: Topology, shards: int | None) -> Division:
 
 @dataclass(frozen=True, kw_only=True)
 class Transfer:
-    """Adjacent elements of a shard that one rank sends to another, where they are adjacent too."""
+    """Adjacent elements of a shard that one rank sends to another rank, and that are also adjacent
+    in the new shard."""
 
     length: int
     old_position: int
@@ -291,10 +295,10 @@ class Transfer:
 def runs(
     *, old: UnitLayout, new: UnitLayout, sends: Mapping[int, int], gets: Sequence[Sequence[int]]
 ) -> list[list[list[Transfer]]]:
-    """Returns [sender][receiver] -> the runs to send, in the order of the message.
+    """Returns the runs to be sent, by sender and receiver, in the order of the message.
 
     Args:
-        old, new: layouts of the same parameters, before and after.
+        old, new: layouts of the same parameters before and after the move.
         sends: the rank that sends each old position.
         gets: the new positions of each rank of the new group.
     """
@@ -308,7 +312,8 @@ def runs(
 
 
 def _overlaps(old: Sequence[Segment], new: Sequence[Segment]) -> list[Transfer]:
-    """Returns ranges that are adjacent in both. Both are in order, and have the same elements."""
+    """Returns the ranges that are adjacent in both lists of segments. Both lists are in order, and
+    have the same elements."""
     overlaps, at_old, at_new = [], 0, 0
     while at_old < len(old) and at_new < len(new):
         before, after = old[at_old], new[at_new]
@@ -331,7 +336,8 @@ def _overlaps(old: Sequence[Segment], new: Sequence[Segment]) -> list[Transfer]:
 def message(
     table: Sequence[Sequence[Sequence[Transfer]]], rank: int, shards: Mapping[int, torch.Tensor]
 ) -> torch.Tensor:
-    """Returns the message of `rank`, for all receivers in order. `shards`: its old positions."""
+    """Returns the message of `rank` to all receivers, in their order. `shards`: the rank's shards
+    at old positions."""
     parts = [
         shards[run.old_position][run.old_offset : run.old_offset + run.length]
         for to_receiver in table[rank]
@@ -341,7 +347,8 @@ def message(
 
 
 def sizes(table: Sequence[Sequence[Sequence[Transfer]]], rank: int) -> tuple[list[int], list[int]]:
-    """Returns the numbers of elements that `rank` receives from, and sends to, each rank."""
+    """Returns the number of elements that `rank` receives from each rank, and the number that it
+    sends to each rank."""
     received = [sum(run.length for run in row[rank]) for row in table]
     sent = [sum(run.length for run in to_receiver) for to_receiver in table[rank]]
     return received, sent
@@ -353,7 +360,8 @@ def place(
     received: torch.Tensor,
     shards: Mapping[int, torch.Tensor],
 ) -> None:
-    """Distributes the data received by `rank`. `shards`: its new positions, to be filled."""
+    """Copies the data that `rank` received to its place. `shards`: the rank's shards at new
+    positions, which are filled."""
     offset = 0
     for row in table:
         for run in row[rank]:

@@ -1,14 +1,14 @@
-"""Mirrors of shards that are in host memory and come to the device for updates.
+"""Mirrors of shards, which are stored in host memory and moved to the device for updates.
 
-A mirror is another rank's shard with its optimizer state, kept so that a death loses nothing. It is
-updated by the same optimizer as this rank's own shard, and on the same device: an update on the
-host would be rounded differently, and a mirror must equal its owner's shard bit for bit. It
-therefore comes to the device before the update, and leaves it afterwards. During the passes, when
-activations need most memory, it uses no device memory; each direction costs a step the mirror's
-transfer time on the bus.
+A mirror is a copy of another rank's shard with its optimizer state, kept so that a death loses
+nothing. The same optimizer updates the mirror and this rank's own shard, on the same device: an
+update on the host would be rounded differently, and a mirror must equal its owner's shard bit for
+bit. It is therefore moved to the device before the update, and back afterwards. During the passes,
+when activations need most memory, it uses no device memory. Each direction costs a step the
+transfer time of the mirror on the bus.
 
-Copies are queued on the training thread's stream, and the host does not wait for them. That thread
-owns everything.
+Copies are queued on the training thread's stream, and the host does not wait for them. The training
+thread owns everything.
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ _log = logging.getLogger(__name__)
 _LOOK_EVERY: Final = 16
 """Number of updates between two checks of the device's memory."""
 _MUCH: Final = 0.8
-"""Fraction of a device's memory whose simultaneous use means that it is short of memory."""
+"""Fraction of a device's memory above which the device counts as short of memory."""
 
 
 class HostMemory(Protocol):
-    """Memory next to a device."""
+    """Host memory next to a device."""
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Returns whether `tensor` is there, and not on the device."""
+        """Returns whether `tensor` is in this host memory, and not on the device."""
         ...
 
     def put(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy there."""
+        """Returns a copy of `tensor` in this host memory."""
         ...
 
     def bring(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy on the device."""
+        """Returns a copy of `tensor` on the device."""
         ...
 
     def is_wanted(self) -> bool:
@@ -51,8 +51,8 @@ class HostMemory(Protocol):
 
 
 class PinnedMemory:
-    """Pinned memory, so that copies run concurrently with the host's work at the bus's full
-    speed."""
+    """Pinned memory, so that copies run at the bus's full speed and concurrently with the host's
+    work."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -78,32 +78,32 @@ class PinnedMemory:
 
 
 def memory_beside(device: torch.device) -> HostMemory | None:
-    """Returns the host memory for `device`; None if that is the same."""
+    """Returns the host memory for `device`; None if the device itself uses host memory."""
     return PinnedMemory(device) if device.type == "cuda" else None
 
 
 class TravellingMirrors:
     """Moves the mirrors of some units between the device, where updates need them, and host memory,
-    where they may be kept in between."""
+    where they may be stored between updates."""
 
     def __init__(self, units: Sequence[Unit], where: Literal["device", "host"] | None) -> None:
-        """`where`: their memory between updates; None: on the device, and in host memory from the
-        first update that finds the device short of memory."""
+        """`where`: memory of the mirrors between updates. None: on the device, until an update
+        finds the device short of memory; in host memory from then on."""
         self._units = units
         self._where = where
         self._updates = 0
         self._memory = memory_beside(units[0].device) if units and where != "device" else None
 
     def bring(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Brings all mirrors to the device that are not there."""
+        """Moves all mirrors in host memory to the device."""
         memory = self._memory
         if memory is not None:
             self._move(optimizer, memory.holds, memory.bring)
 
     def put_away(self, optimizer: torch.optim.Optimizer | None, *, updated: bool = False) -> None:
-        """Moves all mirrors to host memory, if required; drops their gradients. `updated`: an
-        update was made, so that the device's memory is checked occasionally, which takes a tenth of
-        a millisecond."""
+        """Moves all mirrors to host memory, if required, and drops their gradients. `updated`: True
+        if an update was made. The device's memory is then checked occasionally, which takes a tenth
+        of a millisecond."""
         memory = self._memory
         if memory is None:
             return
@@ -143,8 +143,8 @@ class TravellingMirrors:
 def _elements(
     optimizer: torch.optim.Optimizer | None, mirror: Holding
 ) -> Iterator[tuple[dict[str, Any], str, torch.Tensor]]:
-    """Yields the optimizer's per-element state of a mirror: its container, its key, and the
-    value."""
+    """Yields each per-element value in the optimizer's state of a mirror: its container, its key,
+    and the value."""
     for piece in mirror.pieces if optimizer is not None else ():
         state = optimizer.state.get(piece, {}) if optimizer is not None else {}
         for key, value in list(state.items()):

@@ -1,8 +1,8 @@
 """Memory of shards and their optimizer state: with the parameters, in host memory, or in files.
 
-Stored elsewhere they use no device memory: unsharded parameters and gradients are on the device
-while they are used, and updates are made where the shards are. (Ren et al., "ZeRO-Offload", USENIX
-ATC 2021, section 3.)
+In host memory or in files, shards use no device memory. Unsharded parameters and gradients are on
+the device while they are used, and updates are made where the shards are. (Ren et al.,
+"ZeRO-Offload", USENIX ATC 2021, section 3.)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing_extensions import override
 
 
 class ShardPlacement:
-    """Memory next to the parameters."""
+    """Memory for shards next to the parameters."""
 
     apart = False
     """True if shards are never part of the parameters' own memory."""
@@ -28,22 +28,22 @@ class ShardPlacement:
         self.device = device
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an uninitialized flat tensor."""
+        """Returns an uninitialized flat tensor in this memory."""
         return torch.empty(numel, dtype=dtype, device=self.device)
 
     def copy(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Returns a copy of a flat tensor."""
+        """Returns a copy of a flat tensor in this memory."""
         kept = self.empty(tensor.numel(), tensor.dtype)
         return kept.copy_(tensor)
 
     def bring(self, tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-        """Returns the values of a flat device tensor for an update: the tensor itself if it is here
-        in that dtype. They are available once `arrived` has returned, so that one wait suffices for
-        many."""
+        """Returns the values of a flat device tensor in this memory, for an update. Returns the
+        tensor itself if it already is in this memory and has this dtype. The values are available
+        once `arrived` has returned, so that one wait suffices for many tensors."""
         return tensor.to(self.device, dtype)
 
     def arrived(self) -> None:
-        """Waits for all that was brought."""
+        """Waits for all values requested by `bring`."""
 
 
 class HostPlacement(ShardPlacement):
@@ -54,7 +54,7 @@ class HostPlacement(ShardPlacement):
     def __init__(self) -> None:
         super().__init__(torch.device("cpu"))
         self._comes_from: torch.device | None = None
-        """Device with a pending copy that was not waited for."""
+        """Device with a pending copy that the host has not waited for."""
 
     @override
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
@@ -75,14 +75,14 @@ class HostPlacement(ShardPlacement):
 
 
 class FilePlacement(ShardPlacement):
-    """Files mapped into memory, which the system writes out when it needs space. A file has no
-    name, and is deleted with its last tensor."""
+    """Files mapped into memory, which the operating system writes to the disk when it needs space.
+    A file has no name, and is deleted with its last tensor."""
 
     apart = True
     keeps_files = True
 
     def __init__(self, directory: Path) -> None:
-        """Raises ConfigurationError: the directory cannot be written."""
+        """Raises ConfigurationError if the directory cannot be written."""
         super().__init__(torch.device("cpu"))
         self._directory = directory
         try:
@@ -94,11 +94,11 @@ class FilePlacement(ShardPlacement):
             ) from error
 
     def empty(self, numel: int, dtype: torch.dtype) -> torch.Tensor:
-        """Returns a flat tensor of zeros.
+        """Returns a flat tensor of zeros in a mapped file.
 
         Raises:
-            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot continue, and
-            another group would not help.
+            LimitError (OFFLOAD_FULL): the disk is full or failing. This rank cannot continue, and a
+                new group would not help.
         """
         if numel == 0:
             return torch.empty(0, dtype=dtype)
@@ -124,8 +124,8 @@ class FilePlacement(ShardPlacement):
 
 
 def placement_of(offload: Literal["cpu"] | Path | None, device: torch.device) -> ShardPlacement:
-    """Returns the memory selected by `offload` for parameters on `device`. On the CPU "cpu" changes
-    nothing."""
+    """Returns the memory that `offload` selects for parameters on `device`. On the CPU the value
+    "cpu" changes nothing."""
     if isinstance(offload, Path):
         return FilePlacement(offload)
     return HostPlacement() if offload == "cpu" and device.type != "cpu" else ShardPlacement(device)

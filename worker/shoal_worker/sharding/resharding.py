@@ -1,13 +1,13 @@
-"""Redistributes parameters and optimizer state for another group from the shards held by its ranks.
+"""Redistributes parameters and optimizer state for another group from the shards of its ranks.
 
-One all-to-all per vector moves what each rank lacks (`layout.py`). Nothing is replaced before
-everything has arrived and every rank has said so, and the earlier shards are kept until the next
-commit: a failure meanwhile leaves one of the two shardings complete, and the next attempt uses the
-newest complete one.
+One all-to-all per vector sends each rank the elements that it lacks (`layout.py`). Nothing is
+replaced before every rank has received everything and confirmed that, and the earlier shards are
+kept until the next commit. So a failure leaves one of the two shardings complete, and the next
+attempt uses the newest complete sharding.
 
-Between two shardings a shard may be left with one holder, when a rank has died or leaves and its
-peers cannot reshard yet. Another rank then keeps a copy of it (`engine/state/holders.py`), so that
-the next death loses nothing.
+Between two shardings a shard may be left on a single rank, when a rank has died or leaves and its
+peers cannot reshard yet. Another rank then keeps a copy of the shard (`engine/state/holders.py`),
+so that the next death loses nothing.
 """
 
 from __future__ import annotations
@@ -27,21 +27,22 @@ from shoal_worker.state.tree import flatten, unflatten
 from shoal_worker.torch_internals import pytree
 
 ELEMENTS: Final = "elements of"
-"""Key of the names of a parameter's element states, among its scalars."""
+"""Key, among a parameter's scalars, of the names of the parameter's element states."""
 
 
 # ---------------------------------------------------------------------------- the optimizer's state
 #
-# An optimizer's state, seen through the pieces of parameters that it updates.
+# The state of an optimizer, by the pieces of parameters that it updates.
 #
-# What has the shape of its piece is an element state (moments): it is cut and moved like the
-# parameter. All else (step counts) is the same on every rank, whatever piece that has, also an
-# empty one; so is, for each parameter, which element states there are (`ELEMENTS`): groups with
-# other options have others, and momentum has nothing beside them.
+# State with the shape of its piece (moments) is an element state: it is sharded and moved like the
+# parameter. All other state (step counts) is the same on every rank, whichever piece the rank has,
+# even an empty one. For each parameter, the names of the element states (`ELEMENTS`) are the same
+# on every rank as well: groups with other options have other states, and momentum has no other
+# state.
 #
-# Where tensors are whole, all of this is so for the owners of a parameter alone, and what is not an
-# element state may be anything (sums of rows and columns, preconditioners): it is told to all ranks
-# when the state is cut anew or put together (`gather_from_owners`).
+# If tensors are not split, this applies only to the owners of a parameter, and state that is not an
+# element state may be anything (sums of rows and columns, preconditioners). All ranks receive this
+# state when the optimizer state is resharded or assembled (`gather_from_owners`).
 
 
 class ShardedOptimizerState:
@@ -51,8 +52,8 @@ class ShardedOptimizerState:
         self.optimizer = optimizer
 
     def element_keys(self, unit: Unit) -> dict[str, torch.dtype]:
-        """Returns names and dtypes of the element states of a unit, the same on all ranks that have
-        stepped, unless tensors are whole."""
+        """Returns the names and dtypes of a unit's element states. If tensors are split, the result
+        is the same on all ranks that have stepped."""
         found: dict[str, torch.dtype] = {}
         for piece in (piece for holding in unit.holdings for piece in holding.pieces):
             for key, value in self._of(piece).items():
@@ -61,7 +62,7 @@ class ShardedOptimizerState:
         return dict(sorted(found.items()))
 
     def shard(self, unit: Unit, holding: Holding, key: str, dtype: torch.dtype) -> torch.Tensor:
-        """Returns an element state of an entire shard, flat."""
+        """Returns an element state of an entire shard as a flat tensor."""
         flat = torch.zeros(unit.layout.shard_numel, dtype=dtype, device=unit.placement.device)
         for piece, cut in zip(holding.pieces, holding.cuts, strict=True):
             value = self._of(piece).get(key)
@@ -70,12 +71,12 @@ class ShardedOptimizerState:
         return flat
 
     def scalars(self, unit: Unit) -> list[dict[str, Any]]:
-        """Returns each parameter's state besides its element states, and `ELEMENTS`; {} for one
-        without state here."""
+        """Returns each parameter's state other than its element states, and `ELEMENTS`; {} for a
+        parameter without state on this rank."""
         return self.scalars_of(unit, unit.own)
 
     def scalars_of(self, unit: Unit, holding: Holding) -> list[dict[str, Any]]:
-        """Returns the `scalars` of one shard."""
+        """Returns the `scalars` of the parameters in one shard."""
         return [
             _scalars(unit, state, piece) if (state := self._of(piece)) else {}
             for piece in holding.pieces
@@ -87,7 +88,8 @@ class ShardedOptimizerState:
         scalars: list[dict[str, Any]],
         shards: Mapping[int, Mapping[str, torch.Tensor]],
     ) -> None:
-        """Gives the pieces that the unit holds now their state: `shards` by position and key."""
+        """Replaces the optimizer state of the unit's current pieces. `shards`: element states by
+        position and key."""
         if self.optimizer is None:
             return
         for holding in unit.holdings:
@@ -110,7 +112,7 @@ class ShardedOptimizerState:
                 self.optimizer.state[piece] = state
 
     def move_to_placement(self, unit: Unit) -> None:
-        """Moves state that the optimizer has created elsewhere to its proper memory."""
+        """Moves state that the optimizer has created in other memory to the unit's placement."""
         for holding in unit.holdings:
             for piece in holding.pieces:
                 for key, value in self._of(piece).items():
@@ -131,7 +133,8 @@ class ShardedOptimizerState:
         position: int,
         mirrored: int | None,
     ) -> None:
-        """Shards a unit that is unsharded here, values and state: see `Unit.cut`."""
+        """Shards the values and the state of a unit that is unsharded on this rank, with
+        `Unit.cut`."""
         scalars = self.scalars(unit)
         wholes = {key: self.shard(unit, unit.own, key, dtype) for key, dtype in keys.items()}
         unit.cut(world_size, position, mirrored)
@@ -152,8 +155,8 @@ class ShardedOptimizerState:
 
 def is_cut(value: object, key: str, unit: Unit, shape: torch.Size) -> TypeGuard[torch.Tensor]:
     """Returns whether a value of the optimizer's state is sharded and moved like the parameter.
-    `shape`: of the parameter or its local part. If tensors are whole, a unit's owners must agree on
-    its dtype without communication: it is the parameter's."""
+    `shape`: shape of the parameter or of its local part. If tensors are not split, the value must
+    have the parameter's dtype, so that a unit's owners agree on the dtype without communication."""
     return is_element(value, key, shape) and (
         not unit.layout.whole_tensors or value.dtype == unit.dtype
     )
@@ -168,8 +171,8 @@ def _scalars(unit: Unit, state: Mapping[str, Any], piece: torch.Tensor) -> dict[
 
 
 def _own_copy(value: Any, device: torch.device) -> Any:
-    """Returns a copy with independent tensors on `device`. Single numbers stay where the optimizer
-    keeps them."""
+    """Returns a copy of an optimizer's value with independent tensors on `device`. Single numbers
+    remain on the device where the optimizer keeps them."""
     return pytree.tree_map_only(
         torch.Tensor,
         lambda t: t.detach().to(device, copy=True) if t.dim() else t.detach().clone(),
@@ -177,13 +180,14 @@ def _own_copy(value: Any, device: torch.device) -> Any:
     )
 
 
-# ------------------------------------------------------------------------------------- cutting anew
+# --------------------------------------------------------------------------------------- resharding
 
 MOST_COPIES: Final = 4
-"""Maximum number of shards of which a rank keeps copies besides those of its sharding, since its
-announcement of them has a fixed length."""
+"""Maximum number of other shards of which a rank keeps copies. There is a maximum because the
+rank's report of its shards has a fixed length."""
 _MOST_ROWS: Final = 2 + MOST_COPIES // 2
-"""Rows for a rank's sharding, the previous one, and its copies, two per row."""
+"""Number of rows in a rank's report: its sharding, its previous sharding, and its copies, two per
+row."""
 
 
 class Messages(Protocol):
@@ -192,17 +196,17 @@ class Messages(Protocol):
     @property
     def rank(self) -> int: ...
     def exchange(self, payload: bytes) -> list[bytes]:
-        """Sends `payload` to all ranks and returns everybody's, by rank."""
+        """Sends `payload` to all ranks and returns all ranks' payloads in rank order."""
         ...
 
 
 class Peers(Messages, Protocol):
-    """Ranks among which shards are moved."""
+    """Ranks between which shards are moved."""
 
     @property
     def world_size(self) -> int: ...
     def all_gather_integers(self, values: Sequence[int]) -> list[list[int]]:
-        """Returns everybody's `values`, by rank."""
+        """Returns the `values` of all ranks, in rank order."""
         ...
 
     def all_to_all(
@@ -212,23 +216,23 @@ class Peers(Messages, Protocol):
         output_sizes: Sequence[int],
         input_sizes: Sequence[int],
     ) -> None:
-        """Sends the parts of a flat tensor to the ranks, and receives theirs."""
+        """Sends the parts of a flat tensor to the ranks, and receives their parts."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Cut:
-    """Number of shards of this rank's parameters, and the ones it holds."""
+    """Number of shards of this rank's parameters, and the shards on this rank."""
 
     number: int
-    """Number of the sharding's generation; newer ones are higher."""
+    """Number of the generation that made the sharding. Newer shardings have higher numbers."""
     world_size: int
     """Number of shards."""
     position: int
     mirrored: int | None
 
     def row(self) -> list[int]:
-        """Returns it as integers."""
+        """Returns the sharding as integers."""
         return [
             self.number,
             self.world_size,
@@ -238,37 +242,38 @@ class Cut:
 
 
 WHOLE: Final = Cut(number=0, world_size=1, position=0, mirrored=None)
-"""State of a rank that has not sharded anything since it got the state: it holds everything, in an
-older version than any sharding of its peers."""
+"""State of a rank that has not sharded anything since it received the state. The rank has the whole
+state, in an older version than any sharding of its peers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RankShards:
-    """Shards of one sharding on this rank: by unit, position and vector."""
+    """Shards of one sharding on this rank, by unit, position and vector."""
 
     cut: Cut
     vectors: list[dict[int, dict[str, torch.Tensor]]]
     scalars: list[dict[int, list[dict[str, Any]]]] | None = None
-    """The optimizer's state besides these vectors, by unit, position and parameter, if tensors are
-    whole. Otherwise every rank has the same, for all parameters."""
+    """The optimizer's state other than these vectors, by unit, position and parameter, if tensors
+    are not split. Otherwise every rank has this state of all parameters, and the field is None."""
     copied: bool = False
-    """True if they are copies of another rank's shards, on the CPU: used if no rank holds the
-    shards themselves any more."""
+    """True if these are copies of another rank's shards, on the CPU. They are used if no rank has
+    the shards themselves any more."""
 
 
 _NO_ROW: Final = [-1, 0, -1, -1, 0]
 
 
 def rows_of(held: Sequence[RankShards]) -> list[int]:
-    """Returns this rank's shardings as integers, equally many on every rank."""
+    """Returns this rank's shardings as a list of integers, whose length is the same on every
+    rank."""
     row = [value for each in held for value in (*each.cut.row(), int(each.copied))]
     assert len(row) <= _MOST_ROWS * len(_NO_ROW)
     return (row + _NO_ROW * _MOST_ROWS)[: _MOST_ROWS * len(_NO_ROW)]
 
 
 def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
-    """Returns the holders of the newest complete sharding, from each rank's `rows_of`. Raises
-    ShardsLostError if none is complete."""
+    """Returns the ranks with each shard of the newest complete sharding. `rows`: each rank's result
+    of `rows_of`. Raises ShardsLostError if no sharding is complete."""
     reported = [
         (rank, entry)
         for rank, row in enumerate(rows)
@@ -288,8 +293,8 @@ def newest_of(rows: Sequence[Sequence[int]]) -> ShardHolders[int]:
 
 
 def held_of(held: Sequence[RankShards], number: int) -> RankShards | None:
-    """Returns all of this rank's shards of sharding `number`; None if it has none. Copies come
-    after its own."""
+    """Returns all of this rank's shards of sharding `number`; None if the rank has none. The rank's
+    own shards take precedence over copies."""
     own = sorted(
         (each for each in held if each.cut.number == number), key=lambda each: not each.copied
     )
@@ -313,8 +318,9 @@ def merge_copies(
     arrived: Sequence[Mapping[int, dict[str, torch.Tensor]]],
     scalars: Sequence[list[dict[str, Any]]] | None = None,
 ) -> list[RankShards]:
-    """Returns the copies that a rank keeps from now on: its earlier ones of this sharding, and
-    those received (by unit and position). `scalars`: of all parameters, if tensors are whole."""
+    """Returns the copies that a rank keeps from now on: its earlier copies of this sharding, and
+    the received copies (by unit and position). `scalars`: scalars of all parameters, if tensors are
+    not split."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [dict(own) for own in arrived]
     for each in kept:
         if each.cut.number == newest.cut:
@@ -339,7 +345,8 @@ def merge_copies(
 
 
 VALUES = ""
-"""Name of the vector of the parameters' values, besides those of the optimizer's element states."""
+"""Name of the vector of the parameters' values; other names are those of the optimizer's element
+states."""
 
 
 def hold(
@@ -348,7 +355,7 @@ def hold(
     cut: Cut,
     keys: Sequence[Mapping[str, torch.dtype]],
 ) -> RankShards:
-    """Returns this rank's current shards. The values share memory with the units."""
+    """Returns this rank's current shards. Their values share memory with the units."""
     vectors: list[dict[int, dict[str, torch.Tensor]]] = [{} for _ in units]
     scalars: list[dict[int, list[dict[str, Any]]]] = [{} for _ in units]
     for number, (unit, own) in enumerate(zip(units, keys, strict=True)):
@@ -367,8 +374,8 @@ def hold(
 def vector_of(
     unit: Unit, shards: Mapping[str, torch.Tensor], name: str, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Returns a vector of a shard; zeros if tensors are whole and none in the shard has such a
-    state."""
+    """Returns a vector of a shard. If tensors are not split and no tensor in the shard has such a
+    state, returns zeros."""
     if name in shards or not unit.layout.whole_tensors:
         return shards[name]
     return torch.zeros_like(shards[VALUES], dtype=dtype)
@@ -377,11 +384,11 @@ def vector_of(
 def gather_from_owners(
     units: Sequence[Unit], sends: Mapping[int, int], mine: RankShards | None, peers: Messages
 ) -> tuple[list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-    """Returns, for whole tensors, `scalars` and `element_keys` of all units from the sender of each
-    position. A collective; the same on all ranks afterwards.
+    """Returns, if tensors are not split, `scalars` and `element_keys` of all units, sent by the
+    rank that sends each position. A collective; all ranks get the same result.
 
     Args:
-        sends, mine: see `newest_of` and `held_of`.
+        sends, mine: results of `newest_of` and `held_of`.
 
     Raises:
         ConfigurationError (STATE_UNSUPPORTED): the optimizer's state cannot be sent.
@@ -423,14 +430,14 @@ def reshard(
     division: Division,
 ) -> tuple[Cut, RankShards | None]:
     """Reshards all units for `peers`; a collective. Returns the new sharding, and this rank's
-    shards of the one it was made from; on an error nothing has changed.
+    shards of the previous sharding. If an error is raised, nothing has changed.
 
     Args:
-        held: shardings of which this rank holds shards; none in a joiner.
-        scalars, keys: of the optimizer's state by unit; the same on all ranks. For whole tensors
-            their owners send them.
-        number: of the new sharding.
-        division: of `peers`.
+        held: shardings of which this rank has shards; empty on a joiner.
+        scalars, keys: scalars and element keys of the optimizer's state by unit; the same on all
+            ranks. If tensors are not split, their owners send both.
+        number: number of the new sharding.
+        division: division of `peers`.
 
     Raises:
         ShardsLostError: no sharding is complete any more.
@@ -451,7 +458,7 @@ def reshard(
         arrived: dict[int, dict[str, torch.Tensor]] = {position: {} for position in gets[rank]}
         for name, dtype in {VALUES: unit.dtype, **keys[index]}.items():
             here = mine.vectors[index] if mine is not None else {}
-            held_here = {  # copies lie on the CPU
+            held_here = {  # copies are on the CPU
                 position: vector_of(unit, vectors, name, dtype).to(unit.placement.device)
                 for position, vectors in here.items()
             }
@@ -468,7 +475,7 @@ def reshard(
             for position, shard in shards.items():
                 arrived[position][name] = shard
         fresh.append(arrived)
-    peers.all_gather_integers([number])  # everybody has everything
+    peers.all_gather_integers([number])  # every rank has everything
     cut = division_cut(division, rank, number)
     for unit, arrived, own in zip(units, fresh, scalars, strict=True):
         unit.adopt(
@@ -486,7 +493,7 @@ def reshard(
 
 
 def division_cut(division: Division, rank: int, number: int) -> Cut:
-    """Returns the part of a division held by `rank`."""
+    """Returns the part of a division on `rank`."""
     return Cut(
         number=number,
         world_size=division.shards,

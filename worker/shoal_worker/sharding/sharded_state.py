@@ -1,9 +1,9 @@
 """Parameters and optimizer state of one model on this rank: unsharded at first, then sharded over
 the ranks of a group.
 
-It changes the sharding, and assembles the complete state (`whole_vectors.py`): for checkpoints, for
-operations between steps, for the user. It knows nothing of steps (`engine.py`) or of when units are
-gathered (`execution.py`). Owned by the training thread.
+This module changes the sharding, and assembles the complete state (`whole_vectors.py`) for
+checkpoints, operations between steps, and the user. It does not depend on steps (`engine.py`) or on
+when units are gathered (`execution.py`). Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -59,11 +59,11 @@ from shoal_worker.state.tree import StatePart
 _log = logging.getLogger(__name__)
 
 _MUCH_PADDING: Final = 2.0
-"""Times the model's size."""
+"""Multiple of the model's size above which the padded state causes a warning."""
 
 
 class ShardedState(PartitionedState):
-    """State of a model's units and of the optimizer over them."""
+    """State of a model's units and of the optimizer that updates them."""
 
     def __init__(
         self,
@@ -72,12 +72,13 @@ class ShardedState(PartitionedState):
         stage: Stage,
         divide: Callable[[Topology], Division] = among_all,
     ) -> None:
-        """`divide`: returns the division for a group's distribution over hosts."""
+        """`divide`: function that returns the division for a group's distribution over hosts."""
         self.module = module
         self.units: Sequence[Unit] = execution.units
         self.trained = [unit for unit in execution.units if unit.trained]
         self.cut: Cut | None = WHOLE
-        """None for a joiner that has not received any shards yet."""
+        """This rank's part of the sharding. None on a joiner that has not received any shards
+        yet."""
         self.division = Division(world_size=1, shards=1)
         """Division of the current ranks."""
         self._divide = divide
@@ -86,9 +87,9 @@ class ShardedState(PartitionedState):
         self._before: RankShards | None = None
         """Shards of the previous sharding, until the next commit."""
         self._copies: list[RankShards] = []
-        """Copies of shards that only one other rank holds, until the next resharding."""
+        """Copies of shards that only one other rank has, until the next resharding."""
         self._places: list[list[ParameterIndex]] = []
-        """Parameters of the optimizer's groups, in the user's order."""
+        """Units and indices of the parameters in the optimizer's groups, in the user's order."""
         self._state = ShardedOptimizerState(None)
         self.mirrors = TravellingMirrors(self.units, "device")
         self.whole_tensors = False
@@ -97,23 +98,24 @@ class ShardedState(PartitionedState):
             [{} for _ in unit.parameters] for unit in self.units
         ]
         self._keys: list[dict[str, torch.dtype]] = [{} for _ in self.units]
-        """Names and dtypes of the optimizer's state, in a joiner that has not received any shards
+        """Names and dtypes of the optimizer's state, on a joiner that has not received any shards
         yet."""
 
     def keep_tensors_whole(self) -> None:
-        """Keeps every tensor whole. Call before `use_optimizer` and before the first sharding."""
+        """Assigns every tensor to one rank instead of splitting it. Call this method before
+        `use_optimizer` and before the first sharding."""
         self.whole_tensors = True
         for number, unit in enumerate(self.units):
             unit.keep_tensors_whole(number)
 
     def use_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Sets the optimizer, which updates pieces."""
+        """Sets the optimizer, which updates the units' pieces."""
         where = {
             id(p): (u, i)
             for u, unit in enumerate(self.units)
             for i, p in enumerate(unit.parameters)
         }
-        # Adagrad makes its state in its constructor
+        # Adagrad creates its state in its constructor
         made = {where[id(p)]: optimizer.state.pop(p) for p in list(optimizer.state)}
         self._places = [[where[id(p)] for p in group["params"]] for group in optimizer.param_groups]
         for group, places in zip(optimizer.param_groups, self._places, strict=True):
@@ -135,12 +137,12 @@ class ShardedState(PartitionedState):
 
     @property
     def whole(self) -> bool:
-        """True if it is not sharded, so that this rank holds everything."""
+        """True if the state is not sharded, so that this rank has the whole state."""
         return self.cut is WHOLE
 
     def cut_whole(self, *, number: int, rank: int, topology: Topology) -> None:
-        """Shards a state that every rank holds entirely for the first time, without communication.
-        `topology`: of the ranks."""
+        """Shards for the first time a state that every rank has entirely, without communication.
+        `topology`: topology of the ranks."""
         self.division = self._divide(topology)
         cut = division_cut(self.division, rank, number)
         for unit in self.units:
@@ -152,7 +154,7 @@ class ShardedState(PartitionedState):
         self._warn_of_padding()
 
     def reshard(self, group: Group) -> None:
-        """Reshards the state for the ranks of another group from their shards. A collective.
+        """Reshards the state for the ranks of another group from these ranks' shards. A collective.
 
         Raises:
             ShardsLostError: some shard and its mirror are gone.
@@ -188,8 +190,8 @@ class ShardedState(PartitionedState):
             self._execution.gather_all()
 
     def _warn_of_padding(self) -> None:
-        """Warns of padding: for whole tensors a unit's shards are as long as its largest
-        owner's."""
+        """Logs a warning about padding: if tensors are not split, a unit's shards are as long as
+        the shard of its largest owner."""
         whole, padded = (
             sum(unit.layout.numel for unit in self.units),
             sum(unit.layout.padded_numel for unit in self.units),
@@ -204,7 +206,7 @@ class ShardedState(PartitionedState):
             )
 
     def updated(self) -> None:
-        """Handles an optimizer step."""
+        """Moves optimizer state and mirrors to their proper memory after an optimizer step."""
         for unit in self.trained:
             if unit.placement.keeps_files:
                 self._state.move_to_placement(unit)
@@ -215,7 +217,7 @@ class ShardedState(PartitionedState):
         self.mirrors.bring(self.optimizer)
 
     def committed(self) -> None:
-        """Drops the earlier sharding after a step was applied on the current one."""
+        """Drops the earlier sharding after a step was applied on the current sharding."""
         self._before, self._copies = None, []
 
     def copy_singles(self, channel: Channel, leaving: Collection[int]) -> None:
@@ -224,17 +226,18 @@ class ShardedState(PartitionedState):
             try:
                 held, scalars, keys = self._agreed(channel)
             except ShardsLostError:
-                return  # cutting it anew says so
+                return  # resharding reports this
             copied = copy_singles(self.units, held, keys, channel, leaving)
             if copied is not None:
-                # First, since a leaving rank leaves once it has heard from all others below.
+                # First, since a leaving rank leaves once it has received all other ranks' messages
+                # below.
                 self._copies = merge_copies(
                     self._copies, *copied, scalars if self.whole_tensors else None
                 )
                 channel.exchange(b"")
 
     def in_common(self) -> dict[str, dict[str, torch.Tensor]]:
-        """Returns state that other ranks hold as well: mirrored shards, and unsharded
+        """Returns state that other ranks have as well: mirrored shards, and unsharded
         parameters."""
         self.bring_mirrors()
         state = self.optimizer.state if self.optimizer is not None else {}
@@ -264,7 +267,8 @@ class ShardedState(PartitionedState):
         return common
 
     def _held(self, *, values_alone: bool = False) -> list[RankShards]:
-        """Returns the shardings of which this rank holds shards."""
+        """Returns this rank's shards of the current and the previous sharding, and its copies of
+        other ranks' shards."""
         self.bring_mirrors()
         keys = [{} if values_alone else self._state.element_keys(unit) for unit in self.units]
         held = [hold(self.units, self._state, self.cut, keys)] if self.cut is not None else []
@@ -273,8 +277,9 @@ class ShardedState(PartitionedState):
     def _agreed(
         self, channel: Channel
     ) -> tuple[list[RankShards], list[list[dict[str, Any]]], list[dict[str, torch.dtype]]]:
-        """Returns this rank's shards, and the scalars and keys of the complete state, which the
-        owners of whole tensors send. Part of an operation. Raises like `reshard`."""
+        """Returns this rank's shards, and the scalars and keys of the complete state. If tensors
+        are not split, their owners send the scalars and keys. Called by all ranks within an
+        operation. Raises the same errors as `reshard`."""
         held = self._held()
         if self.whole_tensors:
             sends, mine, _ = agree(held, channel)
@@ -285,11 +290,11 @@ class ShardedState(PartitionedState):
             [self._state.element_keys(unit) for unit in self.units],
         )
 
-    # -------------------------------------------------------------------- what every rank has of it
+    # ----------------------------------------------------------------------- the part on every rank
 
     def capture_common(self) -> dict[str, Any]:
-        """Returns the part that is the same on all ranks: buffers, and the optimizer's settings and
-        counts."""
+        """Returns the part of the state that is the same on all ranks: buffers, and the optimizer's
+        settings and counts."""
         return {
             "unsaved": unsaved_buffers(self.module),
             "buffers": ModuleState(self.module).beside_parameters(),
@@ -308,8 +313,8 @@ class ShardedState(PartitionedState):
         }
 
     def restore_common(self, state: Mapping[str, Any]) -> None:
-        """Restores a peer's `capture_common`. A rank that has not sharded anything then holds
-        nothing: its shards come by `reshard`."""
+        """Restores the result of a peer's `capture_common`. A rank that has not sharded anything
+        has no state afterwards; `reshard` sends its shards."""
         load_captured(self.module, state["buffers"])
         self.settings = state["settings"]
         if self.whole:
@@ -333,8 +338,8 @@ class ShardedState(PartitionedState):
         )
 
     def part(self, channel: Channel) -> StatePart | None:
-        """Returns this rank's part of the result of `assemble`; None if it holds everything. Part
-        of an operation. Raises like `reshard`."""
+        """Returns this rank's part of the result of `assemble`; None if the rank has the whole
+        state. Called by all ranks within an operation. Raises the same errors as `reshard`."""
         if self.cut is None or isinstance(channel, LocalChannel):
             return None
         held, scalars, keys = self._agreed(channel)
@@ -355,7 +360,8 @@ class ShardedState(PartitionedState):
         wholes: Sequence[Mapping[str, torch.Tensor]],
         scalars: Sequence[Sequence[Mapping[str, Any]]],
     ) -> dict[str, Any]:
-        """Returns the state with these vectors of the units and these scalars."""
+        """Returns the state in the format of a single process. `wholes`: unsharded vectors of the
+        units. `scalars`: scalars of the units."""
         saved = (
             optimizer_state(self._places, self.settings, self.units, scalars, wholes)
             if self.optimizer is not None
@@ -367,8 +373,8 @@ class ShardedState(PartitionedState):
         )
 
     def restore_whole(self, state: Mapping[str, Any]) -> None:
-        """Restores the result of `assemble` of any strategy. It is unsharded afterwards, and
-        sharded again when the next step begins."""
+        """Restores the result of `assemble` of any strategy. The state is unsharded afterwards, and
+        is sharded again when the next step begins."""
         self.check(state)
         for unit in self.units:
             unit.make_whole()
@@ -380,7 +386,7 @@ class ShardedState(PartitionedState):
     @override
     def load_optimizer(self, saved: Mapping[str, Any]) -> None:
         self._check_optimizer(saved)
-        self._before, self._copies = None, []  # which are of the state before
+        self._before, self._copies = None, []  # shards with the previous state
         spread(self._places, saved, self.units, self._state)
         self.settings = [
             {k: v for k, v in group.items() if k != "params"} for group in saved["param_groups"]
@@ -406,9 +412,9 @@ class ShardedState(PartitionedState):
         return assemble(self.units, self._held(values_alone=True), nothing, channel)
 
     def make_whole_again(self, channel: Channel) -> None:
-        """Makes the state unsharded on all ranks if only some have sharded it yet and others may be
-        gone. It is unchanged, since no step was taken on a sharding that not all have. Part of an
-        operation. Raises like `reshard`."""
+        """Makes the state unsharded on all ranks if only some ranks have sharded it and others may
+        be gone. No step was taken on the incomplete sharding, so the state is unchanged. Called by
+        all ranks within an operation. Raises the same errors as `reshard`."""
         received = channel.exchange(b"whole" if self.whole else b"")
         if all(received) or not any(received):
             return
@@ -417,8 +423,8 @@ class ShardedState(PartitionedState):
             self.restore_whole(state)
 
     def fill(self, channel: Channel) -> None:
-        """Updates parameters that are unsharded on every rank. Part of an operation. Raises like
-        `reshard`."""
+        """Updates parameters that are unsharded on every rank. Called by all ranks within an
+        operation. Raises the same errors as `reshard`."""
         if self._stage is Stage.PARAMETERS or self.cut is None:
             return
         # even if it is not sharded yet: a peer may have begun the first step
@@ -430,8 +436,8 @@ class ShardedState(PartitionedState):
 
     @contextlib.contextmanager
     def whole_for(self, channel: Channel) -> Iterator[None]:
-        """Keeps the parameters unsharded here within the block, whatever is computed. Part of an
-        operation. Raises like `reshard`."""
+        """Keeps the parameters unsharded on this rank within the context, whatever is computed.
+        Called by all ranks within an operation. Raises the same errors as `reshard`."""
         if self.cut is None:
             yield
             return
@@ -451,7 +457,7 @@ class ShardedState(PartitionedState):
     @override
     def load_values(self, tensors: Mapping[str, torch.Tensor]) -> None:
         self._check_values(tensors)
-        self._before, self._copies = None, []  # which are of the values before
+        self._before, self._copies = None, []  # shards with the previous values
         keys = {
             id(tensor): key
             for key, tensor in ModuleState(self.module).tensors.items()

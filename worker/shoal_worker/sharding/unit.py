@@ -1,8 +1,8 @@
-"""One unit: parameters that are gathered, reduced and owned together, and the memory that this rank
-holds for them.
+"""One unit: parameters that are gathered, reduced and owned together, and their memory on this
+rank.
 
-What is held, in bytes of this unit's parameters P, at rest and over N ranks (and once more P/N
-where a mirror holder's shard is mirrored):
+Memory of a unit at rest, in bytes of its parameters P, over N ranks (plus P/N on a rank that
+mirrors another rank's shard):
 
     stage           parameters     gradients
     OPTIMIZER       P              P
@@ -10,17 +10,17 @@ where a mirror holder's shard is mirrored):
     PARAMETERS      P/N (P while   P/N  (P while its backward pass runs)
                     it computes)
 
-The module's own parameters stay the same objects throughout; their memory is a view of `full`,
-which is given back to the allocator while nobody computes with it (the storage is resized to
-nothing, as torch's FSDP does: what autograd saved sees the same storage, and finds the values again
-because the unit is gathered before its backward pass). Meanwhile the parameters are empty.
-Optimizers update pieces of shards (`Holding`).
+The module's own parameters always remain the same objects. Their memory is a view of `full`, which
+is returned to the allocator while no module computes with the parameters. The storage is resized to
+zero, as in torch's FSDP: values saved by autograd refer to the same storage, and the storage has
+its values again when the unit is gathered before its backward pass. Meanwhile the parameters are
+empty. Optimizers update pieces of shards (`Holding`).
 
-Where parameters are computed with in another dtype than they are updated in, or are updated
-elsewhere (`ShardPlacement`), shards have memory of their own at every stage, and `full` is a copy
-of them: P in the dtype of the computation, and P/N in their own.
+If computations use another dtype than updates, or updates use other memory (`ShardPlacement`),
+shards have separate memory at every stage, and `full` is a copy of them: P in the dtype of the
+computation, and P/N in the shards' own dtype.
 
-It does not know when to gather or reduce (`execution.py`).
+This module does not decide when to gather or reduce (`execution.py`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ _log = logging.getLogger(__name__)
 
 
 class Stage(enum.IntEnum):
-    """The sharded state; each stage includes the previous ones (Rajbhandari et al., "ZeRO", SC
+    """The sharded state. Each stage includes the previous stages (Rajbhandari et al., "ZeRO", SC
     2020, section 5)."""
 
     OPTIMIZER = 1
@@ -60,25 +60,25 @@ class Stage(enum.IntEnum):
 
 
 class Holding:
-    """A shard on this rank: its own, or its mirror of another rank's."""
+    """A shard on this rank: its own shard, or its mirror of another rank's shard."""
 
     def __init__(self, unit: Unit) -> None:
         self.position: int | None = None
-        """Position of the shard; None if it is empty."""
+        """Position of the shard; None if there is no shard."""
         self._placement = unit.placement
         self.shard = torch.empty(0, dtype=unit.dtype, device=unit.placement.device)
         self.pieces = tuple(
             nn.Parameter(self.shard, requires_grad=unit.trained) for _ in unit.parameters
         )
-        """Part of each parameter, one-dimensional or whole, which the optimizer updates. Always
-        the same objects, with other memory after each `hold`."""
+        """Part of each parameter, flat or unsplit, which the optimizer updates. Always the same
+        objects, with new memory after each `hold`."""
         self.cuts: tuple[Piece, ...] = ()
         self._whole_tensors = False
         self.gradient: torch.Tensor | None = None
-        """Sum over the ranks; None if not reduced in this step."""
+        """Sum of the gradients over the ranks; None if not yet reduced in this step."""
 
     def hold(self, position: int | None, shard: torch.Tensor, layout: UnitLayout) -> None:
-        """Holds the shard of a position; None: nothing."""
+        """Stores the shard of a position; None: no shard."""
         self.position, self.shard, self.gradient = position, shard, None
         self._whole_tensors = layout.whole_tensors
         self.cuts = (
@@ -91,17 +91,17 @@ class Holding:
             piece.data = layout.piece(shard, cut)
 
     def move(self, shard: torch.Tensor, layout: UnitLayout) -> None:
-        """Holds the same shard in other memory, `shard`. There are no gradients then."""
+        """Uses `shard` as the new memory of the same shard. Drops its gradients."""
         self.shard = shard
         for piece, cut in zip(self.pieces, self.cuts, strict=True):
             piece.grad = None
             piece.data = layout.piece(shard, cut)
 
     def hand_out(self, divisor: float, present: Sequence[bool]) -> None:
-        """Passes gradients to the optimizer: the sum over `divisor`; None for parameters that no
-        rank used (`present`), and for those of other ranks if tensors are whole, since a
-        non-elementwise optimizer need not accept an empty tensor. They are available when the home
-        reports the transfer complete."""
+        """Sets the optimizer's gradients to the sum divided by `divisor`. Parameters that no rank
+        used (`present`) get None. If tensors are not split, parameters of other ranks get None too,
+        since a non-elementwise optimizer need not accept an empty tensor. The gradients are
+        available once the placement's `arrived` has returned."""
         gradient, self.gradient = self.gradient, None
         if gradient is not None:
             gradient = self._placement.bring(gradient.div_(divisor), self.shard.dtype)
@@ -112,14 +112,14 @@ class Holding:
                 piece.grad = gradient[cut.offset : cut.offset + cut.length].view(piece.shape)
 
     def forget_gradients(self) -> None:
-        """Drops sums and final gradients."""
+        """Drops the sums and the optimizer's gradients."""
         self.gradient = None
         for piece in self.pieces:
             piece.grad = None
 
 
 class Unit:
-    """Parameters of one dtype that are all trained, or all frozen."""
+    """Parameters of one dtype that are either all trained or all frozen."""
 
     def __init__(
         self,
@@ -135,20 +135,20 @@ class Unit:
         leaves: Sequence[torch.Tensor] | None = None,
         whereabouts: Whereabouts | None = None,
     ) -> None:
-        """Takes over the parameters' memory, unsharded. Call `cut` or `adopt` next.
+        """Takes ownership of the parameters' memory, unsharded. Call `cut` or `adopt` next.
 
         Args:
-            name: used in error messages.
-            parameters, names: the module's parameters and their names there.
-            stage: what is sharded.
-            wide: sum gradients in float64.
-            param_dtype: dtype of gathered parameters; None: their own, which shards keep in any
-                case.
-            reduce_dtype: dtype of gradients in transfers; None: that of the sum.
+            name: name of the unit, for errors.
+            parameters, names: the module's parameters and their names in the module.
+            stage: state that is sharded.
+            wide: True to sum gradients in float64.
+            param_dtype: dtype of gathered parameters; None: the parameters' own dtype. Shards
+                always keep their own dtype.
+            reduce_dtype: dtype of gradients in transfers; None: the dtype of the sum.
             placement: memory of the shards; None: next to the parameters.
-            leaves: tensors on which autograd leaves gradients: DTensors around the parameters, or
-                the parameters; None: these.
-            whereabouts: of the model's hidden parameters; None if they belong to no model.
+            leaves: tensors on which autograd accumulates gradients: DTensors around the parameters,
+                or the parameters themselves; None: the parameters.
+            whereabouts: location of the model's hidden parameters; None if they belong to no model.
         """
         self.name = name
         self.parameters = tuple(parameters)
@@ -170,11 +170,11 @@ class Unit:
         self.apart = (
             stage is Stage.PARAMETERS or self.placement.apart or self._whole_dtype != self.dtype
         )
-        """Shards have memory of their own."""
+        """True if shards have separate memory."""
         self.layout = layout_of(self.parameters, 1)
         self.own, self.mirror = Holding(self), Holding(self)
         self.touched = [False] * len(self.parameters)
-        """Parameters with a gradient in this step."""
+        """For each parameter, True if it has a gradient in this step."""
         whereabouts = self._whereabouts = whereabouts or Whereabouts()
         shapes = (
             None if isinstance(leaf, DTensor) else shape
@@ -187,31 +187,31 @@ class Unit:
                 for name, shape in zip(names, shapes, strict=True)
             ],
         )
-        """State of the leaves as seen by torch's own calls while the values or the gradients are
-        elsewhere."""
+        """State of the leaves for torch's own calls while the values or the gradients are not on
+        the leaves."""
         self.compressed: Callable[[torch.Tensor, torch.Tensor], Pending] | None = None
-        """Replaces the collectives' reduce-scatter."""
+        """Function that replaces the collectives' reduce-scatter, if gradients are compressed."""
         self.resident = False
-        """True if its memory and values stay until the next change, although it counts as freed:
-        see `ShardedExecution.keep_whole`."""
+        """True if the unit's memory and values remain until the next change, although the unit
+        counts as freed: see `ShardedExecution.keep_whole`."""
         self.in_step = self.watched = False
-        """True if passes of a step may write to the unsharded parameters; `watched`: whether
-        in-place writes through `.data` are detected."""
+        """`in_step`: True if passes of a step may write to the unsharded parameters. `watched`:
+        True if in-place writes through `.data` are detected."""
         self.is_lost: Callable[[], bool] = bool
         """Returns whether the step is lost: a failed collective may have left arbitrary values in
         the unsharded parameters."""
         self.proves_lost: Callable[[], bool] = bool
-        """Returns the same once all collectives ordered so far have ended: on a device, failures
-        are reported late."""
+        """Returns whether the step is lost, once all collectives ordered so far have ended: on a
+        device, failures are reported late."""
         self._gathered = True
         self._gathering: Pending | None = None
         self._sampled: torch.Tensor | None = None
-        """Sampled elements of each parameter after gathering; None if nothing was gathered or it is
-        not readable here."""
+        """Sampled elements of each parameter after gathering. None if nothing was gathered or this
+        process cannot read the elements."""
         self._sent: torch.Tensor | None = None
-        """Shard being sent to the others."""
+        """Shard that is being sent to the other ranks."""
         self._gradient: torch.Tensor | None = None
-        """This rank's own weighted gradient of all elements; None if nothing was added yet."""
+        """This rank's own weighted gradient of all elements; None if no gradient was added yet."""
         values = [p.detach() for p in self.parameters]
         self._replace(self.layout, self.dtype)
         for view, value in zip(self._views, values, strict=True):
@@ -220,20 +220,21 @@ class Unit:
 
     @property
     def holdings(self) -> tuple[Holding, Holding]:
-        """Its own shard and the mirrored one."""
+        """This rank's own shard and its mirrored shard."""
         return self.own, self.mirror
 
     # --------------------------------------------------------------------------------------- layout
 
     def keep_tensors_whole(self, turn: int) -> None:
-        """Keeps every parameter whole from the first sharding on. Before it, parameters are
-        unsharded anyway. `turn`: see `UnitLayout`."""
+        """Assigns every parameter to one rank instead of splitting it, from the first sharding on.
+        `turn`: see `UnitLayout.turn`."""
         assert self.layout.world_size == 1
         self.layout = replace(self.layout, whole_tensors=True, turn=turn)
         self.own.hold(0, self._full, self.layout)
 
     def cut(self, world_size: int, position: int, mirrored: int | None) -> None:
-        """Shards parameters that are unsharded here, and holds two of the shards."""
+        """Shards parameters that are unsharded on this rank. Keeps the shards at `position` and
+        `mirrored`."""
         assert self._gathered
         self.finish_gathering()
         whole = self.layout.in_order(self._full)
@@ -248,7 +249,7 @@ class Unit:
         position: int,
         mirrored: int | None,
     ) -> None:
-        """Adopts shards of a division into `world_size`; the other elements are fetched on
+        """Stores shards of a division into `world_size` shards. The other elements are fetched on
         demand."""
         self.finish_gathering()
         self._replace(self.layout.over(world_size), self._whole_dtype)
@@ -257,7 +258,8 @@ class Unit:
         self.free()
 
     def make_whole(self, flat: torch.Tensor | None = None) -> None:
-        """Holds everything here, as in a world of one, with these or arbitrary values."""
+        """Unshards all parameters on this rank, as in a world of one. `flat`: values; None:
+        arbitrary values."""
         self.finish_gathering()
         self._replace(self.layout.over(1), self.dtype)
         if flat is not None:
@@ -267,14 +269,14 @@ class Unit:
         self.mirror.hold(None, self._full[:0], self.layout)
 
     def fill(self, flat: torch.Tensor) -> None:
-        """Sets the unsharded values from another source than gathering; the sharding stays."""
+        """Sets the unsharded values without gathering them. The sharding remains unchanged."""
         self.finish_gathering()
         self._allocate()
         self._put(flat)
         self._gathered = True
 
     def load(self, values: Sequence[torch.Tensor]) -> None:
-        """Loads other values of all parameters; the sharding stays."""
+        """Loads new values of all parameters. The sharding remains unchanged."""
         self.finish_gathering()
         whole = torch.zeros(self.layout.padded_numel, dtype=self.dtype, device=self.device)
         for view, value in zip(self.layout.views(whole), values, strict=True):
@@ -316,7 +318,8 @@ class Unit:
     def _hold(
         self, position: int, mirrored: int | None, values: Callable[[int], torch.Tensor]
     ) -> None:
-        """Fills the holdings. `values`: returns those of the shard at a position."""
+        """Fills this rank's shards. `values`: function that returns the values of the shard at a
+        position."""
         for holding, where in ((self.own, position), (self.mirror, mirrored)):
             if where is None:
                 shard = self.placement.empty(0, self.dtype)
@@ -324,7 +327,7 @@ class Unit:
                 shard = self.placement.empty(self.layout.shard_numel, self.dtype)
                 shard.zero_()
             else:
-                shard = self._slot(where)  # a part of the parameters: it costs nothing
+                shard = self._slot(where)  # a view of the parameters, which costs nothing
             if where is not None:
                 shard.copy_(values(where))
             holding.hold(where, shard, self.layout)
@@ -332,7 +335,7 @@ class Unit:
     # ----------------------------------------------------------------------------------- parameters
 
     def start_gathering(self, collectives: Collectives) -> bool:
-        """Starts to gather the unsharded parameters. Returns False if they are here or already
+        """Starts to gather the unsharded parameters. Returns False if they are already gathered or
         being gathered."""
         if self._gathered or self._gathering is not None:
             return False
@@ -351,7 +354,7 @@ class Unit:
             self._show()
 
     def finish_gathering(self) -> None:
-        """Waits until gathered parameters are here, or the step is lost."""
+        """Waits until the parameters are gathered, or the step is lost."""
         if self._gathering is not None:
             gathering, self._gathering = self._gathering, None
             self._gathered = gathering.wait()
@@ -366,8 +369,9 @@ class Unit:
         )
 
     def free(self) -> None:
-        """Frees the unsharded parameters' memory if parameters are sharded. Otherwise it stays; if
-        it is a copy of shards that are updated separately, it must not be mistaken for them."""
+        """Frees the unsharded parameters' memory if parameters are sharded. Otherwise the memory
+        remains; if it is a copy of shards that are updated separately, the parameters are hidden,
+        so that the copy is not mistaken for the shards."""
         uncut = self.own.shard is self._full  # there is no other copy
         if uncut or not self.apart:
             return
@@ -390,7 +394,7 @@ class Unit:
 
     def refuse_written(self) -> None:
         """Raises ConfigurationError if a pass has written to the unsharded parameters, whose memory
-        is freed, or replaced one's memory."""
+        is freed, or has replaced the memory of a parameter."""
         if not self.in_step or self.is_lost():
             return
         name, shard = self.moved, self.own.shard
@@ -415,8 +419,8 @@ class Unit:
 
     @property
     def moved(self) -> str | None:
-        """Name of a parameter that was moved away from the memory that receives the ranks' values,
-        if any."""
+        """Name of a parameter that was moved away from the memory that receives the ranks' values;
+        None if there is none."""
         for name, view, parameter in zip(
             self.parameter_names, self._views, self.parameters, strict=True
         ):
@@ -427,7 +431,8 @@ class Unit:
         return None
 
     def changed(self) -> None:
-        """Handles an optimizer step: gathered values are stale, except untrained ones."""
+        """Marks gathered values as stale after an optimizer step, except for untrained
+        parameters."""
         self.finish_gathering()
         self.resident = self.in_step = False
         if self.stage is Stage.PARAMETERS:
@@ -440,8 +445,8 @@ class Unit:
     # ------------------------------------------------------------------------------------ gradients
 
     def add_gradient(self, index: int, factor: float) -> None:
-        """Adds the gradient of one parameter, weighted by `factor`; for zero, its contents do not
-        matter, even NaN."""
+        """Adds the gradient of one parameter, weighted by `factor`. If the factor is zero, the
+        gradient may contain anything, even NaN."""
         gradient = taken_gradient(self.leaves[index])
         if gradient is None:
             return
@@ -452,7 +457,7 @@ class Unit:
         self.added(index).add_(gradient.to(self.sum_dtype), alpha=factor)
 
     def added(self, index: int) -> torch.Tensor:
-        """Returns the accumulated gradient of one parameter that is not reduced yet, in the
+        """Returns the accumulated gradient of one parameter before its reduction, in the
         parameter's shape."""
         if self._gradient is None:
             self._gradient = torch.zeros(
@@ -479,11 +484,11 @@ class Unit:
         )
 
     def has_gradient(self) -> bool:
-        """Returns whether something was accumulated that is not reduced yet."""
+        """Returns whether a gradient was accumulated that is not reduced yet."""
         return self._gradient is not None
 
     def forget_gradients(self) -> None:
-        """Drops accumulated and final gradients."""
+        """Drops accumulated gradients and the optimizer's gradients."""
         self._gradient = None
         self.touched = [False] * len(self.parameters)
         self.hidden.forget_gradients()
@@ -492,7 +497,7 @@ class Unit:
 
 
 class Reducing:
-    """Sum of one unit's gradients in progress."""
+    """Reduction of one unit's gradients in progress."""
 
     def __init__(
         self, unit: Unit, shard: torch.Tensor, gradient: torch.Tensor, pending: Pending
@@ -500,19 +505,21 @@ class Reducing:
         self._unit = unit
         self._shard = shard
         self._gradient = gradient
-        """Kept until the sum has arrived, since it is being sent."""
+        """Kept until the sum has arrived, since this tensor is being sent."""
         self._pending = pending
 
     def wait(self) -> None:
-        """Returns when the sum is here and counted; not counted when the step is lost."""
+        """Waits for the sum and adds it to the shard's gradient. If the step is lost, adds
+        nothing."""
         if self._pending.wait():
             own, shard = self._unit.own, self._shard.to(self._unit.sum_dtype)
             own.gradient = shard if own.gradient is None else own.gradient.add_(shard)
 
 
 def taken_gradient(leaf: torch.Tensor) -> torch.Tensor | None:
-    """Takes this rank's part of the gradient left by autograd, and removes it. A DTensor's may be
-    summed over the ranks of its mesh: a collective of them."""
+    """Removes this rank's part of the gradient that autograd accumulated, and returns it. A
+    DTensor's gradient may be summed over the ranks of its mesh, which is a collective of these
+    ranks."""
     gradient = gradient_of(leaf)
     drop_gradient(leaf)
     if isinstance(leaf, DTensor) and isinstance(gradient, DTensor):

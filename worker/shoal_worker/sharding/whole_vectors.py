@@ -1,12 +1,12 @@
-"""Assembles vectors sharded over ranks, in an operation between steps; or agrees on who writes
-which part of them.
+"""Assembles vectors that are sharded over ranks, in an operation between steps. Also assigns the
+parts of the vectors to the ranks that write them.
 
-Uses messages to all members instead of an all-gather: in an operation the newest group may have
-learners, and the shards may still belong to the previous group, with mirrors in place of lost
-ranks.
+The functions use messages to all members instead of an all-gather: in an operation the newest group
+may have learners, and the shards may still belong to the previous group, with mirrors in place of
+lost ranks.
 
 Model and optimizer state have the format of a single process: the module's names, unsharded shapes,
-indices as in torch's optimizers. Every strategy saves it and can load it.
+and indices as in torch's optimizers. Every strategy saves and can load this format.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def optimizer_state(
     scalars: Sequence[Sequence[Mapping[str, Any]]],
     wholes: Sequence[Mapping[str, torch.Tensor]],
 ) -> dict[str, Any]:
-    """Returns the result that `torch.optim.Optimizer.state_dict()` would give on a single process.
-    `places`: the parameters of each group."""
+    """Returns the result that `torch.optim.Optimizer.state_dict()` would return on a single
+    process. `places`: the parameters of each group."""
     state: dict[int, dict[str, Any]] = {}
     groups, number = [], 0
     for group, own in zip(places, settings, strict=True):
@@ -69,7 +69,7 @@ def spread(
     units: Sequence[Unit],
     state: ShardedOptimizerState,
 ) -> None:
-    """Gives the units' pieces their parts of a result of `optimizer_state`."""
+    """Loads a result of `optimizer_state` into the state of the units' pieces."""
     by_unit: list[list[dict[str, Any]]] = [[{} for _ in unit.parameters] for unit in units]
     number = 0
     for group in places:
@@ -109,10 +109,10 @@ def assemble(
     keys: Sequence[Mapping[str, torch.dtype]],
     channel: Channel,
 ) -> list[dict[str, torch.Tensor]]:
-    """Returns the complete vectors of each unit, flat, without padding; possibly the same tensors
-    that are held.
+    """Returns the complete vectors of each unit, flat and without padding. The result may share
+    memory with the shards.
 
-    `held`, `keys`: see `reshard`; without keys only the values.
+    `held`, `keys`: arguments of `reshard`; without keys, only the values are assembled.
 
     Raises:
         ShardsLostError: no sharding is complete any more.
@@ -154,15 +154,15 @@ def own_runs(
     outlines: Sequence[Mapping[str, torch.Tensor]],
     channel: Channel,
 ) -> tuple[int, dict[int, list[Run]]]:
-    """Into how many shards the vectors are cut, and the runs of those that this rank is to write:
-    over all ranks each is written once.
+    """Returns the number of shards of the vectors, and the runs that this rank writes, by shard.
+    Over all ranks, each run is written once.
 
     Args:
-        held: see `reshard`.
+        held: argument of `reshard`.
         outlines: the vectors of each unit, on the meta device.
 
     Raises:
-        ShardsLostError: no cut is complete any more.
+        ShardsLostError: no sharding is complete any more.
         MembershipChanged: the group is over.
     """
     sends, mine, _ = agree(held, channel)
@@ -191,12 +191,12 @@ def copy_singles(
     channel: Channel,
     leaving: Collection[int],
 ) -> tuple[ShardHolders[int], list[dict[int, dict[str, torch.Tensor]]]] | None:
-    """Copies each shard that one rank alone has to another rank, of the newest cut that is
-    complete. Returns that cut and what this rank is to keep, by unit and position; None, on all
-    ranks alike: nothing has to be copied.
+    """Copies each shard that only one rank has to another rank, for the newest complete sharding.
+    Returns this sharding's holders and the copies that this rank keeps, by unit and position.
+    Returns None on all ranks if nothing has to be copied.
 
-    `held`, `keys`: see `reshard`. `leaving`: ranks that are about to leave: what they hold does not
-    count, and they keep nothing.
+    `held`, `keys`: arguments of `reshard`. `leaving`: ranks about to leave, whose shards do not
+    count and which keep no copies.
 
     Raises:
         MembershipChanged: the group is over.
@@ -204,7 +204,7 @@ def copy_singles(
     try:
         newest = newest_of(_rows_of_ranks(held, channel))
     except ShardsLostError:
-        return None  # cutting it anew says so
+        return None  # resharding reports this
     copies = (
         plan_copies(newest, range(channel.world_size), leaving, most=MOST_COPIES)
         if newest.shards > 1
@@ -244,8 +244,8 @@ def copy_singles(
 def agree(
     held: Sequence[RankShards], channel: Channel
 ) -> tuple[dict[int, int], RankShards | None, bool]:
-    """Returns, for the newest cut that is complete: the rank that sends each position, what this
-    rank has of it, and whether every rank has every position."""
+    """Returns, for the newest complete sharding: the rank that sends each position, this rank's
+    shards, and whether every rank has every position."""
     newest = newest_of(_rows_of_ranks(held, channel))
     everywhere = all(
         len(newest.holders.get(position, ())) == channel.world_size
@@ -259,5 +259,5 @@ def _rows_of_ranks(held: Sequence[RankShards], channel: Channel) -> list[list[in
 
 
 def _bytes(shard: torch.Tensor) -> bytes:
-    # A copy: a storage that numpy has seen cannot be given back.
+    # A copy: a storage that numpy has seen cannot be resized.
     return shard.detach().to("cpu", copy=True).view(torch.uint8).numpy().tobytes()

@@ -1,10 +1,11 @@
-"""The versions of sparse tables' buckets, as known to the ranks of a job that takes steps together.
+"""The versions of sparse tables' buckets, as known to the ranks of a job whose ranks take steps
+together.
 
 A bucket's version counts its pushes, so every rank knows which version follows the last step. A
 different version means either that a server has lost its data, which is logged and tolerated, or
 that another job trains the table, which is an error.
 
-Owned by the training thread.
+Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ _log = logging.getLogger(__name__)
 
 
 class BucketVersions:
-    """Expected version of each partition once all committed pushes have been applied."""
+    """Version that each partition should have once all committed pushes have been applied."""
 
     def __init__(self, *, table_of: Callable[[int], str], lost: Callable[[int], None]) -> None:
-        """Creates an empty set of versions. `table_of` maps a bucket to its table, for errors;
-        `lost` is notified of pushes that a server has lost."""
+        """Creates an empty set of versions. `table_of`: function that returns the table of a
+        bucket, for errors. `lost`: function called with the number of pushes that a server has
+        lost."""
         self._table_of = table_of
         self._lost = lost
         self._expected: dict[int, int] = {}
         self._found: dict[int, int] = {}
-        """Versions found on a server by this rank since the last committed step."""
+        """Versions that this rank has found on servers since the last committed step."""
 
     def __bool__(self) -> bool:
         """Returns whether any version is known."""
@@ -37,7 +39,7 @@ class BucketVersions:
         return self._expected[partition_id]
 
     def get(self, partition_id: int) -> int:
-        """Returns the version of a bucket; 0 if it is unknown."""
+        """Returns the version of a bucket; 0 if the version is unknown."""
         return self._expected.get(partition_id, 0)
 
     def has_all(self, partitions: Collection[int]) -> bool:
@@ -50,9 +52,9 @@ class BucketVersions:
         return bool(self._found)
 
     def note(self, found: Mapping[int, int]) -> None:
-        """Records versions found on a server, checking that no known push is missing.
+        """Records versions found on a server, and checks that the server lacks no known push.
 
-        Raises PreconditionError (TABLE_AHEAD): another job trains the table.
+        Raises PreconditionError (TABLE_AHEAD) if another job trains the table.
         """
         for partition_id, version in found.items():
             expected = self._expected.get(partition_id)
@@ -80,8 +82,8 @@ class BucketVersions:
         self._lost(expected - version)
 
     def agree(self, received: Sequence[Mapping[int, int]]) -> None:
-        """Adopts the versions known to other ranks. Raises MembershipChanged if ranks know
-        different versions, in which case each rank reads the servers again."""
+        """Adopts the versions that the ranks know. Raises MembershipChanged if ranks know different
+        versions; each rank then reads the servers again."""
         known: dict[int, set[int]] = {}
         for versions in received:
             for partition_id, version in versions.items():
@@ -97,7 +99,7 @@ class BucketVersions:
 
     def step_counts(self, pushed: Iterable[int]) -> None:
         """Records a committed step that pushes to these buckets."""
-        self._found.clear()  # not before: a step that is done again needs a new key as well
+        self._found.clear()  # not before: a repeated step needs a new key as well
         self._expected.update({each: self._expected[each] + 1 for each in pushed})
 
     def encode(self) -> dict[str, int]:
@@ -105,6 +107,6 @@ class BucketVersions:
         return {str(each): version for each, version in self._expected.items()}
 
     def restore(self, versions: Mapping[str, int]) -> None:
-        """Inverse of `encode`. The versions count as newly read."""
+        """Loads the result of `encode`. The versions count as newly read."""
         self._expected = {int(each): version for each, version in versions.items()}
         self._found = dict(self._expected)

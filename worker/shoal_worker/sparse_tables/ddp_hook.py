@@ -1,8 +1,9 @@
-"""Interface of ddp's engine to the sparse tables of its model, which every rank holds otherwise.
+"""Interface between ddp's engine and the sparse tables of a model whose other parameters are on
+every rank.
 
-The rows are on parameter servers, of which the engine knows nothing: `step_tables.py` has the
-client, and a strategy combines the two. All calls come from the training thread, in the order given
-here.
+The rows are on parameter servers, and the engine does not depend on these: `step_tables.py`
+contains the client, and a strategy combines the two. All calls come from the training thread, in
+the order of this class.
 """
 
 from __future__ import annotations
@@ -14,63 +15,66 @@ from shoal_worker.elastic.contract.row_store import RowStore
 
 
 class StepTables(Protocol):
-    """All sparse tables of the model, in steps that all ranks take together."""
+    """All sparse tables of a model whose ranks take all steps together."""
 
     def connect(self) -> None:
-        """Starts using rows from the servers. Called once, when the session has the engine.
+        """Connects to the servers, which provide the rows from now on. Called once, when the
+        session has the engine.
 
         Raises:
-            ConfigurationError: there are no servers, or a table was trained in this process before.
-            DeadlineError: the servers did not arrive in time.
+            ConfigurationError: there are no servers, or a table was already trained in this
+                process.
+            DeadlineError: the servers did not register in time.
         """
         ...
 
     def step_begins(self) -> None:
-        """Begins a step, dropping the data of earlier lookups."""
+        """Begins a step and drops the data of earlier lookups."""
         ...
 
     def micro_batch_ends(self, weight: float) -> None:
-        """Assigns the gradients since the last call to a micro-batch of that weight."""
+        """Assigns the gradients since the last call to a micro-batch with this weight."""
         ...
 
     def reduce(self) -> None:
-        """Sums the row gradients of all ranks, or marks the step lost. Called when the dense
+        """Sums the row gradients of all ranks, or marks the step lost. Called once the dense
         gradients are summed, before the commit all-reduce.
 
-        If servers would refuse the sums, `Step.refused` is set on all ranks: InvalidRequestError
-        (GRADIENT_NOT_FINITE), LimitError (PAYLOAD_TOO_LARGE). Nothing is pushed then.
+        If servers would refuse the sums, `Step.refused` is set on all ranks to InvalidRequestError
+        (GRADIENT_NOT_FINITE) or LimitError (PAYLOAD_TOO_LARGE). Nothing is pushed then.
         """
         ...
 
     def commit(self) -> None:
-        """The step counts."""
+        """Records that the step is committed."""
         ...
 
     def discard(self) -> None:
-        """Discards an aborted or unintended step: nothing of it is pushed."""
+        """Discards an aborted or unintended step, which then pushes nothing."""
         ...
 
     def deliver(self) -> None:
-        """Pushes this rank's remaining part of the last step. Called after the step's end.
+        """Pushes this rank's remaining part of the last step. Called after the end of the step.
 
         Raises:
-            DeadlineError (SERVER_AWAY): a server was away for too long.
+            DeadlineError (SERVER_AWAY): a server was unreachable for too long.
         """
         ...
 
     def drop_gradients(self) -> None:
-        """Drops the gradients of the current step, which the user clears."""
+        """Drops the gradients of the current step. Called when the user clears gradients."""
         ...
 
     @property
     def store(self) -> RowStore:
-        """Rows for checkpoints. Available once connected."""
+        """The tables' rows, for checkpoints. Available once connected."""
         ...
 
     def capture(self) -> dict[str, Any]:
-        """Returns a joiner's required knowledge about the rows; empty before the first step."""
+        """Returns what a joiner needs to know about the rows; empty before the first step."""
         ...
 
     def restore(self, state: Mapping[str, Any] | None) -> None:
-        """Restores a captured state; None: nothing is known, and the servers' rows are used."""
+        """Restores the result of `capture`. None: nothing is known, and the servers' rows are
+        used."""
         ...

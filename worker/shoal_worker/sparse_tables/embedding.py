@@ -1,12 +1,12 @@
 """Embeddings whose rows are not parameters of the module: sparse tables (docs/sparse-tables.md).
 
-A forward pass looks up the rows of its batch, each once, and keeps them only as long as autograd
-does. Their gradients are collected here until the step takes them: under async_sgd
+A forward pass looks up each row of its batch once, and keeps the rows only as long as autograd
+does. The table collects the rows' gradients until the step uses them: under async_sgd
 `optimizer.step()` pushes them to the parameter servers; in a single process `apply_gradients`
-applies them. Rows come from a `RowSource`: this process's own until `as_distributed` replaces it by
-the servers.
+applies them. Rows come from a `RowSource`. This is the process's own source until `as_distributed`
+replaces it by the servers.
 
-Belongs to the training thread; gradients are collected by hooks of its backward pass.
+Used by the training thread only. Hooks of its backward pass collect the gradients.
 """
 
 from __future__ import annotations
@@ -31,45 +31,45 @@ from torch.nn import functional
 from shoal_worker.torch_internals import uncompiled
 
 _FULL_BUCKET_BYTES: Final = 64 << 20
-"""Largest size of a bucket of a table with a known number of rows, if there is a choice."""
+"""Largest size of a bucket of a table with a known number of rows, if `buckets` is not given."""
 _SCALE: Final = 0.01
 _FEWEST_BUCKETS: Final = 4
 _FEWEST_ROWS: Final = 256
-"""Minimum number of rows that a bucket keeps, if there is a choice."""
+"""Minimum number of rows in a bucket, if `buckets` is not given."""
 _MODES: Final = ("sum", "mean", "max")
 
 OptimizerFactory = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
-"""Creates the optimizer of a list of parameters, such as `functools.partial(torch.optim.SparseAdam,
+"""Creates an optimizer for a list of parameters, such as `functools.partial(torch.optim.SparseAdam,
 lr=1e-3)`."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LookedUp:
-    """Rows as of one moment."""
+    """Rows found by a lookup, all read at one moment."""
 
     values: Values
     """Rows of shape `[n, dim]`."""
     versions: Mapping[int, int] = field(default_factory=dict)
-    """Version of each partition of the table to which the rows belong; empty if the table is this
-    process's own."""
+    """Version of each partition of the table to which the rows belong. Empty if this process owns
+    the table."""
 
 
 class RowSource(Protocol):
     """Source of a table's rows."""
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """Returns the rows with these ids, which must be distinct."""
+        """Returns the rows with these ids. The ids must be distinct."""
 
     def prefetch(self, ids: Ids) -> None:
-        """Announces that these ids, which must be distinct, will be looked up soon."""
+        """Announces that these ids will be looked up soon. The ids must be distinct."""
 
 
 class OwnRows:
-    """A table of this process's own."""
+    """A table whose rows are in this process."""
 
     def __init__(self, spec: TableSpec, dim: int, like: OwnRows | None = None) -> None:
-        """Creates a table. `like`: table whose rows are copied."""
-        # One bucket has all, so that it keeps all rows that the table may have.
+        """Creates a table. `like`: table whose rows are copied; None: the table is empty."""
+        # One bucket contains all rows, so that it keeps as many as the table may have.
         self.rows: Rows = Rows(
             replace(spec, buckets=1), dim, None if like is None else like.rows.image()
         )
@@ -90,24 +90,24 @@ class OwnRows:
 
 @dataclass(frozen=True, kw_only=True)
 class RowGradients:
-    """A step's gradients for a table, each id once, ascending."""
+    """A step's gradients for a table: each id once, in ascending order."""
 
     ids: Ids
     values: Values
     """Gradients of shape `[n, dim]`, finite or not."""
     versions: Mapping[int, int]
-    """Oldest versions on which they were computed; see `LookedUp`."""
+    """Oldest versions on which the gradients were computed; see `LookedUp.versions`."""
 
 
 class SparseEmbedding(nn.Module):
-    """Looks up rows by id in a table that may be larger than this process's memory; used like
+    """Looks up rows by id in a table that may be larger than this process's memory. Used like
     `torch.nn.Embedding`.
 
-    A row's initial value is given by `initializer`, a function of `seed` and id that is the same in
-    every process; it is stored from its first gradient on. The rows are not parameters: neither
-    `parameters()` nor `state_dict()` contains them, and clipping ignores them. Train with
-    `strategy="async_sgd"`, where the parameter servers hold them; in a single process, call
-    `apply_gradients` beside `optimizer.step()`.
+    A row's initial value is determined by `initializer`, a function of `seed` and id that is the
+    same in every process. The row is stored from its first gradient on. The rows are not
+    parameters: neither `parameters()` nor `state_dict()` contains them, and clipping ignores them.
+    Train with `strategy="async_sgd"`, where the rows are on the parameter servers; in a single
+    process, call `apply_gradients` in addition to `optimizer.step()`.
     """
 
     def __init__(
@@ -126,25 +126,26 @@ class SparseEmbedding(nn.Module):
     ) -> None:
         """
         Args:
-            num_embeddings: ids are 0 to `num_embeddings - 1`; None: any 64-bit number, such as a
-                hash.
-            embedding_dim: elements of a row, in float32; 1 to 16384.
+            num_embeddings: number of ids, which are 0 to `num_embeddings - 1`; None: ids are any
+                64-bit numbers, such as hashes.
+            embedding_dim: number of elements in a row, in float32; 1 to 16384.
             name: name of the table, the same in all workers, different from all parameters.
-            optimizer: creates the optimizer of the rows: torch.optim.SGD, torch.optim.Adagrad,
-                torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad, without momentum or weight
-                decay.
-            seed: 0 to 2**64 - 1.
+            optimizer: function that creates the optimizer of the rows: torch.optim.SGD,
+                torch.optim.Adagrad, torch.optim.SparseAdam or shoal.optim.RowWiseAdagrad, without
+                momentum or weight decay.
+            seed: seed of the initial values, 0 to 2**64 - 1.
             initializer: "normal" with standard deviation `scale`, "uniform" in [-scale, scale), or
                 "zeros".
-            scale: 0 to 1e6; None: 0.01, and 0 with "zeros", which accepts no other.
-            max_rows: maximum number of rows that the table keeps, divided between the buckets; the
+            scale: scale of the initial values, 0 to 1e6; None: 0.01, or 0 with "zeros", which
+                accepts no other scale.
+            max_rows: maximum number of rows that the table keeps, divided between the buckets. The
                 rows that were not pushed for the longest time are evicted first and return to their
                 initial values. 0: no limit.
-            max_age: a row is evicted when it was not pushed for this number of steps, up to a
-                sixteenth later. 0: never.
+            max_age: number of steps without a push after which a row is evicted, up to a sixteenth
+                later. 0: never.
             buckets: number of partitions over which the rows are spread, 1 to 1024, of at most 256
-                MiB each. None: 16; with `num_embeddings` so many that none exceeds 64 MiB, and at
-                least 4; with `max_rows` so few that each keeps 256 rows or more.
+                MiB each. None: 16; with `num_embeddings`, enough that none exceeds 64 MiB, and at
+                least 4; with `max_rows`, few enough that each keeps 256 rows or more.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -180,32 +181,34 @@ class SparseEmbedding(nn.Module):
         self._own: OwnRows | None = OwnRows(self.spec, embedding_dim)
         self._source: RowSource = self._own
         self._gathered: list[tuple[torch.Tensor, torch.Tensor, Mapping[int, int]]] = []
-        """Ids, gradients and versions of this step's lookups that a backward pass has reached."""
+        """Ids, gradients and versions of this step's lookups for which a backward pass has computed
+        gradients."""
         self._trains = True
 
     def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        """Rows by id: `[*]` of integers in, `[*, embedding_dim]` of float32 out, on the same
-        device.
+        """Returns rows by id, on the device of `ids`. `ids`: integers of shape `[*]`. The result
+        has shape `[*, embedding_dim]` and dtype float32.
 
         Raises:
-            ConfigurationError: ids that are no integers, or not of this table.
-            DeadlineError (SERVER_AWAY): a server was away for longer than `server_timeout`.
+            ConfigurationError: the ids are not integers, or not ids of this table.
+            DeadlineError (SERVER_AWAY): a server was unreachable for longer than `server_timeout`.
         """
         rows, places = self._look_up(ids)
         return functional.embedding(places, rows)
 
     def prefetch(self, ids: torch.Tensor) -> None:
-        """Starts fetching the rows of a future batch in the background; returns immediately. The
-        first lookup whose ids are all among these takes them. They do not include pushes after this
-        call, even by this worker."""
+        """Starts to fetch the rows of a future batch in the background; returns immediately. The
+        first lookup whose ids are all among `ids` uses the fetched rows. These rows do not include
+        later pushes, not even this worker's."""
         self._source.prefetch(self._checked(ids).unique().cpu().numpy())
 
     def apply_gradients(self) -> None:
-        """Ends a step of a table of this process's own: applies the gradients of its lookups since
-        the last one.
+        """Ends a step of a table that is in this process: applies the gradients of the lookups
+        since the last step.
 
         Raises:
-            PreconditionError: the rows are on parameter servers, where `optimizer.step()` does it.
+            PreconditionError: the rows are on parameter servers, where `optimizer.step()` applies
+                the gradients.
         """
         if self._own is None:
             raise PreconditionError(
@@ -221,14 +224,14 @@ class SparseEmbedding(nn.Module):
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Declared shape: rows (0 for any id) and dim."""
+        """Declared shape: number of rows (0 for any id), and elements in a row."""
         return self.num_embeddings or 0, self.embedding_dim
 
     def come_from(self, source: RowSource) -> None:
         """Makes `source` the source of the rows.
 
         Raises:
-            ConfigurationError: rows were trained here, and would be lost.
+            ConfigurationError: rows were trained in this process, and would be lost.
         """
         if self._own is not None and len(self._own.rows):
             raise ConfigurationError(
@@ -239,8 +242,8 @@ class SparseEmbedding(nn.Module):
         self._own, self._source = None, source
 
     def gradients(self) -> RowGradients | None:
-        """Returns the step's gradients, summed by id; None if it has none. They remain until
-        `drop_gradients`."""
+        """Returns the step's gradients, summed by id; None if there are none. The gradients remain
+        until `drop_gradients`."""
         if not self._gathered:
             return None
         ids = np.concatenate([ids.cpu().numpy() for ids, _, _ in self._gathered])
@@ -253,7 +256,7 @@ class SparseEmbedding(nn.Module):
         return RowGradients(ids=unique, values=values, versions=oldest)
 
     def drop_gradients(self) -> None:
-        """Discards the step's gradients after they were taken or became useless."""
+        """Discards the step's gradients. Called after they were used or are no longer needed."""
         self._gathered.clear()
 
     # -------------------------------------------------------------------------------------- torch's
@@ -264,8 +267,8 @@ class SparseEmbedding(nn.Module):
         self.drop_gradients()
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
-        """Controls whether later lookups train the rows. A module around the table does not pass
-        this on, since the rows are not parameters."""
+        """Determines whether later lookups train the rows. A module that contains the table does
+        not forward this call, since the rows are not parameters."""
         self._trains = requires_grad
         return super().requires_grad_(requires_grad)
 
@@ -277,8 +280,8 @@ class SparseEmbedding(nn.Module):
         )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SparseEmbedding:
-        """Returns a module without gradients, with its own rows or with those of the same
-        servers."""
+        """Returns a copy of the module without gradients. The copy has its own rows or uses the
+        same servers."""
         copied = type(self).__new__(type(self))
         nn.Module.__init__(copied)
         memo[id(self)] = copied
@@ -303,7 +306,7 @@ class SparseEmbedding(nn.Module):
 
     @uncompiled
     def _look_up(self, ids: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Returns the rows of a batch, each once, and the index of the row for each id."""
+        """Returns the rows of a batch, each row once, and the index of the row for each id."""
         unique, places = self._checked(ids).unique(return_inverse=True)
         found = self._source.look_up(unique.cpu().numpy())
         rows = torch.from_numpy(found.values).to(ids.device)
@@ -334,8 +337,8 @@ class SparseEmbedding(nn.Module):
 
 
 class SparseEmbeddingBag(SparseEmbedding):
-    """Sums, means or maxima of rows, bag by bag, without the rows one by one; used like
-    `torch.nn.EmbeddingBag`."""
+    """Computes sums, means or maxima of the rows of each bag without returning single rows. Used
+    like `torch.nn.EmbeddingBag`."""
 
     def __init__(
         self, num_embeddings: int | None, embedding_dim: int, *, mode: str = "mean", **options: Any
@@ -343,8 +346,8 @@ class SparseEmbeddingBag(SparseEmbedding):
         """
         Args:
             num_embeddings, embedding_dim: as in `SparseEmbedding`.
-            mode: "sum", "mean" or "max" of a bag's rows; zeros for an empty bag.
-            **options: as in `SparseEmbedding`.
+            mode: "sum", "mean" or "max" of the rows of a bag. An empty bag gives zeros. **options:
+                as in `SparseEmbedding`.
 
         Raises:
             ConfigurationError: an invalid value.
@@ -360,12 +363,13 @@ class SparseEmbeddingBag(SparseEmbedding):
         offsets: torch.Tensor | None = None,
         per_sample_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Returns the bags: `[bags, embedding_dim]` of float32.
+        """Returns the bags as float32 of shape `[bags, embedding_dim]`.
 
         Args:
-            ids: `[bags, ids of each]`; or `[ids of all]`, with `offsets`.
-            offsets: `[bags]`: start of each bag.
-            per_sample_weights: factor of each row, in the shape of `ids`; with mode "sum".
+            ids: ids of the rows, of shape `[bags, ids per bag]`; with `offsets`, of shape `[ids in
+                total]`.
+            offsets: start of each bag, of shape `[bags]`.
+            per_sample_weights: factor of each row, in the shape of `ids`; only with mode "sum".
 
         Raises:
             ConfigurationError, DeadlineError: as in `SparseEmbedding`.
@@ -377,7 +381,7 @@ class SparseEmbeddingBag(SparseEmbedding):
 
 
 def tables_of(module: nn.Module) -> list[SparseEmbedding]:
-    """Returns all tables of a module, by name, each once."""
+    """Returns all tables of a module, each once, sorted by name."""
     found = [each for each in module.modules() if isinstance(each, SparseEmbedding)]
     return sorted(found, key=lambda table: table.name)
 

@@ -1,7 +1,7 @@
 """Reads rows of sparse tables by id from their servers, for lookups.
 
-Reads as an observer, from all servers at once, over separate connections. Any thread may call: the
-training thread does, and so do those of prefetches and checkpoints.
+The reader pulls as an observer, from all servers at once, over separate connections. Any thread may
+call it, such as the training thread and the threads of prefetches and checkpoints.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ _LEAVES_AFTER_S: Final = 5.0
 _MOST_IDS: Final = 1 << 17
 """Maximum number of ids in one request to one server."""
 _MOST_BYTES: Final = 16 << 20
-"""Maximum size of the rows in one answer: what a server returns of one bucket."""
+"""Maximum size of the rows in one answer. A server returns at most this much of one bucket."""
 _STREAM_DEADLINE: Final = timedelta(seconds=60)
 _PASSING: Final = frozenset(
     {"STALE_SHARD_MAP", "SHARD_MAP_INCOMPLETE", "PARTITION_UNKNOWN", "JOB_UNKNOWN"}
 )
-"""Transient refusals: servers change, or another job's server has the address of one of this
-job's."""
+"""Transient refusals: servers change, or the address of one of this job's servers now belongs to
+another job."""
 
 
 AnswerT = TypeVar("AnswerT")
 
 
 def _passes(error: ShoalError) -> bool:
-    """Returns whether the same call may succeed later. False if a file of a checkpoint is damaged,
-    since no other copy will appear."""
+    """Returns whether the same call may succeed later. Returns False if a file of a checkpoint is
+    damaged, since no other copy will appear."""
     if isinstance(error, CorruptDataError):
         return error.reason != "FILE_CORRUPT"
     return isinstance(error, UnavailableError | DeadlineError) or error.reason in _PASSING
 
 
 class RowReader:
-    """Reads rows of this job's tables from its servers, wherever these are. Any thread may call."""
+    """Reads rows of this job's tables from the servers that have them. Callable from any thread."""
 
     def __init__(
         self, job: Job, shard_map: coordinator_pb.ShardMap, *, patience: timedelta
@@ -71,14 +71,14 @@ class RowReader:
         """Held while the following attributes are read or changed."""
         self._map = shard_map
         self._clients: dict[str, ParameterServerClient] = {}
-        """Address -> client."""
+        """Client of each server, by address."""
         self._servers = ThreadPoolExecutor(
             max_workers=max(1, len(shard_map.servers)), thread_name_prefix="shoal-rows"
         )
 
     def read(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
-        """Returns the rows with these ids, which must be distinct. `partitions`: the table's, by
-        bucket number.
+        """Returns the rows with these ids. The ids must be distinct. `partitions`: partitions of
+        the table, by bucket number.
 
         Raises:
             DeadlineError (SERVER_AWAY): a server was unreachable for too long.
@@ -89,8 +89,8 @@ class RowReader:
         return self.retry_until(lambda: self._read_all(partitions, dim, ids, places))
 
     def retry_until(self, attempt: Callable[[], AnswerT]) -> AnswerT:
-        """Repeats a call to servers while one is unreachable or buckets move, looking up their
-        locations before each retry. Raises as `read`."""
+        """Repeats a call to servers while a server is unreachable or buckets are moving. Looks up
+        the servers' locations before each retry. Raises the same errors as `read`."""
         with self._job.waits.of("parameter servers of sparse tables"):
             return self._retry_until(attempt)
 
@@ -124,7 +124,7 @@ class RowReader:
 
     def find(self) -> bool:
         """Asks the coordinator for the servers' locations, which change when a server restarts or
-        buckets move. Returns False if it is unreachable."""
+        buckets move. Returns False if the coordinator is unreachable."""
         found = self._job.shard_map()
         if found is not None:
             with self._lock:
@@ -132,9 +132,9 @@ class RowReader:
         return found is not None
 
     def find_for_certain(self) -> None:
-        """Waits until the coordinator has reported the servers' locations. A primary that was
-        replaced without noticing may answer with old data for a while: results that look too old
-        are requested again after this call. Raises as `read`."""
+        """Waits until the coordinator has reported the servers' locations. A primary that does not
+        know that it was replaced may answer with old data for a while. Results that look too old
+        are therefore requested again after this call. Raises the same errors as `read`."""
 
         def ask() -> None:
             if not self.find():
@@ -143,14 +143,15 @@ class RowReader:
         self.retry_until(ask)
 
     def server_of(self, partition_id: int) -> tuple[ParameterServerClient, int]:
-        """Returns the server of a partition and the shard map's epoch. Raises PreconditionError /
-        SHARD_MAP_INCOMPLETE."""
+        """Returns the server of a partition and the shard map's epoch. Raises PreconditionError
+        (SHARD_MAP_INCOMPLETE) if the server is not registered."""
         with self._lock:
             shard_map = self._map
         return self._client(_addresses(shard_map, [partition_id])[partition_id]), shard_map.epoch
 
     def look(self) -> dict[int, pb.PartitionVersion]:
-        """Returns the servers' versions of all partitions that are buckets. Raises as `read`."""
+        """Returns the servers' versions of all partitions that are buckets. Raises the same errors
+        as `read`."""
 
         def look() -> dict[int, pb.PartitionVersion]:
             with self._lock:
@@ -174,12 +175,12 @@ class RowReader:
         return self.retry_until(look)
 
     def read_ahead(self, partitions: Sequence[int], dim: int, ids: Ids) -> Future[LookedUp]:
-        """Starts a `read` in the background."""
+        """Starts a `read` in the background and returns a future of its result."""
         return in_background(lambda: self.read(partitions, dim, ids), name="shoal-prefetch")
 
     def await_ahead(self, read: Future[LookedUp]) -> None:
-        """Waits until a read of `read_ahead` is complete, regardless of its outcome. Called by the
-        training thread."""
+        """Waits until a read started by `read_ahead` is complete, regardless of its outcome. Called
+        by the training thread."""
         with self._job.waits.collects():
             wait_for_all([read])
 
@@ -218,7 +219,7 @@ class RowReader:
             ]
             try:
                 with self._job.waits.collects():
-                    wait_for_all(futures)  # also where one has failed: the others write to `values`
+                    wait_for_all(futures)  # even if one has failed: the others write to `values`
             except BaseException:
                 # Ctrl-C: the interpreter would wait for the threads before it ends
                 self.close()
@@ -238,8 +239,8 @@ class RowReader:
         ids: Ids,
         values: Values,
     ) -> dict[int, int]:
-        """Fills in the rows of one server's buckets at the places given in `share`; returns the
-        oldest version read of each."""
+        """Reads the rows of one server's buckets into the places given in `share`. Returns the
+        oldest version read from each bucket."""
         versions: dict[int, int] = {}
         at_once = max(1, min(_MOST_BYTES // (4 * values.shape[1]), _MOST_IDS) // len(share))
         for begin in range(0, max(1, *(len(places) for places in share.values())), at_once):
@@ -262,7 +263,7 @@ class RowReader:
         ids: Ids,
         values: Values,
     ) -> dict[int, int]:
-        """Sends one request. Returns the version of each partition."""
+        """Sends one request and returns the version of each partition."""
         received = {
             number: np.empty((len(places), values.shape[1]), dtype=np.float32)
             for number, places in wanted.items()
@@ -291,14 +292,14 @@ class RowReader:
                     reason="CLIENT_CLOSED",
                 )
             client = self._clients.get(address)
-            if client is None or client.is_closed:  # another server had the place for a while
+            if client is None or client.is_closed:  # another server had the address for a while
                 self._clients[address] = self._job.server_client(address)
             return self._clients[address]
 
 
 def _addresses(shard_map: coordinator_pb.ShardMap, partitions: Sequence[int]) -> dict[int, str]:
-    """Returns the server address of each partition. Raises PreconditionError /
-    SHARD_MAP_INCOMPLETE."""
+    """Returns the server address of each partition. Raises PreconditionError (SHARD_MAP_INCOMPLETE)
+    if a server is not registered."""
     addresses = {server.server_index: server.address for server in shard_map.servers}
     owners = {
         partition_id: shard_map.partitions[partition_id].primary for partition_id in partitions

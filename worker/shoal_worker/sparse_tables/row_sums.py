@@ -1,4 +1,4 @@
-"""Row gradients of a step, summed by the ranks of ddp (step_tables.py): each rank's part, and the
+"""Row gradients of a step, which the ranks of ddp sum (step_tables.py): each rank's part, and the
 sum of all parts."""
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _Sums = npt.NDArray[np.float64]
 
 
 class RowSums:
-    """This rank's weighted part of a step's row gradients, by table and id. In float64, so that
-    with micro-batches, whose weights are integers, the sum does not depend on which rank computed
-    which part: see `replicated/buckets.py`."""
+    """This rank's weighted part of a step's row gradients, by table and id. The values are float64,
+    so that with micro-batches, whose weights are integers, the sum does not depend on which rank
+    computed which part: see `replicated/buckets.py`."""
 
     def __init__(self, tables: Sequence[SparseEmbedding]) -> None:
         self._tables = tables
@@ -31,8 +31,8 @@ class RowSums:
         """Versions on which the gradients were computed."""
 
     def take(self, factor: float, *, weight: float = 0.0) -> None:
-        """Adds the gradients that the tables have gathered, `factor` times; they weigh `weight`.
-        With neither they are left out."""
+        """Adds the tables' gradients, multiplied by `factor`, and drops them from the tables.
+        `weight`: weight of the micro-batch. If the factor is 0, the gradients are left out."""
         for table in self._tables:
             gradients = table.gradients()
             if gradients is not None and factor != 0:
@@ -44,13 +44,13 @@ class RowSums:
         self._weight += weight
 
     def clear(self) -> None:
-        """Resets this object."""
+        """Removes all gradients, versions and weights."""
         self._parts.clear()
         self.versions.clear()
         self._weight = 0.0
 
     def dump(self, metadata: Mapping[str, Any]) -> bytes:
-        """Returns this rank's part for the others. `metadata`: additional JSON-able values."""
+        """Encodes this rank's part for the other ranks. `metadata`: additional JSON-able values."""
         tensors: dict[str, torch.Tensor] = {}
         for name, parts in self._parts.items():
             ids, sums = summed(parts)
@@ -62,7 +62,8 @@ class RowSums:
 
 
 def summed(parts: Sequence[tuple[Ids, _Sums]]) -> tuple[Ids, _Sums]:
-    """Returns each id once, ascending, and the sum of its gradients in the order of the parts."""
+    """Returns each id once, in ascending order, and the sum of its gradients in the order of the
+    parts."""
     ids = np.concatenate([ids for ids, _ in parts])
     order = np.argsort(ids, kind="stable")
     unique, first = np.unique(ids[order], return_index=True)

@@ -1,10 +1,10 @@
-"""Whole buckets of a model's sparse tables on the job's parameter servers: read for checkpoints,
-and restored from one.
+"""Whole buckets of a model's sparse tables on the job's parameter servers: reads them for
+checkpoints, and restores them from a checkpoint.
 
 A bucket is streamed through this process piece by piece, from a server to a file or back. A
-restoration has a number, which makes a server apply it once regardless of how often and by whom it
-is sent. Restorations of a later generation, or after those that the servers know, have larger
-numbers.
+restoration has a number, so that a server applies it once, regardless of how often and by whom it
+is sent. Restorations of a later generation, and restorations after those that the servers know,
+have larger numbers.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shoal_worker.sparse_tables.row_reader import RowReader
 
 _RESTORATIONS_OF_A_GENERATION: Final = 1 << 32
 _SLOWEST_BYTES_PER_S: Final = 4 << 20
-"""Transfer rate assumed for a stream's deadline, in addition to a fixed minute."""
+"""Transfer rate assumed for the deadline of a stream, to which a fixed minute is added."""
 _LARGEST_BUCKET: Final = 256 << 20
 _LOOK_S: Final = 0.2
 """Interval between checks whether rank 0 has provided the initial rows."""
@@ -46,7 +46,7 @@ class ServerRowStore:
         tables: Sequence[SparseEmbedding],
         partitions: Mapping[str, Sequence[int]],
     ) -> None:
-        """Creates the store. `partitions`: of each table, by bucket number."""
+        """Creates the store. `partitions`: partitions of each table, by bucket number."""
         self._job = job
         self._reader = reader
         self._tables = {table.name: table for table in tables}
@@ -64,7 +64,7 @@ class ServerRowStore:
         }
 
     def settle(self) -> None:
-        """Implements `RowStore.settle`; there is nothing to wait for."""
+        """Implements `RowStore.settle`. Does nothing, since there is nothing to wait for."""
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
         """Implements `RowStore.fetch`."""
@@ -114,8 +114,8 @@ class ServerRowStore:
             time.sleep(_LOOK_S)
 
     def _untouched(self, stored: StoredRows) -> list[tuple[str, int]]:
-        """Returns the buckets that have rows in the checkpoint and were neither trained nor
-        restored on the servers."""
+        """Returns the buckets with rows in the checkpoint that were neither trained nor restored on
+        the servers."""
         held = self._reader.look()
         return [
             (table, bucket)
@@ -191,7 +191,7 @@ class ServerRowStore:
         )
 
     def _all_buckets(self) -> list[tuple[str, int, int]]:
-        """Returns table, number and partition of all buckets."""
+        """Returns the table, bucket number and partition of each bucket."""
         return [
             (table, number, partition_id)
             for table, partitions in sorted(self._partitions.items())
@@ -200,8 +200,8 @@ class ServerRowStore:
 
 
 class StepRowStore(ServerRowStore):
-    """Variant for ranks that take steps together, so that between steps the rows are those of the
-    last step."""
+    """Row store for ranks that take steps together. Between steps, its rows are those of the last
+    step."""
 
     steady = True
 
@@ -216,9 +216,9 @@ class StepRowStore(ServerRowStore):
         expected: Callable[[int], int],
         found: Callable[[Mapping[int, int]], None],
     ) -> None:
-        """Creates the store. `settle` returns once the servers have the entire last step.
-        `expected`: the version of a partition at that point; 0 if unknown. `found` is notified of
-        versions read from partitions."""
+        """Creates the store. `settle`: function that returns once the servers have the entire last
+        step. `expected`: function that returns the version of a partition at that point, or 0 if
+        the version is unknown. `found`: function called with versions read from partitions."""
         super().__init__(job, reader, tables, partitions)
         self._settle = settle
         self._expected_version = expected
@@ -229,8 +229,8 @@ class StepRowStore(ServerRowStore):
         self._settle()
 
     def fetch(self, table: str, bucket: int, file: BinaryIO, given_up: threading.Event) -> int:
-        """Implements `RowStore.fetch`. Rows from other steps are handled as in a lookup: see
-        `ServerStepTables`."""
+        """Implements `RowStore.fetch`. Handles rows from other steps in the same way as a lookup:
+        see `ServerStepTables`."""
         partition_id = self._partitions[table][bucket]
         version = super().fetch(table, bucket, file, given_up)
         if version < self._expected_version(partition_id):

@@ -1,23 +1,24 @@
-"""Sparse tables of a model whose ranks take steps together (ddp): row gradients are summed over the
+"""Sparse tables of a model whose ranks take steps together (ddp). Row gradients are summed over the
 ranks and pushed once per step.
 
-A lost step must leave the servers' rows unchanged, and a committed step must reach all of them
+A lost step must leave the servers' rows unchanged, and a committed step must reach all servers
 exactly once, regardless of which ranks die:
 
 1. Before the commit all-reduce, each rank gathers the row gradients of all ranks and sums them
    (`reduce`), so that every rank has everything that the step pushes.
-2. When the step is committed, the ranks meet once more (`commit`). A rank that leaves that meeting
-   knows that all have seen the commit all-reduce, so that nobody will redo the step. If the meeting
-   fails, the next generation serves the same purpose, since its ranks are all past the step.
-3. Only then are the sums pushed (`deliver`), by each rank to a share of the buckets, under a key
-   that no other step has. A server applies one push of a key to each bucket, whoever sends it. A
-   rank that waits for a push by another rank therefore makes that push as well.
+2. When the step is committed, the ranks exchange one more message (`commit`). A rank that completes
+   this exchange knows that all ranks have completed the commit all-reduce, so that no rank will
+   redo the step. If the exchange fails, the next generation serves the same purpose, since its
+   ranks are all past the step.
+3. Only then are the sums pushed (`deliver`). Each rank pushes a share of the buckets, under a key
+   that no other step has. A server applies one push of a key to each bucket, whichever rank sends
+   it. A rank that waits for another rank's push therefore makes that push as well.
 4. A bucket's version counts its pushes, and every rank knows which version follows the last step: a
-   lookup waits until its buckets have it. Unexpected versions mean that a server has lost its data:
-   this is logged, and the ranks agree on the current versions. A checkpoint contains the rows too
-   (`row_store.py`), and returning to it restores them with their versions.
+   lookup waits until its buckets have this version. Unexpected versions mean that a server has lost
+   its data: this is logged, and the ranks agree on the current versions. A checkpoint contains the
+   rows too (`row_store.py`), and returning to it restores the rows with their versions.
 
-Owned by the training thread, or by the thread of a backward pass that recomputes activations while
+Used by the training thread, or by the thread of a backward pass that recomputes activations while
 the training thread waits.
 """
 
@@ -72,24 +73,27 @@ _log = logging.getLogger(__name__)
 _PATIENCE_S: Final = 1.0
 """Time for which a rank waits for another rank's push before it makes that push itself."""
 _LAST_PATIENCE_S: Final = 30.0
-"""Time for which a rank that may no longer push waits for the others to do it."""
+"""Time for which a rank that may no longer push waits until the other ranks have pushed its
+share."""
 _SHORTEST_WAIT_S: Final = 0.0005
 _LONGEST_WAIT_S: Final = 0.02
 _LARGEST_NEW_KEY: Final = 1 << 62
-"""Keys begin at a random number, and again whenever versions were read anew: servers may know keys
-after the last one reported here, from a previous run or from steps undone by a return to a
-checkpoint."""
+"""Upper bound of the random number at which keys begin. Keys begin at a new random number whenever
+versions were read again: servers may know keys after the last one known here, from a previous run
+or from steps undone by a return to a checkpoint."""
 
 
 class SynchronousJob(Job):
-    """The job of a worker that, once it takes steps, leaves only at step boundaries, where all
-    ranks know of it: no wait for a server ends early because the worker should leave."""
+    """The job of a worker that takes steps together with other ranks. Once it takes steps, it
+    leaves only at step boundaries, where all ranks know that it leaves. No wait for a server
+    therefore ends early because the worker should leave."""
 
     takes_steps = False
 
     @property
     def leaving(self) -> bool:
-        """False once it takes steps; see `Job`."""
+        """True if the worker should leave; always False once the worker takes steps. See
+        `Job.leaving`."""
         return not self.takes_steps and super().leaving
 
 
@@ -98,9 +102,9 @@ class _Step:
     """The pushes of one step."""
 
     key: int
-    """Unique key of the step: see above."""
+    """Unique key of the step, under which it is pushed."""
     gradients: Mapping[str, RowGradients]
-    """Mean over the batch, by table."""
+    """Mean gradients over the batch, by table."""
     pushes: Mapping[int, PushedRows]
     """Push to each partition."""
     generation: int
@@ -108,10 +112,10 @@ class _Step:
     known_to_all: bool = False
     """True if every rank knows that the step was closed."""
     delivered_as: tuple[int, int] | None = None
-    """Number of ranks that push and this rank's index among them when it last pushed its share;
-    None if it has not."""
+    """Number of pushing ranks, and this rank's index among them, when it last pushed its share.
+    None if the rank has not pushed."""
     unseen: set[int] = field(default_factory=set)
-    """Partitions that are not known to this rank to have received the step."""
+    """Partitions that, as far as this rank knows, have not received the step."""
 
     def __post_init__(self) -> None:
         self.unseen = set(self.pushes)
@@ -122,7 +126,7 @@ class ServerStepTables:
     (sparse_tables/ddp_hook.py)."""
 
     def __init__(self, setup: Setup, tables: Sequence[SparseEmbedding]) -> None:
-        """Does not connect yet.
+        """Creates the tables. Does not connect yet.
 
         Raises:
             ConfigurationError: two tables, or a table and a parameter, have the same name.
@@ -131,7 +135,7 @@ class ServerStepTables:
         self._setup = setup
         self._session = setup.session
         self._own = cast(Session, setup.session)
-        """The session itself: its membership, metrics and shutdown are also needed here."""
+        """The session itself, for its membership, metrics and shutdown."""
         self._tables = tables
         self._by_name = {table.name: table for table in tables}
         self._options = AsyncOptions()
@@ -152,12 +156,12 @@ class ServerStepTables:
             table_of=self._table_of, lost=self._own.metrics.pushes_lost.inc
         )
         self._staged: _Step | None = None
-        """The step in progress, once it is summed."""
+        """The current step, once its gradients are summed."""
         self._pending: _Step | None = None
-        """The last committed step, until all partitions are known to have it."""
+        """The last committed step, until all partitions are known to have received it."""
         self._shut_out = False
-        """True if this rank takes its last steps and servers no longer accept its pushes: the
-        others push its share."""
+        """True if this rank takes its last steps and servers no longer accept its pushes. The other
+        ranks then push its share."""
         self._clock = 0
         self._early: Mapping[str, Any] | None = None
         """State that was loaded before the servers were connected."""
@@ -278,7 +282,7 @@ class ServerStepTables:
         pending = self._pending
         if pending is None or not self._may_push(pending):
             return
-        # If the meeting failed, a rank may be gone, and its share with it.
+        # If the exchange failed, a rank may be gone, and its share with it.
         ranks, place = self._pushing() if pending.known_to_all else (1, 0)
         if pending.delivered_as == (ranks, place):
             return
@@ -290,9 +294,9 @@ class ServerStepTables:
 
     def _pushing(self) -> tuple[int, int]:
         """Returns the number of ranks that push and this rank's index among them. Servers reject
-        pushes of a leaving rank as soon as the coordinator has a generation without it. Ranks learn
-        of that at different times: whoever learns of it after it has pushed its share pushes again,
-        by the new division."""
+        pushes of a leaving rank as soon as the coordinator has a generation without the rank. Ranks
+        learn of this generation at different times. A rank that learns of it after pushing its
+        share pushes again, by the new division."""
         membership, group = self._own.membership, self._session.group
         newest = membership.link.newest_generation if membership is not None else None
         ranks, rank = self._session.world_size, self._session.rank
@@ -352,16 +356,17 @@ class ServerStepTables:
     # -------------------------------------------------------------------------------------- lookups
 
     def look_up(self, partitions: Sequence[int], dim: int, ids: Ids) -> LookedUp:
-        """Returns the rows with these ids, which must be distinct, as of the last step. Raises as
-        `RowReader.read`; PreconditionError (TABLE_AHEAD) if another job trains them; and
-        DeadlineError if this rank should leave and the others have not pushed its last step."""
+        """Returns the rows with these ids as of the last step. The ids must be distinct. Raises the
+        errors of `RowReader.read`, PreconditionError (TABLE_AHEAD) if another job trains the rows,
+        and DeadlineError if this rank should leave and the other ranks have not pushed its last
+        step."""
         waits = _SHORTEST_WAIT_S
         since = time.monotonic()
         looked_anew = False
         while True:
             found = self._require_reader().read(partitions, dim, ids)
             if self._session.is_joining or self._is_aborted:
-                return found  # of what is computed with them nothing counts
+                return found  # results computed from them do not count
             pending = self._pending
             behind = {
                 each for each in partitions if found.versions[each] < self._versions.get(each)
@@ -372,7 +377,7 @@ class ServerStepTables:
             if pending is not None and not self._may_push(pending):
                 self._stale = True
                 return found
-            if pending is None or not pending.unseen & behind:  # it was there, and is not any more
+            if pending is None or not pending.unseen & behind:  # the data was there, and is lost
                 if looked_anew:
                     self._note(found.versions)
                     return found
@@ -395,8 +400,8 @@ class ServerStepTables:
             waits = min(2 * waits, _LONGEST_WAIT_S)
 
     def _note(self, versions: Mapping[int, int]) -> None:
-        """Records versions read from these partitions, checking that no known push is missing.
-        Raises as `BucketVersions.note`."""
+        """Records versions read from these partitions, and checks that the servers lack no known
+        push. Raises the same errors as `BucketVersions.note`."""
         self._versions.note(versions)
         self._saw(versions)
 
@@ -406,7 +411,7 @@ class ServerStepTables:
         )
 
     def _saw(self, partitions: Iterable[int]) -> None:
-        """Records that these partitions have all committed pushes."""
+        """Records that these partitions have received all committed pushes."""
         if self._pending is None:
             return
         self._pending.unseen.difference_update(partitions)
@@ -415,8 +420,8 @@ class ServerStepTables:
             self._pending = None
 
     def _see_all(self) -> None:
-        """Returns when all partitions have the last step, in versions that this rank knows, or when
-        the step must not count."""
+        """Waits until all partitions have the last step, in versions that this rank knows, or until
+        the step must not be committed."""
         for table in self._tables:
             partitions = self._partitions[table.name]
             awaited = self._pending is not None and self._pending.unseen.intersection(partitions)
@@ -433,13 +438,13 @@ class ServerStepTables:
         *,
         in_micro_batches: bool,
     ) -> _Step:
-        """Combines the reports of all ranks into the pushes of a step; the same result on all
-        ranks.
+        """Combines the reports of all ranks into the pushes of a step. The result is the same on
+        all ranks.
 
         Raises:
             MembershipChanged: the ranks have looked up rows of different steps; the step must be
                 redone.
-            InvalidRequestError, LimitError: as `StepTables.reduce`.
+            InvalidRequestError, LimitError: the errors of `StepTables.reduce`.
         """
         metadata = [each for _, each in received]
         if any(each["stale"] for each in metadata):
@@ -474,7 +479,8 @@ class ServerStepTables:
     def _step(
         self, key: int, gradients: Mapping[str, RowGradients], *, steps_back: int = 0
     ) -> _Step:
-        """Creates a step. `steps_back`: number of steps before the last committed one."""
+        """Creates the pushes of a step. `steps_back`: number of steps before the last committed
+        step."""
         pushes: dict[int, PushedRows] = {}
         for name, each in gradients.items():
             partitions = self._partitions[name]
@@ -490,7 +496,7 @@ class ServerStepTables:
         return _Step(key=key, gradients=gradients, pushes=pushes, generation=self._generation)
 
     def _may_push(self, step: _Step) -> bool:
-        """Returns whether no rank will redo the step."""
+        """Returns whether the step may be pushed, because no rank will redo it."""
         return step.known_to_all or not self._session.elastic or self._generation != step.generation
 
     def _push(self, step: _Step, partitions: Sequence[int]) -> None:
@@ -527,7 +533,7 @@ class ServerStepTables:
         self._saw(rows)
 
     def _forget(self) -> None:
-        """Discards the state of the step in progress."""
+        """Discards the state of the current step."""
         self.drop_gradients()
         self._here.clear()
         self._stale = False
@@ -557,8 +563,8 @@ class ServerStepTables:
             self._own_cluster = None
 
     def _push_the_last(self, step: _Step) -> None:
-        """Pushes everything that is not known to be on the servers: no later lookup would detect a
-        missing push of another rank."""
+        """Pushes everything that is not known to be on the servers, because no later lookup would
+        detect that another rank's push is missing."""
         if self._shut_out:
             return
         if not self._may_push(step):
@@ -590,15 +596,15 @@ class _Rows:
     dim: int
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """Implements `RowSource.look_up`. Raises as `ServerStepTables.look_up`."""
+        """Implements `RowSource.look_up`. Raises the same errors as `ServerStepTables.look_up`."""
         return self.tables.look_up(self.partitions, self.dim, ids)
 
     def prefetch(self, ids: Ids) -> None:
-        """Does nothing: the rows of the next batch are not available before this step's are
-        pushed."""
+        """Does nothing: the rows of the next batch are not available before this step's pushes."""
 
 
 def step_tables(setup: Setup) -> ServerStepTables | None:
-    """Returns the model's sparse tables; None if it has none. Raises as `ServerStepTables`."""
+    """Returns the model's sparse tables; None if it has none. Raises the same errors as
+    `ServerStepTables`."""
     tables = tables_of(setup.module)
     return ServerStepTables(setup, tables) if tables else None

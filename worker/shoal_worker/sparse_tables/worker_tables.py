@@ -1,11 +1,11 @@
-"""The sparse tables of a worker's model, with rows on the parameter servers: forward passes look
-them up there, and steps push to them.
+"""The sparse tables of a worker's model, with rows on the parameter servers. Forward passes look up
+rows on the servers, and steps push gradients to them.
 
 Rows are looked up (row_reader.py) for the training thread, or ahead of it (`prefetch`), while
 pushes are in progress. A step's pushes to tables are sent with its dense gradients, under the same
-numbers, clock and batch (server_link.py); this module only creates them.
+numbers, clock and batch (server_link.py); this module only creates the pushes.
 
-Owned by the training thread.
+Used by the training thread only.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from shoal_worker.sparse_tables.row_reader import RowReader
 from shoal_worker.sparse_tables.server_rows import ServerRowStore
 
 _MOST_PREFETCHES: Final = 4
-"""Maximum number of prefetches of a table; the oldest unused ones are dropped."""
+"""Maximum number of prefetches of a table. Beyond it, the oldest unused prefetches are dropped."""
 
 
 def check_names(module: nn.Module, tables: Sequence[SparseEmbedding]) -> None:
@@ -85,12 +85,14 @@ def buckets_of_tables(
 def pushed_rows(
     table: SparseEmbedding, partitions: Sequence[int], gradients: RowGradients
 ) -> dict[int, PushedRows]:
-    """Returns a step's push to each bucket of the table, including those without rows in the step.
-    `partitions`: by bucket number.
+    """Returns a step's push to each bucket of the table, including buckets without rows in the
+    step. `partitions`: partitions of the table, by bucket number.
 
     Raises:
-        InvalidRequestError (GRADIENT_NOT_FINITE): names the table; nothing may be pushed.
-        LimitError (PAYLOAD_TOO_LARGE): more rows than a push may have; nothing may be pushed.
+        InvalidRequestError (GRADIENT_NOT_FINITE): gradients are not finite; the message names the
+            table. Nothing may be pushed.
+        LimitError (PAYLOAD_TOO_LARGE): there are more rows than a push may have. Nothing may be
+            pushed.
     """
     _check_finite(table, gradients.ids, gradients.values)
     found: dict[int, PushedRows] = {}
@@ -110,10 +112,10 @@ def pushed_rows(
 
 
 class Tables:
-    """All tables of the model."""
+    """All tables of a worker's model."""
 
     def __init__(self, module: nn.Module) -> None:
-        """Does not connect yet.
+        """Finds the tables. Does not connect yet.
 
         Raises:
             ConfigurationError: two tables, or a table and a parameter, have the same name.
@@ -124,7 +126,7 @@ class Tables:
         """Partitions of each table, by bucket number."""
         self._reader: RowReader | None = None
         self.store: ServerRowStore | None = None
-        """The rows, for checkpoints; None: there are no tables, or they are not connected yet."""
+        """The rows, for checkpoints; None if there are no tables, or they are not connected yet."""
 
     def __bool__(self) -> bool:
         return bool(self._tables)
@@ -141,12 +143,12 @@ class Tables:
         patience: timedelta,
         stopped: Callable[[StopTraining], None],
     ) -> None:
-        """Connects the tables to the servers, which provide the rows from now on. `patience`: how
-        long a server may be unreachable. `stopped`: notified on the training thread if the run ends
-        while it waits for rows.
+        """Connects the tables to the servers, which provide the rows from now on. `patience`:
+        longest time that a server may be unreachable. `stopped`: function called on the training
+        thread if the run ends while the thread waits for rows.
 
         Raises:
-            ConfigurationError: a table was trained in this process before.
+            ConfigurationError: a table was already trained in this process.
         """
         if not self._tables:
             return
@@ -160,7 +162,8 @@ class Tables:
 
     def pushes(self) -> dict[int, PushedRows]:
         """Returns this step's push to each partition, for every table with a gradient. Call
-        `drop_gradients` once it has been acknowledged. Raises as `pushed_rows`."""
+        `drop_gradients` once the pushes have been acknowledged. Raises the same errors as
+        `pushed_rows`."""
         found: dict[int, PushedRows] = {}
         for table in self._tables:
             gradients = table.gradients()
@@ -169,12 +172,12 @@ class Tables:
         return found
 
     def drop_gradients(self) -> None:
-        """Discards the step's gradients after they were pushed or became useless."""
+        """Discards the step's gradients. Called after they were pushed or are no longer needed."""
         for table in self._tables:
             table.drop_gradients()
 
     def close(self) -> None:
-        """Ends lookups in progress and rejects further ones. Idempotent."""
+        """Ends lookups in progress and rejects further lookups. Idempotent."""
         if self._reader is not None:
             self._reader.close()
 
@@ -194,11 +197,11 @@ class ServerRows:
         self._dim = dim
         self._stopped = stopped
         self._ahead: deque[tuple[Ids, Future[LookedUp]]] = deque(maxlen=_MOST_PREFETCHES)
-        """Ascending ids and their rows, the oldest first."""
+        """Prefetches, the oldest first: the ids in ascending order, and their rows."""
 
     def look_up(self, ids: Ids) -> LookedUp:
-        """Implements `RowSource.look_up`. Raises as `RowReader.read`; failed prefetches are
-        ignored."""
+        """Implements `RowSource.look_up`. Raises the same errors as `RowReader.read`; ignores
+        failed prefetches."""
         try:
             return self._prefetched(ids) or self._reader.read(self._partitions, self._dim, ids)
         except StopTraining as stop:
@@ -210,7 +213,8 @@ class ServerRows:
         self._ahead.append((ids, self._reader.read_ahead(self._partitions, self._dim, ids)))
 
     def _prefetched(self, ids: Ids) -> LookedUp | None:
-        """Takes the oldest prefetch that contains all these ids, and drops earlier ones."""
+        """Returns the rows from the oldest prefetch that contains all these ids, and drops that
+        prefetch and earlier ones. Returns None if there is no such prefetch."""
         for number, (known, future) in enumerate(self._ahead):
             if not len(known) or not len(ids):
                 continue
@@ -229,8 +233,8 @@ class ServerRows:
 
 
 def _check_size(table: SparseEmbedding, rows: int, nbytes: int) -> None:
-    """Checks the size before anything is pushed: a server would refuse it after other parts of the
-    step were applied."""
+    """Raises LimitError if a push is too large. Called before anything is pushed, since a server
+    would refuse the push after other parts of the step were applied."""
     if nbytes > LARGEST_PAYLOAD_BYTES:
         raise LimitError(
             f"table {table.name!r}: the batch has {rows} rows in one of its {table.spec.buckets} "

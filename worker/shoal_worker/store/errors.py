@@ -1,7 +1,7 @@
 """Exceptions of a store: Shoal's errors that are also torch's, so that code written for
 torch.distributed catches them.
 
-Does not import redis: a caller that distinguishes these errors needs no Redis client.
+This module does not import redis: a caller that distinguishes these errors needs no Redis client.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ class StoreTimeoutError(DeadlineError, DistStoreError):
 
 
 class StoreAbortedError(MembershipChanged, DistStoreError):
-    """The store was aborted: the group that was forming over it is superseded."""
+    """The store was aborted: the group that was forming over the store has been superseded."""
 
 
 class StoreValueError(InvalidRequestError, DistStoreError):
-    """A key holds a value that the call does not support, such as `add` on a value that is not a
+    """The value of a key is not supported by the call, such as `add` on a value that is not a
     number."""
 
 
 class StoreUnavailableError(UnavailableError, DistNetworkError):
-    """The store's server does not answer, and the call could not be repeated safely or was repeated
-    in vain."""
+    """The store's server does not answer, and the call could not be repeated safely or failed again
+    when repeated."""

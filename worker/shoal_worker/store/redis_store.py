@@ -1,14 +1,14 @@
-"""torch's key-value store (`torch.distributed.Store`) over Redis, so that no rank hosts the store
-and none's death loses it.
+"""torch's key-value store (`torch.distributed.Store`) over Redis. No rank hosts the store, so it
+survives the death of any rank.
 
 One store is one Redis hash, named by its prefix: one prefix per job and generation, never used
-twice. Nothing is pickled: keys are strings, values are bytes. What is not here: agreeing on a fresh
-prefix (the coordinator does; for plain scripts rendezvous.py).
+twice. Nothing is pickled: keys are strings, values are bytes. The coordinator agrees on fresh
+prefixes; for plain scripts rendezvous.py does.
 
-Threads: every method may be called from any thread, also from Gloo's own, and a blocked wait holds
-up nobody else. `abort` frees all blocked waits of a store at once. A wait does not poll: it sleeps
-until the key's writer publishes (wakeups.py), and looks again every 0.5 s in case that message was
-lost. When Redis does not answer, a wait goes on trying until its deadline.
+Threads: every method may be called from any thread, including Gloo's, and a blocked wait does not
+block other threads. `abort` frees all blocked waits of a store at once. A wait does not poll: it
+sleeps until the key's writer publishes (wakeups.py), and checks again every 0.5 s in case that
+message was lost. When Redis does not answer, a wait keeps trying until its deadline.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _COMMAND_TIMEOUT: Final = timedelta(seconds=5)
 
 
 class StoreConnection:
-    """A client whose server has answered, reference-counted by its stores."""
+    """A client whose server has answered. The stores that use the client are counted."""
 
     def __init__(self, url: str) -> None:
         # No retries in the client: it does not know which commands may be repeated; the store does.
@@ -70,8 +70,8 @@ class StoreConnection:
             self._users += 1
 
     def release(self, *, wait: bool) -> None:
-        """Releases one reference. The last one closes the connections: completely if `wait`,
-        otherwise without any I/O (garbage collector)."""
+        """Releases one reference. The last release closes the connections: completely if `wait` is
+        True, otherwise without any I/O, as the garbage collector requires."""
         with self._lock:
             self._users -= 1
             if self._users:
@@ -88,7 +88,7 @@ class StoreConnection:
 T = TypeVar("T")
 
 DEFAULT_TIMEOUT: Final = timedelta(seconds=300)
-"""Default timeout of torch."""
+"""torch's default timeout."""
 DEFAULT_LIFETIME: Final = timedelta(days=1)
 _RECHECK_S: Final = 0.5
 _ATTEMPTS: Final = 3
@@ -100,9 +100,9 @@ class RedisStore(Store):
     """A torch store in the Redis hash `prefix` of the server at `url` (redis://, rediss:// or
     unix://).
 
-    `timeout` is how long get, wait, multi_get and queue_pop wait. `lifetime`: Redis deletes the
-    whole store that long after its last write. Keep a reference for as long as C++ uses the store:
-    torch's process groups and PrefixStore hold only its C++ half.
+    `timeout`: time limit of get, wait, multi_get and queue_pop. `lifetime`: time after the last
+    write until Redis deletes the whole store. Keep a reference as long as C++ uses the store:
+    torch's process groups and PrefixStore refer only to its C++ half.
 
     Raises ConfigurationError (bad URL or prefix), AuthenticationError, UnavailableError.
     """
@@ -138,7 +138,7 @@ class RedisStore(Store):
         self.multi_set([key], [value])
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        """Sets all keys, or none."""
+        """Sets all keys atomically."""
         if len(keys) != len(values):
             raise StoreValueError(
                 f"multi_set got {len(keys)} keys and {len(values)} values; expected equal numbers"
@@ -148,17 +148,17 @@ class RedisStore(Store):
             self._script(self._connection.set, self.prefix, *pairs, repeatable=True)
 
     def get(self, key: str) -> bytes:
-        """Returns the value of `key`, waiting for up to the store's timeout; then raises
+        """Returns the value of `key`. Waits up to the store's timeout for the key, then raises
         StoreTimeoutError."""
         return self.multi_get([key])[0]
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
-        """Returns the values of all keys, waiting until all exist."""
+        """Returns the values of all keys. Waits until all keys exist."""
         return self._wait_for_values(list(keys), self.timeout)
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
-        """Waits until all keys exist, for up to `timeout` (default: the store's), then raises
-        StoreTimeoutError naming the missing ones."""
+        """Waits until all keys exist. Raises StoreTimeoutError, naming the missing keys, after
+        `timeout` (default: the store's timeout)."""
         self._wait_for_values(list(keys), self.timeout if timeout is None else timeout)
 
     def check(self, keys: Sequence[str]) -> bool:
@@ -166,8 +166,8 @@ class RedisStore(Store):
         return None not in self._look(list(keys))
 
     def add(self, key: str, amount: int) -> int:
-        """Adds to the number in `key` (absent: 0) and returns the sum. Not repeated after a broken
-        connection: it would count twice."""
+        """Adds `amount` to the number in `key` (0 if absent) and returns the sum. Not repeated
+        after a broken connection, since it would count twice."""
         try:
             return int(self._write(self._connection.add, key, int(amount)))
         except redis.ResponseError as error:
@@ -177,25 +177,27 @@ class RedisStore(Store):
             ) from error
 
     def append(self, key: str, value: str | bytes) -> None:
-        """Appends to the value of `key` (absent: empty). Not repeated after a broken connection."""
+        """Appends to the value of `key` (empty if absent). Not repeated after a broken
+        connection."""
         self._write(self._connection.append, key, value)
 
     def compare_set(self, key: str, expected: str | bytes, desired: str | bytes) -> bytes:
-        """Sets `key` to `desired` if it holds `expected`, or is absent and `expected` is empty.
+        """Sets `key` to `desired` if its value is `expected`, or if the key is absent and
+        `expected` is empty.
 
-        Returns the resulting value; for an absent key that was not set, `expected`, as torch's own
-        stores do.
+        Returns the resulting value. For an absent key that was not set, returns `expected`, as
+        torch's own stores do.
         """
         return bytes(self._write(self._connection.compare_set, key, expected, desired))
 
     def delete_key(self, key: str) -> bool:
-        """Deletes `key`; whether it was there."""
+        """Deletes `key` and returns whether the key existed."""
         return bool(
             self._command(lambda: self._connection.client.hdel(self.prefix, key), repeatable=False)
         )
 
     def num_keys(self) -> int:
-        """Returns the number of keys (queues do not count)."""
+        """Returns the number of keys, without queues."""
         return int(
             self._command(lambda: self._connection.client.hlen(self.prefix), repeatable=True)
         )
@@ -209,21 +211,21 @@ class RedisStore(Store):
         """Returns True: append, multi_get and multi_set are supported."""
         return True
 
-    # The names under which torch's C++ code looks up these two in a Python store.
+    # The names under which torch's C++ code looks up these two methods in a Python store.
     deleteKey = delete_key  # noqa: N815
     getNumKeys = num_keys  # noqa: N815
 
     # --- queues
 
     def queue_push(self, key: str, value: str | bytes) -> None:
-        """Puts `value` at the end of the queue `key`. Not repeated after a broken connection."""
+        """Appends `value` to the queue `key`. Not repeated after a broken connection."""
         self._script(self._connection.queue_push, self._queue(key), key, value, repeatable=False)
 
     def queue_pop(self, key: str, block: bool = True) -> bytes:
-        """Removes and returns the first item. If the queue is empty, waits for up to the store's
-        timeout, or raises QueueEmptyError with `block=False`.
+        """Removes and returns the first item of the queue `key`. If the queue is empty, waits up to
+        the store's timeout, or raises QueueEmptyError with `block=False`.
 
-        An item that Redis returned just when the connection broke is lost, since its delivery
+        If the connection breaks just as Redis returns an item, the item is lost, since its delivery
         cannot be determined.
         """
 
@@ -253,20 +255,20 @@ class RedisStore(Store):
 
     @property
     def timeout(self) -> timedelta:
-        """Duration of waits; changed by `set_timeout`."""
+        """Time limit of waits; changed by `set_timeout`."""
         return cast(timedelta, super().timeout)  # type: ignore[misc]  # torch's stub leaves it out
 
     def clone(self) -> RedisStore:
         """Returns the store itself, which may be used from any thread.
 
-        A copy made for a C++ caller would lose its Python half immediately, since C++ holds only
-        the other half.
+        A copy made for a C++ caller would lose its Python half immediately, since C++ refers only
+        to the C++ half.
         """
         return self
 
     def with_prefix(self, prefix: str) -> RedisStore:
-        """Returns a store over other keys, with shared connections and its own abort, for the next
-        generation."""
+        """Returns a store over other keys, for the next generation. The new store shares the
+        connections but is aborted separately."""
         _check(prefix, self.timeout, self._lifetime)
         derived = RedisStore.__new__(RedisStore)
         derived._set_up(self._connection, prefix, self.timeout, self._lifetime)
@@ -274,7 +276,7 @@ class RedisStore(Store):
 
     def abort(self, reason: str) -> None:
         """Makes every blocked and every later call on this store raise StoreAbortedError(reason).
-        No I/O; any thread."""
+        Does no I/O; callable from any thread."""
         callbacks = self._abort.begin(reason)
         self._connection.wakeups.wake_all()
         for callback in callbacks:
@@ -282,8 +284,8 @@ class RedisStore(Store):
 
     @contextlib.contextmanager
     def on_abort(self, callback: Callable[[str], None]) -> Iterator[None]:
-        """Makes `abort` also call `callback(reason)` in its own thread while the context is open;
-        immediately if the store is already aborted."""
+        """Registers `callback` while the context is open: `abort` also calls `callback(reason)` in
+        its own thread. If the store is already aborted, calls it immediately."""
         reason = self._abort.add(callback)
         if reason is not None:
             callback(reason)
@@ -296,8 +298,8 @@ class RedisStore(Store):
         """Runs a Lua script of this package on the store's key, with the lifetime and the channels'
         prefix as ARGV[1] and ARGV[2].
 
-        It must be safe to repeat. For operations beyond a key-value store, such as the agreement on
-        a round of a rendezvous.
+        The script must be safe to repeat. Use it for operations beyond a key-value store, such as
+        the agreement on a round of a rendezvous.
         """
         return self._script(
             self._connection.client.register_script(script),
@@ -308,22 +310,22 @@ class RedisStore(Store):
 
     def watch_writes(self, key: str) -> contextlib.AbstractContextManager[threading.Event]:
         """Returns an event that is set soon after each write of `key`, and when the store is
-        aborted. Also check every second, since a notification can be lost."""
+        aborted. The caller must also check every second, since a notification can be lost."""
         return self._connection.wakeups.watch(self._channels + key)
 
     def discard(self) -> None:
-        """Deletes all keys of the store (not its queues) on the server. For a caller that knows
-        that nobody needs them."""
+        """Deletes all keys of the store, but not its queues, on the server. The caller must know
+        that no process needs the keys."""
         self._command(lambda: self._connection.client.unlink(self.prefix), repeatable=True)
 
     def close(self) -> None:
-        """Aborts the store and, if no other store shares its connections, closes them and ends
-        their thread. Idempotent."""
+        """Aborts the store. If no other store shares its connections, closes the connections and
+        ends their thread. Idempotent."""
         self.abort(f"store {self.prefix!r} is closed")
         if self._release.detach() is not None:
             self._connection.release(wait=True)
 
-    # --- how commands are sent and waited for
+    # --- sending commands and waiting
 
     def _write(self, script: Script, key: str, *arguments: str | bytes | int) -> Any:
         return self._script(script, self.prefix, key, *arguments, repeatable=False)
@@ -348,7 +350,8 @@ class RedisStore(Store):
         return cast("list[bytes | None]", values)
 
     def _command(self, send: Callable[[], T], *, repeatable: bool) -> T:
-        """Sends one command, again after a broken connection if it may be repeated."""
+        """Sends one command. Repeats the command after a broken connection if it is
+        `repeatable`."""
         attempts = _ATTEMPTS if repeatable else 1
         for attempt in range(attempts):
             self._raise_if_aborted()
@@ -411,8 +414,7 @@ class RedisStore(Store):
         return found
 
     def _attempt_before(self, deadline: float, attempt: Callable[[], T | None]) -> T | None:
-        """Makes an attempt, treating an unavailable server as "not there yet" until the
-        deadline."""
+        """Makes an attempt. Until the deadline, treats an unavailable server as a missing value."""
         try:
             return attempt()
         except StoreUnavailableError:
@@ -435,7 +437,7 @@ class RedisStore(Store):
 
 
 class _Abort:
-    """Tracks whether a store is aborted, and the callbacks. The first reason is kept."""
+    """State of a store's abort, and the callbacks to be called. The first reason is kept."""
 
     def __init__(self) -> None:
         self.reason: str | None = None
@@ -443,7 +445,8 @@ class _Abort:
         self._lock = threading.Lock()
 
     def begin(self, reason: str) -> list[Callable[[str], None]]:
-        """Sets the reason and returns the callbacks; none if it was already set."""
+        """Sets the reason and returns the callbacks; returns no callbacks if the reason was already
+        set."""
         with self._lock:
             if self.reason is not None:
                 return []

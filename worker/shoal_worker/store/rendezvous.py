@@ -1,17 +1,18 @@
-"""`init_process_group(init_method="redis://host:port/job")`: a plain torch script's rendezvous
+"""`init_process_group(init_method="redis://host:port/job")`: the rendezvous of a plain torch script
 through Redis.
 
-The URL is redis://[user:password@]host:port/job; with TLS rediss://, and `?ca=/path/of/ca.pem`
-where the system does not know the server's authority. `?db=2` picks a database. Rank and world size
-come from the arguments of init_process_group, else from the query (`?rank=0&world_size=4`), else
-from RANK and WORLD_SIZE. The job's name can be used again: ranks first agree on a round, and each
-round has a prefix of its own, so that what an earlier run left behind is never seen.
+The URL is redis://[user:password@]host:port/job. With TLS it begins with rediss://, and
+`?ca=/path/of/ca.pem` names the server's certificate authority if the system does not know it.
+`?db=2` selects a database. Rank and world size come from the arguments of init_process_group, else
+from the query (`?rank=0&world_size=4`), else from RANK and WORLD_SIZE. A job name can be reused:
+ranks first agree on a round, and each round has its own prefix, so leftovers of an earlier run are
+never visible.
 
-`import shoal` makes torch know it (torch_extensions.py). For scripts that do not import it,
-`python -m shoal_worker.store script.py` does.
+`import shoal` registers the init method with torch (torch_extensions.py). For scripts that do not
+import shoal, use `python -m shoal_worker.store script.py`.
 
-This is not how Shoal's own generations form (the coordinator gives those rank and prefix). It does
-not watch over the ranks afterwards.
+Shoal's own generations do not form in this way: the coordinator assigns their ranks and prefixes. A
+rendezvous does not monitor the ranks afterwards.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ from shoal_worker.store.redis_store import DEFAULT_LIFETIME, RedisStore
 
 _REFRESH_S: Final = 1.0
 _PATIENCE_S: Final = 5.0
-"""A waiting rank that has not refreshed its arrival for this long is considered dead."""
+"""Seconds without a refresh of its arrival after which a waiting rank is considered dead."""
 
 _STORES: Final[list[RedisStore]] = []
-"""Stores passed to torch, which keeps only their C++ half, so they must be kept here; like torch's
-own stores, until the process ends."""
+"""Stores passed to torch. torch refers only to their C++ half, so this list keeps them alive until
+the process ends, like torch's own stores."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,9 +55,9 @@ class Target:
 
 
 def parse(url: str, environment: Mapping[str, str] | None = None) -> Target:
-    """Parses an init method. Raises ConfigurationError naming what is missing or wrong.
+    """Parses an init method. Raises ConfigurationError naming the missing or wrong part.
 
-    `environment` defaults to that of this process.
+    `environment`: environment variables; by default, those of this process.
     """
     given = f"init_method {redacted(url)!r}"
     parts = urlsplit(url)
@@ -113,7 +114,7 @@ def rendezvous(
 
 
 def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
-    """Waits for all ranks; the prefix that this round's store uses."""
+    """Waits for all ranks and returns the prefix of this round's store."""
     token = uuid.uuid4().hex
     deadline = time.monotonic() + timeout.total_seconds()
     with lobby.watch_writes("round") as written:
@@ -132,8 +133,8 @@ def _join_round(lobby: RedisStore, target: Target, timeout: timedelta) -> str:
 
 
 def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[str]]:
-    """Announces (or refreshes) this rank's arrival. Returns the round and the absent ranks; if
-    there are none, the round is complete."""
+    """Announces or refreshes this rank's arrival. Returns the round and the absent ranks. If no
+    rank is absent, the round is complete."""
     patience_ms, lifetime_s = int(_PATIENCE_S * 1000), int(DEFAULT_LIFETIME.total_seconds())
     new_name = uuid.uuid4().hex[:12]
     reply = lobby.run_script(
@@ -146,8 +147,8 @@ def _arrive(lobby: RedisStore, target: Target, token: str) -> tuple[str, list[st
 def _number(
     given: str, field: str, least: int, argument: str | None, environment: str | None
 ) -> int:
-    """Returns an integer argument passed to torch (which writes it into the query, -1 for none), or
-    the environment's value."""
+    """Returns an integer argument that was passed to torch, or else the environment's value. torch
+    writes the argument into the query, as -1 if it was not given."""
     text = argument if argument is not None and argument != "-1" else environment
     if text is None:
         raise ConfigurationError(

@@ -1,9 +1,9 @@
-"""The store's writes as Lua scripts, so that each takes one round trip and wakes its waiters
+"""Lua scripts for the store's writes. Each write takes one round trip and wakes its waiters
 atomically.
 
-A store is one Redis hash (its keys are fields), so that one TTL and one DEL cover all of it.
-KEYS[1] is the hash, or a queue's list. ARGV[1] is the lifetime in seconds, ARGV[2] the prefix of
-the channels on which waits listen.
+A store is one Redis hash with the store's keys as fields, so a single TTL or DEL covers all of
+them. KEYS[1] is the hash, or a queue's list. ARGV[1] is the lifetime in seconds, ARGV[2] the prefix
+of the channels on which waits listen.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ end
 renew()
 """
 )
-"""ARGV[3..]: key, value, key, value, ... All of them or none."""
+"""Sets several keys atomically. ARGV[3..]: key, value, key, value, ..."""
 
 ADD: Final = (
     _RENEW
@@ -41,7 +41,7 @@ renew()
 return sum
 """
 )
-"""ARGV[3] key, ARGV[4] summand. Returns the sum."""
+"""Adds to a number and returns the sum. ARGV[3]: key; ARGV[4]: summand."""
 
 APPEND: Final = (
     _RENEW
@@ -51,7 +51,7 @@ redis.call('PUBLISH', ARGV[2] .. ARGV[3], '')
 renew()
 """
 )
-"""ARGV[3] key, ARGV[4] what to append."""
+"""Appends to a value. ARGV[3]: key; ARGV[4]: bytes to append."""
 
 COMPARE_SET: Final = (
     _RENEW
@@ -66,8 +66,8 @@ end
 return held or ARGV[4]
 """
 )
-"""ARGV[3] key, ARGV[4] expected, ARGV[5] desired. Returns what torch's stores return, also for an
-absent key: the expected value."""
+"""Sets a key if it has the expected value. ARGV[3]: key; ARGV[4]: expected value; ARGV[5]: desired
+value. Returns what torch's stores return; for an absent key this is the expected value."""
 
 QUEUE_PUSH: Final = (
     _RENEW
@@ -77,7 +77,7 @@ redis.call('PUBLISH', ARGV[2] .. ARGV[3], '')
 renew()
 """
 )
-"""ARGV[3] the queue's key, ARGV[4] the item."""
+"""Appends an item to a queue. ARGV[3]: the queue's key; ARGV[4]: item."""
 
 ARRIVE: Final = """
 local clock = redis.call('TIME')
@@ -133,12 +133,12 @@ if #missing == 0 then
 end
 return {redis.call('HGET', KEYS[1], 'name'), unpack(missing)}
 """
-"""Registers a rank's arrival at a rendezvous; repeated every second while it waits, so that ranks
-that died are not counted.
+"""Registers a rank's arrival at a rendezvous. The rank repeats the call every second while it
+waits, so that dead ranks are not counted.
 
-KEYS[1] the round: name, size, `rank:N` = token and time of the last refresh, complete. ARGV[3]
-world size, [4] rank, [5] this process's token, [6] after how many ms without a refresh a rank is
-dead, [7] name for a new round, [8] lifetime in s. Returns the round's name and the absent ranks;
-none if the round is complete. A rank that arrives at a complete round to which it does not belong
-begins a new one.
+KEYS[1]: the round, with the fields name, size, complete, and for each rank `rank:N` (token and time
+of the last refresh). ARGV[3]: world size; [4]: rank; [5]: this process's token; [6]: milliseconds
+without a refresh after which a rank is dead; [7]: name for a new round; [8]: lifetime in s. Returns
+the round's name and the absent ranks; none are absent if the round is complete. A rank that arrives
+at a complete round to which it does not belong begins a new round.
 """

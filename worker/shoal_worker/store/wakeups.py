@@ -1,13 +1,14 @@
 """Wakes waits on a Redis store as soon as a key is written, without polling.
 
 Every write publishes on its key's channel. One listener thread per Redis client owns the only
-subscribed connection; a wait registers the channel and gets a `threading.Event` that the listener
-sets. Published messages are hints that can be lost (a broken connection), so a wait must also check
-periodically: this module is fast but not reliable. It knows no keys and no values.
+subscribed connection. A wait registers the channel and gets a `threading.Event` that the listener
+sets. Published messages are hints that can be lost with a broken connection, so a wait must also
+check periodically: this module is fast but not reliable. It does not depend on the meaning of keys
+and values.
 
-Threads: `watch` and `wake_all` are for any thread. The subscription belongs to the listener thread;
-others reach it by a message to its inbox channel. The listener starts with a wait and ends some
-seconds after the last, or within LISTEN_TIMEOUT_S of `stop`.
+Threads: any thread may call `watch` and `wake_all`. The subscription belongs to the listener
+thread; other threads reach the listener by a message to its inbox channel. The listener starts with
+a wait, and ends some seconds after the last wait or within LISTEN_TIMEOUT_S of `stop`.
 """
 
 from __future__ import annotations
@@ -25,12 +26,12 @@ import redis
 _LOG: Final = logging.getLogger(__name__)
 
 LISTEN_TIMEOUT_S: Final = 0.5
-"""Longest interval between the listener's checks of the required channels, and longest duration of
-a stop."""
+"""Longest interval between the listener's checks of the required channels. Also the longest
+duration of a stop."""
 _RECONNECT_PAUSE_S: Final = 0.1
 _LINGER_S: Final = 5.0
-"""Time for which the listener stays without waits. A group that forms waits often; a training group
-never does."""
+"""Time for which the listener continues without waits. A group that forms waits often; a training
+group never does."""
 
 
 class Wakeups:
@@ -47,11 +48,11 @@ class Wakeups:
 
     @contextlib.contextmanager
     def watch(self, channel: str) -> Iterator[threading.Event]:
-        """Returns an event that is set when something is published on `channel`, when the listening
-        begins, and by `wake_all`.
+        """Yields an event that is set by each message on `channel`, by the start of listening, and
+        by `wake_all`.
 
-        Because it is also set when the listening begins, a caller that clears it, checks, and then
-        waits for it misses nothing.
+        Because the event is also set when listening starts, a caller that clears the event, checks,
+        and then waits misses nothing.
         """
         event = threading.Event()
         with self._lock:
@@ -80,13 +81,13 @@ class Wakeups:
                     event.set()
 
     def stop(self) -> None:
-        """Ends the listener soon. Does no I/O and does not wait, so that it can run in a
-        finalizer."""
+        """Makes the listener end soon. Does no I/O and does not wait, so that a finalizer can call
+        it."""
         self._stopped.set()
         self.wake_all()
 
     def join(self) -> None:
-        """Ends the listener now: returns when its thread is gone."""
+        """Ends the listener and waits until its thread has ended."""
         self.stop()
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
@@ -94,8 +95,8 @@ class Wakeups:
             thread.join()
 
     def _poke(self) -> None:
-        """Makes the listener check the required channels. If Redis is unavailable, it does so
-        slightly later anyway."""
+        """Makes the listener check the required channels. If Redis is unavailable, the listener
+        checks slightly later anyway."""
         with contextlib.suppress(redis.RedisError, OSError):
             self._client.publish(self._inbox, b"")
 
@@ -129,8 +130,8 @@ class Wakeups:
             subscription.close()
 
     def _retires(self, needed_at: float) -> bool:
-        """Returns whether the listener ends because there were no waits for long. The next wait
-        then starts another."""
+        """Returns whether the listener ends because there were no waits for `_LINGER_S`. The next
+        wait then starts a new listener."""
         with self._lock:
             if self._waits or time.monotonic() - needed_at < _LINGER_S:
                 return False
@@ -138,8 +139,8 @@ class Wakeups:
             return True
 
     def _follow_waits(self, subscription: Any) -> None:
-        """Subscribes to the required channels and drops the rest. The server's answer to a
-        subscription wakes the wait once."""
+        """Subscribes to the required channels and unsubscribes from the rest. The server's answer
+        to a subscription wakes the wait once."""
         with self._lock:
             wanted = {self._inbox, *self._waits}
         subscribed = {channel.decode() for channel in subscription.channels} - {

@@ -1,10 +1,11 @@
-"""Tensor parallelism: one model's layers split over several ranks, based on torch's DTensor and
+"""Tensor parallelism: splits one model's layers over several ranks, based on torch's DTensor and
 `parallelize_module`.
 
-`plan` defines how layers are split, and `derive` creates a plan for a model from the `blocks` that
-it finds by name or by data flow. `layers` splits the layers (`multihead` handles torch's attention
+`plan` defines how layers are split. `derive` creates a plan for a model from its `blocks`, which
+are found by name or by data flow. `layers` splits the layers (`multihead` handles torch's attention
 layer). A forward pass runs in a `region`, with rules for `attention` and the `loss`; `context`
-describes the ranks. The engine that connects this to sessions and optimizers is mesh/engine.py.
+describes the ranks. The engine that connects this package to sessions and optimizers is
+mesh/engine.py.
 """
 
 from shoal_worker.tensor_parallel.context import DropoutRandomness as DropoutRandomness

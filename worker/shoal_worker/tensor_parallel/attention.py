@@ -1,4 +1,4 @@
-"""Attention over heads that are split over the ranks: each rank attends with its own heads, without
+"""Attention with heads that are split over the ranks. Each rank computes its own heads, without
 communication.
 
 Shapes: B batch, H heads, T queries, S keys, D head size.
@@ -34,18 +34,19 @@ from shoal_worker.tensor_parallel.context import (
 
 @dataclass(frozen=True, kw_only=True)
 class LocalSlice:
-    """The part of a whole tensor held by a rank."""
+    """This rank's part of a tensor."""
 
     dimension: int
     start: int
     shape: tuple[int, ...]
-    """Shape of the whole."""
+    """Shape of the full tensor."""
     stride: tuple[int, ...] | None = None
-    """Stride of the whole; None: contiguous. One process draws in memory order."""
+    """Stride of the full tensor; None: contiguous. A single process draws random numbers in memory
+    order."""
 
 
 def slice_of(tensor: DTensor) -> LocalSlice | None:
-    """Returns the slice of a tensor; None if every rank holds it entirely."""
+    """Returns this rank's slice of a tensor; None if every rank has the full tensor."""
     dimension = split_dimension(tensor)
     if dimension is None:
         return None
@@ -101,11 +102,11 @@ def drop(
 
 @contextlib.contextmanager
 def shard_randomness(context: ParallelContext, device: torch.device) -> Iterator[None]:
-    """Makes this rank draw its own numbers within the context. Afterwards all ranks' default
-    generators are in the same state, if they were before.
+    """Makes each rank draw different random numbers within the context. At its end the default
+    generators of all ranks are in the same state, provided that they were before.
 
-    The seed is drawn from the default generator, so that activation checkpointing, which restores
-    that, draws the same again.
+    The seed is drawn from the default generator. Activation checkpointing restores that generator,
+    and therefore draws the same seed again.
     """
     seed = int(torch.empty((), dtype=torch.int64).random_())
     generator = (
@@ -137,8 +138,8 @@ def scaled_dot_product_attention(
     is_causal: bool = False,
     **options: Any,
 ) -> DTensor:
-    """Implements F.scaled_dot_product_attention on DTensors: on each rank's own heads (or batch),
-    or on the whole if they are split otherwise."""
+    """Implements F.scaled_dot_product_attention on DTensors. Each rank computes its own heads (or
+    part of the batch); tensors that are split in another way are gathered first."""
     tensors = [query_BHTD, key_BHSD, value_BHSD]
     cuts = {split_dimension(t) for t in tensors}
     dimension = cuts.pop() if len(cuts) == 1 else None
@@ -189,8 +190,8 @@ def attend(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Computes attention explicitly on local tensors: returns its output, and its weights after
-    dropout. `weights_cut`: of the weights, BHTS."""
+    """Computes attention explicitly on local tensors. Returns the output, and the weights after
+    dropout. `weights_cut`: this rank's slice of the weights, BHTS."""
     if enable_gqa:
         groups = query_BHTD.shape[-3] // key_BHSD.shape[-3]
         key_BHSD, value_BHSD = (t.repeat_interleave(groups, dim=-3) for t in (key_BHSD, value_BHSD))
@@ -216,8 +217,8 @@ def attend(
 
 
 def _local_mask(mask: DTensor, query: DTensor) -> torch.Tensor:
-    """Returns the part of the mask for this rank's heads; the whole mask if it is the same for all
-    of them."""
+    """Returns the part of the mask for this rank's heads; the full mask if it is the same for all
+    heads."""
     dimension = split_dimension(query)
     own = None if dimension is None else dimension - query.ndim + mask.ndim
     if own is None or own < 0 or mask.shape[own] == 1:

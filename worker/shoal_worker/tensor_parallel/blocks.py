@@ -1,8 +1,9 @@
-"""Finds attention and MLP blocks in a model by its modules' names and shapes, as they are in torch,
-Hugging Face (Llama, Mistral, GPT-2, BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and timm.
+"""Finds attention and MLP blocks in a model by the names and shapes of its modules, as used in
+torch, Hugging Face (Llama, Mistral, GPT-2, BERT, T5, OPT, GPT-NeoX, ...), Meta's Llama, nanoGPT and
+timm.
 
-A block is found only if the shapes agree with the names. A wrong guess would cost communication,
-never a wrong result: DTensor keeps the arithmetic right whatever is split
+A block is found only if the shapes agree with the names. A wrong guess costs communication but
+never gives a wrong result: DTensor keeps the arithmetic correct however layers are split
 (docs/explanation/mesh.md#tensor-parallelism).
 """
 
@@ -28,20 +29,21 @@ from shoal_worker.torch_internals import pytree
 
 @dataclass(frozen=True)
 class LinearLike:
-    """Properties of such a layer that are known without its values."""
+    """Properties of a linear layer, or of a layer like it, that are known without its values."""
 
     in_features: int
     out_features: int
     output_dimension: int
-    """Dimension of the weight that corresponds to outputs: 0 for nn.Linear, 1 for Conv1D."""
+    """Dimension of the weight that corresponds to output features: 0 for nn.Linear, 1 for
+    Conv1D."""
 
 
 _CONVOLUTIONS: Final = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
 
 
 def linear_like(module: nn.Module) -> LinearLike | None:
-    """Returns the layer's shape; None for any other module, and for one whose weight is computed
-    (parametrizations)."""
+    """Returns the layer's shape. Returns None for a module that is not like a linear layer, or
+    whose weight is computed (parametrizations)."""
     weight = module._parameters.get("weight")
     if weight is None or weight.ndim != 2:
         return None
@@ -53,15 +55,16 @@ def linear_like(module: nn.Module) -> LinearLike | None:
 
 
 def own_parameters(module: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    """Returns parameters that the module itself holds, the weight first."""
+    """Returns the parameters that the module owns directly, the weight first."""
     own = [(name, p) for name, p in module._parameters.items() if p is not None]
     return sorted(own, key=lambda item: "weight" not in item[0])
 
 
 def is_convolution(module: nn.Module) -> bool:
-    """Returns whether each output channel is computed from all input channels and its own weights,
-    so that the module can be split by them: a torch convolution with torch's own forward pass.
-    Other classes may do more, such as standardizing the weight."""
+    """Returns whether the module is a torch convolution with torch's own forward pass, without
+    groups. Such a convolution computes each output channel from all input channels and the
+    channel's own weights, so it can be split by output channels. Other classes may do more, such as
+    standardizing the weight."""
     own = next((kind for kind in _CONVOLUTIONS if isinstance(module, kind)), None)
     if own is None or module.groups != 1 or "weight" not in module._parameters:
         return False
@@ -103,8 +106,8 @@ PACKED: Final[tuple[str, ...]] = (
     "query_key_value",
 )
 PACKED_BY_HEAD: Final[tuple[str, ...]] = ("query_key_value",)
-"""Layers whose output is query, key and value of the first head, then of the second: one contiguous
-split cuts it between heads."""
+"""Layers whose output is the query, key and value of the first head, followed by those of the
+second head. One contiguous split cuts such an output between heads."""
 OUTPUT: Final[tuple[str, ...]] = (
     "o_proj",
     "out_proj",
@@ -177,24 +180,24 @@ _ELEMENTWISE_MODULES: Final = (
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Layers with split outputs, and the layer that sums them."""
+    """Layers with split outputs, and the layer that sums these outputs."""
 
     path: str
-    """Path of the module that contains all of them."""
+    """Path of the module that contains all layers of the block."""
     kind: str
     """"attention" or "mlp"."""
     columns: Mapping[str, int]
-    """Number of parts of the output, by path of each layer that begins the block."""
+    """Number of parts of the output of each layer that begins the block, by path."""
     row: str
     heads: int | None = None
-    """Number of heads of the queries; None for an MLP."""
+    """Number of query heads; None for an MLP."""
     key_heads: int | None = None
-    """Number of heads of keys and values."""
+    """Number of key and value heads."""
     reason: str
 
 
 def find_blocks(model: nn.Module) -> list[Block]:
-    """Returns all non-overlapping blocks that names and structure reveal."""
+    """Returns the model's blocks, as found by names and structure. The blocks do not overlap."""
     found: list[Block] = []
     taken: set[str] = set()
     for path, module in model.named_modules():
@@ -268,8 +271,8 @@ def _attention(path: str, module: nn.Module, parent: nn.Module | None) -> Iterat
 def _heads(
     module: nn.Module, parent: nn.Module | None, width: int, key_width: int
 ) -> tuple[int | None, int | None]:
-    """Returns the numbers of heads of queries and of keys, from attributes of the attention module,
-    of the one around it or of their configurations."""
+    """Returns the numbers of query heads and of key heads. They come from attributes of the
+    attention module, of the module around it, or of their configurations."""
     places = [
         p
         for m in (module, parent)
@@ -314,7 +317,7 @@ def _mlp(path: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _sequential(path: str, module: nn.Module) -> Iterator[Block]:
-    """Finds sequences of Linear, elementwise modules, Linear."""
+    """Yields blocks for sequences of a Linear, elementwise modules, and a Linear."""
     if not isinstance(module, nn.Sequential):
         return
     begun: tuple[str, LinearLike] | None = None
@@ -336,7 +339,7 @@ def _sequential(path: str, module: nn.Module) -> Iterator[Block]:
 
 
 def _layers(module: nn.Module) -> dict[str, LinearLike]:
-    """Returns its linear layers by name: children, and children of children."""
+    """Returns the module's linear layers by name, among its children and their children."""
     found = {}
     for name, child in module.named_children():
         for inner, candidate in (
@@ -370,25 +373,27 @@ _ELEMENTWISE_CALLS: Final = frozenset(
         "clone",
     )
 )  # fmt: skip
-"""Names of functions that compute each element of the output from that of the inputs."""
+"""Names of functions that compute each element of the output from the same element of the
+inputs."""
 
 
 @dataclass(frozen=True)
 class _Flow:
-    """Origin of a tensor, back to the nearest linear layers."""
+    """Origin of a tensor, traced back to the nearest linear layers."""
 
     layers: frozenset[str] = frozenset()
     elementwise: bool = True
-    """True if only elementwise functions are in between."""
+    """True if there are only elementwise functions between these layers and the tensor."""
     attention: int | None = None
-    """The attention call whose output it is."""
+    """Index of the attention call whose output the tensor is; None if there is none."""
 
 
 def trace_blocks(model: nn.Module, inputs: Any) -> list[Block]:
-    """Runs `model(*inputs)` (a mapping: `model(**inputs)`) on the meta device.
+    """Runs `model(*inputs)` (for a mapping: `model(**inputs)`) on the meta device, and returns the
+    blocks found by data flow.
 
     Raises:
-        ConfigurationError: the model's code cannot run there.
+        ConfigurationError: the model's code cannot run on the meta device.
     """
     recorder = _Recorder(model)
     tensors = {
@@ -543,7 +548,7 @@ class _Recorder(TorchFunctionMode):
 
 def _keeps_elements(func: Callable[..., Any]) -> bool:
     """Returns whether a function only reads a tensor's properties or rearranges its elements,
-    without using them."""
+    without computing with them."""
     return getattr(func, "__name__", "") in (
         "__get__",
         "size",
@@ -560,7 +565,7 @@ def _keeps_elements(func: Callable[..., Any]) -> bool:
 
 
 def _common(paths: list[str]) -> str:
-    """Returns the module that contains all of them."""
+    """Returns the path of the innermost module that contains all these modules."""
     split = [p.split(".")[:-1] for p in paths]
     shared = []
     for parts in zip(*split, strict=False):

@@ -1,9 +1,9 @@
-"""The tensor-parallel group as seen by the layers, and the ways in which a tensor enters, leaves
-and is split in it.
+"""The tensor-parallel group as seen by the layers, and the ways in which tensors enter the group,
+leave it and are split in it.
 
-Between blocks activations are plain tensors, the same on every rank (with sequence parallelism:
-DTensors split along the sequence). Within a block they are DTensors, so that the model's own code
-sees full shapes: heads, hidden sizes and reshapes need no change.
+Between blocks, activations are plain tensors that are the same on every rank. With sequence
+parallelism, they are DTensors split along the sequence. Within a block, activations are DTensors,
+so that the model's own code sees full shapes: heads, hidden sizes and reshapes need no change.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from shoal_worker.torch_internals import compute_local_shape_and_global_offset, 
 
 
 class DropoutRandomness(StrEnum):
-    """Source of the random numbers for dropout on split activations. On whole activations all ranks
-    draw alike."""
+    """Source of the random numbers for dropout on split activations. For activations that are not
+    split, all ranks draw the same numbers."""
 
     PER_SHARD = "per_shard"
-    """Each rank draws for its own shard, seeded by a common draw. Costs 1/N of one process's random
-    numbers."""
+    """Each rank draws for its own shard, seeded by a common draw. Costs 1/N of the random numbers
+    of a single process."""
     AS_ONE_PROCESS = "as_one_process"
-    """Every rank draws the mask of the whole activation and takes its part: the numbers are those
-    that one process would draw."""
+    """Every rank draws the mask of the full activation and uses its part of the mask. The numbers
+    are those of a single process."""
 
 
 class ParallelContext:
-    """One tensor-parallel group, its mesh of one dimension, and how activations are handled in it.
-    Never copied with a module."""
+    """One tensor-parallel group, its one-dimensional mesh, and the handling of activations in the
+    group. Not copied when a module is copied."""
 
     def __init__(
         self, mesh: DeviceMesh, *, sequence_dimension: int | None, dropout: DropoutRandomness
@@ -58,20 +58,20 @@ class ParallelContext:
         return self.mesh.size()
 
     def replicated(self, tensor: torch.Tensor) -> DTensor:
-        """Returns a tensor that is the same on all ranks as a DTensor. Backward: the sum of the
+        """Returns a tensor that is the same on all ranks as a DTensor. The backward pass sums the
         ranks' parts of its gradient."""
         return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
 
     def sharded(self, local: torch.Tensor, dimension: int) -> DTensor:
-        """Returns the whole tensor of which `local` is this rank's part; all parts have the same
-        size."""
+        """Returns the full tensor as a DTensor. `local`: this rank's part; the parts of all ranks
+        must have the same size."""
         return DTensor.from_local(
             local, self.mesh, [Shard(dimension % local.ndim)], run_check=False
         )
 
     def leave(self, output: DTensor) -> torch.Tensor:
-        """Returns the output of a block: summed over the ranks, whole; with sequence parallelism
-        split along the sequence."""
+        """Returns the output of a block, summed over the ranks: the full tensor or, with sequence
+        parallelism, the tensor split along the sequence."""
         if self.sequence_dimension is not None and output.ndim > max(2, self.sequence_dimension):
             length, ranks = output.shape[self.sequence_dimension], self.mesh.size()
             if length % ranks:
@@ -85,20 +85,21 @@ class ParallelContext:
 
 
 def whole(tensor: DTensor) -> torch.Tensor:
-    """Returns the whole tensor on every rank. Its gradient must be the same on all of them."""
+    """Returns the full tensor on every rank. The gradient of the result must be the same on all
+    ranks."""
     return tensor.redistribute(placements=[Replicate()]).to_local()
 
 
 def placement_of(tensor: DTensor) -> Placement:
-    """Returns the placement on the only dimension of the mesh."""
+    """Returns the tensor's placement on the only dimension of the mesh."""
     return tensor.placements[0]
 
 
 def split_dimension(tensor: DTensor) -> int | None:
-    """Returns the dimension along which the tensor is split in contiguous pieces; None if it is
-    whole, pending a sum, or split in another way."""
+    """Returns the dimension along which the tensor is split into contiguous pieces. Returns None if
+    it is replicated, awaits a sum, or is split in another way."""
     placement = placement_of(tensor)
-    # _StridedShard is no subclass of it
+    # _StridedShard is not a subclass of Shard
     return placement.dim if isinstance(placement, Shard) else None
 
 
@@ -111,20 +112,21 @@ def local_offset(tensor: DTensor, dimension: int) -> int:
 
 
 def grad_partial(tensor: DTensor) -> torch.Tensor:
-    """Returns the local part of a replicated tensor, for code whose gradient for it is a part of a
-    sum."""
+    """Returns the local part of a replicated tensor, for code that computes only a summand of its
+    gradient on each rank."""
     return tensor.to_local(grad_placements=[Partial()])
 
 
 def holds_dtensor(values: Any) -> bool:
-    """Returns whether one of the values, or of the lists and tuples among them, is a DTensor."""
+    """Returns whether the values, including nested lists and tuples, contain a DTensor."""
     return any(
         isinstance(v, DTensor) or (isinstance(v, list | tuple) and holds_dtensor(v)) for v in values
     )
 
 
 def plain(value: Any) -> Any:
-    """Replaces the DTensors in an argument by whole plain tensors, also in lists and tuples."""
+    """Returns the argument with every DTensor replaced by a full plain tensor, including DTensors
+    in lists and tuples."""
     if isinstance(value, DTensor):
         return whole(value)
     if isinstance(value, list | tuple) and holds_dtensor(value):

@@ -1,8 +1,9 @@
-"""Creates the plan of a model from the user's instructions, then from its structure; refuses if
-neither is sufficient.
+"""Creates the plan of a model from the user's instructions and from the model's structure. Raises
+an error if these are not sufficient.
 
-Nothing large is replicated unless requested. Small parameters are (norms, biases and other vectors,
-and parameters with fewer elements than the minimum), and the plan gives the reason for each.
+Nothing large is replicated unless the user requests it. Small parameters are replicated (norms,
+biases and other vectors, and parameters with fewer elements than the minimum), and the plan gives
+the reason for each.
 """
 
 from __future__ import annotations
@@ -59,21 +60,23 @@ def make_plan(
 
     Args:
         plan: styles of some or all modules, by path pattern. A pattern is a path whose components
-            may hold wildcards, `layers.*.mlp.up`; later patterns win. The path of a parameter that
-            a module holds itself is a pattern too, with "replicate". Modules that match no pattern
-            are derived, but a block with a matching layer is not: its other layers stand alone.
+            may contain wildcards, `layers.*.mlp.up`; later patterns take precedence. The path of a
+            parameter that a module owns directly is also a pattern, with "replicate". Modules that
+            match no pattern are derived. A block with a matching layer is not derived: each of its
+            other layers is treated separately.
         minimum_parameter_group_size: modules (blocks: the largest layer) with fewer elements may be
             replicated.
-        sequence_dimension: split activations between blocks along this dimension (sequence
-            parallelism): usually 1; 0 if it comes first.
-        loss_parallel: leave the logits, the output of a layer that stands alone at the model's end,
+        sequence_dimension: dimension along which activations between blocks are split (sequence
+            parallelism): usually 1, or 0 if the sequence comes first.
+        loss_parallel: True to leave the logits, the output of a separate layer at the model's end,
             split over the vocabulary.
-        example_inputs: a tuple of positional or a mapping of keyword arguments of `model`, for
-            tracing if names do not reveal the blocks. Only shapes matter; nothing is computed.
+        example_inputs: a tuple of positional arguments or a mapping of keyword arguments of
+            `model`, for tracing if names do not reveal the blocks. Only shapes matter; nothing is
+            computed.
 
     Raises:
-        ConfigurationError: something large cannot be split: names the module, its size and what to
-            do.
+        ConfigurationError: something large cannot be split. The message names the module, its size
+            and the remedy.
     """
     if size < 1:
         raise ConfigurationError(f"tensor parallelism over {size} ranks: expected at least 1")
@@ -93,7 +96,7 @@ def make_plan(
 
 @dataclass(frozen=True)
 class _Role:
-    """Style of a module, and the reason."""
+    """Style of a module, and the reason for it."""
 
     split: Split
     block: str
@@ -121,7 +124,8 @@ class _Planner:
         self._inputs = example_inputs
         self._roles: dict[str, _Role] = {}
         self._first: dict[int, tuple[str, ParameterLayout]] = {}
-        """Layout of each parameter by identity, with the module under which it was found first."""
+        """Layout of each parameter, by identity, with the module in which the parameter was found
+        first."""
         self._names = {id(p): name for name, p in model.named_parameters()}
 
     def plan(self) -> TensorParallelPlan:
@@ -272,8 +276,8 @@ class _Planner:
                 )
 
     def _replicates_small(self, block: str, paths: tuple[str, ...], kind: str) -> bool:
-        """Gives the layers of a block the style "replicate" if none of them is large enough to be
-        worth the communication."""
+        """Assigns the style "replicate" to the layers of a block if none of them is large enough to
+        justify the communication. Returns whether it did."""
         largest = max(_elements(self._model.get_submodule(path)) for path in paths)
         if largest >= self._minimum:
             return False
@@ -323,9 +327,9 @@ class _Planner:
         )
 
     def _holders(self, owners: Sequence[tuple[str, nn.Module]]) -> set[str]:
-        """Returns modules that are not layers and whose own parameters all belong to layers too:
-        BERT's head holds its decoder's bias. The layers determine how these are split; to the code
-        of the other module a DTensor appears whole."""
+        """Returns modules that are not layers and whose own parameters all belong to layers as
+        well; for example, BERT's head refers to the bias of its decoder. The layers determine how
+        these parameters are split. The code of such a module sees DTensors with full shapes."""
         layers = {
             path
             for path, m in owners
@@ -409,7 +413,7 @@ class _Planner:
         )
 
     def _first_dimension(self, module: nn.Module) -> int | None:
-        """Returns the dimension along which this module's shared parameter was split when it was
+        """Returns the dimension along which this module's shared parameter was split where it was
         found first."""
         return next(
             (
@@ -421,7 +425,8 @@ class _Planner:
         )
 
     def _check(self, path: str, module: nn.Module, role: _Role) -> None:
-        """Checks that the style fits the module, and that every rank gets a part of it."""
+        """Raises ConfigurationError if the style does not fit the module, or some rank would get no
+        part of the module."""
         style, layer = role.split.style, linear_like(module)
         fits = {
             Style.VOCABULARY: type(module) is nn.Embedding,
@@ -531,19 +536,19 @@ class _Planner:
 
 
 def _elements(module: nn.Module) -> int:
-    """Returns the number of elements of the largest parameter that the module itself holds."""
+    """Returns the number of elements of the largest parameter that the module owns directly."""
     return max((p.numel() for _, p in own_parameters(module)), default=0)
 
 
 def _is_norm(module: nn.Module) -> bool:
-    """Returns whether the module is a norm that is not torch's, such as T5's or Llama's RMSNorm."""
+    """Returns whether the module is a norm of another library, such as T5's or Llama's RMSNorm."""
     return type(module).__name__.lower().endswith("norm") and all(
         p.ndim == 1 for _, p in own_parameters(module)
     )
 
 
 def _matches(path: str, pattern: str) -> bool:
-    """Matches component by component, as parallelize_module does."""
+    """Returns whether a path matches a pattern, component by component as in parallelize_module."""
     parts, wanted = path.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(
         fnmatchcase(part, want) for part, want in zip(parts, wanted, strict=True)
@@ -553,7 +558,8 @@ def _matches(path: str, pattern: str) -> bool:
 def _stored(
     module: nn.Module, name: str, shape: tuple[int, ...], split: Split
 ) -> tuple[tuple[int, ...], int | None]:
-    """Returns the shape in which a parameter is stored, and its split dimension."""
+    """Returns the shape in which a parameter is stored, and the dimension along which it is
+    split."""
     style = split.style
     if style is Style.REPLICATE:
         return shape, None

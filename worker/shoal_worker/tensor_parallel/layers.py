@@ -1,13 +1,13 @@
-"""Implements each style for a module: its class gains a mixin whose `forward` works with parameters
-that are DTensors.
+"""Implements each style for a module: the module's class gains a mixin whose `forward` works with
+parameters that are DTensors.
 
-The class is changed in place, as FSDP2 does, so that names, attributes and isinstance are
-unaffected, and a copy of the model works by itself. Every module that contains a split one opens a
-region (region.py) around its forward pass: submodules can be called directly, and activation
-checkpointing can run them again by themselves.
+The class is changed in place, as in FSDP2, so that names, attributes and isinstance are unaffected,
+and a copy of the model works independently. Every module that contains a split module opens a
+region (region.py) around its forward pass. Submodules can therefore be called directly, and
+activation checkpointing can rerun them on their own.
 
-Distributes a model over the ranks of a tensor-parallel group according to a plan. The result is the
-same module, changed in place.
+`parallelize` distributes a model over the ranks of a tensor-parallel group according to a plan. The
+result is the same module, changed in place.
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ from shoal_worker.tensor_parallel.plan import (
 from shoal_worker.tensor_parallel.region import region
 from shoal_worker.torch_internals import pytree, uncompiled
 
-# torch.compile cannot trace a region (a packed DTensor's placement fails in Dynamo): within one,
-# the model is not compiled.
+# torch.compile cannot trace a region (the placement of a packed DTensor fails in Dynamo), so the
+# model is not compiled within a region.
 
 
 class Region(nn.Module):
-    """A module that contains split ones: plain tensors and DTensors may be mixed in its code."""
+    """A module that contains split modules. Its code may mix plain tensors and DTensors."""
 
     _shoal_context: ParallelContext
 
@@ -61,7 +61,7 @@ class Region(nn.Module):
 
 
 class Root(nn.Module):
-    """The model itself: its results are plain, except for logits for a parallel loss."""
+    """The model itself. Its results are plain tensors, except for logits for a parallel loss."""
 
     _shoal_context: ParallelContext
     _shoal_keeps_logits: bool
@@ -79,11 +79,11 @@ class Root(nn.Module):
 
 
 def run_inside(root: nn.Module, run: Callable[[], Any], *, last: bool) -> Any:
-    """Returns the result of `run`, a part of a model's forward pass, with that model's region
-    around it and as plain tensors.
+    """Runs `run`, a part of a model's forward pass, within the model's region, and returns the
+    result with plain tensors.
 
-    `last`: it is the end of the pass, where split logits are left to a parallel loss. A model that
-    is not split runs unchanged.
+    `last`: True for the end of the pass, where split logits are left to a parallel loss. If the
+    model is not split, `run` is called without a region.
     """
     if not isinstance(root, Root):
         return run()
@@ -93,7 +93,7 @@ def run_inside(root: nn.Module, run: Callable[[], Any], *, last: bool) -> Any:
 
 
 class Column(nn.Module):
-    """A linear layer by output features: its output is split along the last dimension."""
+    """A linear layer split by output features. Its output is split along the last dimension."""
 
     _shoal_context: ParallelContext
 
@@ -115,14 +115,14 @@ class ColumnGathered(Column):
 
 
 class Convolution(nn.Module):
-    """A convolution split by output channels, with a whole output. The channels come before as many
-    dimensions as its kernel has."""
+    """A convolution split by output channels. Its output is gathered. The channel dimension
+    precedes the dimensions of the kernel."""
 
     _shoal_context: ParallelContext
     weight: nn.Parameter
     bias: nn.Parameter | None
     _conv_forward: Callable[[torch.Tensor, torch.Tensor, torch.Tensor | None], torch.Tensor]
-    """torch's own implementation, including padding."""
+    """torch's own implementation of the convolution, including padding."""
 
     @uncompiled
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -136,8 +136,8 @@ class Convolution(nn.Module):
 
 
 class PackedColumn(nn.Module):
-    """A linear layer whose output is several parts side by side, each split separately. The weight
-    has a dimension for the parts."""
+    """A linear layer whose output consists of several parts side by side, each split separately.
+    The weight has a dimension for the parts."""
 
     _shoal_context: ParallelContext
     _shoal_output_dimension: int
@@ -163,7 +163,7 @@ class PackedColumn(nn.Module):
 
 
 class Row(nn.Module):
-    """A linear layer by input features: its output is summed over the ranks."""
+    """A linear layer split by input features. Its output is summed over the ranks."""
 
     _shoal_context: ParallelContext
 
@@ -174,8 +174,8 @@ class Row(nn.Module):
 
 
 class Vocabulary(nn.Module):
-    """nn.Embedding split by rows: each rank looks up its own rows; the others' outputs are zero,
-    and all are summed."""
+    """nn.Embedding split by rows. Each rank looks up its own rows, and returns zeros for rows of
+    other ranks; the results are summed."""
 
     _shoal_context: ParallelContext
 
@@ -201,8 +201,8 @@ class Vocabulary(nn.Module):
 
 
 class EmbeddingDimension(nn.Module):
-    """nn.Embedding or nn.EmbeddingBag split by columns, which supports any mode of bag; the output
-    is whole."""
+    """nn.Embedding or nn.EmbeddingBag split by columns, which supports any mode of bag. Its output
+    is gathered."""
 
     _shoal_context: ParallelContext
 
@@ -258,8 +258,8 @@ class ShoalStyle(ParallelStyle):
         loss_parallel: bool,
         runs: bool,
     ) -> None:
-        """Creates the style. `entry`: None for a module without its own parameters. `runs`: whether
-        this rank runs it."""
+        """Creates the style. `entry`: the module's entry in the plan; None for a module without its
+        own parameters. `runs`: True if this rank runs the module."""
         super().__init__()
         self._context = context
         self._distributor = distributor
@@ -311,7 +311,7 @@ def _add_mixins(module: nn.Module, mixins: Sequence[type[nn.Module]]) -> None:
 
 
 _ADDED: Final = frozenset({"_shoal_context", "_shoal_keeps_logits", "_shoal_output_dimension"})
-"""Attributes added to modules, in addition to their classes."""
+"""Attributes that are added to modules, in addition to the change of class."""
 
 
 def parallelize(
@@ -322,20 +322,20 @@ def parallelize(
     share: Share,
     dropout: DropoutRandomness,
 ) -> None:
-    """Splits the model's parameters over `mesh` and changes its modules to work with them.
-    Collective: all ranks of the mesh call it alike.
+    """Splits the model's parameters over `mesh` and changes its modules to work with the split
+    parameters. Collective: all ranks of the mesh call this function with equal arguments.
 
-    Every rank passes the same inputs to the model afterwards and gets the same outputs and
+    Afterwards every rank passes the same inputs to the model and gets the same outputs and
     gradients. The parameters named by `share` become new objects (DTensors if they are split) with
     arbitrary values. On one rank the model is not changed.
 
     Args:
-        mesh: of one dimension; a slice of a larger one.
+        mesh: one-dimensional mesh; may be a slice of a larger mesh.
         share: part of the model on this rank.
 
     Raises:
-        ConfigurationError: the plan is for another model or another number of ranks, or not the
-            same on all of them; nothing is changed.
+        ConfigurationError: the plan is for another model or another number of ranks, or differs
+            between ranks; nothing is changed.
     """
     _check(model, mesh, plan)
     _check_agreement(mesh, plan)
@@ -359,7 +359,7 @@ def parallelize(
 def _styles(
     model: nn.Module, plan: TensorParallelPlan, context: ParallelContext, distributor: Distributor
 ) -> dict[str, ParallelStyle]:
-    """Returns the styles of each module with parameters, and of each that contains a split one."""
+    """Returns the style of each module that has parameters or contains a split module."""
     runs = distributor.share.runs
     split = [
         entry.module
@@ -384,8 +384,8 @@ def _styles(
 
 
 def unparallelize(model: nn.Module) -> None:
-    """Restores the original classes of a model's modules. Its parameters are not changed; replace
-    them afterwards."""
+    """Restores the original classes of a model's modules. Does not change the parameters; replace
+    these afterwards."""
     for module in model.modules():
         if "_shoal_context" in module.__dict__:
             module.__class__ = type(module).__bases__[-1]
@@ -413,8 +413,8 @@ def _check(model: nn.Module, mesh: DeviceMesh, plan: TensorParallelPlan) -> None
 
 
 def _check_agreement(mesh: DeviceMesh, plan: TensorParallelPlan) -> None:
-    """Checks that plans are equal: ranks with different plans would wait for each other forever, or
-    mix their values."""
+    """Raises ConfigurationError if the ranks have different plans. Such ranks would wait for each
+    other forever, or mix their values."""
     digest = checksum(memoryview(repr(plan).encode())) >> 1
     bounds = torch.tensor([digest, -digest], dtype=torch.int64, device=mesh.device_type)
     options = dist.AllreduceOptions()

@@ -1,9 +1,8 @@
-"""Cross-entropy over logits that are split along the vocabulary: the full logits never exist on any
-rank.
+"""Cross-entropy over logits that are split along the vocabulary. No rank ever has the full logits.
 
 Two all-reduces of one or two numbers per token, in the forward pass only, replace an all-gather of
-`vocabulary` numbers per token. As in Megatron-LM (Shoeybi et al. 2019, section 3), with torch's
-weight, ignore_index, reduction and label_smoothing.
+`vocabulary` numbers per token. The method is that of Megatron-LM (Shoeybi et al. 2019, section 3),
+with torch's weight, ignore_index, reduction and label_smoothing.
 """
 
 from __future__ import annotations
@@ -20,8 +19,8 @@ from shoal_worker.tensor_parallel.context import local_offset, split_dimension
 
 
 class _SumOverRanks(torch.autograd.Function):
-    """Sum over the ranks. Later computations are the same on every rank, so the gradient is each
-    rank's own."""
+    """Sum over the ranks. Later computations are the same on every rank, so the gradient of a
+    rank's summand is the rank's own gradient of the sum."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
@@ -43,17 +42,20 @@ def vocabulary_parallel_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Computes F.cross_entropy(logits, target, ...), the same plain tensor on every rank.
+    """Computes F.cross_entropy(logits, target, ...) and returns the same plain tensor on every
+    rank.
 
     Args:
-        logits: split over the classes: dimension 1, or 0 if it is the only one.
-        target: class indices, the same on every rank; the logits' shape without the classes.
-        weight: of each class; the whole tensor on every rank.
+        logits: logits that are split over the classes: along dimension 1, or 0 if it is the only
+            dimension.
+        target: class indices, the same on every rank, in the shape of the logits without the
+            classes.
+        weight: weight of each class; the full tensor on every rank.
 
     Raises:
-        ConfigurationError: targets that are probabilities, an unknown reduction, a target outside
-            the vocabulary (on a GPU, where checking would require a synchronization, the loss is
-            NaN instead).
+        ConfigurationError: targets that are probabilities, an unknown reduction, or a target
+            outside the vocabulary. On a GPU, where checking the targets would require a
+            synchronization, the loss is NaN instead.
     """
     _check(target, logits, ignore_index, reduction)
     dimension = cast(int, split_dimension(logits))
@@ -95,7 +97,7 @@ def vocabulary_parallel_cross_entropy(
         total_weight = classes if class_weights is None else class_weights.sum()
         uniform = (log_normalizer * total_weight - smoothed[0]) * kept
         loss = (1 - label_smoothing) * loss + label_smoothing / classes * uniform
-    if target.device.type != "cpu":  # where _check did not look
+    if target.device.type != "cpu":  # if _check did not check the targets
         loss = loss.masked_fill(_outside(target, classes, ignore_index), torch.nan)
     if reduction == "sum":
         loss = loss.sum()
@@ -118,7 +120,7 @@ def _check(target: torch.Tensor, logits: DTensor, ignore_index: int, reduction: 
             f'cross_entropy: reduction={reduction!r}; expected "mean", "sum" or "none"'
         )
     classes = logits.shape[min(1, logits.ndim - 1)]
-    # elsewhere to look would be to wait
+    # on a device, checking would have to wait
     wrong = _outside(target, classes, ignore_index) if target.device.type == "cpu" else None
     if wrong is not None and bool(wrong.any()):
         raise ConfigurationError(

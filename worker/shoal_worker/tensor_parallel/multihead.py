@@ -1,8 +1,8 @@
-"""nn.MultiheadAttention over split heads: its forward pass, with torch's arguments and results.
+"""nn.MultiheadAttention with split heads: a forward pass with torch's arguments and results.
 
 The packed `in_proj_weight` (3E x E) is stored as 3 x E x E and split along the second dimension, so
-that each rank holds its heads' rows of query, key and value. Shapes: B batch, L queries, S keys, E
-features, H heads.
+that each rank has the rows of its heads for query, key and value. Shapes: B batch, L queries, S
+keys, E features, H heads.
 """
 
 # ruff: noqa: N803, N806 - shapes as suffixes
@@ -27,7 +27,7 @@ from shoal_worker.torch_internals import uncompiled
 
 
 class MultiheadForward(nn.Module):
-    """Mixin over nn.MultiheadAttention."""
+    """Mixin for nn.MultiheadAttention that computes this rank's heads."""
 
     _shoal_context: ParallelContext
 
@@ -118,8 +118,8 @@ def _forward(
         and module.training
         and context.dropout is DropoutRandomness.AS_ONE_PROCESS
     ):
-        # As torch lays it out in memory, which is the order in which a dropout that follows draws
-        # its numbers.
+        # In torch's memory layout, which is the order in which a following dropout draws its
+        # numbers.
         output = output.transpose(0, 1).contiguous().transpose(0, 1)
     return output, None if weights is None else _weights(
         context, weights, average_attn_weights, batched
@@ -127,7 +127,7 @@ def _forward(
 
 
 def _projections(module: nn.MultiheadAttention) -> list[tuple[torch.Tensor, torch.Tensor | None]]:
-    """Returns this rank's rows of the weight and the bias, of query, key and value."""
+    """Returns this rank's rows of the weight and the bias for query, key and value."""
     if module._qkv_same_embed_dim:
         weights: tuple[torch.Tensor, ...] = _local(module.in_proj_weight).unbind(0)
     else:
@@ -150,7 +150,8 @@ def _heads(
     bias: torch.Tensor | None,
     batched: bool,
 ) -> torch.Tensor:
-    """Returns B x own heads x length x head size, for any layout of the input."""
+    """Returns the projected heads as B x own heads x length x head size, for any layout of the
+    input."""
     projected = F.linear(input, weight, bias)
     if not batched:
         projected = projected.unsqueeze(0)
@@ -169,9 +170,10 @@ def _mask(
     key_BHSD: DTensor,
     batched: bool,
 ) -> torch.Tensor | None:
-    """Combines both masks into one that is added to the scores: B or 1 x H or 1 x L x S, plain."""
+    """Combines both masks into a plain mask that is added to the scores, of shape (B or 1) x (H or
+    1) x L x S."""
     if is_causal and attn_mask is None:
-        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # as torch says it
+        raise RuntimeError("Need attn_mask if specifying the is_causal hint.")  # torch's message
     batch, heads, length, _ = query_BHLD.shape
     keys = key_BHSD.shape[-2]
     masks: list[torch.Tensor] = []

@@ -1,9 +1,9 @@
-"""The plan of a tensor-parallel model: a value that states, for every module with parameters, how
-it is split and why.
+"""The plan of a tensor-parallel model: for every module with parameters, it states how the module
+is split and why.
 
-A plan is created from shapes alone (derive.py), so that every rank creates the same one, even with
-parameters on `meta`, and it can be inspected before anything is distributed: `print(plan)`. It
-holds no tensor and no process group.
+A plan is created from shapes alone (derive.py), so that every rank creates the same plan, even with
+parameters on `meta`. It can be inspected before anything is distributed: `print(plan)`. It contains
+no tensor and no process group.
 """
 
 from __future__ import annotations
@@ -27,43 +27,43 @@ from torch.distributed.tensor import DTensor, Shard
 
 
 class Style(StrEnum):
-    """One way to split a module. Inputs and outputs are described as seen by the model's own
-    code."""
+    """One way to split a module. Inputs and outputs are described as the model's own code sees
+    them."""
 
     COLUMN = "column"
-    """A linear layer split by output features. The output stays split; later modules work on their
-    part, up to a `ROW`."""
+    """A linear layer split by output features. Its output remains split. Later modules work on
+    their part, up to a `ROW`."""
     PACKED_COLUMN = "packed_column"
-    """`COLUMN` for a layer whose output is several parts side by side (query | key | value): each
+    """A `COLUMN` whose output consists of several parts side by side (query | key | value). Each
     part is split separately."""
     COLUMN_GATHERED = "column_gathered"
-    """A linear layer split by output features, whose output is gathered immediately: for a layer
-    without a partner."""
+    """A linear layer split by output features, whose output is gathered immediately. Used for a
+    layer without a matching `ROW`."""
     ROW = "row"
     """A linear layer split by input features. Its input is the split output of a `COLUMN`; its
     output is summed over the ranks."""
     VOCABULARY = "vocabulary"
-    """An embedding split by rows: each rank looks up its own, and the outputs are summed."""
+    """An embedding split by rows. Each rank looks up its own rows, and the outputs are summed."""
     EMBEDDING_DIMENSION = "embedding_dimension"
-    """An embedding or embedding bag by columns, whose output is gathered."""
+    """An embedding or embedding bag split by columns, whose output is gathered."""
     ATTENTION = "attention"
-    """nn.MultiheadAttention by heads. Its `out_proj` is a `ROW` of its own."""
+    """nn.MultiheadAttention split by heads. Its `out_proj` is a separate `ROW`."""
     REPLICATE = "replicate"
-    """Whole on every rank."""
+    """Replicated on every rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A style with its parameters, for plans given by a user. A bare `Style`, or its name, means
-    one with defaults."""
+    """A style with its parameters, for plans written by users. A bare `Style`, or its name, stands
+    for a split with default parameters."""
 
     style: Style
     parts: int = 1
-    """Number of equal parts side by side in a `PACKED_COLUMN`'s output: 3 for query | key |
+    """Number of equal parts side by side in the output of a `PACKED_COLUMN`: 3 for query | key |
     value."""
     heads: int | None = None
-    """Number of attention heads in the output (per part), or in the input of a `ROW`; the group's
-    size must divide it."""
+    """Number of attention heads in the output (per part), or in the input of a `ROW`. The group's
+    size must divide this number."""
 
     def __post_init__(self) -> None:
         if self.parts < 1 or (self.style is Style.PACKED_COLUMN) != (self.parts > 1):
@@ -77,7 +77,7 @@ def to_split(value: Split | Style | str) -> Split:
     """Converts a user's value to a split.
 
     Raises:
-        ConfigurationError: not the name of a style.
+        ConfigurationError: the value is not the name of a style.
     """
     if isinstance(value, Split):
         return value
@@ -96,20 +96,20 @@ class ParameterLayout:
     """Layout of one parameter's elements."""
 
     name: str
-    """Name in `named_parameters` of the whole model."""
+    """Name of the parameter in `named_parameters` of the whole model."""
     shape: tuple[int, ...]
-    """Shape of the original parameter and of the gathered one."""
+    """Shape of the original parameter, and of the gathered parameter."""
     stored_shape: tuple[int, ...]
-    """Shape of the distributed parameter: a packed one has a dimension for its parts, so that one
-    contiguous split cuts each of them."""
+    """Shape of the distributed parameter. A packed parameter has a dimension for its parts, so that
+    one contiguous split cuts each part."""
     dimension: int | None
-    """Dimension of `stored_shape` that is split; None: whole on every rank."""
+    """Dimension of `stored_shape` that is split; None: the parameter is replicated."""
     element_size: int
-    """Bytes."""
+    """Bytes per element."""
     trainable: bool = True
 
     def elements_per_rank(self, size: int) -> int:
-        """Elements on the rank that has most of them."""
+        """Returns the number of elements on the rank with the most elements."""
         if self.dimension is None:
             return math.prod(self.shape)
         cut = -(-self.stored_shape[self.dimension] // size)
@@ -118,24 +118,25 @@ class ParameterLayout:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanEntry:
-    """One module that holds parameters of its own."""
+    """One module that owns parameters directly."""
 
     module: str
-    """Its path; "" is the model itself."""
+    """Path of the module; "" is the model itself."""
     kind: str
-    """Its class."""
+    """Name of the module's class."""
     style: Style
     block: str
-    """Path of the attention or MLP block that it belongs to; its own path if it stands alone."""
+    """Path of the attention or MLP block to which the module belongs; the module's own path if it
+    belongs to none."""
     parameters: tuple[ParameterLayout, ...]
     parts: int = 1
     tied_to: str | None = None
-    """The module under which the same weight was listed first; the bytes are counted there."""
+    """Module for which the same weight is listed first, and which counts the weight's bytes."""
     reason: str = ""
     """Reason for this style."""
 
     def bytes_per_rank(self, size: int) -> int:
-        """Returns the bytes of parameters on the rank that has most of them."""
+        """Returns the bytes of the module's parameters on the rank with the most elements."""
         return sum(p.elements_per_rank(size) * p.element_size for p in self.parameters)
 
     @property
@@ -145,11 +146,11 @@ class PlanEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class BlockCommunication:
-    """The collectives over activations that one block needs in a step, under plain tensor
+    """The collectives on activations that one block needs in a step, under plain tensor
     parallelism.
 
-    With sequence parallelism an all-gather and a reduce-scatter, of the same bytes together,
-    replace an all-reduce.
+    With sequence parallelism, an all-gather and a reduce-scatter replace each all-reduce, with the
+    same number of bytes in total.
     """
 
     block: str
@@ -163,14 +164,13 @@ class TensorParallelPlan:
     """Layout of a model over `size` ranks."""
 
     size: int
-    """Ranks of the tensor-parallel group."""
+    """Number of ranks in the tensor-parallel group."""
     entries: tuple[PlanEntry, ...]
-    """In the order of the model's modules."""
+    """Entries in the order of the model's modules."""
     sequence_dimension: int | None = None
-    """Dimension of activations along which they are split between blocks; None: no sequence
-    parallelism."""
+    """Dimension along which activations are split between blocks; None: no sequence parallelism."""
     loss_parallel: bool = False
-    """The model's logits stay split over the vocabulary, for `loss_parallel()`."""
+    """True if the model's logits remain split over the vocabulary, for `loss_parallel()`."""
 
     @cached_property
     def by_module(self) -> Mapping[str, PlanEntry]:
@@ -178,7 +178,7 @@ class TensorParallelPlan:
 
     @property
     def parameters(self) -> Iterator[ParameterLayout]:
-        """Each parameter once."""
+        """Yields each parameter once."""
         seen: set[str] = set()
         for entry in self.entries:
             for layout in entry.parameters:
@@ -188,7 +188,7 @@ class TensorParallelPlan:
 
     @property
     def bytes_per_rank(self) -> int:
-        """Bytes of parameters on the rank that has most of them."""
+        """Bytes of parameters on the rank with the most elements."""
         return sum(
             layout.elements_per_rank(self.size) * layout.element_size for layout in self.parameters
         )
@@ -200,11 +200,11 @@ class TensorParallelPlan:
 
     @property
     def communication(self) -> tuple[BlockCommunication, ...]:
-        """Collectives over activations per step, for each split block: for a transformer block two
+        """Collectives on activations in a step, for each split block. A transformer block needs two
         in each direction.
 
-        Backward: a block whose input needs no gradient has none; attention over another input than
-        its own (cross-attention) has one more.
+        In the backward pass, a block whose input needs no gradient has no collective. Attention
+        over a second input (cross-attention) has one more.
         """
         found: list[BlockCommunication] = []
         if self.size == 1:
@@ -267,35 +267,35 @@ _ENTERING = (Style.COLUMN, Style.PACKED_COLUMN, Style.COLUMN_GATHERED, Style.ATT
 
 @dataclass(frozen=True, kw_only=True)
 class Share:
-    """The part of a model on this rank, if it is also divided in another way: into pipeline
-    stages."""
+    """The part of a model on this rank, if the model is also divided into pipeline stages."""
 
     parameters: frozenset[str]
-    """All names of the parameters that get memory, with arbitrary values; others stay on `meta`."""
+    """All names of the parameters that get memory, with arbitrary values. Other parameters remain
+    on `meta`."""
     elsewhere: tuple[str, ...]
-    """Modules that other ranks run, including their submodules, which are not changed."""
+    """Modules that other ranks run, including their submodules. These modules are not changed."""
 
     def runs(self, module: str) -> bool:
-        """Returns whether this rank runs a module, or something that it contains."""
+        """Returns whether this rank runs a module or part of it."""
         return not any(
             module == other or module.startswith(f"{other}.") for other in self.elsewhere
         )
 
 
 class Distributor:
-    """Gives the parameters of this rank's share memory for their parts. A parameter that several
-    modules share stays one."""
+    """Allocates this rank's parts of the parameters in its share. A parameter shared by several
+    modules remains one parameter."""
 
     def __init__(self, mesh: DeviceMesh, share: Share, device: torch.device) -> None:
         self.share = share
         self._mesh = mesh
         self._device = device
         self._made: dict[int, nn.Parameter] = {}
-        """The parameters created so far, by the id of the parameter that each replaces and by their
-        own: a tied one is found again under either."""
+        """The parameters created so far, by their own id and by the id of the parameter that each
+        replaces: a tied parameter may be found under either id."""
 
     def distribute(self, module: nn.Module, attribute: str, layout: ParameterLayout) -> None:
-        """Replaces a parameter by this rank's part, with arbitrary values."""
+        """Replaces a parameter by this rank's part of it, with arbitrary values."""
         old = module._parameters[attribute]
         assert old is not None
         new = self._made.get(id(old))
@@ -319,8 +319,8 @@ class Distributor:
 
 
 def cut(whole: torch.Tensor, layout: ParameterLayout, size: int, part: int) -> torch.Tensor:
-    """Returns a copy of the part that rank `part` of `size` holds of a whole tensor. Pieces have
-    the same size, rounded up; the last one is smaller."""
+    """Returns a copy of the part of a full tensor that belongs to rank `part` of `size`. Pieces
+    have the same size, rounded up; the last piece may be smaller."""
     assert layout.dimension is not None
     begin, length = _range(layout, size, part)
     return (
@@ -339,7 +339,7 @@ def cut_shape(layout: ParameterLayout, size: int, part: int) -> torch.Size:
 
 
 def _range(layout: ParameterLayout, size: int, part: int) -> tuple[int, int]:
-    """Returns start and length of a piece, as DTensor splits."""
+    """Returns the start and the length of a piece, split in the same way as DTensor."""
     assert layout.dimension is not None
     length = layout.stored_shape[layout.dimension]
     piece = -(-length // size)
@@ -361,8 +361,8 @@ def _distributed(local: torch.Tensor, layout: ParameterLayout, mesh: DeviceMesh)
 
 
 def _keep_gradients_placed(parameter: nn.Parameter) -> None:
-    """Brings a gradient that is a pending sum, or whole, to the parameter's own layout before it is
-    accumulated."""
+    """Redistributes a gradient that awaits a sum, or is replicated, to the parameter's own layout
+    before autograd accumulates it."""
     placements = parameter.placements  # type: ignore[attr-defined]  # set where it was cut
 
     def placed(gradient: torch.Tensor) -> torch.Tensor:

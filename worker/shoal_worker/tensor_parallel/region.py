@@ -1,19 +1,23 @@
 """The scope of a forward pass in which plain tensors and DTensors meet.
 
-DTensor refuses to mix with plain tensors, draws the same dropout mask on every shard on CPU, cannot
-run scaled_dot_product_attention there (it never comes back), and gathers what it has no rule for.
-Within a region, a torch function that is called with a DTensor
-  - gets its plain tensors as replicated DTensors. A tensor that needs a gradient is turned once for
-    all of a block's layers that take it, so that query, key and value together cost one all-reduce
-    in the backward pass;
-  - runs by a rule of ours where there is one.
-Calls without a DTensor run as ever. Regions nest; only the outermost installs the mode. The open
-region is found among the thread's torch function modes, which a backward pass leaves: a checkpoint
-that is computed again in it opens a region of its own, on whichever thread autograd runs it.
+DTensor does not accept plain tensors, draws the same dropout mask on every shard on CPU, cannot run
+scaled_dot_product_attention there (the call never returns), and gathers tensors for functions
+without a rule. Within a region, a torch function that is called with a DTensor is treated as
+follows:
 
-Rules are for torch functions for which DTensor's own way is wrong, missing or needs communication
-that can be spared. A rule gets the region, the function and its arguments; torch functions called
-inside a rule see no mode.
+- Its plain tensors are converted to replicated DTensors. A tensor that needs a gradient is
+  converted once for all layers of a block that use it, so that query, key and value together cost
+  one all-reduce in the backward pass.
+- The function runs by one of Shoal's rules, if there is one.
+
+Calls without a DTensor run unchanged. Regions can be nested; only the outermost region installs the
+mode. The open region is found among the thread's torch function modes, which a backward pass
+leaves. A checkpoint that is recomputed in the backward pass opens its own region, on whichever
+thread autograd runs it.
+
+Rules exist for torch functions for which DTensor's own behavior is wrong, missing or needs
+avoidable communication. A rule gets the region, the function and its arguments. Torch functions
+called inside a rule see no mode.
 """
 
 from __future__ import annotations
@@ -48,7 +52,7 @@ class Region(Protocol):
     @property
     def context(self) -> ParallelContext: ...
     def enter_all(self, value: Any) -> Any:
-        """Turns the plain tensors in an argument into replicated DTensors."""
+        """Converts the plain tensors in an argument to replicated DTensors."""
         ...
 
 
@@ -84,7 +88,7 @@ def _split_cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor:
-    """Computes the split loss with F.cross_entropy's parameters, in its order."""
+    """Computes the split loss. Has the parameters of F.cross_entropy, in the same order."""
     if size_average is not None or reduce is not None:
         raise ConfigurationError(
             "cross_entropy over split logits does not support size_average and reduce, which "
@@ -101,7 +105,7 @@ def _split_cross_entropy(
 
 
 def _gathered(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Calls the function on the whole tensors, on every rank alike."""
+    """Calls the function on the full tensors, in the same way on every rank."""
     return func(*plain(args), **{name: plain(value) for name, value in kwargs.items()})
 
 
@@ -121,8 +125,8 @@ def _refused(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -
 
 
 def _split_parts(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Separates a packed output (query | key | value), of which each rank holds a piece of every
-    part, without communication."""
+    """Splits a packed output (query | key | value) into its parts, without communication. Each rank
+    has a piece of every part."""
     tensor, sections = (
         args[0],
         args[1]
@@ -147,7 +151,7 @@ def _split_parts(region: Region, func: Callable[..., Any], args: Any, kwargs: An
 
 
 def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Handles `qkv[..., :n]` in the same way."""
+    """Splits a packed output in `qkv[..., :n]` into its parts, without communication."""
     tensor, index = args
     placement = placement_of(tensor) if isinstance(tensor, DTensor) else None
     if (
@@ -173,8 +177,8 @@ def _slice_part(region: Region, func: Callable[..., Any], args: Any, kwargs: Any
 
 
 def _concatenated(region: Region, func: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """Leaves out tensors that torch.cat ignores: those of shape [0], with which caches of keys and
-    values begin. DTensor would split them along a dimension that they lack."""
+    """Implements torch.cat without the tensors that it ignores: tensors of shape [0], with which
+    caches of keys and values begin. DTensor would split these along a dimension that they lack."""
     tensors, *rest = args if args else (kwargs["tensors"],)
     kwargs = {name: value for name, value in kwargs.items() if name != "tensors"}
     kept = [t for t in tensors if t.shape != (0,)]
@@ -217,18 +221,18 @@ RULES: dict[Any, Rule] = {
         _refused,
     ),
 }  # fmt: skip
-"""Rules by function, as named by torch's override protocol."""
+"""Rules by function, in the form in which torch's override protocol passes the function."""
 
 
 class RegionMode(TorchFunctionMode):
-    """Installed by `region`. Belongs to one thread."""
+    """Torch function mode that `region` installs. Used by one thread."""
 
     def __init__(self, context: ParallelContext) -> None:
         super().__init__()
         self.context = context
         self.entered: list[dict[tuple[int, int], tuple[torch.Tensor, DTensor]]] = [{}]
-        """For each open region, the tensors converted in it, by identity and version. Holds the
-        tensor, so that no other gets its identity meanwhile."""
+        """For each open region, the tensors converted in it, by identity and version. The original
+        tensor is kept, so that no other tensor gets its identity."""
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
@@ -244,7 +248,7 @@ class RegionMode(TorchFunctionMode):
         )
 
     def enter(self, tensor: torch.Tensor) -> DTensor:
-        """Returns the tensor as one that every rank holds entirely: the input of a split layer."""
+        """Returns the tensor as a replicated DTensor: the input of a split layer."""
         if isinstance(tensor, DTensor) and tensor.placements == (Replicate(),):
             return tensor
         if not isinstance(tensor, DTensor) and not (
@@ -258,7 +262,7 @@ class RegionMode(TorchFunctionMode):
         return found[1]
 
     def enter_all(self, value: Any) -> Any:
-        """Turns the plain tensors in an argument; lists and tuples of them too."""
+        """Converts the plain tensors in an argument, including those in lists and tuples."""
         if isinstance(value, torch.Tensor):
             return value if isinstance(value, DTensor) else self.enter(value)
         if isinstance(value, list | tuple) and any(
@@ -276,9 +280,10 @@ class RegionMode(TorchFunctionMode):
 
 @contextlib.contextmanager
 def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMode]:
-    """Opens a region on this thread, nested in the open region of the same mesh.
+    """Opens a region on this thread. If a region of the same mesh is open, the new region is nested
+    in it.
 
-    A `leaf` shares the converted tensors of the region around it.
+    `leaf`: True to share the converted tensors of the surrounding region.
     """
     outer = next(
         (mode for mode in reversed(function_modes()) if isinstance(mode, RegionMode)), None
@@ -309,10 +314,10 @@ def region(context: ParallelContext, *, leaf: bool = False) -> Iterator[RegionMo
 @contextlib.contextmanager
 def loss_parallel(mesh: DeviceMesh) -> Iterator[None]:
     """Makes F.cross_entropy and nn.CrossEntropyLoss accept logits that are split over the
-    vocabulary within the context; others are unaffected.
+    vocabulary within the context. Other logits are unaffected.
 
-    Needed only around a loss that is computed outside the model, whose plan has
-    `loss_parallel=True`. The backward pass may be outside.
+    Needed only for a loss that is computed outside of a model whose plan has `loss_parallel=True`.
+    The backward pass may run outside of the context.
     """
     with region(
         ParallelContext(mesh, sequence_dimension=None, dropout=DropoutRandomness.PER_SHARD)

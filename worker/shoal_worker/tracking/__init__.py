@@ -1,4 +1,4 @@
-"""A run's course in tools that people compare runs with:
+"""A run's progress, reported to tools for comparing runs:
 `shoal.track(shoal.TensorBoard("runs/digits"))`.
 
 `tracker`      which rank writes, and what belongs to which step; what a sink is

@@ -1,12 +1,12 @@
 """MLflow: a run's progress as one MLflow run, at MLFLOW_TRACKING_URI.
 
-The MLflow run is found by a tag with the run's key, or created. A rank that takes over from one
-that died, and a resumed run, therefore continue in the same one. MLflow cannot delete points:
-repeated steps have points of both attempts, of which the later ones count.
+The MLflow run is found by a tag with the run's key, or created. A rank that replaces a dead one,
+and a resumed run, therefore continue the same MLflow run. MLflow cannot delete points: repeated
+steps have points of both attempts, and the later points count.
 
-A separate thread of the sink imports mlflow and talks to it, so that neither this nor a slow or
-unreachable tracking server delays training. Reports of the training thread are queued for it; if a
-rank is killed, the queue is lost.
+The sink imports mlflow and calls it on a separate thread, so that neither the import nor a slow or
+unreachable tracking server delays training. The training thread queues its reports for this thread;
+if a rank is killed, the queue is lost.
 """
 
 from __future__ import annotations
@@ -29,19 +29,21 @@ _KEY_TAG: Final = "shoal.run"
 _JOB_TAG: Final = "shoal.job"
 _EVENT_TAG: Final = "shoal.newest_event"
 _MOST_WAITING: Final = 1_000
-"""Maximum number of points and texts not yet taken by MLflow; the sink is abandoned beyond it."""
+"""Maximum number of points and texts not yet sent to MLflow. Beyond this number the sink is
+abandoned."""
 _CLOSE_S: Final = 30.0
-"""Time for which the end of a run waits for the queue."""
+"""Time for which the end of a run waits until the queue is empty."""
 
 _Task = Callable[["MlflowClient", str], object]
-"""Called with the client and the MLflow run's id."""
+"""Function called with the client and the MLflow run's id."""
 
 
 class MLflow:
     """Writes a run's progress to MLflow. Pass it to `shoal.track`."""
 
     def __init__(self, experiment: str) -> None:
-        """Creates the sink. `experiment`: its name; created if it does not exist.
+        """Creates the sink. `experiment`: name of the MLflow experiment, which is created if it
+        does not exist.
 
         Raises ConfigurationError if the package is not installed, or the name is empty.
         """
@@ -56,7 +58,7 @@ class MLflow:
         self._writer: _Writer | None = None
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """Goes on in the run's MLflow run, or begins it."""
+        """Continues the MLflow run of this run, or creates it."""
         self._writer = _Writer(self._experiment, run)
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
@@ -83,9 +85,9 @@ class MLflow:
         """Does nothing: data is sent as soon as MLflow accepts it."""
 
     def close(self, *, ended: bool) -> None:
-        """Closes the sink. At the end of this rank's part, marks the MLflow run as finished and
-        waits for that; a rank that continues it marks it as running again. Otherwise another rank
-        continues, or this one does: the rest is sent in the background."""
+        """Closes the sink. `ended`: True if this rank's part of the run has ended. The MLflow run
+        is then marked as finished, after all reports were sent; a rank that continues the run marks
+        it as running again. Otherwise the remaining reports are sent in the background."""
         writer, self._writer = self._writer, None
         if writer is None:
             return
@@ -101,7 +103,7 @@ class MLflow:
 
 
 class _Writer:
-    """The thread of one opening. Its errors are raised by the next call."""
+    """The thread that sends the reports of one opening. The next call raises the thread's error."""
 
     def __init__(self, experiment: str, run: TrackedRun) -> None:
         self._tasks: queue.Queue[_Task | None] = queue.Queue(_MOST_WAITING)
@@ -141,12 +143,12 @@ class _Writer:
             run_id = _run_id(client, experiment, run)
             while (task := self._tasks.get()) is not None:
                 task(client, run_id)
-        except Exception as error:  # said by the tracker, once
+        except Exception as error:  # the tracker logs it once
             self._error = error
 
 
 def _run_id(client: MlflowClient, experiment: str, run: TrackedRun) -> str:
-    """Returns the MLflow run of this run, which is marked as running."""
+    """Returns the id of the MLflow run of this run, and marks the MLflow run as running."""
     experiment_id = _experiment_id(client, experiment)
     found = client.search_runs(
         [experiment_id],
@@ -168,7 +170,7 @@ def _experiment_id(client: MlflowClient, name: str) -> str:
     if known is None:
         try:
             return str(client.create_experiment(name))
-        except MlflowException:  # another run has made it meanwhile
+        except MlflowException:  # another run has created it meanwhile
             known = client.get_experiment_by_name(name)
             if known is None:
                 raise

@@ -1,9 +1,9 @@
 """TensorBoard's event files: scalars and texts of a run, in one directory.
 
-Each opening creates a separate file, since another rank may be writing by then. TensorBoard shows
-all files of a directory as one run. The start of a file invalidates data of older files for its
-first and later steps, so repeated steps appear once. Ranks on several machines need a shared
-directory, otherwise each machine has its part.
+Each opening of the sink creates a separate file, since another rank may already be writing.
+TensorBoard shows all files of a directory as one run. The start of a file invalidates older files
+from the file's first step on, so repeated steps appear once. Ranks on several machines need a
+shared directory, otherwise each machine has only its own part.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class TensorBoard:
     """Writes a run's progress for TensorBoard. Pass it to `shoal.track`."""
 
     def __init__(self, directory: str | os.PathLike[str]) -> None:
-        """Creates the sink. `directory`: for this run only, created if it does not exist;
-        `tensorboard --logdir` shows it or its parent.
+        """Creates the sink. `directory`: directory for this run only, created if it does not exist.
+        `tensorboard --logdir` shows the directory or its parent.
 
         Raises ConfigurationError if the package is not installed.
         """
@@ -36,12 +36,12 @@ class TensorBoard:
                 "shoal.TensorBoard needs the package tensorboard; install it with `pip install "
                 "'shoal[tensorboard]'`"
             )
-        # it is opened, and by other ranks again, long after this
+        # opened long after this, and again by other ranks
         self._directory = Path(directory).absolute()
         self._writer: SummaryWriter | None = None
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """Begins a file."""
+        """Creates a new event file."""
         from torch.utils.tensorboard.writer import SummaryWriter
 
         self._directory.mkdir(parents=True, exist_ok=True)
@@ -57,11 +57,11 @@ class TensorBoard:
         self._opened.add_text("shoal/events", text, step)
 
     def flush(self) -> None:
-        """Writes everything to the file."""
+        """Writes all reports to the file."""
         self._opened.flush()
 
     def close(self, *, ended: bool) -> None:
-        """Ends the file."""
+        """Closes the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None

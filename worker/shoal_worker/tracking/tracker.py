@@ -1,9 +1,10 @@
-"""Reports a run's progress to sinks, from one rank at a time, each step once.
+"""Reports a run's progress to sinks: each step once, from one rank at a time.
 
-Every rank follows the run; the first one writes. When the ranks change another may be the first: it
-opens the sinks and continues with the next step, and the previous one closes its own. When steps
-are repeated (a resume, a return to a checkpoint) sinks are reopened at the first of them, which
-invalidates their data of that and later steps. If a rank is killed, unflushed data is lost.
+Every rank follows the run, and the first rank writes. When the ranks change, another rank may
+become the first: it opens the sinks and continues with the next step, and the previous first rank
+closes its own sinks. When steps are repeated (a resume, a return to a checkpoint), the sinks are
+reopened at the first of these steps, which invalidates their data of this and later steps. If a
+rank is killed, unflushed data is lost.
 
 Everything runs on the training thread.
 """
@@ -27,44 +28,46 @@ class TrackedRun:
     """Identifies a run to a sink, independent of the writing rank and of resumes."""
 
     job: str
-    """Name of the job, for people; empty: none."""
+    """Name of the job, for people; empty if it has none."""
     key: str
     """Unique key of the run."""
 
     @classmethod
     def of(cls, session: Session) -> Self:
-        """Returns the run that a session is in."""
+        """Returns the run of a session."""
         settings, key = session.settings, session.run
         if session.is_asynchronous or not key:
-            # its workers begin at any time; or it restarted over what it had saved before
+            # workers of async_sgd begin at any time; or the run restarted over what it had saved
+            # before
             key = f"{settings.job_id} {settings.run}"
         return cls(job=settings.job_id if session.elastic else "", key=key)
 
 
 class Sink(Protocol):
-    """Destination of a run's progress. Opened by the writing rank, each time that changes."""
+    """Destination of a run's progress. The writing rank opens the sink; when another rank becomes
+    the writer, that rank opens its own sink."""
 
     def open(self, *, run: TrackedRun, step: int) -> None:
-        """Opens the sink and invalidates existing data of this and later steps. `run` is the same
-        for every opening."""
+        """Opens the sink and invalidates existing data of this and later steps. `run`: the same for
+        every opening."""
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Writes numbers of one step."""
+        """Writes the numbers of one step."""
 
     def event(self, step: int, text: str) -> None:
-        """Writes an event after one step, for people."""
+        """Writes the text of an event, for people. `step`: the step before the event."""
 
     def flush(self) -> None:
-        """Makes written data visible to others."""
+        """Makes written data visible to readers."""
 
     def close(self, *, ended: bool) -> None:
-        """Flushes. The sink may be opened again. `ended`: this rank leaves the run; otherwise
-        training waits for this call and continues."""
+        """Flushes and closes the sink, which may be opened again. `ended`: True if this rank leaves
+        the run; otherwise training waits for this call and then continues."""
 
 
 @dataclass(frozen=True)
 class Standing:
-    """Values whose changes are written."""
+    """Values of a session whose changes are written as events."""
 
     generation: int
     world_size: int
@@ -77,7 +80,7 @@ class Standing:
 
 
 class Tracker:
-    """Follows one session for as long as it lasts."""
+    """Follows one session until the session closes, and writes its progress."""
 
     def __init__(self, session: Session, sinks: Sequence[Sink], *, every_steps: int) -> None:
         """Raises ConfigurationError for `every_steps` below 1."""
@@ -90,23 +93,24 @@ class Tracker:
         self._written = 0
         """Newest step that has points, while the sinks are open."""
         self._committed: int | None = None
-        """The step that this rank committed last, if it was the first rank then: losses reported
-        before the next one begins belong to it."""
+        """The last step that this rank committed while it was the first rank. Losses reported
+        before the next step begins belong to this step."""
         self._due: dict[str, tuple[int, int]] = {}
-        """Ordinal and step of each reported number that has to be written, by name."""
+        """Ordinal and step of each reported number that has to be written, by the number's name."""
         self._counts = {name: each.count for name, each in session.progress.reported.items()}
         self._before = Standing.of(session)
         session.progress.follow(begun=self._begun, committed=self._step_committed)
         session.on_close(lambda: self._close(ended=True))
 
     def _begun(self) -> None:
-        """Assigns losses reported since the last commit to that step when a new one begins."""
+        """Assigns losses reported since the last commit to the committed step. Called when a new
+        step begins."""
         self._take_reported(self._committed)
         self._write_reported()
         self._committed = None
 
     def _step_committed(self, step: int) -> None:
-        self._take_reported(step)  # told in the step itself
+        self._take_reported(step)  # losses reported within the step
         now, before = Standing.of(self._session), self._before
         self._before = now
         if not self._session.is_first:
@@ -142,7 +146,8 @@ class Tracker:
                 self._due[name] = (count, step)
 
     def _write_reported(self) -> None:
-        """Writes the numbers that are due and known: one on a device may take a while to arrive."""
+        """Writes the reported numbers that are due and known. A number on a device may take a while
+        to arrive."""
         if not self._due or not self._open:
             return
         values: dict[str, float] = {}

@@ -1,8 +1,8 @@
-"""Gloo over TCP, for CPU clusters: groups that end at once, and short sums beside Gloo's own
-threads.
+"""Gloo over TCP, for CPU clusters: groups that can be ended at once, and short sums that bypass
+Gloo's threads.
 
-`backend` forms groups (`forming`) that can be interrupted (`interruptible`), over `sockets` that it
-can break, and `reconfigurable` replaces one by the next; `works` are what collectives return,
-`on_devices` is what they need for tensors of CUDA devices, and `short_sums` adds a few numbers up
-without Gloo.
+`backend` implements the backend. `forming` connects a group, `interruptible` is a group that can be
+interrupted, and `sockets` finds and breaks its connections. `reconfigurable` replaces a group by
+the next one. Collectives return the objects in `works`; `on_devices` adds what they need for
+tensors on CUDA devices. `short_sums` sums a few numbers without Gloo.
 """

@@ -1,20 +1,20 @@
 """Gloo: collectives over TCP, for CPU clusters, with an abort that frees every waiting rank within
 a fraction of a second.
 
-Gloo's own abort and shutdown do nothing, and a rank that waits for a stuck peer waits out its whole
-timeout. Here an abort breaks the group's own connections (sockets.py) and ends what waits for them
-(interruptible.py). At the peers it fails what waits for this rank at once, and the rest when their
-watch has noticed (sockets.GRACE_S). The same happens when a rank dies. So a group ends for all of
-its ranks when it ends for one; a rank that leaves in good order does so after a collective that all
-take part in.
+Gloo's own abort and shutdown do nothing, and a rank that waits for a stuck peer waits for its whole
+timeout. Here an abort breaks the group's own connections (sockets.py) and ends the waits for them
+(interruptible.py). On the peers, waits for this rank fail at once, and all other waits fail when
+the peer's watch thread notices (sockets.GRACE_S). The same happens when a rank dies. So when a
+group ends for one rank, it ends for all of them. A rank that leaves in good order therefore leaves
+after a collective of all ranks.
 
 `init_process_group("shoal_gloo")` makes such groups torch's default group and sub-groups, for code
-that needs torch's world (torch_extensions.py); with `enable_reconfigure=True` one whose ranks
-change (reconfigurable.py). Beyond torch's "gloo", these can be ended, from any thread, by
-`group.abort()` (`torch.distributed.group.WORLD.abort()`), and let go of their sockets in forked
-children. Such an abort ends the group on this rank, and at a peer what waits for this rank; other
-than a GlooBackend it does not end by itself when a peer leaves, since a script may go on with the
-others. Timeouts, new_group and destroy_process_group are torch's.
+that needs torch's world (torch_extensions.py). With `enable_reconfigure=True` the group's ranks can
+change (reconfigurable.py). Unlike torch's "gloo", these groups can be ended from any thread by
+`group.abort()` (`torch.distributed.group.WORLD.abort()`), and they release their sockets in forked
+children. Such an abort ends the group on this rank, and on each peer the waits for this rank.
+Unlike a GlooBackend, such a group does not end by itself when a peer leaves, since a script may
+continue with the remaining ranks. Timeouts, new_group and destroy_process_group are torch's.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shoal_worker.torch_internals import _DistributedBackendOptions, asks_for_re
 
 
 class GlooBackend(CommunicationBackend):
-    """A separate Gloo group on CPU tensors, and on CUDA tensors through host memory."""
+    """A separate Gloo group for CPU tensors, and for CUDA tensors through host memory."""
 
     name: ClassVar[str] = "gloo"
     averages_natively: ClassVar[bool] = False
@@ -50,7 +50,8 @@ class GlooBackend(CommunicationBackend):
         self._forming: FormingGroup | None = None
         self._group: InterruptibleGroup | None = None
         self._store: Store | None = None
-        """Keeps the store alive: the group has only the C++ half of a store written in Python."""
+        """Keeps the store alive: the group refers only to the C++ half of a store written in
+        Python."""
 
     def _connect(
         self, store: Store, timeout: timedelta, connect_timeout: timedelta, hostname: str | None
@@ -62,7 +63,7 @@ class GlooBackend(CommunicationBackend):
             hostname=hostname or address_for(store),
             connect_timeout=connect_timeout,
             timeout=timeout,
-            short_sums=self._members is None,  # a part of the run's ranks closes no step
+            short_sums=self._members is None,  # groups of some of the run's ranks commit no steps
         )
         self._forming = forming
         if self._reason is not None:
@@ -89,14 +90,14 @@ class GlooBackend(CommunicationBackend):
         return group
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Implements `CommunicationBackend.all_reduce_short`: by messages of the training thread's
-        own, where Gloo's all-reduce goes through its threads."""
+        """Implements `CommunicationBackend.all_reduce_short` with messages that the training thread
+        sends and receives itself, whereas Gloo's all-reduce uses Gloo's threads."""
         group = self.process_group
         assert isinstance(group, InterruptibleGroup)
         group.all_reduce_short(tensor)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Implements `CommunicationBackend.sum_numbers`: as `all_reduce_short`."""
+        """Implements `CommunicationBackend.sum_numbers` in the same way as `all_reduce_short`."""
         group = self.process_group
         assert isinstance(group, InterruptibleGroup)
         return group.sum_numbers(values)
@@ -121,14 +122,14 @@ class GlooBackend(CommunicationBackend):
             group.shutdown()
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises MembershipChanged itself
+        return False  # the group itself raises MembershipChanged
 
 
 def create_group(
     options: _DistributedBackendOptions, _: Any
 ) -> InterruptibleGroup | ReconfigurableGroup:
-    """Called by torch for the default group and each new_group. As with torch's gloo, a peer may
-    take the whole timeout to come."""
+    """Creates the default group or a group for new_group. Called by torch. As with torch's gloo, a
+    peer may take the whole timeout to connect."""
     if asks_for_reconfigure(options):
         return ReconfigurableGroup(
             options.store,

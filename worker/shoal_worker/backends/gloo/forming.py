@@ -1,10 +1,10 @@
-"""Connects the ranks of one Gloo group in a way that can be abandoned.
+"""Connects the ranks of one Gloo group. The attempt can be abandoned.
 
 Gloo's constructor blocks until all peers are connected and cannot be interrupted, so it runs in its
-own thread. If the group is abandoned, a waiting caller continues at once. The thread ends by itself
-within the connect timeout and drops its result. This module knows nothing of collectives.
+own thread. If the group is abandoned, a waiting caller continues at once; the thread ends within
+the connect timeout and drops its result. This module does not depend on collectives.
 
-Threads: one thread makes, starts and waits for a `FormingGroup`; `give_up` is for any thread.
+Threads: one thread creates, starts and waits for a `FormingGroup`; any thread may call `give_up`.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _DEVICE_ATTEMPTS: Final = 10
 _MOST_NAMED: Final = 8
 _NUMBERS: Final = itertools.count()
 _LISTENER_LOCK: Final = threading.Lock()
-"""Held while a device is made, so that its listening socket can be recognized as the only new
-one."""
+"""Held while a Gloo device is created, so that its listening socket can be recognized as the only
+new one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,15 +46,15 @@ class GlooGroup:
     """A connected group, its connections, and the time limit of its collectives and messages."""
 
     process_group: dist.ProcessGroup
-    """Group for torch's parallel code; made as by torch's new_group, but unknown to the rest of the
-    process."""
+    """Group for torch's parallel code. Created as torch's new_group would create it, but not
+    registered with torch."""
     sockets: GroupSockets
     sums: ShortSums | None
     """Connections for short sums; None if the group has none."""
     timeout: timedelta
 
     def close(self) -> None:
-        """Releases the connections. Those that Gloo still uses stay open. Idempotent."""
+        """Releases the connections. Connections that Gloo still uses remain open. Idempotent."""
         self.sockets.close()
         if self.sums is not None:
             self.sums.close()
@@ -73,8 +73,8 @@ def connect_gloo(
     """Connects to all peers; blocks. Ranks publish their listening addresses in the store to
     identify connections.
 
-    sums_with: on all ranks or on none; the group then has connections for short sums, once these
-    are begun.
+    `sums_with`: function that receives the short sums before they are connected; given on all ranks
+    or on none. The group then has connections for short sums.
     """
     deadline = time.monotonic() + connect_timeout.total_seconds()
     device, listener = _make_device(hostname)
@@ -116,8 +116,8 @@ def connect_gloo(
 
 
 def _check_families(names: Store, world_size: int) -> None:
-    """Raises ConfigurationError where some ranks listen at IPv4 addresses and others at IPv6 ones:
-    Gloo connects no two of them, whatever generation they meet in."""
+    """Raises ConfigurationError if some ranks listen on IPv4 addresses and others on IPv6
+    addresses: Gloo cannot connect two such ranks in any generation."""
     everybody = [str(rank) for rank in range(world_size)]
     if not names.check(everybody):
         return
@@ -137,9 +137,9 @@ def _check_families(names: Store, world_size: int) -> None:
 
 
 def _listen(host: str, rank: int, world_size: int) -> ShortSums | None:
-    """Listens for short sums. Returns None if the address does not allow that, such as one that is
-    valid on one link only; the group then has no short sums."""
-    with _LISTENER_LOCK:  # a listener that comes while Gloo's is looked for could be taken for that
+    """Listens for short sums. Returns None if the address does not allow that, such as an address
+    that is valid on one link only. The group then has no short sums."""
+    with _LISTENER_LOCK:  # otherwise this listener could be taken for Gloo's
         try:
             return ShortSums(host, rank, world_size)
         except OSError as error:
@@ -187,8 +187,8 @@ def _as_process_group(
 
 
 class FormingGroup:
-    """Runs `connect_gloo` in a thread. The thread is no daemon, because the interpreter would crash
-    if it ended under it."""
+    """Runs `connect_gloo` in a thread. The thread is not a daemon: the interpreter would crash if
+    it exited while the thread runs."""
 
     def __init__(
         self,
@@ -225,8 +225,8 @@ class FormingGroup:
         thread.start()
 
     def give_up(self, reason: str) -> None:
-        """Makes `wait` raise GroupEndedError(reason) at once, and drops the group once it is made.
-        Does nothing if the group was handed over already."""
+        """Makes `wait` raise GroupEndedError(reason) at once, and drops the group once it is
+        connected. Does nothing if `wait` has already returned the group."""
         with self._changed:
             if self._reason is None:
                 self._reason = reason
@@ -236,8 +236,9 @@ class FormingGroup:
             sums.shut_down()
 
     def wait(self) -> GlooGroup:
-        """Blocks until the group is connected and returns it. Raises MembershipChanged (given up,
-        or a peer went away), DeadlineError (a peer did not come), or a store's error."""
+        """Blocks until the group is connected and returns it. Raises MembershipChanged (the attempt
+        was given up, or a peer disconnected), DeadlineError (a peer did not connect), or a store's
+        error."""
         deadline = time.monotonic() + self._connect_timeout.total_seconds()
         try:
             with self._changed:
@@ -263,8 +264,8 @@ class FormingGroup:
         try:
             group = connect_gloo(*arguments, **options)
         except Exception as caught:
-            # The traceback must not keep the half-made group's sockets open for as long as somebody
-            # keeps the error.
+            # The traceback must not keep the sockets of the unfinished group open while the error
+            # exists.
             traceback.clear_frames(caught.__traceback__)
             error = caught
         with self._changed:
@@ -321,7 +322,7 @@ class FormingGroup:
         )
 
     def _translated(self, error: Exception) -> Exception:
-        # The store's, Shoal's own or one of torch's: it has waited for what an absent rank writes.
+        # A timeout of the store, Shoal's or torch's: it has waited for a key of an absent rank.
         if isinstance(error, DeadlineError) or (
             isinstance(error, dist.DistStoreError) and "timeout" in str(error).lower()
         ):
@@ -335,8 +336,8 @@ class FormingGroup:
 
 
 def _make_device(hostname: str | None) -> tuple[Any, Listener]:
-    """Returns a Gloo device and its listening socket, the only new one. If another thread opened a
-    socket meanwhile, it tries again."""
+    """Returns a Gloo device and its listening socket, which must be the only new one. Tries again
+    if another thread opened a socket meanwhile."""
     for _ in range(_DEVICE_ATTEMPTS):
         with _LISTENER_LOCK:
             before = listeners()
@@ -351,8 +352,8 @@ def _make_device(hostname: str | None) -> tuple[Any, Listener]:
 
 
 def _create_device(hostname: str | None) -> Any:
-    # Connections are made now and all (no lazy_init), whatever TORCH_GLOO_LAZY_INIT says: later
-    # ones would escape an abort.
+    # All connections are opened now (no lazy_init), whatever TORCH_GLOO_LAZY_INIT is: later
+    # connections would escape an abort.
     interface = gloo_interface()
     try:
         if hostname is not None:

@@ -1,17 +1,18 @@
 """A Gloo process group that can be ended while its collectives wait.
 
-Breaking a group's connections does not end all that waits on them. When a connection breaks in the
-middle of a message, Gloo tells the operations queued before and after that message, and not the one
-that is at it (in Pair::signalException): that one sleeps until the group's timeout. So callers do
-not wait for Gloo's work but for ours. It completes with Gloo's, or a moment after `abort` whatever
-Gloo does. The moment is for the operations that were told: until they end they may write into their
-tensors. One that sleeps (native_threads.py) never does so again; it is left to its timeout, and the
-group is destroyed after that.
+Breaking a group's connections does not end all waits on them. When a connection breaks in the
+middle of a message, Gloo notifies the operations queued before and after that message, but not the
+operation that is transferring it (in Pair::signalException): that operation sleeps until the
+group's timeout. So callers wait for Shoal's work instead of Gloo's. Shoal's work completes with
+Gloo's, or a moment after `abort` whatever Gloo does. The moment is for the notified operations,
+which may write into their tensors until they end. An operation that sleeps (native_threads.py)
+never writes again; it is left to its timeout, and the group is destroyed afterwards.
 
-Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers do not go
-through Gloo (short_sums.py).
+Point-to-point transfers are ended in the same way (works.Transfer). Sums of a few numbers bypass
+Gloo (short_sums.py).
 
-Threads: one thread issues collectives; they complete in Gloo's threads; `abort` is for any thread.
+Threads: one thread issues collectives, which complete in Gloo's threads. Any thread may call
+`abort`.
 """
 
 from __future__ import annotations
@@ -43,28 +44,28 @@ from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 # ------------------------------------------------------------------------------ memory that is kept
 #
-# Memory that collectives need again and again, kept between them.
+# Memory that collectives need repeatedly, kept between them.
 #
-# What is freed to the system comes back as pages that the kernel has to clear first: for 64 MiB
-# that takes longer than to receive them (docs/explanation/backends.md#gloo-faster-collectives). A
-# few buffers are kept, for as long as their group. Threads: any.
+# Memory freed to the system comes back as pages that the kernel has to clear first: for 64 MiB that
+# takes longer than receiving the data (docs/explanation/backends.md#gloo-faster-collectives). A few
+# buffers are kept as long as their group. Threads: any.
 
 
 _MOST_SCRATCH: Final = 2
-"""Number of memory blocks kept, since as many collectives of one kind overlap."""
+"""Number of memory blocks kept: at most two collectives of one kind overlap."""
 
 
 # -------------------------------------------------------------------------------- the process group
 
 _MANY: Final = 64
 _WORKS_END_S: Final = 60.0
-"""Much longer than `end_works` takes."""
+"""Time limit of waiting for `end_works`, which normally ends much earlier."""
 
 _open: weakref.WeakSet[InterruptibleGroup] = weakref.WeakSet()
 """Groups that have not been shut down. The end of the process shuts them down."""
 
 BROADCASTS_FROM_BYTES: Final = 1 << 18
-"""All-gathers of so many bytes on (the gathered whole) go by broadcasts, or by an exchange
+"""Size of the gathered result from which an all-gather is done by broadcasts or by an exchange
 (docs/explanation/backends.md#gloo-faster-collectives)."""
 
 _Numbers = TypeVar("_Numbers")
@@ -72,11 +73,10 @@ _Sum = TypeVar("_Sum")
 
 
 class InterruptibleGroup(ForwardingGroup):
-    """Issues collectives on a native group, of which it takes ownership together with its
-    connections.
+    """Issues collectives on a native group. Owns the native group and its connections.
 
-    ended: called with the reason once, from any thread, when the group ends: by `abort`, or by the
-    failure of a collective.
+    `ended`: function called once with the reason, from any thread, when the group ends because of
+    `abort` or the failure of a collective.
     """
 
     backend_name: ClassVar[str] = "shoal_gloo"
@@ -87,7 +87,7 @@ class InterruptibleGroup(ForwardingGroup):
         ended: Callable[[str], None] | None = None,
         waits: Waits | None = None,
     ) -> None:
-        """waits: records the waits for the group's works."""
+        """`waits`: recorder of the waits for the group's works."""
         native, sockets, sums = formed.process_group, formed.sockets, formed.sums
         super().__init__(native.rank(), native.size(), native.group_name)
         self.waits = waits or Waits()
@@ -103,11 +103,11 @@ class InterruptibleGroup(ForwardingGroup):
         """Works that Gloo may not have finished."""
         self._shut_down = False
         self._idle = threading.Event()
-        """Set once the group is shut down and Gloo has no work left."""
+        """Set once the group is shut down and Gloo has no pending work."""
         self._works_ended = threading.Event()
         """Set once the group is aborted and its pending works have ended."""
         self._lock = threading.Lock()
-        """Guards the reason and the two above."""
+        """Guards the reason, the unfinished works and the flag of the shutdown."""
         self._scratch = ScratchMemory(most=_MOST_SCRATCH)
         self._closer = weakref.finalize(self, formed.close)
         self.waiter = Waiter()
@@ -115,7 +115,7 @@ class InterruptibleGroup(ForwardingGroup):
         _open.add(self)
 
     def watch(self) -> None:
-        """Ends the group from now on when a connection to a peer ends."""
+        """Starts watching the connections to the peers: the group ends when one of them ends."""
         reference = weakref.ref(self)
 
         def lost(what: str) -> None:
@@ -126,8 +126,8 @@ class InterruptibleGroup(ForwardingGroup):
         self._sockets.watch(lost)
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends pending works, here at once and soon on the peers, and refuses later ones, with
-        GroupEndedError(reason). Any thread."""
+        """Ends the group: pending works, here at once and soon on the peers, and later works raise
+        GroupEndedError(reason). Callable from any thread."""
         with self._lock:
             if self.reason is not None:
                 return
@@ -164,8 +164,8 @@ class InterruptibleGroup(ForwardingGroup):
         return self._sockets.traffic()
 
     def shutdown(self) -> None:
-        """Ends the group and releases it. Unfinished work of Gloo's keeps it alive without blocking
-        the caller. Idempotent."""
+        """Ends the group and releases it. Gloo's unfinished work keeps the native group alive
+        without blocking the caller. Idempotent."""
         self.abort("the process group was shut down")
         _open.discard(self)
         self._closer()
@@ -185,8 +185,8 @@ class InterruptibleGroup(ForwardingGroup):
             work.follow()
         native_threads.drop(references, when=self._idle)
 
-    # Gloo's all-gather passes parts around a ring, one step after the other. Broadcasts from all
-    # ranks at once send as many bytes, and none waits for another; between two ranks an exchange is
+    # Gloo's all-gather passes parts around a ring, one step after another. Broadcasts from all
+    # ranks at once send as many bytes, and none waits for another. Between two ranks an exchange is
     # one collective instead of two.
 
     def allgather(
@@ -195,7 +195,7 @@ class InterruptibleGroup(ForwardingGroup):
         inputs: list[torch.Tensor],
         opts: AllgatherOptions | None = None,
     ) -> Work:
-        """`ProcessGroup.allgather`, interruptible."""
+        """Implements `ProcessGroup.allgather`; interruptible."""
         if len(inputs) != 1 or not self._gathers_at_once(outputs[0], inputs[0]):
             return self._issue("allgather", (outputs, inputs, opts or AllgatherOptions()), {})
         return self._gather_at_once(outputs[0], inputs[0], outputs)
@@ -203,7 +203,7 @@ class InterruptibleGroup(ForwardingGroup):
     def all_gather_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: AllgatherOptions | None = None
     ) -> Work:
-        """`ProcessGroup.all_gather_single`, interruptible."""
+        """Implements `ProcessGroup.all_gather_single`; interruptible."""
         parts = (
             output.view(self.size(), -1).unbind(0)
             if output.is_contiguous() and output.numel() % self.size() == 0
@@ -215,14 +215,14 @@ class InterruptibleGroup(ForwardingGroup):
 
     _allgather_base: Any = all_gather_single
 
-    # Gloo's reduce-scatter is an all-reduce of which each rank then takes its part: twice the
-    # bytes, and a work without a future. Here each rank gets its parts from all others and sums
-    # them itself.
+    # Gloo's reduce-scatter is an all-reduce from which each rank then copies its part: twice the
+    # bytes, and a work without a future. Here each rank receives its parts from all other ranks and
+    # sums them itself.
 
     def reduce_scatter_single(
         self, output: torch.Tensor, input: torch.Tensor, opts: ReduceScatterOptions | None = None
     ) -> Work:
-        """`ProcessGroup.reduce_scatter_single`, interruptible."""
+        """Implements `ProcessGroup.reduce_scatter_single`; interruptible."""
         return self._reduce_scatter([output], input.reshape(self.size(), -1), opts)
 
     def reduce_scatter_single_coalesced(
@@ -231,7 +231,7 @@ class InterruptibleGroup(ForwardingGroup):
         inputs: list[torch.Tensor],
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
-        """`ProcessGroup.reduce_scatter_single_coalesced`, interruptible."""
+        """Implements `ProcessGroup.reduce_scatter_single_coalesced`; interruptible."""
         return self._reduce_scatter(
             outputs, torch.cat([one.reshape(self.size(), -1) for one in inputs], dim=1), opts
         )
@@ -242,7 +242,8 @@ class InterruptibleGroup(ForwardingGroup):
         inputs: list[list[torch.Tensor]],
         opts: ReduceScatterOptions | None = None,
     ) -> Work:
-        """`ProcessGroup.reduce_scatter`, interruptible. All parts must have one size."""
+        """Implements `ProcessGroup.reduce_scatter`; interruptible. All parts must have the same
+        size."""
         return self._reduce_scatter(
             outputs, torch.stack([part.reshape(-1) for part in inputs[0]]), opts
         )
@@ -252,7 +253,7 @@ class InterruptibleGroup(ForwardingGroup):
 
     def send(self, tensors: list[torch.Tensor], dstRank: int, tag: int) -> Work:  # noqa: N803
         # torch's names
-        """`ProcessGroup.send`."""
+        """Implements `ProcessGroup.send`."""
         held = [
             on_devices.host_copy(tensor) if on_devices.is_elsewhere(tensor) else tensor
             for tensor in tensors
@@ -261,16 +262,16 @@ class InterruptibleGroup(ForwardingGroup):
 
     def recv(self, tensors: list[torch.Tensor], srcRank: int, tag: int) -> Work:  # noqa: N803
         # torch's names
-        """`ProcessGroup.recv`."""
+        """Implements `ProcessGroup.recv`."""
         return self._receive("recv", tensors, srcRank, tag)
 
     def recv_anysource(self, tensors: list[torch.Tensor], tag: int) -> Work:
-        """`ProcessGroup.recv_anysource`."""
+        """Implements `ProcessGroup.recv_anysource`."""
         return self._receive("recv_anysource", tensors, tag)
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Implements `CommunicationBackend.all_reduce_short`: over connections of its own
-        (short_sums.py)."""
+        """Implements `CommunicationBackend.all_reduce_short` over the separate connections of
+        short_sums.py."""
         sums = self._sums
         if sums is None or not tensor.is_cpu or not sums.takes(tensor.nbytes):
             self.allreduce([tensor]).wait()
@@ -297,23 +298,23 @@ class InterruptibleGroup(ForwardingGroup):
             )
             raise GroupEndedError(str(self.reason)) from error
         except ShoalError:
-            raise  # the caller ends the group, once it has told the other ranks why
+            raise  # the caller notifies the other ranks and then ends the group
         except BaseException:
-            self.abort("a sum was interrupted")  # the next one would find the rest of it
+            self.abort("a sum was interrupted")  # the next sum would read its rest
             raise
 
-    # What torch asks of a process group written in Python.
+    # Methods that torch expects of a process group written in Python.
 
     @property
     def _device_types(self) -> list[torch.device]:
         # DCP saves in the background only with a group that takes CPU tensors
         return self._live()._device_types
 
-    # How collectives are followed.
+    # Tracking of collectives.
 
     def _gathers_at_once(self, parts: Sequence[torch.Tensor], input: torch.Tensor) -> bool:
-        """Returns whether a gather at once is faster and possible. Gloo refuses mismatched
-        tensors."""
+        """Returns whether a gather by broadcasts or by an exchange is possible and faster than
+        Gloo's. Mismatched tensors are left to Gloo, which refuses them."""
         return (
             self.size() > 1
             and self.size() * input.nbytes >= BROADCASTS_FROM_BYTES
@@ -327,8 +328,8 @@ class InterruptibleGroup(ForwardingGroup):
     def _gather_at_once(
         self, parts: Sequence[torch.Tensor], input: torch.Tensor, value: Any
     ) -> Work:
-        """Writes each rank's `input` into that rank's part, on all ranks. This rank copies its own
-        while the others' arrive."""
+        """Writes each rank's `input` into the part of that rank, on all ranks. This rank copies its
+        own input while the inputs of the other ranks arrive."""
         mine, given = parts[self.rank()].data, input.data
         if not given.is_contiguous():
             given = mine.copy_(given.reshape(mine.shape))
@@ -369,12 +370,12 @@ class InterruptibleGroup(ForwardingGroup):
     ) -> Work:
         """Issues a reduce-scatter.
 
-        parts: (ranks, elements); each row is for the rank of that number. Together the outputs have
-        the size of one row.
+        `parts`: (ranks, elements); row i is for rank i. Together the outputs have the size of one
+        row.
         """
         op = dist.ReduceOp.SUM if opts is None else opts.reduceOp
         check_op(op, parts.dtype)
-        # a device's allocator keeps memory by itself, and knows which streams still use it
+        # a device's allocator caches memory itself, and knows which streams still use it
         kept = in_host_memory(parts.device)
         received = (
             self._scratch.take(parts.shape, parts.dtype, parts.device)
@@ -407,7 +408,8 @@ class InterruptibleGroup(ForwardingGroup):
     ) -> Work:
         """Issues a collective.
 
-        finish: called once Gloo is done; returns the value of the work's future.
+        `finish`: function called once Gloo has completed the work; returns the value of the work's
+        future.
         """
         try:
             native = native_collective(self._live(), name)(*arguments, **options)
@@ -419,7 +421,7 @@ class InterruptibleGroup(ForwardingGroup):
         return work
 
     def issued(self, work: InterruptibleWork | Transfer) -> None:
-        """Called when Gloo begins the work."""
+        """Records a work that Gloo has begun."""
         with self._lock:
             if len(self._unfinished) >= _MANY:
                 # Works that nobody waited for.
@@ -434,7 +436,7 @@ class InterruptibleGroup(ForwardingGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """`ProcessGroup.monitored_barrier`; not interruptible."""
+        """Implements `ProcessGroup.monitored_barrier`; not interruptible."""
         # missing in torch's stub
         self._live().monitored_barrier(timeout, wait_all_ranks)  # type: ignore[attr-defined]
 
@@ -460,16 +462,16 @@ class InterruptibleGroup(ForwardingGroup):
         return native
 
     def finished(self, work: InterruptibleWork | Transfer) -> None:
-        """Called when Gloo is done with the work."""
+        """Records that Gloo has completed a work."""
         with self._lock:
             self._unfinished.discard(work)
             if self._shut_down and not self._unfinished:
                 self._idle.set()
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
-        """Returns why the group has ended, if `error` ended it: then all later collectives fail
-        too, and peers must learn of it now, not at their timeout. None for other errors, such as an
-        unsupported dtype, which leave the group intact."""
+        """Returns the reason if `error` ended the group: all later collectives then fail as well,
+        and peers must be notified now instead of at their timeout. Returns None for other errors,
+        such as an unsupported dtype, which leave the group intact."""
         if self.reason is None and "gloo/transport" in str(error):
             self.abort(f"{name} on rank {self.rank()} of {self.size()} failed: {cause_of(error)}")
         return self.reason
@@ -482,7 +484,7 @@ class InterruptibleGroup(ForwardingGroup):
 
 @atexit.register
 def _shut_down_all() -> None:
-    """Shuts all groups down, so that no thread of Gloo's runs when the interpreter finalizes (see
-    native_threads.py)."""
+    """Shuts down all groups, so that none of Gloo's threads runs when the interpreter finalizes
+    (see native_threads.py)."""
     for group in list(_open):
         group.shutdown()

@@ -1,18 +1,17 @@
-"""Additional handling of Gloo's collectives and messages if the tensors are on a CUDA
-device.
+"""Additional handling of Gloo's collectives and messages for tensors on a CUDA device.
 
-Collectives of such tensors are Gloo's own: it copies them to pinned memory and back, on streams of
-its own (ProcessGroupGloo.cpp, torch 2.13). Whoever waits for such a work has the current stream of
-its thread come after the copy back, and so has Gloo's thread, with its own current stream, before
-it says that the work is complete. What Shoal computes from the result may run in either thread:
-`StreamOrder` has it run on the stream on which the collective was issued, and has every stream that
-waits come after that.
+Gloo itself runs collectives of such tensors: it copies them to pinned memory and back, on its own
+streams (ProcessGroupGloo.cpp, torch 2.13). A thread that waits for such a work orders its current
+stream after the copy back. Gloo's thread does the same with its own current stream before it
+reports the work as complete. What Shoal computes from the result may run in either thread.
+`StreamOrder` runs it on the stream on which the collective was issued, and orders every waiting
+stream after it.
 
-Messages are different: Gloo's send and recv take the tensor's address as one of host memory. Here
-they go by a copy in host memory.
+Messages are different: Gloo's send and recv treat the tensor's address as an address in host
+memory. Here messages use a copy in host memory.
 
-Threads: a `StreamOrder` is made by the thread that issues, and entered by the one that finishes;
-what waits is any.
+Threads: the issuing thread creates a `StreamOrder`, the finishing thread enters it, and any thread
+may wait.
 """
 
 from __future__ import annotations
@@ -27,21 +26,22 @@ from torch.distributed import Work
 
 
 class Order(Protocol):
-    """The order of a device's computations before, in and after one collective."""
+    """Order of a device's computations before, during and after one collective."""
 
     def finishing(self) -> contextlib.AbstractContextManager[None]:
-        """Context that is entered once Gloo's work is complete: operations queued inside run after
-        the collective's result."""
+        """Returns a context to be entered once Gloo's work is complete. Operations queued inside
+        run after the collective's result."""
         ...
 
     def come_after(self) -> None:
-        """Orders later work of the calling thread after everything queued in `finishing`."""
+        """Orders later computations of the calling thread after all operations queued in
+        `finishing`."""
         ...
 
 
 class StreamOrder:
-    """Stream order of a collective issued now, on the calling thread's current stream of `device`.
-    An `Order`."""
+    """Stream order of a collective that is being issued on the calling thread's current stream of
+    `device`. An `Order`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -63,8 +63,9 @@ class StreamOrder:
 
 
 def order_of(arguments: Iterable[Any]) -> Order | None:
-    """Returns the order of a collective issued now with these arguments: tensors, lists of them,
-    and others. None: no argument is on a CUDA device, and the host's own order suffices."""
+    """Returns the order of a collective that is being issued with these arguments: tensors, lists
+    of tensors, and other values. Returns None if no argument is on a CUDA device, since the host's
+    own order then suffices."""
     device = _first_device(arguments)
     return StreamOrder(device) if device is not None and device.type == "cuda" else None
 
@@ -84,27 +85,28 @@ def is_elsewhere(tensor: torch.Tensor) -> bool:
 
 
 def host_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns a complete copy in host memory."""
+    """Returns a complete copy of a tensor in host memory."""
     return host_memory_for(tensor).copy_(tensor.detach())
 
 
 def host_memory_for(tensor: torch.Tensor) -> torch.Tensor:
-    """Returns host memory of the same size, pinned if that speeds up copies."""
+    """Returns host memory of the tensor's size, pinned if that speeds up copies."""
     return torch.empty(tensor.shape, dtype=tensor.dtype, device="cpu", pin_memory=tensor.is_cuda)
 
 
 class ArrivingElsewhere(Work):
-    """A message that Gloo receives into host memory. `wait` copies it to its destination."""
+    """A message that Gloo receives into host memory. `wait` copies the message to its
+    destination."""
 
     def __init__(self, received: Any, host: torch.Tensor, into: torch.Tensor) -> None:
-        """`received`: the transfer into `host`."""
+        """`received`: the transfer into `host`. `into`: destination of the message."""
         super().__init__()
         self._received = received
         self._host: torch.Tensor | None = host
         self._into = into
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Waits like the transfer. Operations that the calling thread queues next see the
+        """Waits like the transfer. Operations that the calling thread queues next see the received
         tensor."""
         self._received.wait(timeout)
         host, self._host = self._host, None
@@ -117,7 +119,7 @@ class ArrivingElsewhere(Work):
         return self._host is None
 
     def source_rank(self) -> int:
-        """Returns the sender's rank of a message received by `recv_anysource`."""
+        """Returns the rank that sent the message received by `recv_anysource`."""
         return int(self._received.source_rank())
 
     _source_rank = source_rank

@@ -1,15 +1,14 @@
 """Groups that change their ranks: torch's experimental `_reconfigure`, from torch 2.14 on.
 
-`init_process_group("shoal_gloo", enable_reconfigure=True)` makes a `ReconfigurableGroup` without
-connections. Each `_reconfigure` ends the group of ranks that there was (interruptible.py), waits
-until Gloo is done with its tensors, and connects the ranks whose handles it is given. torch's own
-Gloo leaves collectives in flight: they write into their tensors when a rank that had stopped
-continues.
+`init_process_group("shoal_gloo", enable_reconfigure=True)` creates a `ReconfigurableGroup` without
+connections. Each `_reconfigure` ends the previous group of ranks (interruptible.py), waits until
+Gloo no longer uses its tensors, and connects the ranks whose handles it receives. torch's own Gloo
+leaves collectives in flight, which write into their tensors when a stopped rank continues.
 
-Each group of ranks ends for all of them when one leaves it, dies or reconfigures: nobody waits for
-a rank that is gone.
+When one rank leaves, dies or reconfigures, its group of ranks ends for all of them: no rank waits
+for a rank that is gone.
 
-Threads: one thread reconfigures and issues collectives; `abort` is for any thread.
+Threads: one thread reconfigures and issues collectives; any thread may call `abort`.
 """
 
 from __future__ import annotations
@@ -40,17 +39,17 @@ _NEVER: Final = "the process group has no ranks yet; call torch.distributed._rec
 
 
 class ReconfigureOptions(Protocol):
-    """torch's class of that name, which only some versions have."""
+    """torch's class of the same name, which only some versions of torch have."""
 
     uuid: int
     handles: Collection[str]
-    """A list gives ranks by position; a set leaves them to the group."""
+    """A list assigns ranks by position; for a set the group assigns the ranks."""
     timeout: timedelta | None
     hints: dict[str, str]
 
 
 class ReconfigurableGroup(ForwardingGroup):
-    """Forwards collectives to the group of ranks of the last `reconfigure`."""
+    """Forwards collectives to the group of ranks connected by the last `reconfigure`."""
 
     backend_name: ClassVar[str] = "shoal_gloo"
     supports_reconfigure: ClassVar[bool] = True
@@ -58,9 +57,10 @@ class ReconfigurableGroup(ForwardingGroup):
     def __init__(
         self, store: Store, rank: int, size: int, name: GroupName, timeout: timedelta
     ) -> None:
-        """store: store of all ranks that ever connect.
-        rank, size: results of `rank()` and `size()` before the first `reconfigure`.
-        timeout: limit of collectives, and of a `reconfigure` without one."""
+        """`store`: store shared by all ranks that ever connect.
+        `rank`, `size`: results of `rank()` and `size()` before the first `reconfigure`.
+        `timeout`: time limit of collectives, and of a `reconfigure` without a limit of its own.
+        """
         super().__init__(rank, size, name)
         self._store = store
         while isinstance(store, PrefixStore):
@@ -73,35 +73,35 @@ class ReconfigurableGroup(ForwardingGroup):
         self._handle = f"shoal_gloo:{socket.gethostname()}:{os.getpid()}:{uuid.uuid4().hex}"
         self._used: set[int] = set()
         self._lock = threading.Lock()
-        """Guards all below."""
+        """Guards all attributes below."""
         self._reason = _NEVER
-        """Reason why there is no group of ranks; unused while there is one."""
+        """Reason why no group of ranks exists; unused while one exists."""
         self._forming: FormingGroup | None = None
         self._group: InterruptibleGroup | None = None
 
     def rank(self) -> int:
-        """Returns the rank given by the last `reconfigure`."""
+        """Returns the rank assigned by the last `reconfigure`."""
         return self._place[0]
 
     def size(self) -> int:
-        """Returns the number of ranks given by the last `reconfigure`."""
+        """Returns the number of ranks in the last `reconfigure`."""
         return self._place[1]
 
     # looked up by torch's C++ code
     getRank, getSize = rank, size  # noqa: N815
 
     def get_reconfigure_handle(self) -> str:
-        """Returns the name of this process in `handles`. It stays the same."""
+        """Returns the name of this process in `handles`. The name never changes."""
         return self._handle
 
     def reconfigure(self, opts: ReconfigureOptions) -> Work:
-        """Ends the group of ranks that there is, and connects those of `opts.handles`.
+        """Ends the current group of ranks and connects the ranks of `opts.handles`.
 
-        All of them call it, each with the same uuid, which is new, and the same handles. Blocks
-        until all are connected, at most `opts.timeout`; `abort` ends the wait. Raises
-        DistBackendError at once, and leaves the group as it is, if the uuid was used before or the
-        handles lack this process; GroupEndedError if ranks did not come or went away. Then there is
-        no group, and another call may follow.
+        All of these ranks call this method, with the same new uuid and the same handles. Blocks
+        until all are connected, at most for `opts.timeout`; `abort` ends the wait. Raises
+        DistBackendError at once, and leaves the group unchanged, if the uuid was used before or the
+        handles lack this process. Raises GroupEndedError if ranks did not connect or disconnected:
+        no group exists then, and another call may follow.
         """
         handles = sorted(opts.handles) if isinstance(opts.handles, set) else list(opts.handles)
         if opts.uuid in self._used:
@@ -131,7 +131,7 @@ class ReconfigurableGroup(ForwardingGroup):
 
     def abort(self) -> None:
         """Ends pending works and a pending `reconfigure`, and refuses collectives until the next
-        one. Any thread."""
+        `reconfigure`. Callable from any thread."""
         with self._lock:
             forming, group = self._forming, self._group
         if forming is not None:
@@ -146,7 +146,7 @@ class ReconfigurableGroup(ForwardingGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """`ProcessGroup.monitored_barrier`; not interruptible."""
+        """Implements `ProcessGroup.monitored_barrier`; not interruptible."""
         self._live().monitored_barrier(timeout, wait_all_ranks)
 
     @property
@@ -164,7 +164,7 @@ class ReconfigurableGroup(ForwardingGroup):
             return self._group
 
     def _end(self, reason: str) -> None:
-        """Ends the present group and blocks until Gloo no longer writes into its tensors."""
+        """Ends the current group and blocks until Gloo no longer writes into its tensors."""
         with self._lock:
             group, self._group, self._reason = self._group, None, reason
         if group is not None:
@@ -173,8 +173,8 @@ class ReconfigurableGroup(ForwardingGroup):
             group.shutdown()
 
     def _connect(self, number: int, handles: Sequence[str], deadline: float) -> InterruptibleGroup:
-        # Ranks that were given other handles meet elsewhere. A store of its own: the thread that
-        # connects may hold this one for as long as it waits.
+        # Ranks with other handles meet elsewhere. This uses a separate store: the connecting thread
+        # may hold the other store's lock while it waits.
         members = hashlib.sha256("\n".join(handles).encode()).hexdigest()[:16]
         own: Store = self._store.clone()  # type: ignore[attr-defined]  # missing in torch's stub
         store = PrefixStore(f"reconfigure/{number}/{members}", own)
@@ -200,7 +200,7 @@ class ReconfigurableGroup(ForwardingGroup):
 
 
 class _Done(Work):
-    """A work that is complete."""
+    """A work that is already complete."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         return True

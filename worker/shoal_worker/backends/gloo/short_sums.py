@@ -1,18 +1,19 @@
 """Sums of a few numbers over all ranks of a group, on separate connections between training
 threads.
 
-In each step every rank waits for such a sum, and the last rank to continue decides its cost. A
-message of Gloo's is read by a thread of Gloo's, which must be woken and then wakes the waiting
-thread. On busy cores both may have to wait for a core. Here a rank reads its messages itself
-(docs/explanation/backends.md#short-sums).
+Every rank waits for such a sum in each step, and the last rank to continue determines the cost.
+Gloo's messages are read by one of Gloo's threads, which must be woken and then wakes the waiting
+thread. On busy cores both threads may have to wait for a core. Here a rank reads its messages
+itself (docs/explanation/backends.md#short-sums).
 
-Every rank gets all ranks' numbers and adds them in rank order, so all have the same bits. A few
-ranks send theirs to all others at once. With more ranks, the numbers that a rank knows double in
-each of ceil(log2(ranks)) rounds: in round k it sends all of them to the rank 2^k before it, and
-receives as many from the rank 2^k after it (Bruck et al. 1997, IEEE TPDS 8(11), "Efficient
-Algorithms for All-to-All Communications in Multiport Message-Passing Systems", section 3).
+Every rank receives the numbers of all ranks and adds them in rank order, so all ranks get the same
+bits. Up to four ranks send their numbers to all others at once. With more ranks, the numbers that a
+rank has received double in each of ceil(log2(ranks)) rounds: in round k a rank sends all of them to
+the rank 2^k before it, and receives as many from the rank 2^k after it (Bruck et al. 1997, IEEE
+TPDS 8(11), "Efficient Algorithms for All-to-All Communications in Multiport Message-Passing
+Systems", section 3).
 
-Threads: one thread connects, one sums. `shut_down` is for any thread, and so is `close`, which
+Threads: one thread connects, one thread sums. Any thread may call `shut_down` and `close`; `close`
 waits for a running sum.
 """
 
@@ -39,20 +40,21 @@ import torch
 from shoal_common.errors import PreconditionError
 
 MOST_BYTES: Final = 1 << 14
-"""Maximum number of bytes that a rank receives in one sum. For more, an all-reduce sends less."""
+"""Maximum number of bytes that a rank receives in one sum. Above it, an all-reduce sends less
+data."""
 
 _FEW: Final = 4
-"""Maximum number of ranks that send to all others at once: a message costs less than a round in
-which the training thread sleeps."""
+"""Maximum number of ranks that send to all other ranks at once: a message costs less than a round
+in which the training thread sleeps."""
 _HELLO: Final = struct.Struct("<16sI")
-"""The door's token, and who is there."""
+"""The door's token and the rank that connects."""
 _HEADER: Final = struct.Struct("<II")
-"""Number of sums including this one, and number of bytes that follow."""
+"""Number of sums including the current one, and number of bytes that follow."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Door:
-    """Address of a rank. Only ranks of the group know the token."""
+    """Address of a rank, with a token that only ranks of the group know."""
 
     host: str
     port: int
@@ -63,26 +65,26 @@ class Door:
 
     @classmethod
     def parse(cls, text: str) -> Door:
-        """Parses the result of `str`."""
+        """Creates a door from its text form, the result of `str`."""
         host, port, token = text.split(" ")
         return cls(host=host, port=int(port), token=token)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Swap:
-    """The messages sent and received in one round."""
+    """The messages that a rank sends and receives in one round."""
 
     to: socket.socket
     to_rank: int
     source: socket.socket
     source_rank: int
     rows: int
-    """Number of ranks whose numbers are sent, beginning with this one's; as many are received."""
+    """Number of ranks whose numbers are sent, beginning with this rank's; as many are received."""
 
 
 class ShortSums:
-    """One rank's side of the short sums. Call `connect` first, then sum on all ranks in the same
-    order, and finally `close`."""
+    """One rank's side of the short sums. Call `connect` first, then issue the sums in the same
+    order on all ranks, and finally call `close`."""
 
     def __init__(self, host: str, rank: int, size: int) -> None:
         """Listens on `host`, a numeric address. Raises OSError."""
@@ -95,21 +97,21 @@ class ShortSums:
         )
         self._rounds: list[list[_Swap]] = []
         self._sockets: list[socket.socket] = []
-        """All connections, also those that are being made. Only added to, by the thread that
-        connects."""
+        """All connections, including unfinished ones. Only the connecting thread adds to the
+        list."""
         self._given_up = False
         self._timeout_ms = 0
         self._number = 0
         self._summing = threading.Lock()
-        """Held during a sum, so that no thread closes a socket under its reader, whose descriptor
-        another file could get."""
+        """Held during a sum, so that no thread closes a socket while it is being read; another file
+        could otherwise get its descriptor."""
         _LIVE.add(self)
 
     def connect(self, doors: Mapping[int, Door], *, deadline: float, timeout: timedelta) -> None:
-        """Connects to the ranks that it has to do with, until `deadline` (time.monotonic()).
-        `timeout`: of a message, later.
+        """Connects to the ranks with which this rank exchanges messages. `deadline`: end of the
+        attempt, on the clock of time.monotonic(). `timeout`: time limit of each later message.
 
-        Raises OSError when a rank does not come or `shut_down` was called.
+        Raises OSError if a rank does not connect or `shut_down` was called.
         """
         self._timeout_ms = round(timeout.total_seconds() * 1000)
         few = self._size <= _FEW
@@ -127,7 +129,7 @@ class ShortSums:
                 {(self._rank + distance) % self._size for distance in distances}, deadline
             )
         except OSError as error:
-            if self._given_up:  # whatever the socket says of it
+            if self._given_up:  # whatever error the socket reports
                 raise OSError("connecting to the other ranks was abandoned") from error
             raise
         for connection in [*to.values(), *sources.values()]:
@@ -151,17 +153,17 @@ class ShortSums:
         self._listener.close()
 
     def takes(self, size: int) -> bool:
-        """Returns whether a sum of this size per rank is short enough."""
+        """Returns whether a sum of `size` bytes per rank is short enough."""
         return self._size * size <= MOST_BYTES
 
     def all_reduce(self, tensor: torch.Tensor) -> None:
-        """Sums a contiguous tensor on the CPU, of a dtype that numpy has, in place. Blocks.
+        """Sums a contiguous CPU tensor of a dtype that numpy supports, in place. Blocks.
 
         Raises:
-            OSError: a connection has ended, or a rank does not come; the sums of this group are
-                over.
-            PreconditionError: another rank sums something else: RANKS_DIVERGED. The sums of this
-                group are over.
+            OSError: a connection has ended, or a rank did not answer in time. This group allows no
+                further sums.
+            PreconditionError: another rank issued a different sum (RANKS_DIVERGED). This group
+                allows no further sums.
         """
         mine = tensor.numpy().reshape(-1)
         numbers = np.frombuffer(self._gather(mine.tobytes()), mine.dtype)
@@ -171,7 +173,8 @@ class ShortSums:
             mine += rows[rank - self._rank]
 
     def sum_numbers(self, values: array[float]) -> list[float]:
-        """Returns the sums over all ranks of an array of type "d". Raises as `all_reduce`."""
+        """Returns the sums over all ranks of an array of type "d". Raises the same errors as
+        `all_reduce`."""
         numbers = array("d")
         numbers.frombytes(self._gather(values.tobytes()))
         rows = [
@@ -183,7 +186,7 @@ class ShortSums:
         return total
 
     def _gather(self, mine: bytes) -> bytes:
-        """Returns all ranks' bytes, beginning with this rank's, followed by those of the ranks
+        """Returns the bytes of all ranks, beginning with this rank and continuing with the ranks
         after it."""
         known, row = mine, len(mine)
         with self._summing:
@@ -200,7 +203,7 @@ class ShortSums:
         return known
 
     def shut_down(self) -> None:
-        """Ends waits here and at the connected ranks. Never blocks; idempotent."""
+        """Ends waits here and on the connected ranks. Never blocks; idempotent."""
         self._given_up = True
         for connection in [self._listener, *self._sockets]:
             with contextlib.suppress(OSError):  # broken already, not connected yet, or closed
@@ -213,8 +216,8 @@ class ShortSums:
             self.close_copies()
 
     def close_copies(self) -> None:
-        """Closes a forked child's copies of the sockets without ending the connections, which the
-        child would otherwise keep open beyond this rank's death."""
+        """Closes a forked child's copies of the sockets without ending the connections. Otherwise
+        the child would keep the connections open after this rank's death."""
         for connection in [self._listener, *self._sockets]:
             connection.close()
 
@@ -229,8 +232,8 @@ class ShortSums:
 
     def _let_in(self, expected: set[int], deadline: float) -> dict[int, socket.socket]:
         """Accepts connections until all expected ranks have presented the token, and returns the
-        connections by rank. Strangers may connect, stay silent or disconnect: no rank waits for
-        them."""
+        connections by rank. Strangers may connect, stay silent or disconnect without delaying any
+        rank."""
         found: dict[int, socket.socket] = {}
         said: dict[socket.socket, bytes] = {}
         self._listener.setblocking(False)
@@ -249,7 +252,7 @@ class ShortSums:
                     assert isinstance(connection, socket.socket)
                     if connection is self._listener:
                         with contextlib.suppress(BlockingIOError, ConnectionAbortedError):
-                            # it has gone again
+                            # it has already disconnected
                             stranger, _ = self._listener.accept()
                             stranger.setblocking(False)
                             self._sockets.append(stranger)
@@ -268,8 +271,8 @@ class ShortSums:
         return found
 
     def _who(self, connection: socket.socket, said: dict[socket.socket, bytes]) -> int | None:
-        """Returns the rank that has identified itself. -1: a stranger, or disconnected. None: not
-        yet known."""
+        """Returns the rank that has identified itself on the connection; -1 for a stranger or a
+        closed connection; None if the rank is not known yet."""
         try:
             more = connection.recv(_HELLO.size - len(said[connection]))
         except BlockingIOError:
@@ -319,9 +322,9 @@ class ShortSums:
 
 
 def _wait_in_kernel(connection: socket.socket, timeout: timedelta) -> None:
-    """Reads and writes of `connection` wait so long (then: BlockingIOError). A timeout of Python's
-    would poll before each of them. After a signal that the script handles, the kernel begins
-    anew."""
+    """Sets the time limit of reads and writes of `connection`, which then raise BlockingIOError.
+    Python's own timeouts would poll before each read and write. After a signal that the script
+    handles, the kernel restarts the time limit."""
     connection.settimeout(None)
     seconds, microseconds = divmod(max(1, round(timeout.total_seconds() * 1e6)), 10**6)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):

@@ -1,17 +1,17 @@
-"""The TCP sockets of one Gloo group: finding them, breaking them, and noticing that a peer has
-broken one.
+"""The TCP sockets of one Gloo group: this module finds them, breaks them, and notices that a peer
+has broken one.
 
-Gloo keeps a collective waiting until the one socket it waits for closes. Its abort and shutdown
-close none, and the loss of another connection of the same group does not end the wait. So this
+In Gloo, a collective waits until the one socket that it waits for closes. Gloo's abort and shutdown
+close no socket, and the loss of another connection of the same group does not end the wait. So this
 module finds the sockets of a group and keeps a copy (dup) of each. Shutting a copy down breaks the
 connection itself: local waits fail, and the peer notices.
 
-One thread per group watches the copies and reports an ended connection some time after its end. The
-group is then broken altogether, so it fails on all ranks. The delay is for a rank that leaves in
-good order: it has completed the last collective a little before its peers.
+One thread per group watches the copies and reports an ended connection after a delay. The whole
+group is then broken, so it fails on all ranks. The delay allows a rank to leave in good order: it
+may have completed the last collective a little before its peers.
 
-Listening sockets are left alone, and so is every socket that is not the group's (gRPC, Redis).
-Linux only (/proc/self/fd, epoll).
+Listening sockets are not touched, and neither is any socket outside the group (gRPC, Redis). Linux
+only (/proc/self/fd, epoll).
 
 Threads: everything here may be called from any thread.
 """
@@ -39,13 +39,13 @@ from shoal_worker.store.redis_store import RedisStore
 
 # ------------------------------------------------------------------------------ this host's address
 #
-# Which address of this host peers can reach it under, without asking what its hostname resolves to
-# (often 127.0.1.1, or nothing).
+# The address under which peers can reach this host, without resolving the hostname (often
+# 127.0.1.1, or nothing).
 
 
 def address_for(store: Store) -> str | None:
-    """Returns the address of the interface that reaches the store's server. None: Gloo chooses, by
-    GLOO_SOCKET_IFNAME or the hostname."""
+    """Returns the address of the interface that reaches the store's server. Returns None if Gloo is
+    to choose the interface, by GLOO_SOCKET_IFNAME or the hostname."""
     if gloo_interface():
         return None
     while isinstance(store, PrefixStore):
@@ -67,12 +67,14 @@ GRACE_S: Final = 0.25
 """Maximum delay between the first and the last rank's completion of a collective."""
 
 _SEND_BYTES: Final = 1 << 19
-"""Size of the send buffer of a connection within this host; the kernel doubles it for its own
-needs.
+"""Size of the send buffer of a connection within this host; the kernel doubles the value for its
+own needs.
 
-By default it takes 4 MiB, copied under a lock for which Gloo's other thread spins in epoll_wait
-meanwhile: a quarter of all processor time (docs/explanation/backends.md#gloo-faster-collectives).
-Between hosts more has to be under way, and the kernel's own measure stays."""
+By default the buffer takes 4 MiB, copied under a lock for which Gloo's other thread meanwhile spins
+in epoll_wait: a quarter of all processor time
+(docs/explanation/backends.md#gloo-faster-collectives). Connections between hosts need more data in
+flight and keep the kernel's own size.
+"""
 
 _PIECE_BYTES: Final = 1 << 18
 
@@ -112,7 +114,8 @@ def listeners() -> dict[int, Listener]:
 
 
 class GroupSockets:
-    """Copies of one group's connections: those accepted by its listener, and those to a peer's."""
+    """Copies of one group's connections: accepted by the group's listener, or opened to the
+    listener of a peer."""
 
     def __init__(self, listener: Listener, peers: Collection[Endpoint]) -> None:
         self._copies: list[socket.socket] = []
@@ -140,7 +143,7 @@ class GroupSockets:
 
     def traffic(self) -> dict[str, Traffic]:
         """Returns the traffic of the connections by peer address; connections to one address are
-        added. Any thread."""
+        summed. Callable from any thread."""
         found: dict[str, Traffic] = {}
         for copy in self._copies:
             with contextlib.suppress(OSError):  # closed meanwhile, or broken
@@ -160,9 +163,9 @@ class GroupSockets:
                 copy.shutdown(socket.SHUT_RDWR)
 
     def drain(self) -> None:
-        """Reads the kernel's remaining data of the broken connections, so that Gloo's loop finds
-        their end and writes nothing more into tensors. The kernel accepts no further data for them.
-        Never blocks; idempotent."""
+        """Reads the kernel's remaining data from the broken connections, so that Gloo's loop finds
+        their end and writes nothing more into tensors. The kernel accepts no further data for these
+        connections. Never blocks; idempotent."""
         with self._closing:
             self._drain()
 
@@ -173,8 +176,8 @@ class GroupSockets:
                     pass
 
     def watch(self, lost: Callable[[str], None]) -> None:
-        """Calls `lost` once with a description, from a thread, GRACE_S after a connection of the
-        group has ended. Until `close`."""
+        """Starts a thread that calls `lost` once with a description, GRACE_S after a connection of
+        the group has ended. The watch lasts until `close`."""
         arguments = (self._stop, list(self._copies), lost)
         self._watcher = threading.Thread(
             target=_watch, args=arguments, name="shoal-gloo-watch", daemon=True
@@ -182,7 +185,7 @@ class GroupSockets:
         self._watcher.start()
 
     def close(self) -> None:
-        """Ends the watch and closes the copies. Connections that Gloo still uses stay open.
+        """Ends the watch and closes the copies. Connections that Gloo still uses remain open.
         Idempotent."""
         with self._closing:
             if self._closed:
@@ -197,8 +200,8 @@ class GroupSockets:
         os.close(self._stop)
 
     def let_go_in_child(self, null: int) -> None:
-        """Closes a forked child's copies of the connections. `null` takes their descriptors,
-        because Gloo's objects in the child still refer to these."""
+        """Closes a forked child's copies of the connections. The file descriptor `null` replaces
+        their descriptors, because Gloo's objects in the child still refer to these."""
         for copy in self._copies:
             copy.close()
         for descriptor, inode in self._originals:
@@ -225,8 +228,8 @@ def _watch(stop: int, copies: list[socket.socket], lost: Callable[[str], None]) 
 
 
 def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
-    """Yields each TCP socket's descriptor and a copy of the socket. A copy stays valid if
-    descriptors are reused meanwhile. The caller must hold `_SCANNING` until it has closed all
+    """Yields the descriptor and a copy of each TCP socket. A copy remains valid if its
+    descriptor is reused meanwhile. The caller must hold `_SCANNING` until it has closed all
     unwanted copies."""
     seen = set()
     for name in os.listdir("/proc/self/fd"):  # noqa: PTH208 - numbers, not paths
@@ -234,7 +237,7 @@ def _tcp_copies() -> Iterator[tuple[int, socket.socket]]:
         try:
             status = os.fstat(descriptor)
             if not stat.S_ISSOCK(status.st_mode) or status.st_ino in seen:
-                continue  # a copy made here can have got the number that the listing itself had
+                continue  # a copy made here may have got the descriptor of the listing itself
             seen.add(status.st_ino)
             copy = socket.socket(fileno=os.dup(descriptor))
         except OSError:
@@ -273,12 +276,12 @@ def _is_same(descriptor: int, inode: int) -> bool:
 
 
 _LIVE: Final[weakref.WeakSet[GroupSockets]] = weakref.WeakSet()
-"""All groups' sockets in this process, of which a forked child closes its copies."""
+"""All groups' sockets in this process. A forked child closes its copies of them."""
 
 
 def _let_go_in_child() -> None:
     """Closes a forked child's copies of the sockets. Otherwise peers would not notice this rank's
-    death before the end of its DataLoader workers."""
+    death until its DataLoader workers ended."""
     null = os.open(os.devnull, os.O_RDWR | os.O_CLOEXEC)
     for sockets in _LIVE:
         sockets.let_go_in_child(null)

@@ -1,8 +1,8 @@
-"""Works of an interruptible Gloo group, which replace Gloo's own. See
-interruptible.py for why.
+"""Works of an interruptible Gloo group, which replace Gloo's own works; interruptible.py explains
+the reason.
 
-Threads: `wait` and `get_future` are for the thread that issued the work; Gloo's threads and
-`end_works` complete it.
+Threads: the thread that issued a work calls `wait` and `get_future`; Gloo's threads and `end_works`
+complete the work.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ from shoal_worker.backends.native_threads import wait_until_asleep
 from shoal_worker.backends.waits import Waits
 
 _MOMENT_S: Final = 10.0
-"""Longest such moment. Operations that Gloo notifies of a broken connection end within a
-millisecond, or some under load. While a thread of Gloo's runs, it may write into tensors that the
-redo of a step would use. No operation of a step computes for longer than this, so later ones are
-not awaited."""
+"""Longest time for which `end_works` waits for Gloo. Operations that Gloo notifies of a broken
+connection end within a millisecond, or a few under load. While one of Gloo's threads runs, it may
+write into tensors that the repeated step would use. No operation of a step computes for longer than
+this limit."""
 
 _ONE_PIECE_BYTES: Final = 1024
-"""Size that fits into one TCP segment with Gloo's header, on every network."""
+"""Size of a message that fits into one TCP segment together with Gloo's header on every network."""
 
 _MOMENT_OF_A_MESSAGE_S: Final = 0.25
-"""Longest such moment of a message. Gloo's loop writes its bytes, and never sleeps while the kernel
-has some."""
+"""Longest time for which `end_works` waits for a message. Gloo's loop writes the bytes of the
+message, and never sleeps while the kernel has some."""
 
 _MOMENT_AT_EXIT_S: Final = 1.0
-"""Time for which the end of the process waits for the thread that waits for messages. A wait in the
-middle of a message continues."""
+"""Time for which the process's exit waits for the thread that waits for messages. A wait in the
+middle of a message does not end."""
 
 _WHILE: Final = timedelta(milliseconds=10)
-"""Time for which a wait stays in C++ before it checks whether the group was ended."""
+"""Time for which a wait remains in C++ before it checks whether the group was ended."""
 
 
 class Owner(Protocol):
@@ -55,7 +55,8 @@ class Owner(Protocol):
     """Time limit of a message."""
 
     def loss(self, name: str, error: RuntimeError) -> str | None:
-        """Returns why the group has ended, or None if it has not. Called with each failure."""
+        """Returns the reason why the group has ended, or None if it has not. Called for each
+        failure."""
         ...
 
     def raise_if_lost(self, name: str, error: RuntimeError) -> None:
@@ -63,16 +64,16 @@ class Owner(Protocol):
         ...
 
     def issued(self, work: InterruptibleWork | Transfer) -> None:
-        """Called when Gloo begins the work."""
+        """Records a work that Gloo has begun."""
         ...
 
     def finished(self, work: InterruptibleWork | Transfer) -> None:
-        """Called once, when Gloo is done with it."""
+        """Records a work that Gloo has completed. Called once per work."""
         ...
 
 
 class InterruptibleWork(Work):
-    """An issued collective. It is over when Gloo's work is, or when it is ended."""
+    """An issued collective. It is over when Gloo's work is over, or when the group ends it."""
 
     def __init__(
         self,
@@ -82,8 +83,9 @@ class InterruptibleWork(Work):
         finish: Callable[[], Any] | None,
         order: on_devices.Order | None = None,
     ) -> None:
-        """finish: called once Gloo is done; returns the value of the future.
-        order: order of the device's computations before and after the work."""
+        """`finish`: function called once Gloo's work is complete; returns the value of the future.
+        `order`: order of the device's computations before and after the work.
+        """
         super().__init__()
         self._name = name
         self._native: Work | None = native
@@ -93,17 +95,18 @@ class InterruptibleWork(Work):
         self._order = order
         self._over = False
         self._over_soon: threading.Event | None = None
-        """Event for threads that watch Gloo meanwhile. Created on demand, because it costs more
-        than everything else here."""
+        """Event for threads that watch Gloo's work. Created on demand, because creating it costs
+        more than everything else here."""
         self._value: Callable[[], Any] = lambda: None
         self._failure: tuple[type[Exception], str] | None = None
         self._settled: torch.futures.Future[None] | None = None
         self._future: torch.futures.Future[Any] | None = None
         self._followed = False
         self._lock = threading.Lock()
-        """Guards all of the above."""
+        """Guards all attributes above."""
         self._finishing = threading.Lock()
-        """Held while the result is written, so that this never happens after an end."""
+        """Held while the result is written, so that no result is written after the work was
+        ended."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the result has arrived; `timeout` None or 0: without a limit. Raises
@@ -125,15 +128,15 @@ class InterruptibleWork(Work):
         return self._over or self.native_completed
 
     def is_success(self) -> bool:
-        """Returns whether `wait` has returned."""
+        """Returns whether `wait` has returned without an error."""
         return self._over and self._failure is None
 
     def result(self) -> Any:
-        """The output tensors, once `wait` has returned."""
+        """Returns the output tensors, once `wait` has returned."""
         return self._value()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors."""
+        """Returns a future of the output tensors."""
         with self._lock:
             if self._future is not None:
                 return self._future
@@ -150,19 +153,19 @@ class InterruptibleWork(Work):
 
     @property
     def native_completed(self) -> bool:
-        """True if Gloo is done."""
+        """True if Gloo has completed its work."""
         native = self._native
         return native is None or bool(native.is_completed())
 
     def follow(self) -> None:
-        """Completes the work by itself when Gloo is done, even if no thread waits."""
+        """Makes the work complete as soon as Gloo's does, even if no thread waits."""
         with self._lock:
             native, followed, self._followed = self._native, self._followed, True
         if native is not None and not followed:
             native.get_future().add_done_callback(self._native_done)
 
     def await_native(self, seconds: float) -> None:
-        """Waits until Gloo is done or asleep, for a limited time."""
+        """Waits until Gloo's work is complete or Gloo's threads sleep, for at most `seconds`."""
         with self._lock:
             if self._over:
                 return
@@ -170,32 +173,32 @@ class InterruptibleWork(Work):
         wait_until_asleep(done, seconds)
 
     def end(self, reason: str) -> None:
-        """Ends the work although Gloo is not done."""
+        """Ends the work before Gloo has completed it."""
         with self._finishing:
             settled = self._settle(lambda: None, (GroupEndedError, reason))
         _complete(settled)
 
     def _wait_for_native(self) -> None:
-        """Waits briefly in C++. This is the fastest way to notice that Gloo has completed, but it
-        does not notice that the work was ended."""
+        """Waits briefly in C++. This is the fastest way to notice that Gloo has completed the work,
+        but it does not notice that the work was ended."""
         native = self._native
         if native is None:
-            return  # it has just been settled
+            return  # another thread has just settled it
         try:
             native.wait(_WHILE)
-        except RuntimeError:  # "Operation timed out!", or its failure
+        except RuntimeError:  # "Operation timed out!", or a failure of the work
             if not native.is_completed():
                 return
         self._native_is_done(native)
 
     def _native_done(self, _: torch.futures.Future[Any]) -> None:
-        """Called by Gloo, in its thread."""
+        """Handles Gloo's completion. Called by Gloo, in Gloo's thread."""
         native = self._native
         if native is not None:
             self._native_is_done(native)
 
     def _native_is_done(self, native: Work) -> None:
-        """Handles Gloo's completion. Called by the waiting thread, by Gloo's, or by both."""
+        """Handles Gloo's completion. Called by the waiting thread, by Gloo's thread, or by both."""
         settled = None
         with self._finishing:
             group, finish = self._group, self._finish
@@ -228,8 +231,8 @@ class InterruptibleWork(Work):
     def _settle(
         self, value: Callable[[], Any], failure: tuple[type[Exception], str] | None
     ) -> torch.futures.Future[None] | None:
-        """Settles the work; only the first call counts. Returns the future to be completed, without
-        any lock, since that runs callbacks of others."""
+        """Settles the work; only the first call has an effect. Returns the future, which the caller
+        completes without holding any lock, since completing it runs other code's callbacks."""
         with self._lock:
             if self._over:
                 return None
@@ -245,8 +248,8 @@ class InterruptibleWork(Work):
         return self._value()
 
     def _raise_failure(self) -> None:
-        """Raises a new error each time: a stored one would keep the caller's variables alive by its
-        traceback."""
+        """Raises a new error each time: the traceback of a stored error would keep the caller's
+        variables alive."""
         if self._failure is not None:
             kind, text = self._failure
             raise kind(text)
@@ -255,9 +258,10 @@ class InterruptibleWork(Work):
 class Transfer(Work):
     """A point-to-point transfer.
 
-    A message of few bytes travels in one piece, and its wait is Gloo's own. In the middle of a
-    longer one a connection can break, and then Gloo's wait goes on until its timeout. So another
-    thread waits in Gloo for that, and the caller for the thread, or for the group's end.
+    A short message travels in one piece, and the caller waits in Gloo. A connection can break in
+    the middle of a longer message, and Gloo's wait then lasts until its timeout. So for longer
+    messages another thread waits in Gloo, and the caller waits for that thread or for the group's
+    end.
     """
 
     def __init__(self, name: str, native: Work, group: Owner, tensors: list[torch.Tensor]) -> None:
@@ -267,16 +271,16 @@ class Transfer(Work):
         self._group = group
         self._tensors = tensors
         self._over: threading.Event | None = None
-        """Set when the caller continues; made by `wait`."""
+        """Set when the caller may continue; created by `wait`."""
         self._failure: tuple[type[Exception], str] | None = None
         self._lock = threading.Lock()
         """Guards the failure, which is written before the event is set."""
         self.native_completed = False
-        """True once Gloo is done."""
+        """True once Gloo has completed the transfer."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the tensor was sent or received. `timeout` None or 0: the group's. Raises
-        GroupEndedError if the group has ended, which a timeout also causes."""
+        """Blocks until the tensor was sent or received. `timeout` None or 0: the group's timeout.
+        Raises GroupEndedError if the group has ended. A timeout also ends the group."""
         limit = timeout or self._group.timeout
         with self._group.waits.of(self._name):
             if sum(tensor.nbytes for tensor in self._tensors) > _ONE_PIECE_BYTES:
@@ -288,17 +292,17 @@ class Transfer(Work):
                 raise
 
     def is_completed(self) -> bool:
-        """Returns whether `wait` has returned."""
+        """Returns whether Gloo has completed the transfer."""
         return bool(self._native.is_completed())
 
     def source_rank(self) -> int:
-        """Returns who sent what `recv_anysource` received."""
+        """Returns the rank that sent the message received by `recv_anysource`."""
         return int(self._native._source_rank())
 
     _source_rank = source_rank
 
     def follow(self) -> None:
-        """Does nothing: the waiter's thread follows the transfer already."""
+        """Does nothing: the waiter's thread already follows the transfer."""
 
     def await_native(self, seconds: float) -> None:
         """Waits for Gloo for a limited time, since the connection's remaining data may still be
@@ -307,18 +311,19 @@ class Transfer(Work):
             self._over.wait(min(seconds, _MOMENT_OF_A_MESSAGE_S))
 
     def end(self, reason: str) -> None:
-        """Ends the caller's wait although Gloo is not done."""
+        """Ends the caller's wait before Gloo has completed the transfer."""
         self._settle((GroupEndedError, reason))
 
     def _wait_apart(self, limit: timedelta) -> bool:
         if self._over is None:
             self._over = threading.Event()
-            # an end of the group sets the event from here on, and has done so if it is over
+            # from here on, an end of the group sets the event; if it has ended already, the event
+            # is set
             self._group.issued(self)
             if self._over.is_set() or not self._group.waiter.wait_for(
                 lambda: self._wait_in_gloo(limit)
             ):
-                self.native_completed = True  # nobody waits for it in Gloo
+                self.native_completed = True  # no thread waits for it in Gloo
                 self._settle((GroupEndedError, "the process group was shut down"))
                 self._group.finished(self)
         self._over.wait()
@@ -342,13 +347,13 @@ class Transfer(Work):
             )
             if reason is not None:
                 failure = (GroupEndedError, reason)
-        finally:  # the caller waits for nothing else
+        finally:  # the caller waits only for this
             self.native_completed = True
             self._settle(failure)
             self._group.finished(self)
 
     def _settle(self, failure: tuple[type[Exception], str] | None) -> None:
-        """Settles the transfer; only the first call counts."""
+        """Settles the transfer; only the first call has an effect."""
         over = self._over
         assert over is not None, "no thread waits for this transfer"
         with self._lock:
@@ -358,11 +363,11 @@ class Transfer(Work):
 
 
 class Waiter:
-    """A group's thread that waits in Gloo for one message after the other. It starts with the first
-    message and ends with `close`.
+    """A group's thread that waits in Gloo for one message after another. The thread starts with the
+    first message and ends with `close`.
 
-    Only for the one thread that issues transfers: two concurrent waits would receive each other's
-    messages.
+    Only the thread that issues transfers may use a waiter: two concurrent waits would receive each
+    other's messages.
     """
 
     def __init__(self) -> None:
@@ -371,8 +376,8 @@ class Waiter:
         self._lock = threading.Lock()
 
     def wait_for(self, wait: Callable[[], None]) -> bool:
-        """Calls `wait`, which raises nothing, after earlier waits have returned. Returns False if
-        the waiter is closed and will not call it."""
+        """Queues `wait`, which must not raise, to be called after earlier waits have returned.
+        Returns False if the waiter is closed and will not call `wait`."""
         with self._lock:
             if self._closed:
                 return False
@@ -387,7 +392,7 @@ class Waiter:
             return True
 
     def close(self) -> None:
-        """Closes the waiter: no message will follow. Idempotent."""
+        """Closes the waiter: no message may follow. Idempotent."""
         with self._lock:
             self._closed = True
             self._waits.put(None)
@@ -407,10 +412,10 @@ def _complete(settled: torch.futures.Future[None] | None) -> None:
 def end_works(
     works: Sequence[InterruptibleWork | Transfer], reason: str, drain: Callable[[], None]
 ) -> None:
-    """Ends the works once Gloo is done with them or asleep.
+    """Ends the works once Gloo has completed them or its threads sleep.
 
-    drain: reads the remaining data of their broken connections, after which Gloo's loop has nothing
-    left to write into a tensor.
+    `drain`: function that reads the remaining data of the broken connections. Gloo's loop then has
+    nothing left to write into a tensor.
     """
     deadline = time.monotonic() + _MOMENT_S
     for work in works:
@@ -424,21 +429,21 @@ def end_works(
 
 # ----------------------------------------------------------------------------- several works as one
 #
-# Several works as one: a collective that is made of others, such as an all-gather of broadcasts.
+# A collective composed of others as one work, such as an all-gather of broadcasts.
 #
-# Each part is followed, ended and accounted for by its group as if it had been issued alone;
-# nothing of that is here. Threads: as the parts.
+# The group follows, ends and counts each part as if it had been issued alone. Threads: those of the
+# parts.
 
 
 class AllOf(Work):
-    """A work that is complete when all `parts` are. `value` is the content of its future."""
+    """A work that is complete when all `parts` are complete. `value` is the value of its future."""
 
     def __init__(self, parts: Sequence[Work], value: Any) -> None:
         super().__init__()
         self._parts = parts
         self._value = value
         self._failed = False
-        """True once `wait` has raised. Parts after the failed one may end later."""
+        """True once `wait` has raised. Parts after the failed part may end later."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         """Blocks until the result has arrived. Raises the error of the first part that fails.
@@ -460,15 +465,15 @@ class AllOf(Work):
         return self._failed or all(part.is_completed() for part in self._parts)
 
     def is_success(self) -> bool:
-        """Returns whether `wait` has returned."""
+        """Returns whether `wait` has returned without an error."""
         return all(part.is_success() for part in self._parts)
 
     def result(self) -> Any:
-        """The output tensors, once `wait` has returned."""
+        """Returns the output tensors, once `wait` has returned."""
         return self._value
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors."""
+        """Returns a future of the output tensors."""
         return torch.futures.collect_all([part.get_future() for part in self._parts]).then(
             self._outcome
         )

@@ -1,8 +1,9 @@
 """Ranks as threads of one process, for notebooks, tests and debugging: `shoal.launch(fn,
 world_size=4)`.
 
-Results do not depend on timing: reductions add in rank order, and ranks that `launch` starts take
-turns (turns.py). A rank that fails ends the group for all, with its reason. Speed is no goal.
+Results do not depend on timing: reductions add in rank order, and the ranks of a `launch` take
+turns (turns.py). When a rank fails, the group ends on all ranks with the reason. Speed is not a
+goal.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from shoal_worker.torch_internals import _DistributedBackendOptions
 
 # -------------------------------------------------------------------------------- the process group
 #
-# A torch process group whose ranks are threads of one process. Their meeting is room.py's.
+# A torch process group whose ranks are threads of one process. They meet in a room (room.py).
 #
-# Threads: a group belongs to the thread that is its rank; `abort` is for any.
+# Threads: a group belongs to the thread that is its rank; any thread may call `abort`.
 
 
 class InMemoryGroup(PythonGroup):
-    """`rank` of `room`, which it has entered."""
+    """The process group of `rank`, which has entered `room`."""
 
     backend_name: ClassVar[str] = "shoal_inmemory"
 
@@ -47,11 +48,11 @@ class InMemoryGroup(PythonGroup):
         self.room.end(GroupEndedError(reason))
 
     def shutdown(self) -> None:
-        """Leaves the group. The other ranks fail only when they need this one. Idempotent."""
+        """Leaves the group. The other ranks fail only if they still need this rank. Idempotent."""
         self.room.leave(self.rank(), "has left the group")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of waits that begin from now on."""
+        """Sets the timeout of later waits."""
         self._timeout = timeout
 
     def _issue(self, call: Collective) -> Work:
@@ -78,8 +79,8 @@ class InMemoryGroup(PythonGroup):
 
 class _InMemoryWork(Work):
     """Work of a collective or a message. Its future is complete when it is returned, so callbacks
-    run in the thread of their own rank and not in a peer's. DDP and functional collectives wait for
-    the future in C++, where no other rank could get its turn."""
+    run in the thread of their own rank and not in a peer's thread. DDP and functional collectives
+    wait for the future in C++, where no other rank could get its turn."""
 
     def wait(self, timeout: timedelta | None = None) -> bool:
         raise NotImplementedError
@@ -88,7 +89,7 @@ class _InMemoryWork(Work):
         raise NotImplementedError
 
     def result(self) -> list[Any]:
-        """The output tensors."""
+        """Returns the output tensors."""
         raise NotImplementedError
 
     def is_success(self) -> bool:
@@ -111,10 +112,11 @@ class CollectiveWork(_InMemoryWork):
         self._room, self._meeting, self._rank, self._timeout = room, meeting, rank, timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the result has arrived. `timeout` None or 0: the group's.
+        """Blocks until the result has arrived. `timeout` None or 0: the group's timeout.
 
-        Raises GroupEndedError if the group has ended, or is ended because not all ranks came in
-        time, and UnmatchedCollectiveError if the ranks' collectives do not match.
+        Raises GroupEndedError if the group has ended, or if this call ends it because a rank did
+        not issue the collective in time. Raises UnmatchedCollectiveError if the ranks' collectives
+        do not match.
         """
         self._room.await_meeting(self._meeting, self._rank, timeout or self._timeout)
         return True
@@ -128,23 +130,23 @@ class CollectiveWork(_InMemoryWork):
         return self._meeting.done
 
     def result(self) -> list[Any]:
-        """The output tensors in the form in which torch passed them."""
+        """Returns the output tensors in the form in which torch passed them."""
         return self._meeting.calls[self._rank].result
 
 
 class SendWork(_InMemoryWork):
-    """A sent message. It is complete, because it was copied."""
+    """A sent message. It is complete at once, because the message was copied."""
 
     def __init__(self, tensor: torch.Tensor) -> None:
         super().__init__()
         self._tensor = tensor
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Returns at once."""
+        """Returns at once, since the message was copied when it was sent."""
         return True
 
     def is_completed(self) -> bool:
-        """Returns True."""
+        """Returns True: the message was copied when it was sent."""
         return True
 
     def result(self) -> list[Any]:
@@ -153,14 +155,14 @@ class SendWork(_InMemoryWork):
 
 
 class ReceiveWork(_InMemoryWork):
-    """A message to be received."""
+    """A message that is to be received."""
 
     def __init__(self, room: Room, reception: Reception, rank: int, timeout: timedelta) -> None:
         super().__init__()
         self._room, self._reception, self._rank, self._timeout = room, reception, rank, timeout
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the message has arrived. Raises like CollectiveWork."""
+        """Blocks until the message has arrived. Raises the same errors as `CollectiveWork.wait`."""
         self._room.await_reception(self._reception, self._rank, timeout or self._timeout)
         return True
 
@@ -173,7 +175,7 @@ class ReceiveWork(_InMemoryWork):
         return self._reception.done
 
     def result(self) -> list[Any]:
-        """The tensor with the received message."""
+        """Returns the tensor with the received message, in a list."""
         return [self._reception.tensor]
 
     def _source_rank(self) -> int:
@@ -186,7 +188,7 @@ class ReceiveWork(_InMemoryWork):
 
 
 class InMemoryBackend(CommunicationBackend):
-    """A group of threads. The store only identifies the threads that belong together, so a
+    """A group of threads. The store only identifies the threads of one group, so a
     `torch.distributed.HashStore` suffices."""
 
     name: ClassVar[str] = "inmemory"
@@ -198,7 +200,7 @@ class InMemoryBackend(CommunicationBackend):
 
     @property
     def is_initialized(self) -> bool:
-        """True if collectives can be issued: the group is initialized and has not ended for any
+        """True if collectives can be issued: the group is initialized and has not ended on any
         rank."""
         return super().is_initialized and self._room is not None and self._room.ended is None
 
@@ -213,7 +215,7 @@ class InMemoryBackend(CommunicationBackend):
         return group
 
     def shutdown(self) -> None:
-        """Leaves the group without disturbing ranks that no longer need this one. Idempotent."""
+        """Leaves the group without disturbing ranks that no longer need this rank. Idempotent."""
         if self._room is not None:
             self._room.leave(self.rank, "has shut its backend down")
         with self._lock:
@@ -230,11 +232,11 @@ class InMemoryBackend(CommunicationBackend):
         self._process_group = None
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises what it means
+        return False  # the group itself raises the proper error
 
 
 def create_group(options: _DistributedBackendOptions, _: Any) -> InMemoryGroup:
-    """Called by torch for the default group and each new_group. The first collective waits for the
-    other ranks."""
+    """Creates the default group or a group for new_group. Called by torch. The first collective
+    waits for the other ranks."""
     room = room_for(options.store, options.group_rank, options.group_size, options.group_id)
     return InMemoryGroup(room, options.group_rank, options.timeout)

@@ -1,12 +1,12 @@
 """Meeting point of the threads that are ranks of one in-memory group. It matches their collectives
-and transfers, and fails all of them when one rank fails.
+and transfers, and fails all of these when one rank fails.
 
-The nth collective that a rank issues meets the nth of every other rank. The last rank to arrive
-does the arithmetic for all, so a collective completes on all ranks at one moment. At its deadline a
-waiting rank learns which ranks have arrived and what the others are doing.
+The nth collective of a rank matches the nth collective of every other rank. The last rank to arrive
+computes the result for all ranks, so a collective completes on all ranks at the same moment. At its
+deadline a waiting rank learns which ranks have arrived and what the other ranks are doing.
 
-Threads: any, each for its own rank; state is guarded by `turns.LOCK`. The arithmetic runs without
-it.
+Threads: any thread may call, each for its own rank; `turns.LOCK` guards the state. The lock is not
+held during the computation.
 """
 
 from __future__ import annotations
@@ -39,14 +39,15 @@ class Meeting:
     def __init__(self, number: int, first: int) -> None:
         self.number = number
         self.first = first
-        """The rank that arrived first, with which the others are compared."""
+        """The rank that arrived first. The other ranks' collectives are compared with this
+        rank's."""
         self.calls: dict[int, Collective] = {}
         self.done = False
 
 
 class Reception:
-    """A transfer for which a rank waits. `source` is the sender's rank; None while it is unknown
-    because any may send."""
+    """A transfer for which a rank waits. `source` is the sender's rank; None while any rank may
+    send."""
 
     def __init__(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> None:
         self.rank, self.source, self.tag, self.tensor = rank, source, tag, tensor
@@ -71,12 +72,12 @@ class Message:
 
 
 class Room:
-    """Meeting point of `size` ranks under `name` for their collectives."""
+    """Meeting point called `name` for the collectives of `size` ranks."""
 
     def __init__(self, name: str, size: int) -> None:
         self.name, self.size = name, size
         self.ended: Ending | None = None
-        """End of the room; None while it is open."""
+        """Error that ended the room; None while the room is open."""
         self.has_outsiders = False
         self._turns: Turns | None = None
         self._members: set[int] = set()
@@ -87,7 +88,7 @@ class Room:
         self._messages: deque[Message] = deque()
         self._receptions: list[Reception] = []
 
-    # --- coming and going
+    # --- entering and leaving
 
     def enter(self, rank: int, size: int) -> None:
         """Enters the calling thread as `rank`."""
@@ -111,8 +112,8 @@ class Room:
             self._changed()
 
     def await_all(self, rank: int, timeout: timedelta) -> None:
-        """Blocks until all ranks have entered. Raises DeadlineError with the missing ranks, or the
-        error that ended the room."""
+        """Blocks until all ranks have entered. Raises DeadlineError naming the missing ranks, or
+        the error that ended the room."""
         full = turns.wait(
             self,
             lambda: len(self._members) == self.size or self.ended is not None,
@@ -129,8 +130,8 @@ class Room:
             )
 
     def leave(self, rank: int, how: str = "left the group") -> None:
-        """Removes `rank`: collectives that still need it fail, and those that it has entered do
-        not."""
+        """Removes `rank`. Collectives that still need the rank fail; collectives that it has
+        entered continue."""
         with LOCK:
             self._left.setdefault(rank, how)
             if any(rank not in meeting.calls for meeting in self._meetings.values()) or any(
@@ -139,16 +140,16 @@ class Room:
                 self._end_without(rank)
 
     def end_for(self, reason: str) -> None:
-        """Ends the room when a rank of the launch fails, in this group or another."""
+        """Ends the room because a rank of the launch failed, in this group or another."""
         self.end(GroupEndedError(reason))
 
     def end_deadlocked(self, text: str) -> None:
-        """Ends the room when all its ranks wait for each other."""
+        """Ends the room because all its ranks wait for each other."""
         self.end(UnmatchedCollectiveError(text))
 
     def end(self, error: Ending) -> None:
         """Makes all pending and later calls fail with such an error, on all ranks. The first error
-        stays."""
+        is kept."""
         with LOCK:
             if self.ended is None:
                 self.ended = error
@@ -159,8 +160,8 @@ class Room:
     # --- collectives
 
     def issue(self, rank: int, call: Collective) -> Meeting:
-        """Enters `rank` into the next collective. Raises the error that ended the room, or
-        UnmatchedCollectiveError, which ends it."""
+        """Enters `rank` into the next collective. Raises the error that ended the room. Raises
+        UnmatchedCollectiveError, and ends the room, if the ranks' collectives do not match."""
         with LOCK:
             self._check(rank)
             number = self._counts[rank] = self._counts[rank] + 1
@@ -178,8 +179,8 @@ class Room:
         return meeting
 
     def await_meeting(self, meeting: Meeting, rank: int, timeout: timedelta) -> None:
-        """Blocks until all ranks have entered the collective. Raises the error that ended the room.
-        Ends the room after `timeout`."""
+        """Blocks until all ranks have entered the collective. Ends the room after `timeout`. Raises
+        the error that ended the room."""
         what = f"in {meeting.calls[rank]} (collective {meeting.number} of group {self.name})"
         ready = turns.wait(
             self, lambda: meeting.done or self.ended is not None, timeout.total_seconds(), what
@@ -197,7 +198,7 @@ class Room:
     # --- transfers
 
     def send(self, rank: int, destination: int, tag: int, tensor: torch.Tensor) -> None:
-        """Leaves a copy of `tensor` for `destination` without waiting for it."""
+        """Stores a copy of `tensor` for rank `destination` and returns at once."""
         with LOCK:
             self._check(rank)
             self._last[rank] = f"has sent to rank {destination}, tag {tag}"
@@ -213,7 +214,7 @@ class Room:
             self._deliver(message, reception)
 
     def receive(self, rank: int, source: int | None, tag: int, tensor: torch.Tensor) -> Reception:
-        """Requests the next message from `source` (None: from any rank) with that tag."""
+        """Requests the next message with this tag from `source` (None: from any rank)."""
         with LOCK:
             self._check(rank)
             reception = Reception(rank, source, tag, tensor)
@@ -236,8 +237,8 @@ class Room:
             return reception
 
     def await_reception(self, reception: Reception, rank: int, timeout: timedelta) -> None:
-        """Blocks until the message has arrived. Raises the error that ended the room. Ends the room
-        after `timeout`."""
+        """Blocks until the message has arrived. Ends the room after `timeout`. Raises the error
+        that ended the room."""
         what = f"in {reception} of group {self.name}"
         ready = turns.wait(
             self, lambda: reception.done or self.ended is not None, timeout.total_seconds(), what
@@ -253,8 +254,8 @@ class Room:
             self.check_live()
 
     def check_live(self) -> None:
-        """Raises an error like the one that ended the room. A copy: an error belongs to the thread
-        that raises it."""
+        """Raises a copy of the error that ended the room, since an error belongs to the thread that
+        raises it."""
         if self.ended is not None:
             raise type(self.ended)(str(self.ended))
 
@@ -341,9 +342,8 @@ def _synchronize(tensors: Sequence[torch.Tensor]) -> None:
 
 
 def room_for(store: Store, rank: int, size: int, name: str) -> Room:
-    """Returns the room of the group that meets over `store`, which the calling thread enters as
-    `rank`. Does not block on the store. Raises ConfigurationError if other ranks are in other
-    processes."""
+    """Returns the room of the group that uses `store`, and enters the calling thread as `rank`.
+    Does not block on the store. Raises ConfigurationError if other ranks are in other processes."""
     token = f"{os.getpid()}-{uuid.uuid4().hex}"
     agreed = bytes(store.compare_set("room", "", token)).decode()
     if agreed.partition("-")[0] != str(os.getpid()):
@@ -352,7 +352,7 @@ def room_for(store: Store, rank: int, size: int, name: str) -> Room:
             "the ranks of an in-memory group are threads of one process (shoal.launch); for "
             "several processes use backend='gloo'"
         )
-    # A group may be made anew over the same store: the nth entry of every rank is to the same room.
+    # A group may be created again over the same store: every rank's nth entry is to the same room.
     entry = store.add(f"entries of rank {rank}", 1)
     with LOCK:
         room = _ROOMS.setdefault(f"{agreed}/{entry}", Room(name, size))

@@ -1,16 +1,16 @@
-"""Turns of the ranks of one `launch`: one thread runs until it waits for others, then the next one
-runs.
+"""Turns of the ranks of one `launch`: one thread runs until it waits for other ranks, then the next
+thread runs.
 
-torch and Python keep much state in globals that processes do not share, above all the random
-generators. With turns each rank has its own generators, no two ranks touch a process-wide cache at
-once, and every run is the same. If all ranks wait, that is detected at once. The price is speed:
-ranks do not compute in parallel.
+torch and Python keep much state in globals that separate processes do not share, above all the
+random generators. With turns each rank has its own generators, no two ranks use a process-wide
+cache at once, and every run is the same. If all ranks wait, the deadlock is detected at once. The
+price is speed: ranks do not compute in parallel.
 
-A turn passes in waits of in-memory groups and while an errand runs (`run_aside`). A rank that waits
-for another one in any other way (a threading.Event, a sleep until a file exists) keeps its turn.
-The ranks that wait for it then report it at their deadline.
+A rank passes its turn on while it waits in an in-memory group and while an errand runs
+(`run_aside`). A rank that waits for another rank in any other way (a threading.Event, a sleep until
+a file exists) keeps its turn. The ranks that wait for that rank then report it at their deadline.
 
-Threads: everything is guarded by `LOCK`, the one lock of all in-memory ranks of the process.
+Threads: all state is guarded by `LOCK`, the single lock of all in-memory ranks of the process.
 """
 
 from __future__ import annotations
@@ -33,17 +33,18 @@ from shoal_worker.backends.base import GroupEndedError
 T = TypeVar("T")
 
 LOCK: Final = threading.RLock()
-"""Reentrant, because the garbage collector may drop a group anywhere."""
+"""Lock of all turns and rooms. Reentrant, because the garbage collector may drop a group
+anywhere."""
 _CHANGED: Final = threading.Condition(LOCK)
 _current = threading.local()
 
 
 class Waitable(Protocol):
-    """An object for which ranks wait: a room."""
+    """An object on which ranks wait, such as a room."""
 
     @property
     def has_outsiders(self) -> bool:
-        """True if threads without turns take part."""
+        """True if threads that take no turns can end a wait on the object."""
         ...
 
     def end_for(self, reason: str) -> None:
@@ -92,14 +93,14 @@ class Turns:
             _set_random_states(self._first_states)
 
     def finish(self, rank: int) -> None:
-        """Ends the calling thread's last turn."""
+        """Ends the calling thread's last turn and passes the turn on."""
         _current.turns = None
         with LOCK:
             if self._running == rank:
                 self._pass_on(rank)
 
     def end_all(self, reason: str) -> None:
-        """Ends all groups of the ranks, including later ones. Any thread."""
+        """Ends all groups of the ranks, including later ones. Callable from any thread."""
         with LOCK:
             self.over = self.over or reason
             for room in list(self.rooms):
@@ -107,7 +108,8 @@ class Turns:
 
     @contextlib.contextmanager
     def generators_kept(self) -> Iterator[None]:
-        """Restores the random generators to their states at this context's start."""
+        """Restores the random generators at the end of the context to their states at the start of
+        the launch."""
         try:
             yield
         finally:
@@ -121,8 +123,8 @@ class Turns:
     def wait(
         self, rank: int, on: Waitable, ready: Callable[[], bool], timeout: float, what: str
     ) -> bool:
-        """Blocks until `ready()` while the others take turns. Returns False after `timeout`
-        seconds."""
+        """Blocks until `ready()` returns True, while other ranks take turns. Returns False after
+        `timeout` seconds."""
         deadline = time.monotonic() + timeout
         with LOCK:
             if ready() or self._free_for_all:
@@ -139,7 +141,8 @@ class Turns:
             return _CHANGED.wait_for(ready, max(0.0, deadline - time.monotonic()))
 
     def look(self) -> None:
-        """Handles a change outside of the turns: ranks that waited for it can continue."""
+        """Resumes a rank after a change outside of the turns, if no rank has the turn and one can
+        continue."""
         if self._running is None and len(self._started) == self._size:
             self._running = self._next(self._size - 1)
             self._wake()
@@ -152,8 +155,8 @@ class Turns:
         return came
 
     def _pass_on(self, rank: int) -> None:
-        """Passes the turn to the next rank after `rank` that can continue. No rank gets it if none
-        waits, or if all wait for outsiders."""
+        """Passes the turn to the next rank after `rank` that can continue. No rank gets the turn if
+        none waits, or if all wait for threads outside of the turns."""
         self._running = self._next(rank)
         self._wake()
         rooms = [parked.on for parked in self._parked.values() if parked.on is not None]
@@ -189,9 +192,9 @@ def own_turns() -> Turns | None:
 
 
 def wait(on: Waitable, ready: Callable[[], bool], timeout: float, what: str) -> bool:
-    """Blocks until `ready()`. Returns False after `timeout` seconds.
+    """Blocks until `ready()` returns True. Returns False after `timeout` seconds.
 
-    what: description of the wait; completes "rank 0 waits ...".
+    `what`: description of the wait; completes "rank 0 waits ...".
     """
     turns = own_turns()
     if turns is not None:
@@ -227,11 +230,11 @@ class _Errand:
 
 
 def run_aside(work: Callable[[], T], what: str) -> T:
-    """Runs `work` on another thread while the other ranks take turns, and returns its result. For
-    waits on other ranks without a group.
+    """Runs `work` on another thread while the other ranks take turns, and returns the result of
+    `work`. Use it to wait for other ranks without a group.
 
-    work: has its own deadline, and touches nothing that two ranks might touch at once.
-    what: description of the wait; completes "rank 0 waits ...".
+    `work`: function with its own deadline that touches nothing that two ranks might touch at once.
+    `what`: description of the wait; completes "rank 0 waits ...".
 
     Raises:
         GroupEndedError: another rank has failed. `work` continues unattended.
@@ -260,15 +263,15 @@ def run_aside(work: Callable[[], T], what: str) -> T:
 
 
 def changed(turns: Turns | None) -> None:
-    """Notifies threads with and without turns that a condition may have changed. Called with the
-    lock held."""
+    """Notifies threads with and without turns that a condition may have changed. The caller must
+    hold the lock."""
     _CHANGED.notify_all()
     if turns is not None:
         turns.look()
 
 
 def _random_states() -> tuple[Any, ...]:
-    """Returns the states of the random generators that processes would have separately."""
+    """Returns the states of the random generators, which each process would have separately."""
     devices = torch.cuda.default_generators if torch.cuda.is_initialized() else ()
     return (
         torch.default_generator.get_state(),

@@ -1,12 +1,12 @@
 """MPI, through mpi4py, for clusters whose launcher and network stack is MPI: `mpiexec -n 4 python
 train.py`.
 
-Rank and size are those of MPI's world, so no store is needed: `MPIBackend().initialize()`, or
+Rank and world size come from MPI's world, so no store is needed: `MPIBackend().initialize()`, or
 `init_process_group("shoal_mpi", init_method="mpi://")`. Each group has its own communicator.
 
 Start scripts with `mpiexec -n 4 python -m mpi4py train.py`, so that an exception on one rank ends
-all. MPI itself ends the whole job when a process dies, so a group on MPI does not shrink. Elastic
-training requires "gloo" or "nccl".
+all ranks. MPI itself ends the whole job when a process dies, so a group on MPI cannot shrink.
+Elastic training requires "gloo" or "nccl".
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ if TYPE_CHECKING:
 class MPIBackend(CommunicationBackend):
     """All ranks of MPI's world, on CPU tensors, over a separate communicator.
 
-    `abort` notifies the other ranks by a message, which they read in their waits and when they
+    `abort` notifies the other ranks by a message, which they read while they wait and when they
     issue an operation. MPI cannot cancel pending operations: they are abandoned, their buffers are
-    kept until the process ends, and the MPI library may refuse to finalize. A rank that dies
-    without a message is noticed by MPI's launcher, or at the timeout.
+    kept until the process ends, and the MPI library may refuse to finalize. If a rank dies without
+    a message, MPI's launcher notices, or the timeout expires.
     """
 
     name: ClassVar[str] = "mpi"
@@ -80,7 +80,7 @@ class MPIBackend(CommunicationBackend):
 
         world = _mpi().COMM_WORLD
         if self._members is not None:
-            # Of a part of MPI's world. MPI lets it wait for the others without a deadline.
+            # A communicator of a part of MPI's world. MPI allows no deadline for this wait.
             part = world.Create_group(world.group.Incl(list(self._members)))
             _check_place(self.rank, self.world_size, part)
             self._group = MPIGroup(part, "mpi", timeout)
@@ -104,8 +104,8 @@ class MPIBackend(CommunicationBackend):
 
     @property
     def is_initialized(self) -> bool:
-        """True if collectives can be issued: the group is initialized and has not ended as far as
-        this rank knows."""
+        """True if collectives can be issued: the group is initialized and, as far as this rank
+        knows, has not ended."""
         return super().is_initialized and self._group is not None and self._group.reason is None
 
     def _break(self) -> None:
@@ -114,7 +114,7 @@ class MPIBackend(CommunicationBackend):
             group.abort(reason or "")
 
     def shutdown(self) -> None:
-        """Releases the group without notifying other ranks: call it after a collective of all
+        """Releases the group without notifying other ranks. Call it after a collective of all
         ranks. Idempotent."""
         group = self._group
         if group is not None:
@@ -127,14 +127,14 @@ class MPIBackend(CommunicationBackend):
         self._group = self._process_group = None
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises MembershipChanged itself
+        return False  # the group itself raises MembershipChanged
 
 
 def own_seat(timeout: timedelta) -> Seat:
-    """Returns this process's place in MPI's world for a session of Shoal's. Starts MPI.
+    """Returns this process's seat in MPI's world for one of Shoal's sessions. Starts MPI.
 
     Raises:
-        ConfigurationError: there is no mpi4py, or no MPI library.
+        ConfigurationError: mpi4py or the MPI library is missing.
     """
     world = _mpi().COMM_WORLD
     return Seat(
@@ -147,8 +147,8 @@ def own_seat(timeout: timedelta) -> Seat:
 
 
 def create_group(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
-    """Called by torch for the default group and each new_group, on the members alone. MPI lets it
-    wait for them without a deadline."""
+    """Creates the default group or a group for new_group. Called by torch, on the members only.
+    Waits for the members without a deadline, because MPI allows none."""
     from shoal_worker.backends.mpi.group import MPIGroup
 
     mpi = _mpi()
@@ -161,8 +161,8 @@ def create_group(options: _DistributedBackendOptions, _: Any) -> MPIGroup:
 def rendezvous(
     url: str, timeout: timedelta = DEFAULT_TIMEOUT, **_: Any
 ) -> Iterator[tuple[Store, int, int]]:
-    """Yields rank and size from MPI, with a store of this process alone: groups on MPI need
-    none."""
+    """Yields the rank and world size from MPI, with a store of this process only: groups on MPI
+    need no shared store."""
     world = _mpi().COMM_WORLD
     yield HashStore(), world.rank, world.size
 
@@ -177,7 +177,8 @@ def _check_place(rank: int, size: int, communicator: Any) -> None:
 
 
 def _mpi() -> Any:
-    """Returns mpi4py's module, which starts MPI when it is first imported."""
+    """Returns mpi4py's module. Its first import starts MPI. Raises ConfigurationError if mpi4py or
+    the MPI library is missing."""
     try:
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:

@@ -1,13 +1,13 @@
 """A torch process group over one MPI communicator.
 
-Data travels as bytes from and into the tensors' own memory if their parts are adjacent. MPI chooses
-its own order for its reductions (all-reduce, reduce). Half precision, which MPI does not know, is
-sent as float32 and rounded once. A reduce-scatter is an all-to-all after which each rank sums its
-parts in rank order, as on Gloo; there half precision is sent as it is. Importing this module starts
-MPI.
+If the parts of a tensor list are adjacent, data travels as bytes from and into the tensors' own
+memory. MPI chooses the order of its own reductions (all-reduce, reduce). Half precision, which MPI
+does not support, is sent as float32 and rounded once. A reduce-scatter is an all-to-all after which
+each rank sums its parts in rank order, as with Gloo; it sends half precision unchanged.
+Importing this module starts MPI.
 
-Threads: one thread issues collectives; works complete there or in works.py; `abort` is for any
-thread.
+Threads: one thread issues collectives, which complete in that thread or in works.py. Any thread may
+call `abort`.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from shoal_worker.backends.python_group import PythonGroup
 
 # ------------------------------------------------------------------------------------------ buffers
 #
-# Tensors as MPI sees them: bytes with counts for what is moved, typed arrays for what MPI reduces.
+# Tensors as MPI buffers: bytes with counts for data to be sent, typed arrays for data to be
+# reduced.
 #
-# Parts that lie side by side in memory, as those of one tensor do, are given to MPI where they are;
-# others by way of a copy. MPI gets tensors by DLPack: once a tensor was a numpy array, its memory
-# can never be given back by resizing it, which is what zero3 does after each block. Importing this
-# module starts MPI.
+# Parts that are adjacent in memory, such as those of one tensor, are passed to MPI in place; others
+# are copied first. MPI gets tensors by DLPack: once a tensor was a numpy array, its memory can
+# never be freed by resizing it, as zero3 does after each block. Importing this module starts MPI.
 
 _TYPES: Final = {
     torch.float32: MPI.FLOAT,
@@ -69,14 +69,15 @@ _OPS: Final = {
     "BXOR": MPI.BXOR,
 }
 _OPS_OF_BOOLEANS: Final = {**_OPS, "SUM": MPI.MAX, "PRODUCT": MPI.MIN}
-"""Operations on bytes that are 0 or 1."""
+"""Operations on booleans, sent as bytes that are 0 or 1."""
 
 
 class Packed:
-    """The tensors of `parts` as one run of bytes."""
+    """The tensors of `parts` as one contiguous run of bytes."""
 
     def __init__(self, parts: Sequence[torch.Tensor], *, filled: bool) -> None:
-        """filled: True if the parts have values to send; otherwise they will be received."""
+        """`filled`: True if the parts contain values to be sent; False if values are to be
+        received."""
         if len({part.dtype for part in parts}) > 1:
             raise InvalidRequestError(
                 f"parts have dtypes {[str(part.dtype) for part in parts]}; expected a single dtype"
@@ -95,13 +96,13 @@ class Packed:
 
     @property
     def buffer(self) -> list[Any]:
-        """Returns all parts as one MPI buffer: bytes and their datatype."""
+        """All parts as one MPI buffer: bytes and their datatype."""
         return [_bytes_of(self._whole), MPI.BYTE]
 
     @property
     def parts_buffer(self) -> list[Any]:
-        """Returns all parts as one MPI buffer of several parts: bytes, (lengths, positions) in
-        bytes, and their datatype."""
+        """All parts as an MPI buffer of several parts: bytes, (lengths, positions) in bytes, and
+        their datatype."""
         counts = [part.nbytes for part in self._parts]
         return [
             _bytes_of(self._whole),
@@ -110,7 +111,7 @@ class Packed:
         ]
 
     def set_part(self, index: int, tensor: torch.Tensor) -> None:
-        """Fills one part."""
+        """Copies `tensor` into the part at `index`."""
         run = self._run(index)
         if run.data_ptr() != tensor.data_ptr():
             run.copy_(tensor.data.reshape(-1))
@@ -145,13 +146,13 @@ class Reduced:
         self._values = values
         booleans = values.dtype == torch.bool
         self.op = (_OPS_OF_BOOLEANS if booleans else _OPS)[self._name]
-        """MPI's."""
+        """MPI's operation."""
         self.buffer = (
             [_bytes_of(values), MPI.UINT8_T] if booleans else [values.view(-1), _type_of(values)]
         )
 
     def finish(self) -> None:
-        """Writes the result into the tensor."""
+        """Writes the result into the caller's tensor."""
         if self._name == "AVG":
             self._values.div_(self._size)
         if self._values is not self._tensor:
@@ -159,7 +160,8 @@ class Reduced:
 
 
 def _joined(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Returns the flat tensor that consists of the parts in this order; None if there is none."""
+    """Returns the flat tensor that consists of the parts in this order, or None if the parts are
+    not adjacent in memory."""
     some = [part for part in parts if part.numel()]
     if not some:
         return parts[0].new_empty(0)
@@ -189,23 +191,23 @@ def _type_of(tensor: torch.Tensor) -> Any:
 # -------------------------------------------------------------------------------- the process group
 
 _ABORT_TAG: Final[Any] = MPI.COMM_WORLD.Get_attr(MPI.TAG_UB)
-"""Tag of messages with the reason why a group has ended."""
+"""Tag of the messages that report why a group has ended."""
 
 
 @dataclass(frozen=True)
 class Issued:
-    """An issued operation."""
+    """An operation issued to MPI."""
 
     requests: list[Any]
-    """MPI's."""
+    """MPI's requests."""
     finish: list[Callable[[], None]] = field(default_factory=list)
-    """Called once the requests are complete: they write the result."""
+    """Functions that write the result, called once the requests are complete."""
     kept: Sequence[Any] = ()
     """Objects kept alive while MPI reads from them."""
 
 
 class MPIGroup(PythonGroup):
-    """The ranks of `communicator`, which this group then owns."""
+    """Process group of the ranks of `communicator`, which the group owns."""
 
     backend_name: ClassVar[str] = "shoal_mpi"
 
@@ -220,21 +222,23 @@ class MPIGroup(PythonGroup):
         self._pending: set[MPIWork] = set()
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends the group here, and on the other ranks as soon as they receive the message."""
+        """Ends the group on this rank, and on the other ranks as soon as they receive the
+        message."""
         with self._lock:
             if self.reason is not None:
                 return
             self.reason = reason
         message = reason.encode()
         peers = [peer for peer in range(self.size()) if peer != self.rank()]
-        # Nobody may ever receive these: they are short enough to go unasked, and are kept for as
-        # long as the group.
+        # It may be that no rank receives these messages. They are short enough to be sent without a
+        # receiver, and are kept as long as the group.
         self._abort_messages = [
             (message, self._comm.Isend([message, MPI.BYTE], peer, _ABORT_TAG)) for peer in peers
         ]
 
     def shutdown(self) -> None:
-        """Releases the communicator if nothing is pending on it. Notifies nobody. Idempotent."""
+        """Releases the communicator if no operation is pending on it. Does not notify the other
+        ranks. Idempotent."""
         with self._lock:
             ended, self.reason = self.reason, self.reason or "the process group was shut down"
             clean = ended is None and not any(not work.is_completed() for work in self._pending)
@@ -242,7 +246,7 @@ class MPIGroup(PythonGroup):
             self._comm.Free()
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Sets the timeout of waits that begin from now on."""
+        """Sets the timeout of later waits."""
         self._timeout = timeout
 
     @property
@@ -251,11 +255,11 @@ class MPIGroup(PythonGroup):
         return self._timeout
 
     def check_live(self) -> None:
-        """Raises GroupEndedError if the group has ended here, or another rank has reported its
-        end."""
+        """Raises GroupEndedError if the group has ended on this rank or another rank has reported
+        its end."""
         if self.reason is None:
             status = MPI.Status()
-            # taken at once: another thread may look, too
+            # received at once: another thread may probe as well
             message_waiting = self._comm.Improbe(MPI.ANY_SOURCE, _ABORT_TAG, status)
             if message_waiting is not None:
                 message = bytearray(status.Get_count(MPI.BYTE))
@@ -266,7 +270,7 @@ class MPIGroup(PythonGroup):
             raise GroupEndedError(self.reason)
 
     def finished(self, work: MPIWork) -> None:
-        """Called once by each work when MPI is done with it."""
+        """Records that MPI has completed a work. Called once by each work."""
         self._pending.discard(work)
 
     # --- issuing

@@ -1,11 +1,12 @@
-"""Works of an MPI group: requests that are tested repeatedly.
+"""Works of an MPI group. A work tests its MPI requests repeatedly.
 
-MPI moves data only while it is called. So waits poll with growing pauses, and check meanwhile
+MPI moves data only while it is called. So waits poll with growing pauses, and meanwhile check
 whether the group has ended or their deadline has passed. While futures are outstanding, one thread
-per process polls for all of them, because a wait for a future happens in torch's C++ code.
-Importing this module starts MPI.
+per process polls for all of them, because torch waits for a future in C++. Importing this module
+starts MPI.
 
-Threads: the waiting thread and the polling one may advance a work; its lock separates them.
+Threads: the waiting thread and the polling thread may advance a work; the work's lock separates
+them.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Owner(Protocol):
         ...
 
     def finished(self, work: MPIWork) -> None:
-        """Called once, when MPI is done with it."""
+        """Records a work that MPI has completed. Called once per work."""
         ...
 
 
@@ -63,8 +64,9 @@ class MPIWork(Work):
         kept: Sequence[Any],
         result: list[Any],
     ) -> None:
-        """finish: writes the result once MPI is done.
-        kept: released then."""
+        """`finish`: functions that write the result once MPI has completed the requests.
+        `kept`: objects kept alive until then.
+        """
         super().__init__()
         self._what = what
         self._group = group
@@ -79,10 +81,10 @@ class MPIWork(Work):
         self._lock = threading.Lock()
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the result has arrived. `timeout` None or 0: the group's.
+        """Blocks until the result has arrived. `timeout` None or 0: the group's timeout.
 
-        Raises GroupEndedError if the group has ended, or is ended because this took longer, and
-        InvalidRequestError for a message that is longer than its destination.
+        Raises GroupEndedError if the group has ended, or if this call ends it after the timeout,
+        and InvalidRequestError for a message that is longer than its destination.
         """
         limit = timeout or self._group.timeout
         deadline = time.monotonic() + limit.total_seconds()
@@ -90,7 +92,7 @@ class MPIWork(Work):
         while not self.advance():
             tests += 1
             if tests < _EAGER_TESTS:
-                time.sleep(0)  # others on this processor may be what it waits for
+                time.sleep(0)  # the awaited rank may share this processor
             else:
                 time.sleep(min(_LONGEST_PAUSE_S, 1e-5 * tests))
             if time.monotonic() > deadline:
@@ -103,7 +105,7 @@ class MPIWork(Work):
         return True
 
     def advance(self) -> bool:
-        """Lets MPI continue and returns whether the work is over."""
+        """Lets MPI make progress and returns whether the work is over."""
         with self._lock:
             if self._done:
                 return True
@@ -122,7 +124,7 @@ class MPIWork(Work):
             if self._failure is None:
                 self._requests, self._finish, self._kept = [], [], []
             else:
-                # MPI may still write there.
+                # MPI may still write into these buffers.
                 _ABANDONED.append((self._requests, self._finish, self._kept))
         self._group.finished(self)
         return True
@@ -136,11 +138,11 @@ class MPIWork(Work):
         return self._done and self._failure is None
 
     def result(self) -> list[Any]:
-        """The output tensors in the form in which torch passed them."""
+        """Returns the output tensors in the form in which torch passed them."""
         return self._result
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """A future of the output tensors."""
+        """Returns a future of the output tensors."""
         if self._future is None:
             self._future = torch.futures.Future()
             if self.advance() or MPI.Query_thread() < MPI.THREAD_MULTIPLE:
@@ -161,7 +163,8 @@ class MPIWork(Work):
             future.set_result(self._result)
 
     def _source_rank(self) -> int:
-        """Returns the sender's rank of a message from any rank. Called by torch after `wait`."""
+        """Returns the rank that sent a message received from any rank. Called by torch after
+        `wait`."""
         return int(self._statuses[0].Get_source())
 
     def _failure_of(self, error: Any) -> tuple[type[Exception], str]:
@@ -184,7 +187,7 @@ class MPIWork(Work):
 
 
 class _Poller:
-    """Advances works with outstanding futures."""
+    """Advances works with outstanding futures, on one thread."""
 
     def __init__(self) -> None:
         self._works: list[MPIWork] = []
@@ -193,7 +196,7 @@ class _Poller:
         self._over = False
 
     def follow(self, work: MPIWork) -> None:
-        """Completes the work's future when the work is."""
+        """Completes the work's future once the work is complete."""
         with self._changed:
             self._works.append(work)
             if self._thread is None:
@@ -219,7 +222,7 @@ class _Poller:
             time.sleep(_POLLING_PAUSE_S)
 
     def _end(self) -> None:
-        """Ends the polling before MPI is finalized."""
+        """Stops the polling before MPI is finalized."""
         with self._changed:
             self._over = True
             self._changed.notify()
@@ -229,4 +232,4 @@ class _Poller:
 
 _POLLER: Final = _Poller()
 _ABANDONED: Final[list[Any]] = []
-"""Requests and buffers of groups that ended while MPI was using them."""
+"""Requests and buffers of groups that ended while MPI was still using these."""

@@ -1,17 +1,18 @@
-"""NCCL: collectives between NVIDIA GPUs, with a Gloo group beside them for messages between hosts.
+"""NCCL: collectives between NVIDIA GPUs, with an additional Gloo group for messages between hosts.
 
-NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` is that of the Gloo group.
-The group is bound to the current CUDA device: call torch.cuda.set_device first. It has not run on a
-GPU yet; parts that need none are tested on a stand-in (docs/gpu.md).
+NCCL finds its interfaces by itself (NCCL_SOCKET_IFNAME), so `hostname` applies to the Gloo group
+only. The group is bound to the current CUDA device: call torch.cuda.set_device first. It has not
+run on a GPU yet; parts that need none are tested on a stand-in (docs/gpu.md).
 
-The hosts' group carries values that hosts read at once: step votes, numbers, messages between
-steps. On the device they would be queued behind all computations. This group connects first, so
-NCCL starts only when all ranks are present, because its connecting can hardly be undone. It also
-notices a lost peer within a quarter of a second. NCCL often does not notice at all: a kernel that
-waits for that peer spins until it is aborted. Either group ends the other.
+The host group carries values that hosts read at once: step votes, numbers, and messages between
+steps. On the device these would be queued behind all computations. The host group connects first,
+so NCCL starts only when all ranks are present: once NCCL is connecting, it can hardly be stopped.
+The host group also notices a lost peer within a quarter of a second. NCCL often does not notice at
+all: a kernel that waits for that peer spins until it is aborted. When either group ends, the other
+ends too.
 
-Connecting blocks in C++, so it runs in its own thread, which ends when the library returns, at the
-latest after its time limit.
+Connecting blocks in C++, so it runs in its own thread. The thread ends when the library returns, at
+the latest after the library's time limit.
 """
 
 from __future__ import annotations
@@ -41,14 +42,14 @@ from shoal_worker.backends.nccl.sharing import check_own_device
 
 CONNECT_LIMIT: Final = timedelta(seconds=60)
 """Time limit of NCCL's connecting once all ranks are present, unless connect_timeout is longer. The
-first time takes 2 to 10 s."""
+first connection takes 2 to 10 s."""
 
 _NUMBERS: Final = itertools.count()
 _LOOK_S: Final = 0.02
 
 
 class _HostGroup(GlooBackend):
-    """The hosts' own group. Its end also ends the device's, by `ended(reason)`."""
+    """Gloo group between the hosts. When it ends, `ended(reason)` also ends the device's group."""
 
     def __init__(self, ended: Callable[[str], None]) -> None:
         super().__init__()
@@ -70,7 +71,8 @@ class NCCLBackend(CommunicationBackend):
     def __init__(
         self, device: Device | None = None, *, connect_limit: timedelta = CONNECT_LIMIT
     ) -> None:
-        """`device`: None: the current CUDA device. `connect_limit`: see CONNECT_LIMIT.
+        """`device`: device of the collectives; None: the current CUDA device.
+        `connect_limit`: time limit of NCCL's connecting once all ranks are present.
 
         Raises:
             ConfigurationError: torch has no CUDA or no NCCL.
@@ -133,7 +135,7 @@ class NCCLBackend(CommunicationBackend):
             self._host.shutdown()
             raise
         if self._reason is not None:
-            # ended while it connected, when there was nothing to break yet
+            # it ended while it connected, when there was nothing to break yet
             self._break()
         return self._group
 
@@ -175,19 +177,19 @@ class NCCLBackend(CommunicationBackend):
         return self._host.process_group
 
     def all_reduce_short(self, tensor: torch.Tensor) -> None:
-        """Implements `CommunicationBackend.all_reduce_short`: over the hosts' own group. A tensor
-        on a device is waited for, and copied there and back."""
+        """Implements `CommunicationBackend.all_reduce_short` over the host group. For a tensor on a
+        device, waits for the tensor and copies it to the host and back."""
         here = tensor.cpu()
         self._host.all_reduce_short(here)
         if here is not tensor:
             tensor.copy_(here)
 
     def sum_numbers(self, values: Sequence[float]) -> list[float]:
-        """Implements `CommunicationBackend.sum_numbers`: over the hosts' own group."""
+        """Implements `CommunicationBackend.sum_numbers` over the host group."""
         return self._host.sum_numbers(values)
 
     def traffic(self) -> dict[str, Traffic]:
-        """Implements `CommunicationBackend.traffic`. Only the hosts' own group tells: NCCL does
+        """Implements `CommunicationBackend.traffic`. Only the host group reports traffic; NCCL does
         not."""
         return self._host.traffic()
 
@@ -209,26 +211,26 @@ class NCCLBackend(CommunicationBackend):
             self._group.settle()
 
     def rest(self) -> None:
-        """Implements `CommunicationBackend.rest`: an abort has returned, and the device has done
-        all that was queued."""
+        """Implements `CommunicationBackend.rest`: blocks until the abort has returned and the
+        device has finished all queued operations."""
         if self._reason is not None:
             self._ending.wait()
 
     def all_leave(self, within: timedelta) -> bool:
-        """Implements `CommunicationBackend.all_leave`: by the hosts' own group, once the device is
-        at rest, in this group's parts and elsewhere."""
+        """Implements `CommunicationBackend.all_leave` with a barrier of the host group, once the
+        device has finished all queued operations."""
         deadline = time.monotonic() + within.total_seconds()
         if not self._ending.at_rest(within):
             return False
         left = timedelta(seconds=max(0.001, deadline - time.monotonic()))
         try:
             return self.host_group.barrier(BarrierOptions()).wait(left)
-        except (RuntimeError, MembershipChanged):  # a peer is gone, or stays
+        except (RuntimeError, MembershipChanged):  # a peer has disconnected, or does not leave
             return False
 
     def finalize(self) -> Callable[[], None]:
-        """Implements `CommunicationBackend.finalize`. The hosts' own group stands meanwhile: a rank
-        may not have heard yet that all leave."""
+        """Implements `CommunicationBackend.finalize`. The host group remains open meanwhile: a rank
+        may not know yet that all ranks leave."""
         self._ending.finalize()
         return self._ending.wait
 
@@ -247,7 +249,7 @@ class NCCLBackend(CommunicationBackend):
             group.shutdown()
 
     def _is_broken(self, error: RuntimeError) -> bool:
-        return False  # the group raises MembershipChanged itself
+        return False  # the group itself raises MembershipChanged
 
 
 def within(
@@ -258,9 +260,9 @@ def within(
 ) -> dist.ProcessGroup:
     """Runs `connect` in its own thread and returns its result.
 
-    Raises MembershipChanged if it was abandoned or failed, ConfigurationError if the library
-    reports that it cannot work, DeadlineError after `limit`, and other errors of `connect`. A later
-    result is dropped.
+    Raises MembershipChanged if the attempt was abandoned or failed, ConfigurationError if the
+    library reports that it cannot work, DeadlineError after `limit`, and other errors of `connect`.
+    A later result is dropped.
     """
     answers: queue.SimpleQueue[tuple[dist.ProcessGroup | None, Exception | None]] = (
         queue.SimpleQueue()
@@ -288,7 +290,7 @@ def within(
         if connected is not None:
             return connected
         if given_up() is not None:
-            break  # for which the library fails in its own words
+            break  # for which the library raises its own error
         if isinstance(error, dist.DistError) and is_refusal(error):
             raise ConfigurationError(
                 f"backend='nccl' cannot connect these ranks: {error}", reason="NCCL_REFUSED"

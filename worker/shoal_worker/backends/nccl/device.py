@@ -1,16 +1,16 @@
-"""The CUDA device of this process and torch's ProcessGroupNCCL on it: all calls of this package to
-either.
+"""The CUDA device of this process and torch's ProcessGroupNCCL: this package calls CUDA and NCCL
+only here.
 
-torch gives that class a watchdog thread per group. By default it ends the process on an error or a
-timeout, or sleeps for a minute with a lock that the next collective needs. Shoal keeps the time
-itself and disables the watchdog's actions by environment variables, which are read when a group is
-made, and by a timeout that never expires. The reasons from torch 2.13's source
-(ProcessGroupNCCL.cpp) are noted beside each variable.
+torch gives each ProcessGroupNCCL a watchdog thread. By default the watchdog ends the process on an
+error or a timeout, or sleeps for a minute with a lock that the next collective needs. Shoal
+enforces the time limits itself. It disables the watchdog's actions by environment variables, which
+torch reads when a group is created, and by a timeout that never expires. Comments beside each
+variable cite torch 2.13's source (ProcessGroupNCCL.cpp).
 
-Communicators do not block unless SHOAL_NCCL_BLOCKING is set: a blocking one cannot be aborted until
-all ranks have come, since torch has no handle of it before. torch itself uses blocking
-communicators by default since 2.7.1 (pytorch#153960), so most of its users never use the others;
-hence the setting.
+Communicators do not block unless SHOAL_NCCL_BLOCKING is set: a blocking communicator cannot be
+aborted until all ranks have connected, since torch has no handle of it before. torch itself has
+used blocking communicators by default since 2.7.1 (pytorch#153960), so most of its users never use
+non-blocking ones; hence the setting.
 """
 
 from __future__ import annotations
@@ -33,32 +33,32 @@ from shoal_worker.settings import WorkerSettings, force_environment
 _log = logging.getLogger(__name__)
 
 WATCHDOG: Final = {
-    # What the watchdog does about an error or a timeout: 0 is nothing; 3, the default, ends the
+    # The watchdog's action after an error or a timeout: 0 is nothing; 3, the default, ends the
     # process.
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
-    # Waits that block in C++, and no watchdog: an abort could not free them.
+    # Waits would block in C++, and without a watchdog, an abort could not end them.
     "TORCH_NCCL_BLOCKING_WAIT": "0",
-    # Sets the first of these back to 3, and writes each collective into the store.
+    # Would set the first variable back to 3, and write each collective into the store.
     "TORCH_NCCL_DESYNC_DEBUG": "0",
-    # A second thread that ends the process when the watchdog stands still, or when a rank asks all
-    # for a dump.
+    # A second thread would end the process when the watchdog stalls, or when a rank requests a dump
+    # from all ranks.
     "TORCH_NCCL_ENABLE_MONITORING": "0",
     "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
     "TORCH_NCCL_EXTRA_DUMP_ON_EXEC": "0",
-    # After an error the watchdog sleeps four times as long, and holds the lock that the next
+    # After an error the watchdog would sleep four times as long, with the lock that the next
     # collective needs.
     "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
-    # An error of one group is none of all, and one of CUDA is found where it is waited for.
+    # An error of one group must not affect all groups, and CUDA errors are detected by the waits.
     "TORCH_NCCL_PROPAGATE_ERROR": "0",
     "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
 }
-"""Variables that ProcessGroupNCCL reads when it is made, with their required values."""
+"""Variables that ProcessGroupNCCL reads when a group is created, with their required values."""
 QUIET: Final = {
-    # A warning at the first message: torch runs messages in the order of the group's collectives,
-    # which Shoal's schedules allow for.
+    # Would warn at the first message: torch runs messages in the order of the group's collectives,
+    # which Shoal's schedules take into account.
     "TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING": "0",
 }
-"""Variables that silence warnings about what users cannot change."""
+"""Variables that silence warnings that users cannot act on."""
 _OF_LAUNCHERS: Final = ("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1")
 """Variables that torchrun, and `shoal run` for plain scripts, set for all workers."""
 _NEVER: Final = timedelta(days=3650)
@@ -69,23 +69,23 @@ _SPLITS: Final = (2, 18, 0)
 
 
 class Native(Protocol):
-    """The native object to be ended: a ProcessGroupNCCL."""
+    """A native group to be ended: a ProcessGroupNCCL."""
 
     def abort(self) -> None:
-        """Ends the group's kernels and blocks until they have ended. May be called while it
-        connects; then blocks until connecting has been abandoned."""
+        """Ends the group's kernels and blocks until they have ended. May be called while the group
+        connects; it then blocks until the attempt has been abandoned."""
         ...
 
     def shutdown(self) -> None:
-        """Finalizes and destroys the communicator, which waits for all ranks to do so. Nothing can
-        free this wait, and no abort may follow."""
+        """Finalizes and destroys the communicator, and waits until all ranks do so. Nothing can
+        interrupt this wait, and no abort may follow."""
         ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class Split:
-    """A split: the group that is divided, and the number of the new part. All ranks of `whole`
-    split at once."""
+    """Division of a group into parts: the group `whole` and the number of the new part. All ranks
+    of `whole` split at the same time."""
 
     whole: Native
     part: int
@@ -95,17 +95,18 @@ class Life(Protocol):
     """The part of `ending.Ending` that a device needs while it connects a native group."""
 
     def covers(self, native: Native) -> None:
-        """Registers the native group, which the group's end aborts, as soon as it has been made."""
+        """Registers a native group as soon as it has been created, so that `begin` of
+        `ending.Ending` aborts it."""
         ...
 
     def check_wanted(self, native: Native) -> None:
-        """Aborts a group that has connected after its end had begun, and raises GroupEndedError
-        then."""
+        """Aborts `native` and raises GroupEndedError if the end of the group began while `native`
+        connected."""
         ...
 
     def has_ended(self, work: Work) -> bool:
-        """Returns whether a work has completed or failed, or the group's end has begun. Does not
-        block."""
+        """Returns whether a work has completed or failed, or the end of the group has begun. Does
+        not block."""
         ...
 
 
@@ -114,7 +115,7 @@ class Device(Protocol):
 
     @property
     def kind(self) -> str:
-        """torch's name of the device's type."""
+        """torch's name of the device type."""
         ...
 
     @property
@@ -123,18 +124,19 @@ class Device(Protocol):
         ...
 
     def identity(self) -> str:
-        """Identity of the device, equal for two processes if and only if they use the same one."""
+        """Returns the identity of the device, which is equal for two processes if and only if they
+        use the same device."""
         ...
 
     @property
     def splits(self) -> bool:
-        """True if groups should be split off others and the library can do so; equal for all ranks
-        with one environment."""
+        """True if groups should be split off others and the library supports that; equal on all
+        ranks with the same environment."""
         ...
 
     @property
     def blocks(self) -> bool:
-        """True if `connect` cannot be freed before all ranks have come."""
+        """True if `connect` cannot be interrupted before all ranks have connected."""
         ...
 
     def connect(
@@ -146,32 +148,32 @@ class Device(Protocol):
         life: Life,
         split: Split | None = None,
     ) -> dist.ProcessGroup:
-        """Connects a native group; blocks. A group that is being split cannot be aborted meanwhile,
-        for at most `timeout`.
+        """Connects a native group; blocks. With `split`, the attempt cannot be aborted for up to
+        `timeout`.
 
-        Raises DeadlineError or RuntimeError if a rank does not come within `timeout`, and
+        Raises DeadlineError or RuntimeError if a rank does not connect within `timeout`, and
         RuntimeError for the library's errors.
         """
         ...
 
     def synchronize(self) -> None:
-        """Blocks until all queued operations have ended. Raises RuntimeError if the device has
+        """Blocks until all queued operations have finished. Raises RuntimeError if the device has
         failed."""
         ...
 
     def has_failed(self, error: RuntimeError) -> bool:
-        """Returns whether `error` means that the device is unusable in this process from now on.
-        Does not block."""
+        """Returns whether `error` means that this process can no longer use the device. Does not
+        block."""
         ...
 
 
 class CudaDevice:
-    """The calling thread's current CUDA device: torch.cuda.set_device comes first. A `Device`."""
+    """The calling thread's current CUDA device: call torch.cuda.set_device first. A `Device`."""
 
     kind: ClassVar[str] = "cuda"
 
     def __init__(self) -> None:
-        """Raises ConfigurationError where torch has no CUDA or no NCCL."""
+        """Raises ConfigurationError if torch has no CUDA or no NCCL."""
         if not dist.is_nccl_available():
             raise ConfigurationError(
                 "backend='nccl': this build of torch lacks NCCL; install a CUDA build, or use "
@@ -190,13 +192,14 @@ class CudaDevice:
         return str(self.device)
 
     def identity(self) -> str:
-        """Implements `Device.identity`: the UUID that the driver gives it, or its slice."""
+        """Implements `Device.identity` with the UUID that the driver assigns to the device, or to
+        its slice."""
         return str(torch.cuda.get_device_properties(self.device).uuid)
 
     @property
     def splits(self) -> bool:
-        """True if communicators can be split; see `Device`. NCCL supports it since 2.18, and torch
-        names a private attribute for it."""
+        """True if communicators can be split; see `Device`. NCCL supports splitting since 2.18, and
+        torch since it has a private attribute for it."""
         return (
             WorkerSettings.load().nccl_split
             and self._library().get_runtime_nccl_version() >= _SPLITS
@@ -231,8 +234,8 @@ class CudaDevice:
         native.eager_connect_single_device(self.device)
         if self.blocks:
             life.check_wanted(native)
-        # The first collective waits, in C++, until the communicator stands; a communicator that is
-        # asked for nothing never says so.
+        # The first collective waits, in C++, until the communicator is ready. An unused
+        # communicator never reports that it is ready.
         ready = torch.zeros(1, device=self.device)
         work = native.allreduce([ready], AllreduceOptions())
         while not life.has_ended(work):
@@ -251,10 +254,10 @@ class CudaDevice:
         torch.cuda.synchronize(self.device)
 
     def has_failed(self, error: RuntimeError) -> bool:
-        """Implements `Device.has_failed`. An error that stays is given by every later call; others,
-        as of a kernel that could not be launched, are not."""
+        """Implements `Device.has_failed`. After a lasting failure every later call raises the
+        error. Other errors, such as a kernel that could not be launched, do not recur."""
         if not isinstance(error, torch.AcceleratorError | dist.DistError):
-            # the other: NCCL has met it
+            # for a DistError, NCCL has detected the failure
             return False
         try:
             torch.cuda.current_stream(self.device).query()
@@ -263,7 +266,7 @@ class CudaDevice:
         return False
 
     def _library(self) -> Any:
-        """The class ProcessGroupNCCL, which builds of torch without CUDA lack."""
+        """Returns the class ProcessGroupNCCL, which builds of torch without CUDA lack."""
         from torch.distributed.distributed_c10d import ProcessGroupNCCL
 
         return ProcessGroupNCCL
@@ -280,10 +283,10 @@ class CudaDevice:
 
 
 def keep_watchdog_still(connect_timeout: timedelta) -> None:
-    """Sets the environment variables of ProcessGroupNCCL, overriding the user's.
+    """Sets the environment variables of ProcessGroupNCCL, overriding the user's values.
 
     Raises:
-        ConfigurationError: TORCH_DISTRIBUTED_DEBUG is DETAIL, which torch reads at import.
+        ConfigurationError: TORCH_DISTRIBUTED_DEBUG, which torch reads at import, is DETAIL.
     """
     if get_debug_level() == DebugLevel.DETAIL:
         raise ConfigurationError(
@@ -293,13 +296,13 @@ def keep_watchdog_still(connect_timeout: timedelta) -> None:
             reason="DEBUG_LEVEL_DETAIL",
         )
     force_environment(QUIET)
-    # Of a communicator that does not block: how long its first use waits for it, and an abort for
-    # that. Read once in a process.
+    # For a non-blocking communicator: time limit of its first use, and of an abort that waits for
+    # that use. Read once in a process.
     waits = {
         "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(max(1, math.ceil(connect_timeout.total_seconds())))
     }
     overruled = dict(force_environment({**WATCHDOG, **waits}))
-    if overruled.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # no user has set that
+    if overruled.get(_OF_LAUNCHERS[0]) == _OF_LAUNCHERS[1]:  # users do not set this
         del overruled[_OF_LAUNCHERS[0]]
     if overruled:
         given = ", ".join(f"{name}={value}" for name, value in sorted(overruled.items()))

@@ -1,26 +1,27 @@
-"""The end of a group on a device: an abort, or a finalization if all ranks leave, and then an idle
-device.
+"""The end of a group on a device: an abort, or a finalization if all ranks leave, until the device
+is idle.
 
-A requested abort has not ended anything yet: kernels read and write their tensors until the device
-has seen it. If these tensors were reused, or a new group were made meanwhile, later computations
-would use results of a dead collective. So a group ends in two phases. Any thread marks it ended at
-once. The thread that raises the error, or makes the next group, then waits here until the abort has
-returned and the device has finished everything that was queued. If that takes too long, or the
-device has failed, no later result could be trusted and no new group would connect. The process then
-ends, and its launcher replaces it. A separate thread keeps that time, because the issuing thread
-may be in CUDA, behind the kernel that does not end.
+Requesting an abort does not yet end anything: kernels read and write their tensors until the device
+has noticed the abort. If these tensors were reused, or a new group were formed meanwhile, later
+computations would use results of an aborted collective. So a group ends in two phases. First, any
+thread marks the group as ended at once. Second, the thread that raises the error, or forms the next
+group, waits here until the abort has returned and the device has finished all queued operations. If
+that takes too long, or the device has failed, no later result could be trusted and no new group
+would connect. The process then ends, and its launcher replaces it. A separate thread enforces this
+time limit, because the issuing thread may be in CUDA, waiting for the kernel that does not end.
 
-torch has one mutex per communicator. An abort holds it until NCCL has returned; a finalization and
-a split hold it until all ranks have come. `Work.is_completed()` takes it too (torch 2.11:
-NCCLComm::isAborted) and keeps the GIL. Called meanwhile, it would stop all Python threads for as
-long as NCCL takes, including heartbeats and the clock of this module. So only this module queries
-works (`has_ended`), under the lock under which an end begins, and never afterwards.
+torch has one mutex per communicator. An abort holds the mutex until NCCL has returned; a
+finalization and a split hold it until all ranks have joined. `Work.is_completed()` takes the mutex
+too (torch 2.11: NCCLComm::isAborted) and keeps the GIL. Called meanwhile, it would stop all Python
+threads for as long as NCCL takes, including heartbeats and the clock of this module. So only this
+module queries works (`has_ended`), under the lock under which an end begins, and never afterwards.
 
 If all ranks leave at once, which their hosts agree on first, communicators are finalized instead:
 NCCL closes its connections while all ranks are present. Meanwhile torch holds the locks that an
 abort needs (2.13: ProcessGroupNCCL::shutdown, NCCLComm::waitReady, NCCLComm::destroy), so a rank
-whose peer dies at that moment cannot be freed. It gives the communicator up after a while. Nothing
-is queued on it then, so it keeps a thread and memory of NCCL's but writes nothing.
+whose peer dies at that moment cannot be freed. After a time limit the rank abandons the
+communicator. Nothing is queued on the communicator then, so it keeps one of NCCL's threads and some
+memory but writes nothing.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ FINALIZE_LIMIT: Final = timedelta(seconds=10)
 
 
 class Ending:
-    """The end of one native group, begun or not. `begin` is for any thread, `finalize` and `wait`
-    for the thread that issues collectives."""
+    """The end of one native group. Any thread may call `begin`; the thread that issues collectives
+    calls `finalize` and `wait`."""
 
     def __init__(
         self,
@@ -63,14 +64,16 @@ class Ending:
         self._device = device
         self._limit_s = limit.total_seconds()
         self._held_s = 0.0
-        """Additional time that an abort may currently take."""
+        """Additional seconds that an abort may currently take."""
         self._finalize_limit_s = finalize_limit.total_seconds()
         self._end_process = end_process
         self._lock = threading.Lock()
         self._natives: list[Native] = []
-        """Groups to be aborted, or finalized. Guarded by the lock, like the next two."""
+        """Groups to be aborted or finalized. The lock guards this list and the next two
+        attributes."""
         self._began = False
-        """True once an abort or a finalization has begun; the other then never begins."""
+        """True once an abort or a finalization has begun. After one of them has begun, the other
+        never begins."""
         self._splits = False
         """True while the library splits parts off the group."""
         self._over = threading.Event()
@@ -85,29 +88,32 @@ class Ending:
             self._held_s, self._splits = at_most.total_seconds(), True
 
     def has_split(self) -> None:
-        """Records that the library has released that mutex. Any thread."""
+        """Records that the split is over and torch has released the mutex that an abort needs.
+        Callable from any thread."""
         with self._lock:
             self._held_s, self._splits = 0.0, False
 
     def connects(self, at_most: timedelta) -> None:
-        """Records that the group connects with a blocking communicator, until `has_connected`.
-        Nothing can free it for up to `at_most`."""
+        """Records that the group is connecting with a blocking communicator, until `has_connected`.
+        The attempt cannot be interrupted for up to `at_most`."""
         with self._lock:
             self._held_s = at_most.total_seconds()
 
     def has_connected(self) -> None:
-        """Records that the attempt has ended. Any thread."""
+        """Records that the attempt to connect is over. Callable from any thread."""
         with self._lock:
             self._held_s = 0.0
 
     def has_ended(self, work: Work) -> bool:
-        """Returns whether a work has completed or failed, or the group's end has begun. Does not
-        block. Any thread. Raises RuntimeError for errors that the library has detected."""
+        """Returns whether a work has completed or failed, or the end of the group has begun. Does
+        not block. Callable from any thread. Raises RuntimeError for errors that the library has
+        detected."""
         with self._lock:
             return self._began or (not self._splits and bool(work.is_completed()))
 
     def covers(self, native: Native) -> None:
-        """Registers `native` once it has been made. The end aborts it, at once if it has begun."""
+        """Registers `native` once it has been created. The end of the group aborts `native`, or
+        does so at once if it has begun."""
         with self._lock:
             self._natives.append(native)
             late = self._began
@@ -116,13 +122,13 @@ class Ending:
 
     @property
     def native(self) -> Native | None:
-        """The native group, once it has been made."""
+        """The native group, or None before it has been created."""
         with self._lock:
             return self._natives[-1] if self._natives else None
 
     def check_wanted(self, native: Native) -> None:
         """Aborts `native` if the end began while its blocking communicator connected, since torch
-        had nothing to abort before. Raises GroupEndedError once the abort has returned."""
+        had nothing to abort earlier. Raises GroupEndedError once the abort has returned."""
         with self._lock:
             wanted = not self._began
         if not wanted:
@@ -130,7 +136,7 @@ class Ending:
             raise GroupEndedError("the group was ended while it was connecting")
 
     def begin(self) -> None:
-        """Aborts the group and returns at once. Idempotent."""
+        """Starts aborting the group and returns at once. Idempotent."""
         with self._lock:
             if self._began:
                 return
@@ -142,9 +148,9 @@ class Ending:
         )
 
     def finalize(self) -> None:
-        """Finalizes the group, on which nothing is queued, as all ranks do at about the same time.
-        Returns at once; `wait` waits until it is complete or given up. Does nothing if an abort has
-        begun."""
+        """Starts finalizing the group, as all ranks do at about the same time. Nothing may be
+        queued on the group. Returns at once; `wait` blocks until the finalization is complete or
+        given up. Does nothing if an abort has begun."""
         with self._lock:
             if self._began:
                 return
@@ -163,14 +169,14 @@ class Ending:
     def at_rest(self, within: timedelta) -> bool:
         """Returns whether the device finishes all queued operations, of any group, within `within`.
 
-        Only then may a group be finalized. Only an abort ends a kernel that waits for a lost peer,
+        Only then may a group be finalized: only an abort ends a kernel that waits for a lost peer,
         and no abort can follow a finalization.
         """
         done = threading.Event()
 
         def look() -> None:
             with contextlib.suppress(RuntimeError):
-                # a device that has failed is not at rest; the end of the group says so
+                # a device that has failed is not at rest; ending the group reports the failure
                 self._device.synchronize()
                 done.set()
 
@@ -206,8 +212,8 @@ class Ending:
             try:
                 native.shutdown()
             except RuntimeError as error:
-                # No abort follows, since the communicator may be half destroyed; nor does the
-                # destructor, which would abort it.
+                # No abort may follow, since the communicator may be half destroyed. The destructor
+                # would abort it, so it must not run either.
                 native_threads.keep(native)
                 _log.warning(
                     "a group on %s could not be finalized: %s", self._device.where, cause_of(error)
@@ -228,7 +234,7 @@ class Ending:
         for native in natives:
             try:
                 native.abort()
-            except RuntimeError as error:  # what counts is whether the device comes to rest
+            except RuntimeError as error:  # only the state of the device matters
                 if self._device.has_failed(error):
                     self._failure = cause_of(error)
         self._rest()

@@ -1,22 +1,23 @@
-"""A process group whose collectives run on a device's streams, made safe to commit on.
+"""A process group whose collectives run on a device's streams. A step that relies on their results
+can be committed safely.
 
 NCCL's `wait` returns when the kernel is queued, not when it has run, and an abort ends kernels
 without an error: what they leave in their tensors looks like a result. A step may be applied only
-if all its collectives completed. So `wait` here lasts until the device is done and then checks
-whether the group was ended meanwhile. If the group has ended, it raises only once no kernel of the
-group is left (ending.py), so the caller may reuse the memory.
+if all its collectives completed. So `wait` here blocks until the device has finished and then
+checks whether the group was ended meanwhile. If the group has ended, it raises only once none of
+the group's kernels is left (ending.py), so the caller may reuse the memory.
 
-Within a step the host would stop at every block in this way. So there is a second way: with `order`
-only the device waits, and `settle`, before the step is prepared, waits once for all of them. Values
-computed from a lost collective's result are discarded with the step. ordered.py keeps the time of
-ordered works, for a host that does not get to settle them.
+If every collective of a step waited in this way, the host would stop at every block. So there is a
+second way: with `order` only the device waits, and before the step is prepared, `settle` waits once
+for all ordered works. Values computed from a lost collective's result are discarded with the step.
+ordered.py enforces the time limit of ordered works, for a host that cannot call `settle`.
 
 The type of an error and the place where it is raised determine its meaning, not its text. torch
-checks arguments before it calls NCCL, and raises ValueError, TypeError or RuntimeError: those are
-the caller's errors, and the group continues. DistBackendError is NCCL's: the group has ended. An
-error that CUDA raises again at every later call means that the device has failed: the process ends.
+checks arguments before it calls NCCL, and raises ValueError, TypeError or RuntimeError: these are
+the caller's errors, and the group continues. DistBackendError is NCCL's: the group has ended. If
+CUDA raises an error again at every later call, the device has failed and the process ends.
 
-Threads: one thread issues collectives and waits; `abort` and `overdue` are for any thread.
+Threads: one thread issues collectives and waits; any thread may call `abort` and `overdue`.
 """
 
 from __future__ import annotations
@@ -41,12 +42,13 @@ from shoal_worker.torch_internals import AllgatherOptions, native_collective
 
 _PAUSE_S: Final = 20e-6
 _REFUSALS: Final = ("ncclInvalidArgument", "ncclInvalidUsage")
-"""NCCL's names of results for invalid calls; torch puts them into the message of its
+"""NCCL's result names for invalid calls; torch includes them in the message of its
 DistBackendError."""
 
 
 def is_refusal(error: Exception) -> bool:
-    """Returns whether `error` of a call of the library means that the call can never work."""
+    """Returns whether `error`, raised by a call of the library, means that the call can never
+    work."""
     if isinstance(error, dist.DistError):
         return any(name in str(error) for name in _REFUSALS)
     return True
@@ -62,9 +64,9 @@ class DeviceWork(Work):
         self._group = group
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the device has written the result. `timeout` None or 0: the group's. Raises
-        GroupEndedError if the group has ended, which exceeding the timeout also causes; no kernel
-        of the group runs then."""
+        """Blocks until the device has written the result. `timeout` None or 0: the group's timeout.
+        Raises GroupEndedError if the group has ended; none of its kernels runs then. Exceeding the
+        timeout also ends the group."""
         self._group.raise_if_ended()
         if not self._has_ended():
             self._await(timeout or self._group.timeout)
@@ -73,8 +75,9 @@ class DeviceWork(Work):
         return True
 
     def order(self) -> None:
-        """Makes the caller's stream wait, and returns at once. `DeviceGroup.settle` reports the
-        collective's outcome. Raises GroupEndedError like `wait` if the group has ended already."""
+        """Orders the caller's stream after the collective and returns at once. `DeviceGroup.settle`
+        reports the outcome of the collective. Like `wait`, raises GroupEndedError if the group has
+        already ended."""
         self._group.raise_if_ended()
         self._group.ordered.add(self)
         self._follow()
@@ -86,10 +89,11 @@ class DeviceWork(Work):
 
     @property
     def ended(self) -> bool:
-        """True if the kernel has run or failed, or the group has ended. Any thread."""
+        """True if the kernel has run or failed, or the group has ended. Readable from any
+        thread."""
         try:
             return self._group.ending.has_ended(self._native)
-        except RuntimeError:  # whoever waits for it is told
+        except RuntimeError:  # `wait` reports the error
             return True
 
     def _await(self, allowed: timedelta) -> None:
@@ -119,16 +123,16 @@ class DeviceWork(Work):
         self.wait()
 
     def result(self) -> Any:
-        """The output tensors, once `wait` has returned."""
+        """Returns the output tensors, once `wait` has returned."""
         return self._native.result()
 
     def get_future(self) -> torch.futures.Future[Any]:
-        """Returns a future of the output tensors in the device's stream order. It does not report
-        that the group was ended; `wait` does."""
+        """Returns a future of the output tensors in the device's stream order. The future does not
+        report that the group was ended; `wait` does."""
         return self._native.get_future()
 
     def source_rank(self) -> int:
-        """Returns who sent what `recv_anysource` received."""
+        """Returns the rank that sent the message received by `recv_anysource`."""
         return int(self._native._source_rank())
 
     _source_rank = source_rank
@@ -152,8 +156,9 @@ class SparseWork(Work):
         works: list[Work],
         counts: list[int],
     ) -> None:
-        """gathered: indices and values of each rank, padded to the longest.
-        counts: number of valid entries of each rank."""
+        """`gathered`: indices and values of each rank, padded to the longest.
+        `counts`: number of valid entries of each rank.
+        """
         super().__init__()
         self._tensor = tensor
         self._gathered = gathered
@@ -161,7 +166,8 @@ class SparseWork(Work):
         self._counts = counts
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        """Blocks until the sum has been written. See `DeviceWork.wait`."""
+        """Blocks until the sum has been written. Takes a timeout and raises errors like
+        `DeviceWork.wait`."""
         works, self._works = self._works, []
         for work in works:
             work.wait()
@@ -191,14 +197,15 @@ class SparseWork(Work):
         return all(work.is_completed() for work in self._works)
 
     def result(self) -> Any:
-        """The output tensor, once `wait` has returned."""
+        """Returns the output tensor, once `wait` has returned."""
         return [self._tensor]
 
 
 class DeviceGroup(ForwardingGroup):
     """Issues collectives on a `native` group.
 
-    ended: called with the reason once, from any thread, when the group ends; begins its `ending`.
+    `ended`: function called once with the reason, from any thread, when the group ends; it begins
+    the group's `ending`.
     """
 
     backend_name: ClassVar[str] = "shoal_nccl"
@@ -214,8 +221,9 @@ class DeviceGroup(ForwardingGroup):
         ended: Callable[[str], None],
         waits: Waits | None = None,
     ) -> None:
-        """timeout: time limit of a collective.
-        waits: records the waits for the group's works."""
+        """`timeout`: time limit of a collective.
+        `waits`: recorder of the waits for the group's works.
+        """
         super().__init__(native.rank(), native.size(), name)
         self.waits = waits or Waits()
         self.timeout = timeout
@@ -226,36 +234,36 @@ class DeviceGroup(ForwardingGroup):
         self.ending: Final = ending
         self._ended = ended
         self.ordered: Final = OrderedWorks(timeout, self.overdue)
-        """Works for which streams wait and the host has not waited yet."""
+        """Works for which streams wait but the host has not waited yet."""
 
     def abort(self, reason: str = "the process group was aborted") -> None:
-        """Ends pending works and refuses later ones, with GroupEndedError(reason). The first reason
-        stays. Any thread."""
+        """Ends the group: pending and later works raise GroupEndedError(reason). Later calls do not
+        change the reason. Callable from any thread."""
         if self.reason is None:
             self.reason = reason
             self._ended(reason)
             self.ordered.close()
 
     def overdue(self, name: str, allowed: timedelta) -> None:
-        """Ends the group because a collective exceeded its time limit. Any thread."""
+        """Ends the group because a collective exceeded its time limit. Callable from any thread."""
         self.abort(f"{name} on rank {self.rank()} of {self.size()} took longer than {allowed}")
 
     def settle(self) -> None:
-        """Blocks until all ordered works have completed. Raises GroupEndedError if one failed; no
-        kernel of the group runs then."""
+        """Blocks until all ordered works have completed. Raises GroupEndedError if one failed; none
+        of the group's kernels runs then."""
         for work in self.ordered.take():
             work.wait()
         self.raise_if_ended()
 
     def shutdown(self) -> None:
-        """Ends the group, waits until no kernel of it runs, and releases the native group.
+        """Ends the group, waits until none of its kernels runs, and releases the native group.
         Idempotent."""
         self.abort("the process group was shut down")
         self.ending.wait()
         self._native = None
 
     def raise_if_ended(self) -> None:
-        """Raises GroupEndedError if the group has ended, once no kernel of it runs."""
+        """Raises GroupEndedError if the group has ended, once none of its kernels runs."""
         if self.reason is not None:
             self.ending.wait()
             raise GroupEndedError(self.reason)
@@ -270,7 +278,7 @@ class DeviceGroup(ForwardingGroup):
         raise GroupEndedError(self.reason or cause_of(error)) from error
 
     def allreduce(self, tensors: list[torch.Tensor], opts: Any = None) -> Work:
-        """`ProcessGroup.allreduce`, of sparse tensors too."""
+        """Implements `ProcessGroup.allreduce`, for sparse tensors as well."""
         if len(tensors) == 1 and tensors[0].is_sparse:
             return self._all_reduce_sparse(tensors[0], opts)
         return self._issue("allreduce", (tensors,) if opts is None else (tensors, opts), {})
@@ -283,10 +291,10 @@ class DeviceGroup(ForwardingGroup):
         input_sizes: list[int],
         opts: Any = None,
     ) -> Work:
-        """`ProcessGroup.all_to_all_single`, with sizes for equal parts, too.
+        """Implements `ProcessGroup.all_to_all_single` with explicit sizes even for equal parts.
 
-        For parts without sizes torch calls ncclAlltoAll (2.11: all2all_single_equal_split). It
-        takes ncclInProgress for an error, which a communicator that does not block may return. Nor
+        For parts without sizes torch calls ncclAlltoAll (2.11: all2all_single_equal_split). torch
+        then treats ncclInProgress, which a non-blocking communicator may return, as an error. Nor
         does it compare the tensors: NCCL would write past the end of a shorter `output`.
         """
         if not output_sizes and not input_sizes:
@@ -354,7 +362,7 @@ class DeviceGroup(ForwardingGroup):
                 self._device.has_failed(error) or not is_refusal(error)
             ):
                 self.lost(name, error)
-            # what an ended group says of its arguments is not the caller's mistake
+            # an ended group's errors about its arguments are not the caller's mistake
             self.raise_if_ended()
             raise InvalidRequestError(
                 f"NCCL cannot run {name} on rank {self.rank()} of {self.size()}: {cause_of(error)}"

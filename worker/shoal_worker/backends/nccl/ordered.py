@@ -1,12 +1,13 @@
-"""Works for which a device's streams wait and the host does not: the works that the host has yet to
-check, and their durations.
+"""Works for which a device's streams wait but the host does not: the works that the host has yet to
+check, and their time limit.
 
-The host may check late or be blocked: reading a loss waits in CUDA for everything queued before it,
-including a collective of a stalled rank. So a thread watches the oldest unfinished work and reports
-when it exceeds its time limit. The thread starts with the first work and ends with the group.
+The host may check late or be blocked: reading a loss waits in CUDA for all operations queued before
+it, including a collective of a stalled rank. So a thread watches the oldest unfinished work and
+reports when it exceeds its time limit. The thread starts with the first work and ends with the
+group.
 
-Threads: the issuing thread adds and takes works; the watching thread reads; `close` is for any
-thread. The lock guards the works.
+Threads: the issuing thread adds and takes works, the watching thread reads them, and any thread may
+call `close`. The lock guards the works.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _LONGEST_LOOK_S: Final = 1.0
 
 
 class OrderedWork(Protocol):
-    """A collective on a device."""
+    """A collective on a device, as `OrderedWorks` uses it."""
 
     @property
     def name(self) -> str:
@@ -37,7 +38,7 @@ class OrderedWork(Protocol):
         ...
 
     def wait(self) -> bool:
-        """Blocks until the result has arrived; raises if there is none."""
+        """Blocks until the result has arrived. Raises if the collective failed."""
         ...
 
 
@@ -45,8 +46,8 @@ class OrderedWorks:
     """The works of one group, in the order in which its device runs them."""
 
     def __init__(self, allowed: timedelta, overdue: Callable[[str, timedelta], None]) -> None:
-        """overdue: called with the name and the limit, on its own thread, when a work has not ended
-        in time after those before it."""
+        """`overdue`: function called with the name and the limit, on the watching thread, when a
+        work has not ended within the limit after its predecessors."""
         self._allowed = allowed
         self._overdue = overdue
         self._lock = threading.Lock()
@@ -60,8 +61,8 @@ class OrderedWorks:
         return bool(self._works)
 
     def add(self, work: OrderedWork) -> None:
-        """Adds a work for which a stream waits. Checks earlier works that have run, drops them, and
-        raises their errors."""
+        """Adds a work for which a stream waits. Checks earlier works that have run, removes them,
+        and raises their errors."""
         while self._works and self._works[0].ended:
             with self._lock:
                 first = self._works.popleft()
@@ -80,7 +81,7 @@ class OrderedWorks:
         return works
 
     def close(self) -> None:
-        """Ends the watch after the group's end."""
+        """Stops the watching thread after the group has ended."""
         self._closed.set()
 
     def _look(self) -> None:

@@ -12,8 +12,8 @@ from shoal_worker.backends.nccl.device import Device
 
 
 def check_own_device(device: Device, store: Store, rank: int, size: int) -> None:
-    """Tells the other ranks which device this one has, and raises on all ranks if two have the
-    same, or if some would split parts off the group and others not. Waits for all ranks.
+    """Publishes this rank's device and waits for all ranks. Raises on all ranks if two ranks use
+    the same device, or if only some ranks would split groups.
 
     Raises:
         ConfigurationError: two ranks use one device (DEVICE_SHARED), or ranks differ in

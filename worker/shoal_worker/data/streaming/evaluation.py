@@ -1,10 +1,10 @@
-"""The batches of a stream for evaluation, dealt to ranks: their number is known only at the end of
+"""The batches of a stream for evaluation, dealt to ranks. Their number is known only at the end of
 the stream.
 
 A batch belongs to one source: the stream, or a shard of a `ShardedStream`. With at least as many
-sources as ranks, each is read by one rank; with fewer, the ranks that share a source all read it,
-and each computes its part of the batches. A batch is the same on every rank, and its number encodes
-its location, so that batches computed before a fault count.
+sources as ranks, one rank reads each source. With fewer sources, several ranks read the same
+source, and each computes its part of the batches. A batch is the same on every rank, and its number
+encodes its location, so that batches computed before a fault count.
 """
 
 from __future__ import annotations
@@ -20,14 +20,15 @@ from shoal_worker.data.streaming.reader import Mark, Reader
 from shoal_worker.data.streaming.sources import Sources
 
 _SHIFT: Final = 32
-"""A batch's number is that of its source, shifted by this, plus its index in the source."""
+"""Number of bits by which a source's number is shifted in the numbers of its batches; the lower
+bits are the batch's index in the source."""
 _FIRST: Final = -1
-"""Key of the first item of the first source among fully read sources."""
+"""Key of the first item of the first source, among the keys of fully read sources."""
 
 
 class Part(NamedTuple):
-    """A rank's part of one source: of the required batches, counted from 0, those whose count is
-    `place` modulo `sharing`."""
+    """A rank's part of one source. If the required batches are counted from 0, the part consists of
+    the batches whose count is `place` modulo `sharing`."""
 
     source: int
     place: int
@@ -35,7 +36,7 @@ class Part(NamedTuple):
     held: Collection[int]
     """Numbers of batches that are not required."""
     first_only: bool = False
-    """True if only the first item is read, for comparison with the other ranks."""
+    """True if the rank reads only the first item, for comparison with the other ranks."""
 
 
 class StreamedEvaluation:
@@ -51,9 +52,13 @@ class StreamedEvaluation:
         seed: int,
         dealing: str,
     ) -> None:
-        """Creates the batches. `sources`: creates functions that open them again. `names`: of the
-        sources, for errors. `size`: of a batch. `dealing`: the values that determine the batches,
-        the same on all ranks."""
+        """Creates the batches.
+
+        `sources`: function that opens the sources again.
+        `names`: names of the sources, for errors.
+        `size`: number of items in a batch.
+        `dealing`: values that determine the batches; the same on all ranks.
+        """
         self._sources = sources
         self._names = names
         self._collate = collate_fn
@@ -63,7 +68,7 @@ class StreamedEvaluation:
         self._ends: dict[int, tuple[int, int]] = {}
         """Number and fingerprint of the items of each fully read source."""
         self._first: int | None = None
-        """Fingerprint of the first source's first item, if it had to be compared."""
+        """Fingerprint of the first source's first item, if the item had to be compared."""
 
     @property
     def ended(self) -> str:
@@ -78,7 +83,7 @@ class StreamedEvaluation:
         return json.dumps(counts)
 
     def anew(self) -> StreamedEvaluation:
-        """Returns the same batches with nothing read yet."""
+        """Returns the same batches, with nothing read yet."""
         other = copy.copy(self)
         other._ends, other._first = {}, None
         return other
@@ -87,10 +92,10 @@ class StreamedEvaluation:
         self, held: Collection[int], ended: Iterable[str], rank: int, world_size: int
     ) -> list[Part]:
         """Returns the parts that `rank` computes, for `read`. `held`: numbers of batches that some
-        rank has computed. `ended`: the ranks' reports about it.
+        rank has already computed. `ended`: the ranks' reports of fully read sources.
 
-        With several sources all ranks read the first item of the first, so that a `read` that
-        depends on the rank is detected.
+        With several sources, all ranks read the first item of the first source. This detects a
+        `read` function that depends on the rank.
         """
         ends = {
             int(source): items for each in ended for source, (items, _) in json.loads(each).items()
@@ -120,7 +125,7 @@ class StreamedEvaluation:
         return (batch for _, batch in self.read(self.deal((), (), 0, 1)))
 
     def read(self, parts: Iterable[Part]) -> Iterator[tuple[int, Any]]:
-        """Yields (number, batch) of all these parts, ascending."""
+        """Yields (number, batch) for all batches of these parts, in ascending order."""
         coming = iter(parts)
         opened: deque[tuple[Part, Reader]] = deque()
         sources = self._sources()
@@ -158,7 +163,7 @@ class StreamedEvaluation:
             missing += number not in part.held
             key = (self._seed, 0, part.source, place)
             with seeded(key):
-                # and one more, which tells a worker how far to read ahead
+                # and one more item, so that a worker knows how far to read ahead
                 reader.fill(start + self._size + 1)
                 stop = min(start + self._size, reader.stop)
                 if wanted and stop > start:

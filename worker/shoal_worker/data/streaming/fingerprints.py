@@ -1,16 +1,17 @@
-"""Fingerprints of a stream's items: they show whether the stream gave the same items when it was
+"""Fingerprints of a stream's items. They show whether the stream gives the same items when it is
 iterated again, or on another rank.
 
 A fingerprint covers an item's structure, strings, bytes, integers and booleans, and the dtype,
-shape and integers of tensors and arrays; of long ones, the head and the length. Floating-point
-numbers are excluded, since machines round them differently. So are mapping entries with names that
-begin with two underscores (webdataset's `__url__`, where the same shard has another path on another
-machine), except `__key__`. Objects of other types count by their type only.
+shape and integers of tensors and arrays. Of long values it covers the head and the length.
+Floating-point numbers are excluded, since machines round them differently. Mapping entries whose
+names begin with two underscores, except `__key__`, are excluded as well (webdataset's `__url__`,
+where the same shard has a different path on each machine). Objects of other types contribute only
+their type.
 
 For floating-point numbers, `Probe` determines whether they are nearly equal on all ranks.
 
-A fingerprint has 48 bits, so that sums of one over ranks, of which all others give 0, are exact in
-float64.
+A fingerprint has 48 bits, so that it can be sent in a float64 sum over ranks, to which all other
+ranks contribute 0, without rounding.
 """
 
 from __future__ import annotations
@@ -26,21 +27,21 @@ import xxhash
 
 _BITS: Final = 48
 _HEAD: Final = 4096
-"""Maximum number of bytes of one string or array, and of items of one container, that are
-covered."""
+"""Maximum number of bytes of one string or array, and of items of one container, that a fingerprint
+covers."""
 _DEEPEST: Final = 16
 
 
 def fingerprint(item: Any) -> int:
-    """Returns 48 bits that are the same for equal items."""
+    """Returns a 48-bit fingerprint, which is the same for equal items."""
     state = xxhash.xxh3_64()
     _add(state, item, 0)
     return state.intdigest() >> (64 - _BITS)
 
 
 def chained(before: int, after: int) -> int:
-    """Returns the fingerprint of a sequence from that of all but its last item and that of the last
-    item. An empty sequence has 0."""
+    """Returns the fingerprint of a sequence. `before`: fingerprint of all items but the last.
+    `after`: fingerprint of the last item. An empty sequence has the fingerprint 0."""
     return xxhash.xxh3_64_intdigest(before.to_bytes(8, "little") + after.to_bytes(8, "little")) >> (
         64 - _BITS
     )
@@ -98,21 +99,21 @@ def _add_array(state: Any, array: np.ndarray[Any, Any]) -> None:
         state.update(np.ascontiguousarray(array.reshape(-1)[:_HEAD]).tobytes())
 
 
-# -------------------------------------------------------------------------- numbers with a fraction
+# --------------------------------------------------------------------------- floating-point numbers
 
 _SIGNS: Final = np.random.default_rng(0).choice([-1.0, 1.0], size=(3, _HEAD))
 _NEARLY: Final = 0.01
-"""Maximum relative difference between ranks' numbers of one item: far larger than rounding errors,
-far smaller than differences between items."""
+"""Maximum relative difference between the ranks' numbers of one item: far larger than rounding
+errors, far smaller than differences between items."""
 
 
 class Probe:
-    """Statistics of the floating-point numbers of one item, to be summed over the ranks."""
+    """Statistics of the floating-point numbers of one item, which are summed over the ranks."""
 
     @staticmethod
     def of(item: Any) -> list[float]:
-        """Returns this rank's part of the sum: random-sign sums of the numbers, their magnitude,
-        and the squares of these."""
+        """Returns this rank's contribution to the sum: random-sign sums of the numbers, the
+        magnitude of the numbers, and the squares of these values."""
         values = np.zeros(0)
         for each in _fractions(item, 0):
             values = np.concatenate(
@@ -123,7 +124,7 @@ class Probe:
 
     @staticmethod
     def alike(summed: Sequence[float]) -> bool:
-        """Returns whether all ranks that contributed have nearly the same numbers."""
+        """Returns whether all ranks that contributed to the sum have nearly the same numbers."""
         ranks, *sums = summed
         means = [each / ranks for each in sums]
         half = len(means) // 2
@@ -161,7 +162,7 @@ def _fractions(value: Any, depth: int) -> Iterator[np.ndarray[Any, Any]]:
 
 
 def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
-    """Returns the members of a collection that a fingerprint covers."""
+    """Returns the members of a collection that are part of its fingerprint."""
     if not isinstance(value, Mapping):
         return list(value[:_HEAD])
     return [
@@ -172,8 +173,8 @@ def _members(value: Mapping[Any, Any] | Sequence[Any]) -> list[Any]:
 
 
 def tells_apart(value: Any, depth: int = 0) -> bool:
-    """Returns whether the item contains strings, bytes or integers, so that its fingerprint differs
-    from that of other items."""
+    """Returns whether the item contains strings, bytes or integers, which make its fingerprint
+    differ from the fingerprints of other items."""
     match value:
         case str() | bytes() | bool() | int():
             return True

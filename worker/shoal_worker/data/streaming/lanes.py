@@ -1,15 +1,15 @@
 """Converts a list of shards into steps: assigns shards to lanes, and items of each lane to a step.
-Pure.
+Pure functions of their arguments.
 
-A step's global batch is divided into *lanes*, the number of which follows from the sizes alone. A
-lane reads one shard after another. At any time a rank owns some lanes and reads only their shards.
-A lane that needs a shard gets the next unread one. When no shards are left and some lanes are
-exhausted, the others contribute more, so that every step but the last is complete.
+A step's global batch is divided into *lanes*, whose number follows from the sizes alone. A lane
+reads one shard after another. At any time a rank owns some lanes and reads only their shards. A
+lane that needs a shard gets the next unread one. When no shards are left and some lanes are
+exhausted, the remaining lanes contribute more, so that every step but the last is complete.
 
 The number of items in a shard is known only after reading it. A step is therefore determined in
 rounds (`Allotment`): each owner reads what its lanes need, all owners exchange the results, and
 every rank makes the same decision about what is read next. One round is usually sufficient; another
-is needed where a shard ends. The result depends on the shards and sizes, not on the ranks.
+round is needed where a shard ends. The result depends on the shards and sizes, not on the ranks.
 """
 
 from __future__ import annotations
@@ -27,28 +27,29 @@ class Place(NamedTuple):
     shard: int
     """Index of the shard in the epoch's order of shards."""
     offset: int
-    """Number of its items that were taken."""
+    """Number of items of the shard that were taken."""
     fingerprint: int
-    """Fingerprint of those items."""
+    """Fingerprint of the items that were taken."""
     following: int | None = None
     """Fingerprint of the next item; None if unknown."""
     state: str | None = None
-    """State of the shard's reader after those items; None if it has none."""
+    """State of the shard's reader after these items; None if the reader has no state."""
 
 
 class Report(NamedTuple):
-    """Result of a round, reported by a lane's owner."""
+    """Result of a round for one lane, reported by the lane's owner."""
 
     items: int
-    """Number of items read, at most the number requested."""
+    """Number of items read; at most the number requested."""
     more: bool
     """True if the shard has further items."""
     fingerprint: int
-    """Fingerprint of the shard's items up to that point."""
+    """Fingerprint of the shard's items up to the last item read."""
     following: int = 0
     """Fingerprint of the next item; 0 if there is none."""
     state_bytes: int = 0
-    """Size of the state of the shard's reader at that point; 0 if it has none."""
+    """Size of the state of the shard's reader after the last item read; 0 if the reader has no
+    state."""
 
 
 class Segment(NamedTuple):
@@ -66,17 +67,17 @@ class ShardsRead:
     lanes: tuple[Place | None, ...]
     """Position of each lane in its shard; None: the lane has read its last shard to the end."""
     next_shard: int = 0
-    """First shard, in the epoch's order, that has not been given to a lane."""
+    """First shard, in the epoch's order, that no lane has received."""
     waiting: tuple[Place, ...] = ()
-    """Partially read shards without a lane, after the run continued with fewer lanes."""
+    """Partially read shards without a lane, left over when the run continued with fewer lanes."""
 
     def is_over(self, shards: int) -> bool:
-        """Returns whether none of the `shards` shards is left, as far as is known without opening
-        any."""
+        """Returns whether none of the epoch's shards is left, as far as is known without opening a
+        shard. `shards`: number of shards in the epoch."""
         return self.next_shard >= shards and not self.waiting and not any(self.lanes)
 
     def with_lanes(self, lanes: int) -> ShardsRead:
-        """Returns the position in the same epoch for another number of lanes."""
+        """Returns the same position for another number of lanes."""
         kept, given_up = (
             self.lanes[:lanes],
             [place for place in self.lanes[lanes:] if place is not None],
@@ -87,7 +88,7 @@ class ShardsRead:
         )
 
     def to_state(self) -> dict[str, Any]:
-        """Returns the position as a JSON-able value."""
+        """Returns the position as a JSON-able dictionary."""
         lanes = [place and list(place) for place in self.lanes]
         return {
             "lanes": lanes,
@@ -97,7 +98,8 @@ class ShardsRead:
 
     @classmethod
     def from_state(cls, state: Mapping[str, Any]) -> ShardsRead:
-        """Inverse of `to_state`. Raises CorruptDataError if this is not such a state."""
+        """Creates a position from the result of `to_state`. Raises CorruptDataError if `state` is
+        not such a result."""
         try:
             return cls(
                 lanes=tuple(place and _place(place) for place in state["lanes"]),
@@ -128,7 +130,7 @@ def _count(value: Any) -> int:
 
 @dataclass(kw_only=True)
 class _Lane:
-    """One lane within a step."""
+    """State of one lane while the items of a step are determined."""
 
     at: Place | None
     want: int
@@ -143,13 +145,13 @@ class _Lane:
 
 
 class Allotment:
-    """The items of one step, determined round by round. Every rank keeps an identical one."""
+    """The items of one step, determined round by round. Every rank keeps an identical copy."""
 
     def __init__(self, read: ShardsRead, *, shards: int, sizes: Sequence[int]) -> None:
-        """Starts a step. `shards`: number of shards in the epoch. `sizes`: items of each lane, as
-        long as there are enough."""
+        """Starts a step. `shards`: number of shards in the epoch. `sizes`: number of items of each
+        lane, as long as enough items are left."""
         self.settled = False
-        """True if the step has all its items: as many as requested, or all that are left."""
+        """True if the step has all its items: as many as requested, or all remaining items."""
         self._shards = shards
         self._total = sum(sizes)
         self._next = read.next_shard
@@ -161,10 +163,9 @@ class Allotment:
 
     def to_read(self, lane: int) -> tuple[Place, int] | None:
         """Returns the position from which the lane's owner reads in this round, and the maximum
-        number of items.
+        number of items. Returns None if the lane has nothing to read.
 
-        With 0 items, only the existence of further items is queried. None: there is nothing to
-        read.
+        A maximum of 0 items asks only whether further items exist.
         """
         one = self._lanes[lane]
         return (
@@ -174,7 +175,8 @@ class Allotment:
         )
 
     def hear(self, reports: Sequence[Report | None]) -> None:
-        """Processes one round's reports, by lane; None where nothing had to be read."""
+        """Processes one round's reports, by lane. A report is None if the lane had nothing to
+        read."""
         for lane, (one, report) in enumerate(zip(self._lanes, reports, strict=True)):
             if report is None or self.to_read(lane) is None:
                 continue
@@ -192,12 +194,12 @@ class Allotment:
         self._advance()
 
     def place(self, lane: int) -> Place | None:
-        """Returns the lane's position in its shard; None if it has no shard."""
+        """Returns the lane's position in its shard; None if the lane has no shard."""
         return self._lanes[lane].at
 
     def hear_states(self, states: Sequence[str | None]) -> None:
         """Records the states of the shards' readers at the positions after the step, by lane.
-        Called once the step is settled."""
+        Called once `settled` is True."""
         for one, state in zip(self._lanes, states, strict=True):
             if one.at is not None:
                 one.at = one.at._replace(state=state)
@@ -212,7 +214,7 @@ class Allotment:
 
     @property
     def after(self) -> ShardsRead:
-        """The position in the epoch after the step is committed."""
+        """Position in the epoch after the step is committed."""
         return ShardsRead(
             lanes=tuple(lane.at for lane in self._lanes),
             next_shard=self._next,
@@ -220,7 +222,7 @@ class Allotment:
         )
 
     def _advance(self) -> None:
-        """Decides what is read in the next round; sets `settled` if there is none."""
+        """Decides what is read in the next round. Sets `settled` if no further round is needed."""
         for lane in self._lanes:
             if lane.lacks and lane.at is None:
                 self._give_shard(lane)
@@ -230,14 +232,14 @@ class Allotment:
             self._total - sum(lane.have for lane in self._lanes),
             [lane for lane in self._lanes if lane.at is not None],
         )
-        if missing and going_on:  # no shard is left for the lanes that lack items
+        if missing and going_on:  # no shard is left for lanes without enough items
             each, more = divmod(missing, len(going_on))
             for lane in self._lanes:
                 lane.want = lane.have
             for number, lane in enumerate(going_on):
                 lane.want += each + (number < more)
         elif not going_on:
-            # whether anything is left decides whether the epoch ends here
+            # the epoch ends here if nothing is left
             self._give_shard(self._lanes[0])
         self.settled = not self._has_reading
 

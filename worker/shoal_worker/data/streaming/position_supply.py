@@ -2,8 +2,8 @@
 
 A step is the next `global_batch_size` items after the cursor. Every rank reads one item beyond the
 step, and so knows without communication whether the step is incomplete and whether the epoch ends
-with it. The items read are compared between ranks in the step (`Supply.dealing`), so that a source
-that differs by rank, or ends elsewhere, is detected before anything is applied.
+with this step. In each step the ranks compare the items that they read (`Supply.dealing`). A source
+that differs by rank, or ends at another position, is thus detected before anything is applied.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ from shoal_worker.state.digest import STREAMED
 
 
 class PositionSupply(StreamSupply):
-    """Makes every rank read the whole stream and skip the items of other ranks."""
+    """Deals a stream by position: every rank reads the whole stream and skips the items of other
+    ranks."""
 
     def __init__(self, stream: Any, progress: LoaderProgress, **sizes: Any) -> None:
         super().__init__(stream, progress, **sizes)
@@ -89,8 +90,8 @@ class PositionSupply(StreamSupply):
         )
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """Implements `Supply.account`. Until the end is known, the epoch has as many samples as
-        were dealt of it."""
+        """Implements `Supply.account`. Until the end of the stream is known, `expected` is the
+        number of samples that were dealt."""
         plan = self.plan(dealt.epoch)
         expected = dealt.positions.stop if plan.length == NO_END else plan.counted
         return {
@@ -101,8 +102,8 @@ class PositionSupply(StreamSupply):
         }
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """Implements `Supply.dealing`: the stream's items up to the end of the current step, and
-        whether it ends there."""
+        """Implements `Supply.dealing`: describes the stream's items up to the end of the current
+        step, and whether the stream ends there."""
         if (
             self._described is None
             or self._described[0] is not self.current
@@ -174,8 +175,8 @@ class PositionSupply(StreamSupply):
         self._epoch, self._mark = state["epoch"], mark
 
     def _committed_mark(self) -> Mark:
-        """Returns the mark of the cursor; the script may have moved it to the head of another
-        epoch."""
+        """Returns the mark of the cursor. The script may have moved the cursor to the beginning of
+        another epoch."""
         cursor = self._progress.cursor
         return (
             self._mark
@@ -194,7 +195,7 @@ class PositionSupply(StreamSupply):
             return reader
         self._close()
         if self._started_epoch != epoch:
-            self._sources.close()  # a data worker has the stream as it was when it was started
+            self._sources.close()  # a data worker has a copy of the stream from its start
             self._started_epoch = epoch
         set_epoch_of(self._stream, epoch)
         self._reader = self._sources.open(

@@ -1,16 +1,17 @@
-"""Reads one source in order from any committed position: a stream, or one shard of a list.
+"""Reads one source in order from any committed position. A source is a stream, or one shard of a
+list.
 
-Items are kept until they are dropped, so that a lost step requires no reading. When opened within a
-source, the reader seeks if the source (or its iterator) has `state_dict` and `load_state_dict` and
-the state of that position was kept. Otherwise it iterates from the source's beginning and skips
-earlier items. Fingerprints verify both: a seek that leads to another item is replaced by skipping,
-and a source that gives other items than before causes an error, since samples would be lost or seen
-twice.
+Items are kept until the caller drops them, so that a lost step requires no reading. A reader opened
+within a source seeks if the source (or its iterator) has `state_dict` and `load_state_dict` and its
+state at that position was saved. Otherwise the reader iterates from the source's beginning and
+skips earlier items. Fingerprints verify both: if a seek leads to another item, the reader skips
+instead, and if a source gives other items than before, the reader raises an error, since samples
+would be lost or seen twice.
 
-The random generators of torch, NumPy and Python are seeded before each item by its position, so
-that random numbers drawn by a source do not depend on how the reader got there.
+The random generators of torch, NumPy and Python are seeded before each item by its position. The
+random numbers drawn by a source therefore do not depend on how the reader reached the position.
 
-Knows nothing about ranks and steps. Used by one thread.
+This module does not depend on ranks and steps. Used by one thread.
 """
 
 from __future__ import annotations
@@ -43,70 +44,71 @@ _UNCHANGING: Final = frozenset({int, float, complex, bool, str, bytes, type(None
 
 @dataclass(frozen=True, kw_only=True)
 class Mark:
-    """A position in a source, with the data needed to return to it and to verify that it is the
-    same."""
+    """A position in a source, with the data needed to return to the position and to verify it."""
 
     position: int = 0
-    """Items before it."""
+    """Number of items before the position."""
     fingerprint: int = 0
-    """Fingerprint of the items before it."""
+    """Fingerprint of the items before the position."""
     following: int | None = None
-    """Fingerprint of the item at it; -1: the source ends there; None: unknown."""
+    """Fingerprint of the item at the position; -1: the source ends there; None: unknown."""
     state: str | None = None
-    """The source's own state there; None: it has none, or none that can be saved."""
+    """The source's own state at the position; None if the source has no state, or none that can be
+    saved."""
 
 
 class Reader(abc.ABC):
-    """The known items of a source that is read from a mark on, by this process or by a data
-    worker."""
+    """Reads a source from a mark on and keeps the items until they are dropped. This process or a
+    data worker does the reading."""
 
     def __init__(self, at: Mark) -> None:
         self.first = at.position
-        """Position of the first item held."""
+        """Position of the first available item."""
         self.end: int | None = None
         """Number of items in the source, once it is known."""
         self._before = at.fingerprint
         """Fingerprint of all items before `first`."""
         self._prints: deque[int] = deque()
-        """Fingerprints of the items held, from `first` on."""
+        """Fingerprints of the available items, from `first` on."""
         self._states: dict[int, str | None] = {}
 
     @property
     def stop(self) -> int:
-        """Position after the last item held."""
+        """Position after the last available item."""
         return self.first + len(self._prints)
 
     @abc.abstractmethod
     def items(self, positions: Iterable[int]) -> list[Any]:
-        """Returns copies of the items at `positions`, which are held: in-place changes do not
-        affect a step that is redone."""
+        """Returns copies of the items at `positions`, which must be available. In-place changes of
+        the copies do not affect a step that is redone."""
 
     def expect(self, upto: int, *, states_at: Container[int] = ()) -> None:  # noqa: B027
         # if this process does the reading, it reads in `fill`
-        """Announces the arguments of the next `fill`, so that a data worker can begin."""
+        """Announces the arguments of the next `fill`, so that a data worker can start reading."""
 
     @abc.abstractmethod
     def fill(self, upto: int, *, states_at: Container[int] = ()) -> None:
-        """Reads until the items before `upto` are held, or the source ends. Keeps the source's
-        state at the positions `states_at`, for `mark`.
+        """Reads until all items before `upto` are available, or the source ends. `states_at`:
+        positions at which the source's state is kept, for `mark`.
 
         Raises the source's errors; the reader cannot be used afterwards.
         """
 
     def holds(self, mark: Mark) -> bool:
-        """Returns whether this reader is at `mark`, or before it with all items up to there."""
+        """Returns whether this reader can continue from `mark`: it is at `mark`, or before it with
+        all items up to `mark`."""
         return (
             self.first <= mark.position <= self.stop
             and self.mark(mark.position).fingerprint == mark.fingerprint
         )
 
     def state_at(self, position: int) -> str | None:
-        """Returns the source's state at a position where `fill` had to keep it; None if it has
-        none."""
+        """Returns the source's state at a position where `fill` had to keep it; None if the source
+        has no state."""
         return self._states.get(position)
 
     def mark(self, position: int) -> Mark:
-        """Returns the mark of `position`, from `first` to `stop`."""
+        """Returns the mark of `position`, which must be between `first` and `stop`."""
         before = self._before
         for each in itertools.islice(self._prints, position - self.first):
             before = chained(before, each)
@@ -133,7 +135,7 @@ class Reader(abc.ABC):
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the iteration: a generator closes its files."""
+        """Ends the iteration. A generator then closes its files."""
 
 
 class SourceReader(Reader):
@@ -147,12 +149,16 @@ class SourceReader(Reader):
         name: str,
         at: Mark | None = None,
     ) -> None:
-        """Opens a source. `make` creates it; called once for each iteration of it. `key`: of the
-        random numbers. `name`: for errors.
+        """Opens a source.
+
+        `make`: function that creates the source, called once for each iteration.
+        `key`: key of the random numbers.
+        `name`: name of the source, for errors.
+        `at`: starting position.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before
-            `at`.
+            PreconditionError (STREAM_NOT_REPEATED): the source did not repeat the items before
+                `at`.
         """
         at = at or Mark()
         super().__init__(at)
@@ -169,7 +175,7 @@ class SourceReader(Reader):
         return [_copied(self._items[position - self.first]) for position in positions]
 
     def raw_items(self, positions: Iterable[int]) -> list[Any]:
-        """Returns the items themselves, for callers that copy them anyway."""
+        """Returns the items themselves, for callers that copy the items anyway."""
         return [self._items[position - self.first] for position in positions]
 
     @override
@@ -180,8 +186,8 @@ class SourceReader(Reader):
             self._pull()
 
     def news(self, known: int, upto: int) -> tuple[list[int], dict[int, str | None], int | None]:
-        """Returns the data that `fill(upto)` has added for a reader elsewhere that knew the items
-        before `known`: fingerprints, states, the end."""
+        """Returns the fingerprints, states and end that `fill(upto)` has added for a reader in
+        another process, which already has the items before `known`."""
         stop = min(self.stop, max(known, upto))
         prints = list(itertools.islice(self._prints, known - self.first, stop - self.first))
         states = {at: state for at, state in self._states.items() if known <= at <= stop}
@@ -231,7 +237,8 @@ class SourceReader(Reader):
         return source, iterator
 
     def _seek(self, at: Mark, state: str) -> tuple[Any, Iterator[Any]] | None:
-        """Seeks to `at` by the source's own state; None if that led elsewhere."""
+        """Seeks to `at` with the source's own state. Returns None if the seek led to another
+        item."""
         decoded = _decode(state)
         source = self._make()
         if decoded["of"] == "source":
@@ -259,7 +266,7 @@ class SourceReader(Reader):
         return source, iterator
 
     def _pull(self) -> None:
-        """Reads one item."""
+        """Reads the next item."""
         at, expected = self.stop, self._expected
         seed((*self._key, at))
         try:
@@ -313,14 +320,14 @@ class SourceReader(Reader):
 
 
 def _close(iterator: Iterator[Any]) -> None:
-    """Ends a generator, which closes its files."""
+    """Closes the iterator. A generator then closes its files."""
     close = getattr(iterator, "close", None)
     if callable(close):
         close()
 
 
 def _copied(item: Any) -> Any:
-    """Returns a copy of an item, fast for the types common in streams: strings, numbers, tensors
+    """Returns a copy of an item. Fast for the types common in streams: strings, numbers, tensors
     and arrays, in lists, tuples and dictionaries."""
     kind = type(item)
     if kind in _UNCHANGING:
@@ -335,11 +342,11 @@ def _copied(item: Any) -> Any:
 
 
 def _copy(source: Any) -> Any:
-    """Returns a copy, as deep as the source permits: one that holds an open file or a lock cannot
-    be copied deeply."""
+    """Returns a copy of a source, as deep as the source permits: a source that contains an open
+    file or a lock cannot be copied deeply."""
     try:
         return copy.deepcopy(source)
-    except Exception:  # whatever its parts raise
+    except Exception:  # its parts may raise anything
         return copy.copy(source)
 
 

@@ -1,8 +1,8 @@
 """Deals a `ShardedStream`: each rank reads only the shards of its lanes (`lanes.py`).
 
-All ranks exchange the results of their lanes in one or two short sums for each step, before its
-batches are handed out. If readers of shards have states, another sum distributes those at the
-positions after the step: a rank that continues a shard seeks to that position.
+In each step, all ranks exchange the results of their lanes in one or two short sums before batches
+are passed to the loop. If readers of shards have states, another sum distributes their states at
+the positions after the step: a rank that continues a shard seeks to that position.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _LONGEST_STATE: Final = 64 * 1024
 
 
 class ShardSupply(StreamSupply):
-    """Makes each rank read the shards of its lanes."""
+    """Deals a `ShardedStream`: each rank reads the shards of its lanes."""
 
     def __init__(
         self, stream: ShardedStream, progress: LoaderProgress, *, shuffle: bool, **sizes: Any
@@ -60,24 +60,24 @@ class ShardSupply(StreamSupply):
         ]
         self._sources.ahead = max(self._sizes)
         self._epoch = -1
-        """Epoch of the following attributes."""
+        """Epoch to which the following attributes belong."""
         self._read_so_far = self._nothing_read
         self._allotment: Allotment | None = None
         """Allotment of the current step."""
         self._order: list[int] = []
-        """Shard at each position of the order."""
+        """Shard at each position of the epoch's order."""
         self._readers: dict[int, Reader] = {}
         """Readers of this rank's shards, by position in the order."""
         self._items: dict[int, tuple[int, int]] = {}
-        """Shard (by position in the order) and index within the shard of this rank's items of the
-        step, by position."""
+        """For each of this rank's items in the step, by position: the shard (by position in the
+        order) and the index within the shard."""
         self._started_epoch = -1
         """Epoch last passed to the stream."""
         self._first: tuple[int, int | None] = -1, None
-        """An epoch, and the fingerprint of the first item of its first shard, which all ranks read
-        for comparison."""
+        """An epoch, and the fingerprint of the first item of the epoch's first shard. All ranks
+        read this item for comparison."""
         self._sample: Any = None
-        """The item itself."""
+        """The item that all ranks read for comparison."""
         self._warned_of_length = False
 
     @override
@@ -96,15 +96,15 @@ class ShardSupply(StreamSupply):
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): a shard gave other items than before.
-            ConfigurationError: the shards gave no items, or the strategy has no steps that all
-                ranks take together.
+            ConfigurationError: the shards gave no items, or the strategy has no common steps of all
+                ranks.
         """
         cursor = self._progress.cursor
         self._begin_at_cursor()
         if placement.world_size > 1 and self._first[0] != cursor.epoch:
             self._first = cursor.epoch, self._first_item(loader)
         if placement.world_size > 1 and cursor.samples == 0:
-            # otherwise a joining rank would do it alone
+            # otherwise only a joining rank would do this
             compare_first(self._sample, session, loader)
         allotment = self._allotment = Allotment(
             self._read_so_far, shards=len(self._order), sizes=self._sizes
@@ -166,8 +166,8 @@ class ShardSupply(StreamSupply):
         )
 
     def account(self, dealt: DealtStep, block: Block) -> dict[str, Any]:
-        """Implements `Supply.account`. A sample is named by its shard and index in it, so that one
-        that was read twice is detected."""
+        """Implements `Supply.account`. A sample is identified by its shard and its index in the
+        shard, so that a sample that was read twice is detected."""
         samples = [
             (self._order[place] << 32) + offset
             for place, offset in map(self._items.__getitem__, block.positions)
@@ -175,11 +175,11 @@ class ShardSupply(StreamSupply):
         return {"samples": samples, "expected": dealt.positions.stop, "dataset": -1, "drawn": False}
 
     def dealing(self, epoch: int) -> dict[str, Any]:
-        """Implements `Supply.dealing`: the position in each shard at the end of the current step,
-        and the first item of the epoch's first shard.
+        """Implements `Supply.dealing`: describes the position in each shard at the end of the
+        current step, and the first item of the epoch's first shard.
 
-        If a shard is read by only one rank, another rank might read it differently, for example if
-        `read` splits by rank; nobody would then train on the rest. All ranks therefore read one
+        If only one rank reads a shard, another rank might read the shard differently, for example
+        if `read` splits by rank. No rank would then train on the rest. All ranks therefore read one
         common item.
         """
         read, first = self._committed(), None
@@ -254,7 +254,7 @@ class ShardSupply(StreamSupply):
             self._forget()
             self._epoch, self._order = epoch, self._order_of(epoch)
         if self._started_epoch != epoch:
-            self._sources.close()  # data workers have the stream as it was when they were started
+            self._sources.close()  # data workers have copies of the stream from their start
             self._started_epoch = epoch
             set_epoch_of(self._stream, epoch)
         self._read_so_far = read
@@ -279,8 +279,8 @@ class ShardSupply(StreamSupply):
     def _read_lanes(
         self, wanted: Sequence[tuple[Place, int] | None], loader: str
     ) -> list[Report | None]:
-        """Reads the items that this rank's lanes need in a round. Data workers do so concurrently:
-        all are asked before the first is waited for."""
+        """Reads the items that this rank's lanes need in a round. Data workers read concurrently:
+        all requests are sent before the first answer is awaited."""
         try:
             for at, _ in filter(None, wanted):
                 self._open(at, loader)
@@ -289,7 +289,7 @@ class ShardSupply(StreamSupply):
                     upto, states_at = self._range_of(lane, *one)
                     self._readers[one[0].shard].expect(upto, states_at=states_at)
             return [self._read_lane(lane, one) for lane, one in enumerate(wanted)]
-        except BaseException:  # Ctrl-C too: an iterator that raised goes on no more
+        except BaseException:  # Ctrl-C too: an iterator that raised cannot continue
             self._close_readers()
             raise
 
@@ -305,7 +305,7 @@ class ShardSupply(StreamSupply):
             reader.close()
 
     def _open(self, at: Place, loader: str) -> None:
-        """Ensures that there is a reader at this position."""
+        """Ensures that a reader exists at this position."""
         reader = self._readers.get(at.shard)
         mark = Mark(
             position=at.offset, fingerprint=at.fingerprint, following=at.following, state=at.state
@@ -320,8 +320,8 @@ class ShardSupply(StreamSupply):
 
     def _range_of(self, lane: int, at: Place, most: int) -> tuple[int, range]:
         """Returns the limit up to which a lane's shard is read in a round, and the positions where
-        its state is kept: the probable end of the step, and those that a data worker reaches ahead
-        of time."""
+        the state of its reader is kept: the probable end of the step, and the positions that a data
+        worker reaches ahead of time."""
         stop, each = at.offset + most, self._sizes[lane]
         # no state is needed of a shard that was not begun
         return stop + 1, range(stop or each, NO_END, each)
@@ -359,7 +359,7 @@ class ShardSupply(StreamSupply):
 
         Raises:
             PreconditionError (STREAM_NOT_REPEATED): another rank of this replica read other items
-            in this rank's lanes.
+                in this rank's lanes.
         """
         nothing = (0,) * _NUMBERS
         reports = [
@@ -388,7 +388,7 @@ class ShardSupply(StreamSupply):
 
     def _state_of(self, place: int, offset: int) -> bytes:
         """Returns the state of the reader of one of this rank's shards for the exchange; empty if
-        there is none or it is too long."""
+        there is no state or it is too long."""
         state = (self._readers[place].state_at(offset) or "").encode()
         if len(state) <= _LONGEST_STATE:
             return state
@@ -413,9 +413,9 @@ class ShardSupply(StreamSupply):
         placement: Placement,
         session: LoaderSession,
     ) -> bool:
-        """Exchanges the states of the readers of all ranks' shards at the positions after the step.
-        `lengths`: their sizes in bytes, by lane. Returns False if a rank failed and the step is
-        invalid."""
+        """Exchanges the states of all ranks' shard readers at the positions after the step.
+        `lengths`: size of each state in bytes, by lane. Returns False if a rank failed and the step
+        is invalid."""
         if not any(lengths):
             return True
         own = [b""] * len(lengths)
@@ -473,7 +473,7 @@ class ShardSupply(StreamSupply):
 
 
 def _as_numbers(data: bytes, room: int) -> list[float]:
-    """Returns `data` as `room` numbers, for a sum in which all others contribute zeros."""
+    """Returns `data` as `room` numbers, for a sum to which all other ranks contribute zeros."""
     padded = data.ljust(room * _BYTES, b"\0")
     return [
         float(int.from_bytes(padded[at : at + _BYTES], "little"))
@@ -482,5 +482,5 @@ def _as_numbers(data: bytes, room: int) -> list[float]:
 
 
 def _from_numbers(numbers: Sequence[float], length: int) -> bytes:
-    """Inverse of `_as_numbers`, for `length` bytes of data."""
+    """Decodes the result of `_as_numbers`. `length`: number of bytes of data."""
     return b"".join(int(number).to_bytes(_BYTES, "little") for number in numbers)[:length]

@@ -1,13 +1,14 @@
-"""The sources of a stream (one, or a list of shards), each read by this process or by a data worker
-that reads ahead.
+"""The sources of a stream: one source, or a list of shards. Each is read by this process or by a
+data worker that reads ahead.
 
-A data worker is a process that only reads some of the sources: its items depend on the source and
-on the position where it was opened, not on the worker or on how far ahead it has read. The rank
-asks for items and gets no more than it would have read itself. Workers know nothing about ranks and
-steps; they live until the epoch ends or the loop is left, and die with their rank (`fetch.py`). An
-error raised by a source is raised in the rank when it reaches that item.
+A data worker is a process that only reads some of the sources. Its items depend on the source and
+on the position where the source was opened, not on the worker or on how far it has read ahead. The
+rank requests items and receives no more than it would have read itself. Workers do not depend on
+ranks and steps. They run until the epoch ends or the loop is left, and die with their rank
+(`fetch.py`). If a source raises an error in a worker, the rank raises the error when it reaches
+that item.
 
-Used by one thread; each worker's side by the only thread of its process.
+Used by one thread. The worker's side is used by the only thread of the worker process.
 """
 
 from __future__ import annotations
@@ -34,15 +35,14 @@ from shoal_worker.data.fetch import tie_to_parent
 from shoal_worker.data.streaming.reader import Mark, Reader, SourceReader
 
 _END_WITHIN_S: Final = 2.0
-"""Time for which a worker may take to exit before it is killed; it may be in the middle of an
-item."""
+"""Time that a worker has to exit before it is killed; it may be in the middle of an item."""
 
 _SLICE_S: Final = 0.2
-"""Length of one wait. A signal's handler runs on the main thread between two instructions: a signal
-just before a wait begins does not end it."""
+"""Length of one wait. A signal handler runs on the main thread between two instructions, so a
+signal just before a wait does not end the wait."""
 
 _ANSWERED: Final = ("fill", "items")
-"""Requests that have an answer."""
+"""Requests that the worker answers."""
 
 Make = Callable[[], Iterable[Any]]
 
@@ -51,28 +51,30 @@ class Sources:
     """Opens sources by number."""
 
     def __init__(self, makes: Sequence[Make], *, num_workers: int, ahead: int) -> None:
-        """Creates the sources. `makes`: functions that create them. `num_workers`: number of
-        processes that read them; 0: this process does. `ahead`: number of items of a source that a
-        worker reads beyond those requested."""
+        """Creates the sources. `makes`: functions that create the sources. `num_workers`: number of
+        processes that read the sources; 0: this process reads them. `ahead`: number of items that a
+        worker reads beyond the requested items of a source."""
         self._makes = makes
         self.ahead = ahead
-        """Setting for workers that are started from now on."""
+        """Number of items to read ahead; applies to workers that are started later."""
         self._num_workers = num_workers
         self._workers: list[_Worker] = []
 
     def open(self, number: int, *, key: Sequence[int], name: str, at: Mark | None = None) -> Reader:
-        """Returns a reader of source `number`. `key`: of its random numbers. `name`: for errors.
+        """Returns a reader of source `number`.
+
+        `key`: key of the source's random numbers.
+        `name`: name of the source, for errors.
         `at`: starting position.
 
         Raises:
-            PreconditionError (STREAM_NOT_REPEATED): the source gave other items than those before
-            `at`. With a worker, `fill` raises it.
+            PreconditionError (STREAM_NOT_REPEATED): the source did not repeat the items before
+                `at`. With a data worker, `fill` raises this error.
         """
         if not self._num_workers:
             return SourceReader(self._makes[number], key=key, name=name, at=at)
         if not self._workers:
-            # At the process's end multiprocessing would ask them to end by SIGTERM, which they
-            # leave to the rank.
+            # At process exit multiprocessing would send SIGTERM to the workers, which ignore it.
             atexit.register(self.close)
             with explained_pickling(self._num_workers):
                 for _ in range(self._num_workers):
@@ -82,7 +84,7 @@ class Sources:
 
     @property
     def has_workers(self) -> bool:
-        """True if data workers do the reading."""
+        """True if data workers read the sources."""
         return self._num_workers > 0
 
     @property
@@ -91,7 +93,7 @@ class Sources:
         return max(1, self._num_workers)
 
     def close(self) -> None:
-        """Ends the workers and their readers. The next `open` starts new ones, which see the
+        """Ends the workers and their readers. The next `open` starts new workers, which see the
         sources in their current state."""
         atexit.unregister(self.close)
         workers, self._workers = self._workers, []
@@ -111,7 +113,7 @@ class RemoteReader(Reader):
         self._worker = worker
         self._name = name
         self._expected: tuple[int, int] | None = None
-        """Position up to which the worker was asked to read, and the number of that request."""
+        """Position up to which the worker was asked to read, and the number of the request."""
         self._id = worker.open(number, tuple(key), name, at)
 
     @override
@@ -166,9 +168,9 @@ class _Worker:
         self._questions = itertools.count()
         self._unanswered: set[int] = set()
         self._forgotten: set[int] = set()
-        """Requests whose answers nobody is waiting for."""
+        """Requests whose answers no caller awaits."""
         self._answers: dict[int, tuple[Any, tuple[bytes | None, str] | None]] = {}
-        """Answers that arrived before anybody waited for them."""
+        """Answers that arrived before a caller awaited them."""
         context = multiprocessing.get_context()
         self._connection, theirs = context.Pipe()
         self._process = context.Process(target=_serve, args=(theirs, makes, ahead), daemon=True)
@@ -177,27 +179,27 @@ class _Worker:
 
     @property
     def open_readers(self) -> int:
-        """Number of sources that it is reading."""
+        """Number of sources that the worker is reading."""
         return len(self._open)
 
     def open(self, number: int, key: tuple[int, ...], name: str, at: Mark) -> int:
-        """Opens source `number`; returns the identifier of the reader."""
+        """Opens source `number` in the worker and returns the identifier of the new reader."""
         reader = next(self._ids)
         self._open.add(reader)
         self.ask("open", reader, number, key, name, at)
         return reader
 
     def close(self, reader: int) -> None:
-        """Ends a reader."""
+        """Ends a reader in the worker."""
         if reader in self._open:
             self._open.discard(reader)
             self.ask("close", reader)
 
     def ask(self, what: str, *arguments: Any) -> int:
-        """Sends a request and returns its number. If the worker is dead, `answer` reports it.
+        """Sends a request and returns its number. If the worker is dead, `answer` reports this.
 
-        Several `fill` requests may be pending at once. All other requests wait for those first:
-        otherwise a long request and a long answer would block each other.
+        Several `fill` requests may be pending at once. Any other request first waits until these
+        are answered: otherwise a long request and a long answer would block each other.
         """
         question = next(self._questions)
         with contextlib.suppress(EOFError, OSError):
@@ -209,11 +211,11 @@ class _Worker:
         return question
 
     def answer(self, question: int, name: str) -> Any:
-        """Waits for the answer to a request. `name`: of the source.
+        """Waits for the answer to a request. `name`: name of the source.
 
         Raises:
             PreconditionError (DATA_WORKER_DIED): the worker is dead.
-            Exception: the source raised it.
+            Exception: the error that the source raised.
         """
         try:
             while question not in self._answers:
@@ -231,7 +233,7 @@ class _Worker:
         self._answers.pop(question, None)
 
     def _hear(self) -> None:
-        """Waits for the next answer. Raises EOFError, OSError: the worker is dead."""
+        """Waits for the next answer. Raises EOFError or OSError if the worker is dead."""
         ready: Sequence[object] = ()
         while not ready:
             ready = multiprocessing.connection.wait(
@@ -247,17 +249,18 @@ class _Worker:
             self._answers[question] = answer_bytes, error
 
     def tell_to_end(self) -> None:
-        """Asks it to end."""
+        """Asks the worker to exit."""
         with contextlib.suppress(OSError):
             self._connection.send_bytes(_dumped((next(self._questions), "end")))
         self._connection.close()
 
     def end(self) -> None:
-        """Waits until the worker exits, and kills it if that takes too long."""
+        """Waits until the worker exits, and kills the worker if that takes too long."""
         self._process.join(_END_WITHIN_S)
         if self._process.exitcode is None:
             self._process.kill()
-            # one that the system holds in a call that cannot be interrupted dies with the call
+            # if the kernel keeps the worker in a call that cannot be interrupted, it dies with the
+            # call
             self._process.join(_END_WITHIN_S)
         with contextlib.suppress(ValueError):
             # another thread has reaped it, so multiprocessing considers it alive
@@ -267,7 +270,7 @@ class _Worker:
         self._process.join(_END_WITHIN_S)
         code = self._process.exitcode
         how = "is gone"
-        if code is not None:  # else somebody else has waited for it
+        if code is not None:  # otherwise another thread has waited for it
             how = (
                 f"was killed by {signal.Signals(-code).name}"
                 if code < 0
@@ -282,11 +285,11 @@ class _Worker:
 
 
 class ReadingFailed(Exception):
-    """The cause of an error that a source raised in a data worker: shows where it was raised."""
+    """Cause of an error that a source raised in a data worker. Shows where the error was raised."""
 
 
 def _raise(error: tuple[bytes | None, str], name: str) -> None:
-    """Raises an error from the worker."""
+    """Raises an error that a data worker reported."""
     pickled, trace = error
     where = ReadingFailed(f"in the data worker:\n{trace}")
     if pickled is None:
@@ -297,7 +300,7 @@ def _raise(error: tuple[bytes | None, str], name: str) -> None:
 
 
 class _Pickler(pickle.Pickler):
-    """Pickles a tensor as an array of its values: by default torch would write each tensor to a
+    """Pickles a tensor as an array of its values. By default torch would write each tensor to a
     file."""
 
     def reducer_override(self, value: Any) -> Any:
@@ -329,14 +332,14 @@ def _loaded(data: bytes) -> Any:
 
 @dataclass
 class _Opened:
-    """One source read by this worker."""
+    """One source that this worker reads."""
 
     reader: SourceReader | None = None
     upto: int = 0
-    """Position up to which it is read ahead."""
+    """Position up to which the worker reads ahead."""
     states_at: Container[int] = ()
     failed: tuple[bytes | None, str] | None = None
-    """Error raised while opening or reading ahead, as the answer to the next request."""
+    """Error raised while opening or reading ahead. It is the answer to the next request."""
 
     @property
     def goes_on(self) -> bool:
@@ -352,7 +355,7 @@ class _Opened:
 def _serve(
     connection: multiprocessing.connection.Connection, makes: Sequence[Make], ahead: int
 ) -> None:
-    """Runs a data worker: answers requests, and reads ahead while there are none."""
+    """Runs a data worker: answers requests, and reads ahead while no request is pending."""
     tie_to_parent(0)
     # if it reaches all processes of a machine, the rank decides how to handle it
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -386,13 +389,13 @@ def _answer(
     reader: int,
     *arguments: Any,
 ) -> tuple[Any, tuple[bytes | None, str] | None]:
-    """Returns the answer to a request about one reader, or the error instead."""
+    """Returns the answer to a request about one reader, or the error that occurred."""
     if what == "open":
         number, key, name, at = arguments
         one = opened[reader] = _Opened()
         try:
             one.reader = SourceReader(makes[number], key=key, name=name, at=at)
-        except Exception as error:  # whatever a source raises
+        except Exception as error:  # a source may raise anything
             one.failed = _described(error)
         return None, None
     one = opened[reader]
@@ -417,22 +420,22 @@ def _answer(
 
 
 def _read(one: _Opened, upto: int) -> None:
-    """Reads on, unless that failed before."""
+    """Continues reading, unless reading has failed before."""
     assert one.reader is not None
     if one.failed is None:
         try:
             one.reader.fill(upto, states_at=one.states_at)
-        except Exception as error:  # whatever a source raises
+        except Exception as error:  # a source may raise anything
             one.failed = _described(error)
 
 
 def _described(error: Exception) -> tuple[bytes | None, str]:
-    """Returns an error in a form that another process can raise, and where it was raised."""
+    """Returns an error in a form that another process can raise, and the traceback."""
     trace = "".join(traceback.format_exception(error))
     try:
         pickled = _dumped(error)
         _loaded(pickled)
-    except Exception:  # whatever its parts raise
+    except Exception:  # its parts may raise anything
         return None, trace
     return pickled, trace
 
@@ -440,7 +443,7 @@ def _described(error: Exception) -> tuple[bytes | None, str]:
 def _packed(question: int, answer: Any, error: tuple[bytes | None, str] | None) -> bytes:
     try:
         return _dumped((question, answer, error))
-    except Exception as failure:  # whatever an item's parts raise
+    except Exception as failure:  # an item's parts may raise anything
         refusal = ConfigurationError(
             f"an item of the stream cannot be sent by its data worker ({type(failure).__name__}: "
             f"{failure}): yield items that can be pickled, such as tensors, arrays, strings and "

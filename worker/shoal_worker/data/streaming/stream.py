@@ -1,5 +1,5 @@
 """The streams that a loader can read: an iterable without positions, or a list of shards
-(`ShardedStream`); and the checks of a loader's arguments for them."""
+(`ShardedStream`). Also checks a loader's arguments for streams."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from torch.utils.data import Dataset, IterableDataset
 
 
 class ShardedStream(IterableDataset[Any]):
-    """A stream in shards, such as .tar files, each read once per epoch by an elastic job: for
-    sources that are too expensive for every rank to read completely.
+    """A stream in shards, such as .tar files. An elastic job reads each shard once per epoch. Use
+    it for sources that are too expensive for every rank to read completely.
 
-    An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: each is read by one
-    data-parallel rank at a time, several at once. If a shard's reader dies, another rank continues
-    the shard after the last item that a committed step has trained on. The items of a step depend
-    on the shards and the batch sizes, not on the number of ranks or data workers. `shuffle=True`
-    shuffles the order of the shards each epoch. With `train=False` each shard is evaluated by one
-    rank, if there are at least as many shards as ranks.
+    An `ElasticDataLoader` with `micro_batch_size=` deals whole shards: one data-parallel rank at a
+    time reads a shard, and several shards are read at once. If a shard's reader dies, another rank
+    continues the shard after the last item that a committed step has trained on. The items of a
+    step depend on the shards and the batch sizes, not on the number of ranks or data workers.
+    `shuffle=True` shuffles the order of the shards each epoch. With `train=False` one rank
+    evaluates each shard, if there are at least as many shards as ranks.
 
-    Iterated directly, it yields the items of all shards in order.
+    Iterating over the stream directly yields the items of all shards in order.
     """
 
     def __init__(self, shards: Sequence[Any], read: Callable[[Any], Iterable[Any]]) -> None:
         """
         Args:
             shards: arguments for `read`, such as paths; the same on every rank, in the same order.
-            read: returns a shard's items. It must give the same items in the same order each time
-                that it is called with a shard, on any rank. This holds for random numbers drawn
-                from the global generators of torch, NumPy and Python. If its result (or the
-                result's iterator) has `state_dict` and `load_state_dict`, a rank that continues a
-                shard seeks instead of skipping items.
+            read: function that returns a shard's items. For each shard it must give the same items
+                in the same order in every call, on any rank. It may draw random numbers from the
+                global generators of torch, NumPy and Python, which are seeded. If its result (or
+                the result's iterator) has `state_dict` and `load_state_dict`, a rank that continues
+                a shard seeks instead of skipping items.
 
         Raises:
             ConfigurationError: there is no shard, or `shards` has no length.
@@ -61,8 +61,8 @@ class ShardedStream(IterableDataset[Any]):
 
 
 def is_stream(dataset: Any) -> bool:
-    """Returns whether a loader has to read `dataset` in its own order: it can be iterated but has
-    no samples by index."""
+    """Returns whether a loader has to read `dataset` in its own order: the dataset is iterable but
+    has no samples by index."""
     kind = type(dataset)
     return hasattr(kind, "__iter__") and not is_indexable(dataset)
 
@@ -73,8 +73,8 @@ def is_indexable(dataset: Any) -> bool:
 
 
 def has_items(dataset: Any) -> bool:
-    """Returns whether samples can be accessed by index. torch's base class has a __getitem__ that
-    only raises."""
+    """Returns whether the dataset's samples can be accessed by index. torch's base class has a
+    __getitem__ that only raises."""
     getitem = getattr(type(dataset), "__getitem__", None)
     return getitem is not None and getitem is not Dataset.__getitem__
 
@@ -87,7 +87,7 @@ def makes_of(stream: Any) -> list[Callable[[], Iterable[Any]]]:
 
 
 def names_of(stream: Any) -> list[str]:
-    """Returns the names of these sources for errors."""
+    """Returns the names of the sources of a stream, for errors."""
     if isinstance(stream, ShardedStream):
         return [f"shard {shard!r}" for shard in stream.shards]
     return [f"the stream {type(stream).__qualname__}"]
@@ -98,8 +98,8 @@ def _itself(stream: Any) -> Any:
 
 
 def identity_of_stream(stream: Any) -> str:
-    """Returns a digest of the properties of a stream that are known without reading it: its shards'
-    number and names (of paths, without their folders)."""
+    """Returns a digest of the properties of a stream that are known without reading it: the number
+    and the names of its shards. For paths, the names exclude folders."""
     if not isinstance(stream, ShardedStream):
         return "a stream"
     names = [
@@ -119,8 +119,8 @@ def check_stream(
     num_workers: int,
     train: bool,
 ) -> None:
-    """Raises ConfigurationError for arguments that have no meaning for a stream with its own order,
-    or cannot be honored there."""
+    """Raises ConfigurationError for arguments that are meaningless or not supported for a stream
+    with its own order."""
     what = f"dataset={type(stream).__qualname__} is a stream"
     if hasattr(type(stream), "__next__"):
         raise ConfigurationError(

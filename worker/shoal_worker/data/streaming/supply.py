@@ -1,9 +1,9 @@
-"""Common code of both ways to deal a stream: by position, where every rank reads all of it
-(`position_supply.py`), or by shards, of which each rank reads its own (`shard_supply.py`).
+"""Common code of both ways to deal a stream: by position, where every rank reads the whole stream
+(`position_supply.py`), and by shards, where each rank reads its own shards (`shard_supply.py`).
 
 Items read from a source are kept in its reader, here or in a data worker, until the step that
-contains them is committed. The marks of committed positions are the supply's part of the loader's
-state.
+contains the items is committed. The marks of committed positions are the supply's part of the
+loader's state.
 """
 
 from __future__ import annotations
@@ -35,7 +35,8 @@ NO_END: Final = sys.maxsize
 
 
 class StreamOrders:
-    """The order of a stream's items, in the form required by `LoaderProgress`: the source's own."""
+    """The order of a stream's items, in the form required by `LoaderProgress`: the order in which
+    the source gives them."""
 
     drawn = False
 
@@ -48,8 +49,8 @@ class StreamOrders:
 
 
 class StreamSupply(Supply):
-    """Common code of both ways to deal a stream. `items` is a dataset, by position in the epoch,
-    for the `Fetcher`."""
+    """Common code of both ways to deal a stream. `items` is a dataset for the `Fetcher`, indexed by
+    position in the epoch."""
 
     def __init__(
         self,
@@ -73,12 +74,12 @@ class StreamSupply(Supply):
 
     @property
     def items(self) -> Sequence[Any]:
-        """The items that are held, by position."""
+        """The available items, by position."""
         return _Items(self)
 
     @abc.abstractmethod
     def items_at(self, positions: Sequence[int]) -> list[Any]:
-        """Returns the items at positions of the current step."""
+        """Returns the items at these positions of the current step."""
 
     @abc.abstractmethod
     def _close_readers(self) -> None:
@@ -89,7 +90,7 @@ class StreamSupply(Supply):
         return None
 
     def rest(self) -> None:
-        """Implements `Supply.rest`. Sources read by this process stay open for a loop that
+        """Implements `Supply.rest`. Sources that this process reads remain open for a loop that
         continues."""
         if self._sources.has_workers:
             self._close_readers()
@@ -105,7 +106,8 @@ class StreamSupply(Supply):
         )
 
     def following(self, dealt: DealtStep, request: Request) -> Iterator[Request]:
-        """Implements `Supply.following`. The items of the next step are read when it begins."""
+        """Implements `Supply.following`. The items of the next step are read when that step
+        begins."""
         requests = [self.request(dealt, block) for block in dealt.blocks]
         return iter(requests[requests.index(request) :])
 
@@ -149,7 +151,7 @@ class _Items(Sequence[Any]):
 
 
 def left_behind() -> PreconditionError:
-    """Returns the error for a batch of a step whose readers are closed."""
+    """Returns the error for requesting a batch of a step whose readers are closed."""
     return PreconditionError(
         "this step's batches are no longer available: the loop over steps() that yielded it has "
         "ended, and its data workers with it; use the batches inside the loop, or leave "
@@ -158,10 +160,10 @@ def left_behind() -> PreconditionError:
 
 
 def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
-    """Compares the floating-point numbers of one item between all ranks, once per epoch in its
-    first step, since fingerprints exclude them. If the item has nothing else and the numbers
-    differ, logs a warning: the source may split itself by rank, or merely change its items at
-    random."""
+    """Compares the floating-point numbers of one item between all ranks, once per epoch in the
+    epoch's first step, since fingerprints exclude these numbers. Logs a warning if the numbers
+    differ and the item contains nothing else: the source may split itself by rank, or merely change
+    its items at random."""
     summed = session.sum_numbers(Probe.of(item), or_own=True)
     if summed is not None and not Probe.alike(summed) and not tells_apart(item):
         _log.warning(
@@ -176,15 +178,15 @@ def compare_first(item: Any, session: LoaderSession, loader: str) -> None:
 
 
 def set_epoch_of(stream: Any, epoch: int) -> None:
-    """Tells a stream that shuffles itself which epoch begins."""
+    """Passes the epoch that begins to a stream that shuffles itself."""
     set_epoch = getattr(stream, "set_epoch", None)
     if callable(set_epoch):
         set_epoch(epoch)
 
 
 def part_of_stream(state: Mapping[str, Any], loader: str) -> Mapping[str, Any]:
-    """Returns the stream's part of a loader's state. Raises ConfigurationError if the state is that
-    of a loader of an indexed dataset."""
+    """Returns the stream's part of a loader's state. Raises ConfigurationError if the state comes
+    from a loader of an indexed dataset."""
     of_stream = state.get(STATE)
     if not isinstance(of_stream, Mapping):
         raise ConfigurationError(

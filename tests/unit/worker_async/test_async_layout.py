@@ -108,6 +108,6 @@ def test_a_server_without_a_part_is_left_alone() -> None:
 
 
 def test_a_map_that_names_no_address_for_a_part_is_refused() -> None:
-    with pytest.raises(PreconditionError, match=r"the servers \[1\]") as refusal:
+    with pytest.raises(PreconditionError, match=r"to servers \[1\]") as refusal:
         shares(shard_map(addresses={0: "a:1"}), tensors())
     assert refusal.value.reason == "SHARD_MAP_INCOMPLETE"

@@ -58,7 +58,7 @@ def test_any_64_bit_number_is_an_id_unless_the_rows_are_counted() -> None:
     for wrong in (-1, 100):
         with pytest.raises(ConfigurationError, match=f"id {wrong}; expected 0 to 99"):
             table(100)(torch.tensor([3, wrong]))
-    with pytest.raises(ConfigurationError, match=r"ids of torch\.float32"):
+    with pytest.raises(ConfigurationError, match=r"ids have dtype torch\.float32"):
         table()(torch.tensor([1.0]))
 
 
@@ -166,7 +166,7 @@ def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
         ({"initializer": "ones"}, "initializer='ones'"),
         ({"buckets": 5000}, "buckets=5000: expected 1 to 1024"),
         ({"num_embeddings": 2**64}, "num_embeddings=18446744073709551616"),
-        ({"max_rows": 3, "buckets": 16}, "max_rows=3: expected 16 or more"),
+        ({"max_rows": 3, "buckets": 16}, "max_rows=3: expected at least 16"),
         ({"max_rows": 2**64}, "max_rows=18446744073709551616"),
         ({"max_age": 2**64}, "max_age=18446744073709551616"),
         ({"seed": 1.5}, "seed=1.5: expected a whole number"),
@@ -176,7 +176,7 @@ def test_a_copy_has_rows_of_its_own_and_pickling_is_refused() -> None:
         ),
         (
             {"optimizer": partial(torch.optim.SGD, lr=0.1, momentum=0.9)},
-            "momentum=0.9 for the rows of a table",
+            "momentum=0.9: expected 0 for a table",
         ),
     ],
 )

@@ -219,7 +219,7 @@ def test_an_object_without_state_is_refused_by_name() -> None:
 def test_a_name_belongs_to_one_object() -> None:
     registered = RegisteredState()
     registered.register("lr", scheduler())
-    with pytest.raises(ConfigurationError, match="taken"):
+    with pytest.raises(ConfigurationError, match="already used by another object"):
         registered.register("lr", scheduler())
 
 

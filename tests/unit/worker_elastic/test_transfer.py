@@ -97,7 +97,7 @@ def test_a_receiver_may_come_before_the_offer() -> None:
 def test_a_wrong_nonce_gets_nothing() -> None:
     donor = StateDonor("127.0.0.1")
     donor.expect(NONCE)
-    with donor.offering(state(), NONCE), pytest.raises(UnavailableError, match="was lost"):
+    with donor.offering(state(), NONCE), pytest.raises(UnavailableError, match="lost donor"):
         take_state([donor.address], "f" * 32, timeout=TIMEOUT)
     donor.close()
 
@@ -325,7 +325,7 @@ def test_whoever_guards_a_transfer_can_end_it(donor: StateDonor) -> None:
 
     thread = threading.Thread(target=end)
     thread.start()
-    with pytest.raises(UnavailableError, match="was lost"):
+    with pytest.raises(UnavailableError, match="lost donor"):
         take_state([donor.address], NONCE, timeout=timedelta(seconds=60), guard=guarded.put)
     thread.join(60)
     donor.expect("0" * 32)  # frees the donor's thread as well
@@ -393,7 +393,7 @@ def test_over_tls_neither_the_nonce_nor_the_state_can_be_read_on_the_way(over_tl
 def test_who_does_not_speak_tls_or_meets_another_donor_takes_nothing(
     secure: StateDonor, key: str | None
 ) -> None:
-    with secure.offering({"x": 1}, NONCE), pytest.raises(UnavailableError, match="was lost"):
+    with secure.offering({"x": 1}, NONCE), pytest.raises(UnavailableError, match="lost donor"):
         take_state(
             [secure.address],
             NONCE,
@@ -434,7 +434,7 @@ def test_over_tls_an_offer_that_closes_ends_what_is_on_its_way(secure: StateDono
             thread.start()
             assert under_way.wait(60)
         relay.open()
-        assert "was lost" in failures.get(timeout=60)
+        assert "lost donor" in failures.get(timeout=60)
         thread.join(60)
     assert marker not in seen
 

@@ -195,7 +195,7 @@ def test_a_donor_whose_device_fails_gives_nothing_and_the_receiver_is_told(
             take_state([donor.address], NONCE, timeout=TIMEOUT)
     donor.close()
     eventually(
-        lambda: "cannot be read from the device: CUDA error" in caplog.text,
+        lambda: "could not be read from the device: CUDA error" in caplog.text,
         lambda: f"a line in the log: {caplog.text!r}",
     )
 

@@ -378,7 +378,7 @@ def test_a_closure_is_refused() -> None:
 
 def test_a_second_model_is_refused() -> None:
     _pair()
-    with pytest.raises(shoal.PreconditionError, match="second time"):
+    with pytest.raises(shoal.PreconditionError, match="called twice"):
         _pair()
 
 

@@ -331,12 +331,12 @@ def test_ranks_train_as_one_process_does(
         (
             2,
             {"strategy": "hybrid", "shard_modules": ["blocks.0"], **ZERO2},
-            "shard_modules=.*'zero2'.* leave it out",
+            "shard_modules=.*'zero2'.* leave shard_modules out",
         ),
         (
             2,
             {"strategy": "hybrid", "prefetch_blocks": 2, **ZERO2},
-            "prefetch_blocks=2 .*'zero2'.* leave it out",
+            "prefetch_blocks=2 .*'zero2'.* leave prefetch_blocks out",
         ),
         (
             2,
@@ -351,7 +351,7 @@ def test_ranks_train_as_one_process_does(
                 "shard_modules": ["blocks.0"],
                 **FSDP,
             },
-            "shard_modules=.* leave it out",
+            "shard_modules=.* leave shard_modules out",
         ),
         (
             1,

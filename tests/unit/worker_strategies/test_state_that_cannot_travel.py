@@ -73,7 +73,7 @@ def test_the_first_step_names_what_cannot_be_sent_and_of_which_parameter(
             raise
 
     with pytest.raises(
-        ConfigurationError, match=r"Remembering keeps 'history' of parameter '0\.(weight|bias)'"
+        ConfigurationError, match=r"Remembering stores 'history' for parameter '0\.(weight|bias)'"
     ) as refused:
         shoal.launch(rank, world_size=2)
     assert refused.value.reason == "STATE_UNSUPPORTED"

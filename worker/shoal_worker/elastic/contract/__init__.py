@@ -1,4 +1,4 @@
-"""Values and pure rules shared by the other packages of `elastic`. No I/O, no threads, no clock.
+"""Values and pure rules shared by the other packages of elastic. No I/O, no threads, no clock.
 
 - `generation`: the ranks of one generation. `phase`: phases of the user's script in the run.
   `step`: the step in progress and its step vote. `reconcile`: what the ranks of a new generation

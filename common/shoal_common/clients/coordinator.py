@@ -92,8 +92,8 @@ class CoordinatorClient:
         deadline: timedelta | None = None,
     ) -> pb.ReportExitResponse:
         """Reports the exit of a process. `key`: key of the member, if it has one; an admin needs
-        none. `failure`: reason for which the job fails; empty: the job continues. `finished`: True
-        if the script finished."""
+        none. `failure`: if not empty, the job fails for this reason. `finished`: True if the script
+        finished."""
         request = pb.ReportExitRequest(
             job_id=job_id,
             member_id=member_id,

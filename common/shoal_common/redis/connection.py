@@ -1,9 +1,9 @@
 """Connections to a running Redis-protocol server.
 
-Every function here returns once the server has answered a PING, or raises one ShoalError that names
-the server (without its password) and the remedy. Replies are bytes: Shoal stores protobuf in Redis.
-This module does not start servers (see embedded.py) and defines no keys. redis-py's clients are
-thread-safe; the asynchronous one belongs to the loop that created it.
+`connect` and `connect_async` return once the server has answered a PING, or raise one ShoalError
+that names the server (without its password) and the remedy. Replies are bytes: Shoal stores
+protobuf in Redis. This module does not start servers (see embedded.py) and defines no keys.
+redis-py's clients are thread-safe; the asynchronous client belongs to the loop that created it.
 """
 
 from __future__ import annotations
@@ -110,8 +110,8 @@ async def connect_async(
 
 
 def with_authority(url: str, authority: Path | None) -> str:
-    """Returns the URL with `authority` as the CA of a TLS server (rediss://); other URLs are
-    unchanged. None: the CA in the URL, or the system's."""
+    """Adds `authority` as the CA of a TLS server to a rediss:// URL; returns other URLs unchanged.
+    With None, the CA in the URL or the system's CAs remain in use."""
     parts = _split(url)
     if authority is None or parts.scheme != "rediss" or "ssl_ca_certs=" in parts.query:
         return url

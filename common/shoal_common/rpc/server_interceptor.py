@@ -41,12 +41,12 @@ _member_key: ContextVar[str] = ContextVar("member_key", default="")
 
 
 def caller() -> Holder:
-    """Returns the caller of the call being handled. Only within a handler."""
+    """Returns the caller of the current RPC. Valid only within a handler."""
     return _caller.get()
 
 
 def member_key() -> str:
-    """Returns the member key presented by the call being handled; empty if none. Only within a
+    """Returns the member key sent with the current RPC; empty if there is none. Valid only within a
     handler."""
     return _member_key.get()
 
@@ -62,14 +62,14 @@ class Admission:
         *,
         job: str | None = None,
     ) -> None:
-        """`job`: as in RpcServer."""
+        """`job`: the service's only job; None: the service is for many jobs."""
         self._tokens = tokens
         self._allowed_roles = allowed_roles
         self._job = job
 
     def admit(self, method: str, context: grpc.aio.ServicerContext) -> None:
-        """Sets the values of `caller` and `member_key` in the call's own task. Raises
-        AuthenticationError, PermissionDeniedError."""
+        """Authenticates a call, and sets the values of `caller` and `member_key` in its task.
+        Raises AuthenticationError, PermissionDeniedError."""
         if method.startswith(_HEALTH):
             return
         metadata = context.invocation_metadata() or ()
@@ -102,7 +102,8 @@ class Admission:
 
 
 class ServerInterceptor(grpc.aio.ServerInterceptor):
-    """The server's only interceptor."""
+    """Interceptor that counts calls, authenticates callers and converts errors. It is the server's
+    only interceptor."""
 
     def __init__(self, metrics: ServerMetrics, admission: Admission) -> None:
         self._metrics = metrics

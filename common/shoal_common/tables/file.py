@@ -35,13 +35,13 @@ class BucketImage:
 
     table: str
     number: int
-    """Index among the table's `buckets`."""
+    """Index of the bucket among the table's `buckets`."""
     buckets: int
     version: int
     rows: RowsImage
 
     def encoded(self) -> EncodedBucket:
-        """Returns the file, which shares memory with the rows."""
+        """Encodes the bucket as a file, which shares memory with the rows."""
         arrays: dict[str, npt.NDArray[Any]] = {
             "ids": self.rows.ids,
             "updated_at": self.rows.updated_at,
@@ -73,7 +73,7 @@ class BucketImage:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedBucket:
-    """Bytes of a file, in their original memory."""
+    """Encoded bucket file, as a sequence of buffers in their original memory."""
 
     parts: tuple[memoryview, ...]
 
@@ -83,14 +83,14 @@ class EncodedBucket:
         return sum(part.nbytes for part in self.parts)
 
     def checksum(self) -> int:
-        """Returns the xxh3-64 of all bytes."""
+        """Returns the xxh3-64 of all bytes of the file."""
         digest = xxhash.xxh3_64()
         for part in self.parts:
             digest.update(part)
         return int(digest.intdigest())
 
     def chunks(self, size: int) -> Iterator[memoryview]:
-        """Yields all bytes in pieces of at most `size`."""
+        """Yields all bytes of the file in pieces of at most `size` bytes."""
         for part in self.parts:
             for start in range(0, part.nbytes, size):
                 yield part[start : start + size]

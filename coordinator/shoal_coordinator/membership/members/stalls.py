@@ -1,10 +1,10 @@
-"""Explains stalled steps: reports who waits for whom to all members before any action is taken, and
-acts in the two cases that can be decided here.
+"""Explains stalled steps: tells all members which member waits for which before any action is
+taken, and acts in the two cases that can be decided here.
 
-Heartbeats report of each member whether its training thread waits for its peers, since when, and
-which peers it cannot reach. A stalled step therefore explains itself. Either some members wait for
-the others, or all wait and a connection between them is missing. Members that only accuse each
-other's connections end their group themselves and report it (failures.py).
+Each heartbeat reports whether the member's training thread waits for its peers, since when, and
+which peers it cannot reach. The heartbeats therefore explain a stalled step. Either some members
+wait for the others, or all wait and a connection between them is missing. Members that only accuse
+each other's connections end their group themselves and report the failure (failures.py).
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from shoal_coordinator.membership.model.state import Generation, JobPhase, Stall
 
 _MOST_NAMED: Final = 4
 _SURELY_WAITS_MS: Final = 1_000
-"""A member that had waited this long at its last heartbeat counts as waiting; a shorter wait may be
-one of many in a normal step."""
+"""Wait at its last heartbeat from which a member counts as waiting; a shorter wait may be one of
+many in a normal step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,7 +43,7 @@ class Place:
     pulse: Pulse
     silent_ms: int
     waited_ms: int
-    """Time for which it had waited for its peers of this generation."""
+    """Time in milliseconds for which the rank had been waiting for its peers of this generation."""
 
     @property
     def name(self) -> str:
@@ -97,7 +97,7 @@ def _places(draft: Draft, generation: Generation) -> list[Place]:
 
 
 def _divide(draft: Draft, places: Iterable[Place]) -> tuple[list[Place], list[Place], list[Place]]:
-    """Returns the waiting members, the working ones, and the silent ones."""
+    """Divides the members into waiting, working and silent ones, returned in this order."""
     waiting, working, silent = [], [], []
     for place in places:
         if place.silent_ms > draft.spec.unheard_ms:
@@ -144,7 +144,7 @@ def _put_out_hung(draft: Draft, places: Sequence[Place]) -> None:
 
 
 def _explain(draft: Draft, places: Sequence[Place], reach: str) -> str:
-    """Returns an explanation of the stalled step; empty if none is known to be stalled."""
+    """Returns an explanation of the stalled step; empty if no step is known to be stalled."""
     waiting, working, silent = _divide(draft, places)
     waited_ms = max((place.waited_ms for place in waiting), default=0)
     if waited_ms < draft.policy.explain_after_ms:

@@ -15,12 +15,12 @@ def assign_ranks(
     is_joining: Callable[[Member], bool],
     before: Mapping[str, Rank] | None = None,
 ) -> tuple[Rank, ...]:
-    """Returns the ranks of a generation in order. `before`: previous ranks by member id, reused
-    where nothing changes.
+    """Returns the ranks of a generation in order. `before`: previous ranks by member id; unchanged
+    ranks are reused.
 
-    The ranks of one host are adjacent. `survivors` are given in their old rank order and keep it,
-    and hosts follow the order of their first survivor. Joiners come last within their host's block,
-    and new hosts after all others. Joiners and new hosts are ordered by name rather than by
+    The ranks of one host are adjacent. `survivors` must be in their old rank order, which they
+    keep; hosts are ordered by their first survivor. Joiners come last within their host's block,
+    and new hosts after all other hosts. Joiners and new hosts are ordered by name rather than by
     arrival, so that the same machines get the same ranks in every run.
     """
     blocks: dict[str, list[Member]] = {}

@@ -1,5 +1,5 @@
-"""Checks of single fields. Each raises an InvalidRequestError that names the field, its value and
-the expected value."""
+"""Checks of single fields. Each check raises an InvalidRequestError that names the field, its value
+and the expectation."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ _JOB_ID: Final = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
 def job_id(value: str) -> str:
-    """Checks a job id. Raises PermissionDeniedError if the caller's token is for another job: every
-    request names its job here."""
+    """Checks a job id. Raises PermissionDeniedError if the caller's token is for another job. Every
+    request passes its job id through this check."""
     if not _JOB_ID.fullmatch(value):
         raise wrong(
             "job_id",
@@ -70,7 +70,7 @@ def address(field: str, value: str, *, required: bool = False) -> str:
 
 
 def secret(field: str, value: str) -> str:
-    """Checks a secret: 32 hexadecimal digits, or empty. The error does not reveal it."""
+    """Checks a secret: 32 hexadecimal digits, or empty. The error does not reveal the secret."""
     if value and not _SECRET.fullmatch(value):
         raise InvalidRequestError(
             f"{field} of {len(value)} characters: expected 32 hexadecimal digits, 0-9 a-f, or none"
@@ -86,7 +86,7 @@ def number(field: str, value: int, *, low: int = 0, high: int = LARGEST_INT64) -
 
 
 def wrong(field: str, value: object, expected: str) -> InvalidRequestError:
-    """Returns the error for a field."""
+    """Returns the error for a field with an invalid value."""
     shown = repr(value)
     return InvalidRequestError(
         f"{field}={shown if len(shown) <= 100 else shown[:97] + '...'}: expected {expected}"

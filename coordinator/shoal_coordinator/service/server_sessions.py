@@ -1,5 +1,5 @@
-"""ServerSession: one stream per parameter server. Follows the rules of members' sessions, except
-that a lost server keeps its place."""
+"""Implements ServerSession: one stream per parameter server. The rules are those of members'
+sessions, except that a lost server keeps its place."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class ServerSessions:
         self._metrics = metrics
         self._request_timeout_s = request_timeout.total_seconds()
         self._registering: Counter[tuple[str, str]] = Counter()
-        """(job, server) -> number of registrations in progress. A stream that breaks meanwhile
-        decides nothing; the registration does."""
+        """(job, server) -> number of registrations in progress. If a stream breaks during a
+        registration, the outcome of the registration decides about the server."""
 
     async def serve(self, requests: AsyncIterator[pb.ServerMessage]) -> AsyncGenerator[bytes, None]:
-        """Serves one stream: yields serialized ServerDirectives."""
+        """Serves one stream: reads its messages, and yields serialized ServerDirectives."""
         first = await first_message(requests, self._request_timeout_s, expected="register")
         job_id, event = parse_registration(first.register)
         job = self._jobs.get(job_id)
@@ -114,8 +114,8 @@ class ServerSessions:
             self._check(job, server_id)
 
     def _check(self, job: JobLoop, server_id: str) -> None:
-        """Reports a server as lost whose stream has ended, unless it has reconnected or is about
-        to."""
+        """Reports a server whose stream has ended as lost, unless the server has reconnected or is
+        about to."""
         pulse = job.pulses.servers.get(server_id)
         back = (
             server_id in job.sessions.servers
